@@ -1,0 +1,1 @@
+"""The ground floor: content keys, the store, and the shard formats."""

@@ -1,0 +1,133 @@
+"""Find and delete what no published model and no recent run needs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from artifacts import lock
+from artifacts.commit import write_atomic
+from artifacts.store import SHARDS, Artifact, Store
+
+RUNS = "runs"
+Key = tuple[str, str]  # (stage, key)
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Something that may go: a folder or a set of files of one artifact or shard."""
+
+    stage: str
+    key: str
+    what: str  # artifact | unfinished | shard
+    paths: list[str]
+    size: int
+
+
+def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
+    """Remember which artifacts a run used (`facts["stages"][name]["key"]`)."""
+    data = json.dumps({"at": time.time(), **facts}, indent=1).encode()
+    write_atomic(store.fs, f"{store.root}/{RUNS}/{run}.json", data)
+
+
+def recent_runs(store: Store, days: float) -> Iterator[dict[str, Any]]:
+    """Records of runs within the last `days`."""
+    oldest = time.time() - days * 86400
+    folder = f"{store.root}/{RUNS}"
+    for path in store.fs.glob(f"{folder}/*.json") if store.fs.exists(folder) else []:
+        record = json.loads(store.fs.cat_file(path))
+        if record["at"] >= oldest:
+            yield record
+
+
+def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
+    """The artifacts of `roots` and all they were made from."""
+    found: dict[Key, Artifact] = {}
+    waiting = list(roots)
+    while waiting:
+        stage, key = waiting.pop()
+        if (stage, key) in found:
+            continue
+        try:
+            artifact = store.load(stage, key)
+        except ValueError:
+            continue  # damaged: nothing to follow, and nothing to keep
+        if artifact is not None:
+            found[stage, key] = artifact
+            parents = artifact.manifest["run"].get("parents", {})
+            waiting += [(p["stage"], p["key"]) for p in parents.values()]
+    return found
+
+
+def garbage(store: Store, keep: dict[Key, Artifact]) -> list[Garbage]:
+    """What is in the store and not kept. Whatever a living builder holds the lock of stays."""
+    shards = {
+        f"{a.store.root}/{a.stage}/{entry.path[3:]}"
+        for a in keep.values()
+        for entry in a.files
+        if entry.path.startswith("../")
+    }
+    found: list[Garbage] = []
+    for stage in _folders(store, store.root):
+        busy = False
+        for key in _folders(store, f"{store.root}/{stage}"):
+            path = f"{store.root}/{stage}/{key}"
+            if len(key) != 64 or (stage, key) in keep:
+                continue
+            if _is_held(store, f"{path}/lock.json"):
+                busy = True
+                continue
+            done = store.fs.exists(f"{path}/manifest.json")
+            what = "artifact" if done else "unfinished"
+            found.append(Garbage(stage, key, what, [path], int(store.fs.du(path))))
+        if not busy:  # a living builder may be about to name any shard of its stage
+            found += _shard_garbage(store, stage, shards)
+    return found
+
+
+def delete(store: Store, items: Iterable[Garbage]) -> None:
+    """Delete; the file that makes a thing exist goes first, so that none is ever half there."""
+    for item in items:
+        for path in item.paths:
+            if item.what == "artifact" and store.fs.exists(f"{path}/manifest.json"):
+                store.fs.rm_file(f"{path}/manifest.json")
+            store.fs.rm(path, recursive=True)
+
+
+def _shard_garbage(store: Store, stage: str, keep: set[str]) -> Iterator[Garbage]:
+    folder = store.shards_path(stage)
+    if not store.fs.exists(folder):
+        return
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in store.fs.ls(folder, detail=True):
+        name = entry["name"].rpartition("/")[2]
+        groups.setdefault(name.partition(".")[0], []).append(entry)
+    for key, entries in sorted(groups.items()):
+        paths = [e["name"] for e in entries]
+        if not any(_same(p, keep) for p in paths):
+            records_first = sorted(paths, key=lambda p: not p.endswith(f"/{key}.json"))
+            size = sum(int(e["size"] or 0) for e in entries)
+            yield Garbage(stage, key, "shard", records_first, size)
+
+
+def _same(path: str, keep: set[str]) -> bool:
+    return path in keep or f"/{path.lstrip('/')}" in keep
+
+
+def _is_held(store: Store, path: str) -> bool:
+    owner = lock.read_owner(store.fs, path)
+    if owner is None or lock.is_dead(owner):
+        return False
+    modified = store.fs.modified(path).timestamp()
+    return bool(time.time() - modified < 2 * lock.EXPIRY_SECONDS)
+
+
+def _folders(store: Store, path: str) -> list[str]:
+    if not store.fs.exists(path):
+        return []
+    entries = store.fs.ls(path, detail=True)
+    names = [e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
+    return sorted(n for n in names if n not in (SHARDS, RUNS, "registry"))

@@ -1,0 +1,59 @@
+"""Content keys: canonical JSON, digests, and content-defined shard boundaries."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import IO, Any, TypeVar
+
+Row = TypeVar("Row")
+CHUNK = 2**20
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON with sorted keys, no spaces and no NaN: equal values give equal bytes."""
+    text = json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return text.encode()
+
+
+def digest_json(value: Any) -> str:
+    """sha256 (hex) of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def digest_bytes(data: bytes) -> str:
+    """sha256 (hex) of `data`."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_stream(stream: IO[bytes]) -> tuple[str, int]:
+    """sha256 (hex) and byte count of what is left in `stream`."""
+    digest, size = hashlib.sha256(), 0
+    while chunk := stream.read(CHUNK):
+        digest.update(chunk)
+        size += len(chunk)
+    return digest.hexdigest(), size
+
+
+def cut_shards(rows: Iterable[tuple[str, Row]], average: int) -> Iterator[list[tuple[str, Row]]]:
+    """Cut `rows` of (sha256 hex, row) into shards at content-defined boundaries.
+
+    A row ends its shard when its hash meets a condition that one row in `average / 2` meets, once
+    the shard holds at least half of `average`; no shard holds more than twice `average`. A row
+    added or removed therefore moves no boundary but those of its own shard (as content-defined
+    chunking does for bytes in LBFS, SOSP 2001).
+    """
+    least, most = max(1, average // 2), max(1, average * 2)
+    every = max(1, average - least)
+    shard: list[tuple[str, Row]] = []
+    for row_hash, row in rows:
+        shard.append((row_hash, row))
+        ends = len(shard) >= least and int(row_hash[:8], 16) % every == 0
+        if ends or len(shard) == most:
+            yield shard
+            shard = []
+    if shard:
+        yield shard

@@ -1,0 +1,280 @@
+"""The store: content-addressed artifacts and shards, each wholly there or not there at all.
+
+<store>/<stage>/<key>/manifest.json    the artifact exists exactly when this file does
+<store>/<stage>/<key>/...              its own files
+<store>/<stage>/shards/<key>.json      a shard exists exactly when this file does
+<store>/<stage>/shards/<key>.*         its files, shared by every artifact that names them
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from artifacts import lock
+from artifacts.commit import FileEntry, first_fault, hash_file, read_record, write_record
+from artifacts.keys import digest_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARDS = "shards"
+log = logging.getLogger("kiln")
+
+
+@dataclass(frozen=True)
+class KeyParts:
+    """What an artifact's key is made of: anything else may change without a rebuild."""
+
+    stage: str
+    version: int
+    settings: dict[str, Any]
+    inputs: dict[str, str]  # name -> digest
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "version": self.version,
+            "settings": self.settings,
+            "inputs": self.inputs,
+        }
+
+    @property
+    def key(self) -> str:
+        return digest_json(self.as_dict())
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A committed artifact: where it is, and its manifest."""
+
+    store: Store = field(repr=False)
+    stage: str
+    key: str
+    manifest: dict[str, Any] = field(repr=False)
+
+    @property
+    def uri(self) -> str:
+        """URL of the artifact's folder."""
+        return self.store.url_of(f"{self.stage}/{self.key}")
+
+    @property
+    def path(self) -> str:
+        """Path of the artifact's folder on the store's filesystem."""
+        return f"{self.store.root}/{self.stage}/{self.key}"
+
+    @property
+    def digest(self) -> str:
+        """sha256 over path, size and sha256 of every file: what downstream keys are made of."""
+        return str(self.manifest["digest"])
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """Its files, paths relative to the artifact's folder (shards begin with `../shards/`)."""
+        return list(self.manifest["files"])
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Counts and metrics that the stage reported."""
+        return dict(self.manifest["summary"])
+
+    def url(self, path: str) -> str:
+        """URL of one of its files."""
+        if path.startswith("../"):
+            return self.store.url_of(f"{self.stage}/{path[3:]}")
+        return f"{self.uri}/{path}"
+
+    def read(self, path: str) -> bytes:
+        """The bytes of one of its files."""
+        return bytes(self.store.fs.cat_file(f"{self.path}/{path}"))
+
+
+@dataclass
+class Draft:
+    """An artifact being built: files are added, then `commit` makes it exist."""
+
+    store: Store
+    recipe: KeyParts
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Path of the artifact's folder on the store's filesystem."""
+        return f"{self.store.root}/{self.recipe.stage}/{self.recipe.key}"
+
+    @property
+    def uri(self) -> str:
+        """URL of the artifact's folder."""
+        return self.store.url_of(f"{self.recipe.stage}/{self.recipe.key}")
+
+    def write(self, path: str, data: bytes, **meta: Any) -> None:
+        """Write one of its own files."""
+        full = f"{self.path}/{path}"
+        self.store.fs.makedirs(full.rpartition("/")[0], exist_ok=True)
+        self.store.fs.pipe_file(full, data)
+        self.add(path, **meta)
+
+    def upload(self, local: str, path: str, **meta: Any) -> None:
+        """Copy a local file in as one of its own files."""
+        full = f"{self.path}/{path}"
+        self.store.fs.makedirs(full.rpartition("/")[0], exist_ok=True)
+        self.store.fs.put_file(local, full)
+        self.add(path, **meta)
+
+    def add(self, path: str, **meta: Any) -> None:
+        """Name a file that is already in the artifact's folder."""
+        self.files[path] = hash_file(self.store.fs, self.path, path, meta)
+
+    def add_shard(self, shard: Shard) -> None:
+        """Name a shard's files; the shard stays where it is, shared."""
+        for entry in shard.files:
+            path = f"../{SHARDS}/{entry.path}"
+            self.files[path] = FileEntry(path, entry.size, entry.sha256, entry.meta)
+
+    def commit(self, summary: dict[str, Any], run: dict[str, Any]) -> Artifact:
+        """Write the manifest, which makes the artifact exist."""
+        files = [self.files[path] for path in sorted(self.files)]
+        manifest = {
+            "format": FORMAT,
+            "key": self.recipe.key,
+            **self.recipe.as_dict(),
+            "digest": digest_json([entry.content() for entry in files]),
+            "files": files,
+            "summary": summary,
+            "run": run,
+        }
+        write_record(self.store.fs, f"{self.path}/{MANIFEST}", manifest)
+        return Artifact(self.store, self.recipe.stage, self.recipe.key, manifest)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A committed shard: its key, its files (paths inside the shards folder), and its facts."""
+
+    key: str
+    files: list[FileEntry]
+    meta: dict[str, Any]
+
+
+class Store:
+    """Artifacts below one fsspec URL.
+
+    Raises OSError as the filesystem does; `check_writable` turns that into words before a run.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.fs: AbstractFileSystem
+        self.fs, root = url_to_fs(url)
+        self.root = root.rstrip("/")
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, LocalFileSystem)
+
+    def url_of(self, path: str) -> str:
+        """URL of a path below the store: a plain path when local."""
+        full = f"{self.root}/{path}"
+        return full if self.is_local else str(self.fs.unstrip_protocol(full))
+
+    def check_writable(self) -> None:
+        """Raise OSError unless a file can be written here."""
+        probe = f"{self.root}/.probe"
+        self.fs.makedirs(self.root, exist_ok=True)
+        self.fs.pipe_file(probe, b"kiln")
+        self.fs.rm_file(probe)
+
+    def load(self, stage: str, key: str) -> Artifact | None:
+        """The artifact as its manifest says, files unchecked. ValueError if that is damaged."""
+        manifest = read_record(self.fs, f"{self.root}/{stage}/{key}/{MANIFEST}")
+        return None if manifest is None else Artifact(self, stage, key, manifest)
+
+    def fault(self, artifact: Artifact) -> str | None:
+        """Re-hash an artifact; say in words what is wrong with it, or None."""
+        files = artifact.files
+        if artifact.digest != digest_json([entry.content() for entry in files]):
+            return "its manifest does not match its digest"
+        return first_fault(self.fs, artifact.path, files)
+
+    def find(self, stage: str, key: str) -> Artifact | None:
+        """The artifact if it is there and whole; a damaged one is a miss, with a warning."""
+        try:
+            artifact = self.load(stage, key)
+            fault = None if artifact is None else self.fault(artifact)
+        except ValueError as error:
+            artifact, fault = None, str(error)
+        if fault is not None:
+            log.warning("%s %s: %s; it will be rebuilt", stage, key[:12], fault)
+            return None
+        return artifact
+
+    def draft(self, recipe: KeyParts) -> Draft:
+        """Start an artifact. Whatever an interrupted builder left in its folder stays, to resume."""
+        return Draft(self, recipe)
+
+    def lock(
+        self, stage: str, key: str, waiting: Callable[[dict[str, Any]], None]
+    ) -> AbstractContextManager[None]:
+        """Be the only builder of a key."""
+        return lock.hold(self.fs, f"{self.root}/{stage}/{key}/lock.json", waiting=waiting)
+
+    def shards_path(self, stage: str) -> str:
+        """Path of a stage's shards on the store's filesystem."""
+        return f"{self.root}/{stage}/{SHARDS}"
+
+    def shard(self, stage: str, key: str) -> Shard | None:
+        """The shard if it is there and whole; a damaged one is a miss, with a warning."""
+        root = self.shards_path(stage)
+        try:
+            record = read_record(self.fs, f"{root}/{key}.json")
+            fault = None if record is None else first_fault(self.fs, root, record["files"])
+        except ValueError as error:
+            record, fault = None, str(error)
+        if fault is not None:
+            log.warning("%s shard %s: %s; it will be rebuilt", stage, key[:12], fault)
+            return None
+        return None if record is None else Shard(key, record["files"], record["meta"])
+
+    def commit_shard(
+        self, stage: str, key: str, local: dict[str, str], meta: dict[str, Any]
+    ) -> Shard:
+        """Copy local files in as `<key><suffix>` ({suffix: local path}) and commit the shard.
+
+        `meta` goes to the record and to the entry of each of its files.
+        """
+        root = self.shards_path(stage)
+        self.fs.makedirs(root, exist_ok=True)
+        for suffix, path in local.items():
+            self.fs.put_file(path, f"{root}/{key}{suffix}")
+        files = [hash_file(self.fs, root, f"{key}{suffix}", meta) for suffix in sorted(local)]
+        write_record(
+            self.fs, f"{root}/{key}.json", {"format": FORMAT, "files": files, "meta": meta}
+        )
+        return Shard(key, files, meta)
+
+    def list(self) -> Iterator[Artifact]:
+        """Every artifact with a readable manifest, stage by stage."""
+        for stage in self._names(self.root):
+            for key in self._names(f"{self.root}/{stage}"):
+                try:
+                    artifact = self.load(stage, key) if len(key) == 64 else None
+                except ValueError as error:
+                    log.warning("%s %s: %s", stage, key[:12], error)
+                    continue
+                if artifact is not None:
+                    yield artifact
+
+    def _names(self, path: str) -> list[str]:
+        try:
+            entries = self.fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        names = [
+            e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"
+        ]
+        return sorted(names)

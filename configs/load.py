@@ -1,0 +1,203 @@
+"""Load a recipe: find the file, follow `extends`, apply dotted overrides, validate, explain."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from configs.schema import RUNTIMES_BUILT, Recipe
+
+RECIPES = Path(__file__).parent
+#: Files in this folder that are settings of other programs, not recipes.
+NOT_RECIPES = {"digits-base"}
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be used; the message names the file, the setting, and what to do."""
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with Kilnworks."""
+    return sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in NOT_RECIPES)
+
+
+def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Load recipe `name` (one of ours, or a path to a YAML file) with dotted `overrides`.
+
+    Raises:
+        RecipeError: unknown recipe or setting, wrong type or range, or something not built yet.
+    """
+    path = find_recipe(name)
+    settings = _read(path, seen=())
+    for dotted, value in (overrides or {}).items():
+        _set(settings, dotted, value)
+    try:
+        recipe = Recipe.model_validate(settings)
+    except ValidationError as error:
+        raise RecipeError(_explain(path.name, error, settings)) from None
+    _refuse_unbuilt(path.name, recipe)
+    return recipe
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by name or path."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    if path.is_file() and path.stem not in NOT_RECIPES:
+        return path
+    known = recipe_names()
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+    raise RecipeError(f"recipe {name}: not found ({hint}; or give a path ending in .yaml)")
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `train.steps=100` into its dotted key and its value, read as YAML."""
+    key, sign, value = text.partition("=")
+    if not sign or not key.strip():
+        raise RecipeError(f"override {text!r}: write it as key=value, such as train.steps=100")
+    try:
+        return key.strip(), _scalar(yaml.safe_load(value))
+    except yaml.YAMLError:
+        raise RecipeError(f"override {text!r}: the value is not valid YAML") from None
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe file, for editors."""
+    schema = Recipe.model_json_schema()
+    schema["properties"]["extends"] = {"type": "string", "description": "Recipe to start from."}
+    schema.pop("required", None)
+    return schema
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML: enough to repeat the run."""
+    return yaml.safe_dump(json.loads(recipe.model_dump_json()), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        raise RecipeError(f"{path.name}: `extends` leads back to itself")
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    if not isinstance(settings, dict):
+        raise RecipeError(f"{path.name}: a recipe is a mapping of settings")
+    settings = _anchor(settings, path.parent)
+    parent = settings.pop("extends", None)
+    if parent is None:
+        return settings
+    return _merge(_read(find_recipe(str(parent)), (*seen, path)), settings)
+
+
+def _anchor(value: Any, folder: Path) -> Any:
+    """Resolve strings that begin with ./ or ../ against the folder of the file that says them."""
+    if isinstance(value, dict):
+        return {key: _anchor(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_anchor(item, folder) for item in value]
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return _short((folder / value).resolve())
+    return _scalar(value)
+
+
+def _short(path: Path) -> str:
+    """The path from the working directory when it lies below that, so that records can travel."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _scalar(value: Any) -> Any:
+    """YAML 1.1 reads 1e-5 as text; read such text as the number that was meant."""
+    if isinstance(value, str) and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        # A source of another kind shares no settings with the old one: replace it whole.
+        replaced = key == "source" and isinstance(value, dict) and "kind" in value
+        both = isinstance(old, dict) and isinstance(value, dict) and not replaced
+        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for depth, part in enumerate(parents):
+        settings = settings.setdefault(part, {})
+        if not isinstance(settings, dict):
+            where = ".".join(parents[: depth + 1])
+            raise RecipeError(f"override {dotted}: {where} is a value, not a section")
+    settings[last] = value
+
+
+def _explain(file: str, error: ValidationError, settings: dict[str, Any]) -> str:
+    lines = [f"{file}: {_explain_one(item, settings)}" for item in error.errors()]
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _explain_one(item: Any, settings: dict[str, Any]) -> str:
+    where = [str(part) for part in item["loc"]]
+    kinds = {"urls", "folder", "dataset", "digits"}
+    if len(where) > 1 and where[0] == "source" and where[1] in kinds:
+        where.pop(1)  # the union's tag, which is not in the file
+    dotted = ".".join(where)
+    if item["type"] == "extra_forbidden":
+        known = _field_names(where[:-1], settings)
+        near = difflib.get_close_matches(where[-1], known, n=1)
+        prefix = "".join(f"{part}." for part in where[:-1])
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"
+        return f"{dotted}: unknown setting ({hint})"
+    if item["type"] == "missing":
+        return f"{dotted}: missing; it must be set"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{dotted}: {message} (got {item['input']!r})" if dotted else message
+
+
+def _field_names(path: list[str], settings: dict[str, Any]) -> list[str]:
+    model: type[BaseModel] | None = Recipe
+    for part in path:
+        if model is None:
+            return []
+        if part == "source":
+            kind = (settings.get("source") or {}).get("kind")
+            model = _source_model(kind)
+        elif part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+            model = annotation if is_section else None  # type: ignore[assignment]
+    return sorted(model.model_fields) if model is not None else []
+
+
+def _source_model(kind: str | None) -> type[BaseModel] | None:
+    from configs import schema
+
+    models = (schema.UrlSource, schema.FolderSource, schema.DatasetSource, schema.DigitsSource)
+    return next((m for m in models if kind in m.model_fields["kind"].annotation.__args__), None)  # type: ignore[union-attr]
+
+
+def _refuse_unbuilt(file: str, recipe: Recipe) -> None:
+    """Say so, rather than ignore it, when a recipe asks for what is not built yet."""
+    if recipe.runtime not in RUNTIMES_BUILT:
+        built = ", ".join(RUNTIMES_BUILT)
+        raise RecipeError(f"{file}: runtime: {recipe.runtime} is not built yet (built: {built})")
+    if recipe.train.method != "full":
+        raise RecipeError(
+            f"{file}: train.method: {recipe.train.method} is not built yet (built: full)"
+        )

@@ -1,0 +1,1 @@
+"""The roof: the flows that chain the stages, and the `kiln` command."""

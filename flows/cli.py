@@ -1,0 +1,194 @@
+"""`kiln`: run recipes, and look after what they made."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from configs.load import RecipeError, dump, json_schema, load_recipe, parse_override, recipe_names
+
+app = typer.Typer(
+    help="From a list of image URLs to a published, evaluated diffusion model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Store = Annotated[str, typer.Option("--store", help="Folder or URL of the store.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Name = Annotated[str, typer.Argument(help="Name of the model in the registry (publish.name).")]
+RegistryUrl = Annotated[
+    str | None, typer.Option("--registry", help="Registry, if it is not in the store.")
+]
+
+WRONG_INPUT = 2
+REJECTED = 3
+INTERRUPTED = 130
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a YAML file.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
+    ] = False,
+) -> None:
+    """Run a recipe: download, encode, train, evaluate, publish; reuse what is there.
+
+    Exit code: 0 published, 3 refused by the gate, 2 wrong input (nothing was started), 1 failed.
+    """
+    overrides = dict(parse_override(text) for text in override or [])
+    load_recipe(recipe, overrides)  # wrong input should not wait for imports and servers
+    from flows import runner
+
+    report = runner.run(recipe, overrides, as_json=as_json)
+    if report["status"] == "rejected":
+        raise typer.Exit(REJECTED)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this recipe, resolved.")] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema.")] = False,
+) -> None:
+    """List the recipes that come with Kilnworks, or print one with everything it extends."""
+    if schema:
+        print(json.dumps(json_schema(), indent=1))
+    elif name is not None:
+        overrides = dict(parse_override(text) for text in override or [])
+        print(dump(load_recipe(name, overrides)), end="")
+    else:
+        _print_recipes()
+
+
+def _print_recipes() -> None:
+    for known in recipe_names():
+        try:
+            print(f"{known:16} {load_recipe(known).description}")
+        except RecipeError as error:
+            print(f"{known:16} ({str(error).partition(': ')[2]})")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Tell what this machine has, and what is missing, for every runtime."""
+    from flows.doctor import examine
+
+    if not examine(as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(name="ls")
+def list_artifacts(store: Store = "store", as_json: AsJson = False) -> None:
+    """List artifacts and published models."""
+    from flows.look import list_store
+
+    list_store(store, as_json=as_json)
+
+
+@app.command()
+def show(
+    what: Annotated[str, typer.Argument(help="Beginning of an artifact's key, or stage/key.")],
+    store: Store = "store",
+    as_json: AsJson = False,
+) -> None:
+    """Show an artifact: settings, lineage back to the source, and why it was built."""
+    from flows.look import show_artifact
+
+    show_artifact(store, what, as_json=as_json)
+
+
+@app.command()
+def verify(
+    what: Annotated[
+        str | None, typer.Argument(help="Beginning of a key; everything without it.")
+    ] = None,
+    store: Store = "store",
+) -> None:
+    """Re-hash artifacts and published models; exit code 1 if any is damaged."""
+    from flows.look import verify_store
+
+    if not verify_store(store, what):
+        raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    store: Store = "store",
+    days: Annotated[float, typer.Option(help="Runs younger than this keep their artifacts.")] = 30,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete; otherwise only tell.")] = False,
+) -> None:
+    """Delete what no published model and no recent run needs (without --delete: list it)."""
+    from flows.look import collect_garbage
+
+    collect_garbage(store, days=days, delete=delete)
+
+
+@app.command()
+def promote(
+    name: Name,
+    version: Annotated[str, typer.Argument(help="Version to make the champion, such as v2.")],
+    store: Store = "store",
+    registry: RegistryUrl = None,
+) -> None:
+    """Make a published version the champion."""
+    from tasks.publish.registry import Registry
+
+    found = Registry(registry or f"{store}/registry", name).promote(version)
+    print(f"{name}: {found.name} is the champion ({found.uri})")
+
+
+@app.command()
+def rollback(name: Name, store: Store = "store", registry: RegistryUrl = None) -> None:
+    """Make the champion before the present one the champion again."""
+    from tasks.publish.registry import Registry
+
+    found = Registry(registry or f"{store}/registry", name).rollback()
+    print(f"{name}: {found.name} is the champion again ({found.uri})")
+
+
+def main() -> None:
+    """Entry point: one clear line and an exit code for what can be told, a traceback for bugs."""
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        _fail("interrupted; run the same command to go on from here", INTERRUPTED)
+    except ValueError as error:  # RecipeError, GateError, SourceError, ModelNotFound, ...
+        if not _is_wrong_input(error):
+            raise
+        _fail(str(error), WRONG_INPUT)
+    except Exception as error:
+        if type(error).__name__ not in ("StorageError", "JobFailed", "DownloadIncomplete"):
+            raise
+        _fail(str(error), 1)
+
+
+def _is_wrong_input(error: ValueError) -> bool:
+    """Errors of ours say what to do; a ValueError from elsewhere is a bug and keeps its trace."""
+    floors = ("artifacts", "configs", "runtimes", "tasks", "demo", "flows")
+    return type(error) is not ValueError and type(error).__module__.partition(".")[0] in floors
+
+
+def _fail(message: Any, code: int) -> None:
+    print(f"kiln: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

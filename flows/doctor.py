@@ -1,0 +1,80 @@
+"""What this machine has, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, get_args
+
+from runtimes.registry import probe
+
+from configs.schema import RUNTIMES_BUILT, RuntimeName
+
+#: Versions that pip resolves but that do not work together: what, why.
+TRAPS = {
+    "dataclasses": "shadows the standard library inside Prefect's server: uninstall it",
+}
+PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transformers")
+
+
+def examine(*, as_json: bool) -> bool:
+    """Print the findings; whether `kiln run` can work here."""
+    found = _findings()
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+    return not found["problems"]
+
+
+def _findings() -> dict[str, Any]:
+    runtimes = {name: _runtime(name) for name in get_args(RuntimeName)}
+    versions = {name: _version(name) for name in PINNED}
+    problems = [
+        f"{name} is not installed: run `make setup`" for name, v in versions.items() if not v
+    ]
+    problems += [f"{name} {why}" for name, why in TRAPS.items() if _version(name)]
+    if not any(found["available"] for found in runtimes.values()):
+        problems.append("no runtime can train here")
+    free = shutil.disk_usage(".").free
+    if free < 5 * 10**9:
+        problems.append(f"only {free / 1e9:.1f} GB of disk are free here")
+    return {
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "disk_free_gb": round(free / 1e9, 1),
+        "prefect_api": os.environ.get("PREFECT_API_URL", "embedded, for the time of a run"),
+        "versions": versions,
+        "runtimes": runtimes,
+        "problems": problems,
+    }
+
+
+def _runtime(name: str) -> dict[str, Any]:
+    if name not in RUNTIMES_BUILT:
+        return {"available": False, "devices": [], "reason": "not built yet"}
+    found = probe(name)
+    return {"available": found.available, "devices": found.devices, "reason": found.reason}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _print(found: dict[str, Any]) -> None:
+    print(f"python {found['python']}, {found['cpus']} CPUs, {found['disk_free_gb']} GB free")
+    print(f"prefect server: {found['prefect_api']}")
+    for name, number in found["versions"].items():
+        print(f"  {name:14} {number or 'missing'}")
+    for name, runtime in found["runtimes"].items():
+        state = ", ".join(runtime["devices"]) if runtime["available"] else runtime["reason"]
+        print(f"runtime {name:10} {state}")
+    for problem in found["problems"]:
+        print(f"problem: {problem}")
+    print("ready" if not found["problems"] else "not ready")

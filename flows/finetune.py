@@ -1,0 +1,206 @@
+"""The flow `finetune`: from a source of images to a published, evaluated model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from typing import Any
+
+from prefect import flow
+from prefect.context import FlowRunContext
+from prefect.states import Completed, State
+
+from artifacts import gc
+from artifacts.store import Artifact, Draft, KeyParts
+from configs.load import dump, load_recipe
+from flows.logs import log_to_prefect
+from flows.preflight import Prepared, prepare
+from flows.stages import run_stage, show_in_ui
+from tasks import download, encode, evaluate, publish, train
+from tasks.panels import Facts, Table
+from tasks.progress import Progress
+from tasks.publish import gate, report
+from tasks.publish.registry import Registry, Version
+from tasks.stage import StageResult
+
+log = logging.getLogger("kiln")
+
+
+@flow(name="finetune", flow_run_name="finetune {recipe}")
+def finetune(recipe: str = "digits", overrides: dict[str, Any] | None = None) -> Any:
+    """Download, encode, train, evaluate, publish: each reused if its inputs have not changed.
+
+    Args:
+        recipe: Name of a recipe, or path of one (`kiln recipes` lists them).
+        overrides: Dotted settings to change, such as {"train.steps": 100}.
+
+    Returns a report: status, stages, model, metrics (as `kiln run --json` prints it).
+    """
+    log_to_prefect()
+    run = _Run(prepare(load_recipe(recipe, overrides)))
+    images = run.download()
+    latents = run.encode(images)
+    trained = run.train(latents)
+    evaluated = run.evaluate(images, latents, trained)
+    try:
+        published = run.publish(evaluated, images, latents, trained)
+    except publish.Rejected as rejection:
+        return run.reject(rejection, evaluated)
+    return run.register(published, evaluated)
+
+
+class _Run:
+    """One run of a recipe: calls the stages in turn and remembers how each came about."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.at = prepared
+        self.recipe = prepared.recipe
+        self.store = prepared.store
+        self.results: dict[str, StageResult] = {}
+        self.artifacts: dict[str, Artifact] = {}
+
+    def download(self) -> Artifact:
+        plan = download.plan(self.recipe)
+        return self._stage(
+            download,
+            {"source": plan.source_digest},
+            lambda draft, progress: download.build(self.recipe, plan, draft, progress),
+        )
+
+    def encode(self, images: Artifact) -> Artifact:
+        at = self.at
+        return self._stage(
+            encode,
+            {"images": images.digest, "encoders": at.encoders_digest()},
+            lambda draft, progress: encode.build(
+                self.recipe, images, at.model, at.vae, draft, progress
+            ),
+            images=images,
+        )
+
+    def train(self, latents: Artifact) -> Artifact:
+        at = self.at
+        prompts = evaluate.sample_prompts(self.recipe)
+        return self._stage(
+            train,
+            {"latents": latents.digest, "base": at.base_digest()},
+            lambda draft, progress: train.build(
+                self.recipe, latents, at.model, prompts, draft, progress
+            ),
+            latents=latents,
+        )
+
+    def evaluate(self, images: Artifact, latents: Artifact, trained: Artifact) -> Artifact:
+        at = self.at
+        return self._stage(
+            evaluate,
+            evaluate.inputs(self.recipe, images, latents, trained, at.model, at.vae, at.clip),
+            lambda draft, progress: evaluate.build(
+                self.recipe, images, latents, trained, at.model, at.vae, at.clip, draft, progress
+            ),
+            images=images,
+            latents=latents,
+            model=trained,
+        )
+
+    def publish(
+        self, evaluated: Artifact, images: Artifact, latents: Artifact, trained: Artifact
+    ) -> Artifact:
+        at = self.at
+        lineage = {
+            "source (rows of the list)": images.manifest["inputs"]["source"],
+            "images": images.digest,
+            "latents": latents.digest,
+            "base": trained.manifest["inputs"]["base"],
+            "trained UNet": trained.digest,
+            "evaluation": evaluated.digest,
+        }
+
+        def champion_metrics(version: Version) -> dict[str, Any]:
+            return evaluate.metrics_of_published(
+                self.recipe, version.uri, images, latents, at.clip, evaluated
+            )
+
+        return self._stage(
+            publish,
+            {"model": trained.digest, "evaluation": evaluated.digest},
+            lambda draft, progress: publish.build(
+                self.recipe,
+                trained,
+                evaluated,
+                lineage,
+                at.model,
+                at.vae,
+                champion_metrics,
+                draft,
+                progress,
+            ),
+            model=trained,
+            evaluation=evaluated,
+        )
+
+    def register(self, published: Artifact, evaluated: Artifact) -> dict[str, Any]:
+        """Put the model into the registry; a version new to it becomes the champion."""
+        html = report.page(self.recipe, self.artifacts, self.results)
+        self.store.fs.pipe_file(f"{published.path}/report.html", html.encode())
+        registry = publish.registry_of(self.recipe)
+        version = registry.publish(published)
+        if not registry.was_champion(version.name):
+            registry.promote(version.name, "published")
+        self._show_where(registry, version)
+        return self._finish("published", version.uri, evaluated)
+
+    def reject(self, rejection: publish.Rejected, evaluated: Artifact) -> State[Any]:
+        """End without a model: a measured outcome, not a failure of the flow."""
+        log.warning("%s", rejection)
+        rows = gate.as_rows(rejection.verdicts)
+        show_in_ui("publish", [Table("Gate", rows)], "publish: refused by the gate")
+        found = self._finish("rejected", None, evaluated)
+        found["gate"] = [vars(verdict) for verdict in rejection.verdicts]
+        return Completed(name="Rejected", message=str(rejection), data=found)
+
+    def _stage(
+        self, module: Any, inputs: dict[str, str], build: Any, **parents: Artifact
+    ) -> Artifact:
+        parts = KeyParts(module.STAGE, module.VERSION, module.settings_for_key(self.recipe), inputs)
+        progress = Progress(module.STAGE)
+
+        def with_progress(draft: Draft) -> dict[str, Any]:
+            summary: dict[str, Any] = build(draft, progress)
+            return summary
+
+        result, artifact = run_stage(self.store, parts, with_progress, parents, module.show)
+        self.results[module.STAGE] = result
+        self.artifacts[module.STAGE] = artifact
+        return artifact
+
+    def _show_where(self, registry: Registry, version: Version) -> None:
+        champion = registry.champion()
+        facts = {
+            "model": version.uri,
+            "version": version.name,
+            "champion": champion.name if champion else "none",
+            "report": f"{version.uri}/report.html",
+        }
+        show_in_ui("model", [Facts("Published", facts)], f"{registry.name} {version.name}")
+
+    def _finish(self, status: str, model: str | None, evaluated: Artifact) -> dict[str, Any]:
+        report = {
+            "status": status,
+            "stages": {
+                name: {
+                    "key": result.key,
+                    "uri": result.uri,
+                    "outcome": result.outcome,
+                    "seconds": result.seconds,
+                }
+                for name, result in self.results.items()
+            },
+            "model": model,
+            "metrics": json.loads(evaluated.read("metrics.json"))["metrics"],
+        }
+        context = FlowRunContext.get()
+        flow_run = context.flow_run.id if context and context.flow_run else uuid.uuid4()
+        gc.record_run(self.store, str(flow_run), {**report, "recipe": dump(self.recipe)})
+        return report

@@ -1,0 +1,155 @@
+"""Look at a store: list, show, verify, collect garbage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from artifacts import gc
+from artifacts.commit import first_fault
+from artifacts.store import Artifact, Store
+from tasks.publish.registry import Registry, Version
+
+
+class NotInStore(ValueError):
+    """No artifact, or more than one, goes by what was asked for."""
+
+
+def list_store(url: str, *, as_json: bool) -> None:
+    """Print artifacts by stage, and published versions with the champion marked."""
+    store = Store(url)
+    rows = [_row(artifact) for artifact in store.list()]
+    models = list(_models(store))
+    if as_json:
+        print(json.dumps({"artifacts": rows, "models": [_model_row(*m) for m in models]}))
+        return
+    for row in rows:
+        print(
+            f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {_size(row['bytes']):>9}"
+            f"  {row['created']}"
+        )
+    for registry, version, champion in models:
+        mark = "  champion" if champion else ""
+        print(f"model     {registry.name} {version.name}  {version.uri}{mark}")
+    if not rows and not models:
+        print(f"nothing in {url}")
+
+
+def show_artifact(url: str, what: str, *, as_json: bool) -> None:
+    """Print one artifact's settings, lineage and the reason it was built."""
+    store = Store(url)
+    artifact = _one(store, what)
+    manifest = artifact.manifest
+    facts = {k: manifest[k] for k in ("stage", "version", "key", "digest", "settings", "inputs")}
+    facts |= {"uri": artifact.uri, "summary": manifest["summary"], "run": manifest["run"]}
+    if as_json:
+        print(json.dumps(facts))
+        return
+    run = manifest["run"]
+    print(f"{artifact.stage} {artifact.key}\n  at      {artifact.uri}")
+    print(f"  digest  {artifact.digest}")
+    print(f"  built   {run['created']} on {run['host']} in {run['seconds']:.1f} s: {run['reason']}")
+    fault = store.fault(artifact)
+    print(f"  state   {'whole: it will be reused' if fault is None else fault}")
+    print("  lineage")
+    for depth, name, key in _lineage(store, artifact):
+        print(f"    {'  ' * depth}{name} {key[:16]}")
+    for title in ("settings", "summary"):
+        print(f"  {title}")
+        for name, value in manifest[title].items():
+            print(f"    {name}: {json.dumps(value, ensure_ascii=False)[:200]}")
+
+
+def verify_store(url: str, what: str | None) -> bool:
+    """Re-hash and print; whether everything is whole."""
+    store = Store(url)
+    whole = True
+    for artifact in [_one(store, what)] if what else store.list():
+        fault = store.fault(artifact)
+        print(f"{artifact.stage:9} {artifact.key[:12]}  {fault or 'whole'}")
+        whole &= fault is None
+    for registry, version, _ in [] if what else _models(store):
+        root = f"{registry.root}/{version.name}"
+        fault = first_fault(registry.fs, root, version.manifest["files"])
+        print(f"model     {registry.name} {version.name}  {fault or 'whole'}")
+        whole &= fault is None
+    return whole
+
+
+def collect_garbage(url: str, *, days: float, delete: bool) -> None:
+    """List what nothing needs, and delete it if asked."""
+    store = Store(url)
+    roots = [
+        (stage, found["key"])
+        for run in gc.recent_runs(store, days)
+        for stage, found in run["stages"].items()
+    ]
+    roots += [("publish", version.manifest["key"]) for _, version, _ in _models(store)]
+    items = gc.garbage(store, gc.needed_by(store, roots))
+    for item in items:
+        print(f"{item.what:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
+    total = _size(sum(item.size for item in items))
+    if delete:
+        gc.delete(store, items)
+        print(f"deleted {len(items)} things, {total}")
+    else:
+        print(f"{len(items)} things, {total}, would be deleted (--delete does it)")
+
+
+def _one(store: Store, what: str) -> Artifact:
+    stage, _, key = what.rpartition("/")
+    found = [a for a in store.list() if a.key.startswith(key) and stage in ("", a.stage)]
+    if len(found) != 1:
+        names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found) or "nothing"
+        raise NotInStore(f"{what}: {names} goes by that; see `kiln ls`")
+    return found[0]
+
+
+def _models(store: Store) -> Iterator[tuple[Registry, Version, bool]]:
+    root = f"{store.root}/registry"
+    if not store.fs.exists(root):
+        return
+    for entry in sorted(store.fs.ls(root, detail=False)):
+        registry = Registry(store.url_of("registry"), entry.rstrip("/").rpartition("/")[2])
+        champion = registry.champion()
+        for version in registry.versions():
+            yield registry, version, champion is not None and champion.name == version.name
+
+
+def _lineage(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[tuple[int, str, str]]:
+    parents: dict[str, Any] = artifact.manifest["run"].get("parents", {})
+    for name, digest in sorted(artifact.manifest["inputs"].items()):
+        yield depth, name, digest
+        parent = parents.get(name)
+        found = store.load(parent["stage"], parent["key"]) if parent else None
+        if found is not None:
+            yield from _lineage(store, found, depth + 1)
+
+
+def _row(artifact: Artifact) -> dict[str, Any]:
+    return {
+        "stage": artifact.stage,
+        "key": artifact.key,
+        "uri": artifact.uri,
+        "files": len(artifact.files),
+        "bytes": sum(entry.size for entry in artifact.files),
+        "created": artifact.manifest["run"]["created"],
+    }
+
+
+def _model_row(registry: Registry, version: Version, champion: bool) -> dict[str, Any]:
+    return {
+        "name": registry.name,
+        "version": version.name,
+        "uri": version.uri,
+        "champion": champion,
+    }
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,112 @@
+"""Run the flow from the command line, with Prefect embedded and a progress bar for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from tasks import progress
+
+
+def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    """Run `finetune` and print how it went; with `as_json`, the report as the last line.
+
+    Uses the Prefect server that PREFECT_API_URL names, else one of its own for the time of the run.
+    """
+    # Our own lines say it shorter; the server's are for its own console.
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    with _Display(as_json=as_json) as display:
+        if "PREFECT_API_URL" not in os.environ:
+            display.say("starting Prefect (its own server, for this run) …")
+        from flows.finetune import finetune
+
+        report: dict[str, Any] = finetune(recipe, overrides)
+    _print_summary(report, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(report), flush=True)
+    return report
+
+
+class _Display:
+    """A progress bar at a terminal, plain lines elsewhere; log lines go above it."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        self.bar: Progress | None = None
+        self.rows: dict[str, TaskID] = {}
+        self.tenths: dict[str, int] = {}
+
+    def __enter__(self) -> _Display:
+        if self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description:9}"),
+                BarColumn(bar_width=30),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=self.console,
+            )
+            self.bar.start()
+        self._handler = _LinesTo(self)
+        logger = logging.getLogger("kiln")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self._handler)
+        progress.listeners.append(self.update)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        progress.listeners.remove(self.update)
+        logging.getLogger("kiln").removeHandler(self._handler)
+        if self.bar is not None:
+            self.bar.stop()
+
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False)
+
+    def update(self, stage: str, done: int, total: int, text: str) -> None:
+        if self.bar is None:
+            tenth = 10 * done // max(total, 1)
+            if tenth != self.tenths.get(stage):
+                self.tenths[stage] = tenth
+                self.say(f"{stage}: {done}/{total} {text}".rstrip())
+            return
+        if stage not in self.rows:
+            self.rows[stage] = self.bar.add_task(stage, total=total, text=text)
+        self.bar.update(self.rows[stage], completed=done, total=total, text=text)
+
+
+class _LinesTo(logging.Handler):
+    def __init__(self, display: _Display) -> None:
+        super().__init__(logging.INFO)
+        self.display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        self.display.say(mark + record.getMessage())
+
+
+def _print_summary(report: dict[str, Any], file: Any) -> None:
+    for name, models in report["metrics"].items():
+        values = "   ".join(f"{model} {found['value']:.4g}" for model, found in models.items())
+        print(f"  {name:24} {values}", file=file)
+    if report["status"] == "rejected":
+        failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
+        print(f"refused by the gate: {'; '.join(failed)}", file=file)
+    else:
+        print(f"published: {report['model']}", file=file)
+        print(f"report:    {report['model']}/report.html", file=file)

@@ -1,0 +1,105 @@
+"""Stages as Prefect tasks: cached by content, shown in the UI, retried when that may help."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.objects import State
+from prefect.context import TaskRunContext
+from prefect.tasks import Task
+
+from artifacts.store import Artifact, Draft, KeyParts, Store
+from tasks.panels import Panel, to_markdown
+from tasks.stage import StageResult, TransientError, build_or_reuse
+
+log = logging.getLogger("kiln")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One stage of one run: which artifact is wanted, and how to build it."""
+
+    store: Store
+    parts: KeyParts
+    build: Callable[[Draft], dict[str, Any]] = field(repr=False)
+    parents: dict[str, Artifact]
+    present: Artifact | None
+
+
+def run_stage(
+    store: Store,
+    parts: KeyParts,
+    build: Callable[[Draft], dict[str, Any]],
+    parents: dict[str, Artifact],
+    show: Callable[[Artifact], list[Panel]],
+) -> tuple[StageResult, Artifact]:
+    """Run a stage as a task and show it in the UI; reuse its artifact if that is there and whole.
+
+    Prefect's own record of the task is refreshed when the artifact is gone, so that it is never
+    offered without one; and a server with an empty database finds the artifact all the same.
+    """
+    present = store.find(parts.stage, parts.key)
+    call = Call(store, parts, build, parents, present)
+    stage_task = _as_task(parts.stage).with_options(refresh_cache=present is None)
+    state: State[dict[str, Any]] = stage_task(call, return_state=True)
+    result = StageResult(**state.result())  # type: ignore[arg-type]
+    if state.name == "Cached":
+        result = StageResult(**{**result.as_dict(), "outcome": "reused", "seconds": 0.0})
+    artifact = store.load(result.stage, result.key)
+    assert artifact is not None, "just built or found"
+    show_in_ui(result.stage, show(artifact), f"{result.stage}: {result.outcome}")
+    log.info("%s: %s in %.1f s (%s)", result.stage, result.outcome, result.seconds, result.key[:12])
+    return result, artifact
+
+
+def show_in_ui(key: str, panels: Sequence[Panel], heading: str) -> None:
+    """Create a markdown artifact; a server that does not take it stops nothing."""
+    slug = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
+    try:
+        create_markdown_artifact(markdown=to_markdown(heading, panels), key=slug)
+    except Exception as error:
+        log.warning("%s could not be shown in Prefect: %s", key, error)
+
+
+def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    call: Call = parameters["call"]
+    place = f"{call.store.url_of('')}|{call.parts.stage}|{call.parts.key}"
+    return hashlib.sha256(place.encode()).hexdigest()
+
+
+def _may_pass(task: Any, run: Any, state: State[Any]) -> bool:
+    """Whether a failure is worth another try."""
+    try:
+        state.result()
+    except (TransientError, ConnectionError, TimeoutError):
+        return True
+    except BaseException:
+        return False
+    return False
+
+
+def _as_task(name: str) -> Task[..., Any]:
+    return task(
+        _build,
+        name=name,
+        task_run_name=name,
+        cache_key_fn=_cache_key,
+        persist_result=True,
+        result_serializer="json",
+        retries=2,
+        retry_delay_seconds=[2, 20],
+        retry_condition_fn=_may_pass,
+    )
+
+
+def _build(call: Call) -> dict[str, Any]:
+    return build_or_reuse(
+        call.store, call.parts, call.build, parents=call.parents, present=call.present
+    ).as_dict()

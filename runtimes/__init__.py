@@ -1,0 +1,1 @@
+"""What trains, draws and encodes: one objective, one loader, one loop, many thin runtimes."""

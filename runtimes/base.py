@@ -1,0 +1,85 @@
+"""The contract between the shared loop and a runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from runtimes.job import GenerateJob, TrainJob
+
+#: Named arrays by group: `unet` (fp32 masters), `exp_avg`, `exp_avg_sq`, `ema`; diffusers names.
+State = dict[str, dict[str, NDArray[np.float32]]]
+
+
+class WrongInput(ValueError):
+    """The job cannot be done as asked (weights, shapes, device); the message says what to do."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's share of one optimizer step, drawn on the host: the same for every runtime.
+
+    The loss of a step is `sum_i weight[i] * mean((prediction_i - target_i)**2) / denominator`,
+    summed over all ranks.
+    """
+
+    step: int
+    noisy_latents: NDArray[np.float32]  # [B, C, h, w]
+    timesteps: NDArray[np.int32]  # [B]
+    target: NDArray[np.float32]  # [B, C, h, w]
+    weight: NDArray[np.float32]  # [B]
+    conditioning: dict[str, NDArray[np.float32]]  # keyword -> [B, ...], as families.py names them
+    denominator: int  # global batch size
+
+
+class Number(Protocol):
+    """A value that may still be on its way from the device; float() waits for it."""
+
+    def __float__(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step reports; neither value is fetched from the device until it is asked for."""
+
+    loss: Number
+    grad_norm: Number  # L2 norm before clipping
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a runtime finds on this machine."""
+
+    available: bool
+    devices: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    reason: str = ""  # why it is not available, and what to do
+
+
+class Runtime(Protocol):
+    """Forward, backward, update on one kind of chip. Everything else is shared."""
+
+    def load(self, job: TrainJob) -> None:
+        """Put the base's UNet and fresh optimizer state on the device. Raises WrongInput."""
+
+    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        """One AdamW update on a batch."""
+
+    def losses(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Mean squared error of each sample [B], without an update."""
+
+    def state(self) -> State:
+        """Copies of weights, both moments and EMA, as named arrays."""
+
+    def restore(self, state: State, step: int) -> None:
+        """Continue from a state as it was after `step` steps."""
+
+    def memory_bytes(self) -> int:
+        """Peak bytes in use on the device (of the process, on a CPU)."""
+
+    def generate(self, job: GenerateJob) -> None:
+        """Draw every model's pictures and take its held-out losses."""

@@ -1,0 +1,44 @@
+"""JSON lines from a runtime's process to the stage that started it.
+
+| event      | fields                                                                           |
+|------------|----------------------------------------------------------------------------------|
+| start      | runtime, device, versions, step, total                                           |
+| progress   | step, total, loss, learning_rate, grad_norm, images_per_second, data_wait (share  |
+|            | of the time), eta_seconds, memory_bytes                                          |
+| checkpoint | step, path, seconds                                                              |
+| sample     | step, path                                                                       |
+| drawn      | done, total                                                                      |
+| warning    | message                                                                          |
+| error      | message, wrong_input (bool)                                                      |
+| result     | whatever the job's caller needs                                                  |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from typing import Any
+
+EVENT_FD = "KILN_EVENT_FD"
+
+
+class Events:
+    """Writes events to the descriptor named in the environment, or nowhere without one."""
+
+    def __init__(self) -> None:
+        number = os.environ.get(EVENT_FD)
+        self._stream = None if number is None else os.fdopen(int(number), "w", buffering=1)
+        self._lock = threading.Lock()
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Write one event. A reader that is gone is no error: the loop watches for that itself."""
+        if self._stream is None:
+            return
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
+        with self._lock:
+            try:
+                self._stream.write(line + "\n")
+            except (BrokenPipeError, ValueError):
+                self._stream = None

@@ -1,0 +1,67 @@
+"""What a runtime's process is asked to do: a JSON file that names everything it needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Fine-tune the UNet of `model` on `latents`; resume from `work` if it holds a checkpoint."""
+
+    runtime: str
+    model: str  # local folder of the base pipeline
+    latents: str  # URL of the latents artifact's folder
+    train: dict[str, Any]  # configs.schema.Train, dumped
+    work: str  # URL of the folder for checkpoints and samples
+    out: str  # URL of the folder that the trained `unet/` and `history.jsonl` are written to
+    sample_prompts: tuple[str, ...] = ()
+    sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
+    kind: str = "train"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One model's part of a GenerateJob."""
+
+    out: str  # local folder: 00000.png, 00001.png, ... and losses.json
+    unet: str | None = None  # local folder of a UNet in place of the pipeline's own
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """Draw the same prompts from the same noise with each model; take held-out losses if asked."""
+
+    runtime: str
+    model: str  # local folder of the pipeline
+    drawings: tuple[Drawing, ...]
+    prompts: tuple[str, ...]  # one picture each, in order
+    sampler: dict[str, Any]  # seed, num_inference_steps, guidance_scale, height, width, batch_size
+    device: str = "auto"
+    dtype: str = "float32"
+    latents: str | None = None  # URL of the latents artifact whose held-out split is measured
+    holdout: dict[str, Any] = field(
+        default_factory=dict
+    )  # samples, draws, seed, objective settings
+    vae: str | None = None  # local folder of a VAE in place of the pipeline's own
+    kind: str = "generate"
+
+
+Job = TrainJob | GenerateJob
+
+
+def write_job(job: Job, path: Path) -> None:
+    """Write a job for `python -m runtimes`."""
+    path.write_text(json.dumps(asdict(job), indent=1), encoding="utf-8")
+
+
+def read_job(path: Path) -> Job:
+    """Read what `write_job` wrote."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if fields["kind"] == "train":
+        return TrainJob(**{**fields, "sample_prompts": tuple(fields["sample_prompts"])})
+    drawings = tuple(Drawing(**d) for d in fields["drawings"])
+    return GenerateJob(**{**fields, "drawings": drawings, "prompts": tuple(fields["prompts"])})

@@ -1,0 +1,113 @@
+"""What a stage shows of itself, as data: rendered to markdown for the Prefect UI and to HTML."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a title; every row has the same keys."""
+
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG under a title."""
+
+    title: str
+    png: bytes
+
+    @property
+    def data_uri(self) -> str:
+        return "data:image/png;base64," + base64.b64encode(self.png).decode()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and values under a title."""
+
+    title: str
+    values: Mapping[str, Any]
+
+
+Panel = Table | Picture | Facts
+
+
+def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
+    """GitHub-flavoured markdown; whatever came from outside is escaped."""
+    parts = [f"# {escape_markdown(heading)}"]
+    for panel in panels:
+        parts.append(f"## {escape_markdown(panel.title)}")
+        if isinstance(panel, Picture):
+            parts.append(f"![{escape_markdown(panel.title)}]({panel.data_uri})")
+        else:
+            parts.append(_markdown_table(_rows(panel)))
+    return "\n\n".join(parts) + "\n"
+
+
+def to_html(panels: Sequence[Panel]) -> str:
+    """HTML of the panels, without a page around them; whatever came from outside is escaped."""
+    parts = []
+    for panel in panels:
+        title = html.escape(panel.title)
+        if isinstance(panel, Picture):
+            parts.append(
+                f'<figure><img src="{panel.data_uri}" alt="{title}">'
+                f"<figcaption>{title}</figcaption></figure>"
+            )
+        else:
+            parts.append(f"<h3>{title}</h3>{_html_table(_rows(panel))}")
+    return "\n".join(parts)
+
+
+def escape_markdown(text: Any) -> str:
+    """Text that markdown shows as it is: no HTML, links, pictures, tables or emphasis."""
+    line = " ".join(str(text).split())
+    return re.sub(r"([\\`*_{}\[\]()#|!~])", r"\\\1", html.escape(line, quote=False))
+
+
+def human(value: Any) -> str:
+    """A value as people read it: four significant digits, thousands apart."""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def _rows(panel: Table | Facts) -> Sequence[Mapping[str, Any]]:
+    if isinstance(panel, Facts):
+        return [{"": name, " ": value} for name, value in panel.values.items()]
+    return panel.rows
+
+
+def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "none"
+    names = list(rows[0])
+    lines = [
+        "| " + " | ".join(escape_markdown(name) for name in names) + " |",
+        "|" + "---|" * len(names),
+    ]
+    lines += ["| " + " | ".join(escape_markdown(human(r[n])) for n in names) + " |" for r in rows]
+    return "\n".join(lines)
+
+
+def _html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "<p>none</p>"
+    names = list(rows[0])
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(human(row[n]))}</td>" for n in names) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

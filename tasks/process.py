@@ -1,0 +1,149 @@
+"""Run a job in a process of its own: events in, log out, and no orphan left behind."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from runtimes.base import WrongInput
+from runtimes.events import EVENT_FD
+from runtimes.job import Job, write_job
+
+log = logging.getLogger("kiln")
+Event = dict[str, Any]
+#: Runtimes with an environment of their own, beside the checkout's: name -> folder.
+ENVIRONMENTS: dict[str, str] = {}
+
+
+class JobFailed(RuntimeError):
+    """The process failed; the message has its last words."""
+
+
+def run_job(
+    job: Job,
+    on_event: Callable[[Event], None] = lambda event: None,
+    *,
+    grace_seconds: float = 60.0,
+) -> Event:
+    """Run `python -m runtimes JOB.json` and return the fields of its `result` event.
+
+    The process has its own session, so that only we signal it. When we are interrupted (Ctrl-C, a
+    cancelled Prefect run) it gets SIGTERM, `grace_seconds` to checkpoint in, then SIGKILL. When we
+    are killed, its standard input ends, which it takes for SIGTERM.
+
+    Raises:
+        WrongInput: the job cannot be done as asked.
+        JobFailed: it failed otherwise.
+    """
+    with tempfile.TemporaryDirectory(prefix="kiln-job-") as folder:
+        path = Path(folder) / "job.json"
+        write_job(job, path)
+        events_read, events_write = os.pipe()
+        child = subprocess.Popen(
+            [_python(job.runtime), "-u", "-m", "runtimes", str(path)],
+            env={**os.environ, EVENT_FD: str(events_write)},
+            pass_fds=(events_write,),
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        os.close(events_write)
+        return _attend(child, os.fdopen(events_read), on_event, grace_seconds)
+
+
+def _attend(
+    child: subprocess.Popen[str],
+    events: IO[str],
+    on_event: Callable[[Event], None],
+    grace_seconds: float,
+) -> Event:
+    last_words: deque[str] = deque(maxlen=20)
+    kept: dict[str, Event] = {}
+    pumps = [
+        _pump(lambda: _read_events(events, kept, on_event)),
+        _pump(lambda: _read_log(child.stdout, last_words)),
+    ]
+    try:
+        code = child.wait()
+    except BaseException:
+        _stop(child, grace_seconds)
+        raise
+    finally:
+        for pump in pumps:
+            pump.join(timeout=5.0)
+        if child.stdin is not None:
+            child.stdin.close()
+        events.close()
+    if code == 0 and "result" in kept:
+        return kept["result"]
+    error = kept.get("error", {})
+    if error.get("wrong_input"):
+        raise WrongInput(error["message"])
+    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    words = error.get("message") or "\n".join(last_words)
+    raise JobFailed(f"the runtime's process {ended}" + (f": {words}" if words else ""))
+
+
+def _read_events(
+    events: IO[str], kept: dict[str, Event], on_event: Callable[[Event], None]
+) -> None:
+    for line in events:
+        event = json.loads(line)
+        kept[event["event"]] = event
+        if event["event"] == "warning":
+            log.warning("%s", event["message"])
+        try:
+            on_event(event)
+        except Exception:  # a display that fails must not block the pipe that the child writes to
+            log.exception("an event could not be shown")
+
+
+def _read_log(output: IO[str] | None, last_words: deque[str]) -> None:
+    for line in output or ():
+        if text := line.rstrip():
+            last_words.append(text)
+            log.debug("%s", text)
+
+
+def _pump(read: Callable[[], None]) -> threading.Thread:
+    """A reading thread that still knows which Prefect run it belongs to."""
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(read,), daemon=True)
+    thread.start()
+    return thread
+
+
+def _stop(child: subprocess.Popen[str], grace_seconds: float) -> None:
+    log.info("stopping the runtime's process (it has %g s to checkpoint)", grace_seconds)
+    _signal_group(child, signal.SIGTERM)
+    try:
+        child.wait(grace_seconds)
+    except BaseException:
+        _signal_group(child, signal.SIGKILL)
+        child.wait()
+
+
+def _signal_group(child: subprocess.Popen[str], number: int) -> None:
+    try:
+        os.killpg(child.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _python(runtime: str) -> str:
+    """The interpreter of the runtime's environment: ours, unless it has one of its own."""
+    name = ENVIRONMENTS.get(runtime)
+    return sys.executable if name is None else str(Path(sys.prefix).parent / name / "bin/python")

@@ -1,0 +1,73 @@
+"""Put a diffusers pipeline folder together: the base's parts around the tuned UNet."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
+
+
+def assemble(
+    base: Path, unet: Path, out: Path, *, dtype: str, vae: Path | None = None
+) -> list[str]:
+    """Write a folder that `DiffusionPipeline.from_pretrained` loads; return its file paths.
+
+    Every part named in the base's model_index.json is copied, its weights cast to `dtype` in one
+    file under the standard name; `unet` (and `vae`, if given) take the place of the base's own.
+    Raises FileNotFoundError naming a part whose weights are missing.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    instead = {"unet": unet, **({"vae": vae} if vae else {})}
+    for part, spec in index.items():
+        is_part = isinstance(spec, list) and len(spec) == 2 and spec[0] is not None
+        if is_part:
+            _copy_part(instead.get(part, base / part), out / part, dtype)
+    (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
+
+
+def _copy_part(source: Path, target: Path, dtype: str) -> None:
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source} is missing: the base's model_index.json names it")
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        is_index = path.name.endswith(".index.json")
+        if path.is_file() and path.suffix not in WEIGHTS and not is_index:
+            shutil.copyfile(path, target / path.name)
+    weights = weight_files(source)
+    if weights:
+        stem = re.split(r"[.-]", weights[0].name, maxsplit=1)[0]
+        _cast(weights, target / f"{stem}.safetensors", dtype)
+    elif (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} has no .safetensors weights")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold a part's weights: the plain ones, else those of a variant."""
+    found = sorted(folder.glob("*.safetensors"))
+    plain = [p for p in found if re.fullmatch(r"[A-Za-z_]+(-\d+-of-\d+)?\.safetensors", p.name)]
+    if plain:
+        return plain
+    fp16 = [p for p in found if ".fp16" in p.name]
+    return fp16 or found
+
+
+def _cast(sources: list[Path], target: Path, dtype: str) -> None:
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Any] = {}
+    for source in sources:
+        with safe_open(source, framework="pt") as stream:
+            for name in stream.keys():  # noqa: SIM118 (not a dict)
+                tensor = stream.get_tensor(name)
+                if tensor.is_floating_point():
+                    tensor = tensor.to(getattr(torch, dtype))
+                tensors[name] = tensor.contiguous()
+    save_file(dict(sorted(tensors.items())), target, metadata={"format": "pt"})

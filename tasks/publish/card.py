@@ -1,0 +1,121 @@
+"""The model card: what the model is, how it was made and measured, and under which licence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.load import dump
+from configs.schema import Recipe
+from tasks.panels import escape_markdown, human
+from tasks.publish.gate import Verdict, as_rows
+
+UNKNOWN_LICENSE = "other"
+
+
+def base_card(base: Path) -> dict[str, Any]:
+    """The metadata at the top of the base's README.md, or nothing."""
+    path = base / "README.md"
+    if not path.is_file():
+        return {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not text.startswith("---\n"):
+        return {}
+    try:
+        found = yaml.safe_load(text[4:].split("\n---", 1)[0])
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def license_of(recipe: Recipe, base: Path) -> str:
+    """The recipe's licence, else the base's own; `other` when neither says."""
+    return recipe.publish.license or str(base_card(base).get("license") or UNKNOWN_LICENSE)
+
+
+def write_card(
+    recipe: Recipe,
+    base: Path,
+    metrics: dict[str, Any],
+    verdicts: list[Verdict],
+    lineage: dict[str, Any],
+) -> str:
+    """README.md of the published folder, with the metadata that model hubs read."""
+    found = base_card(base)
+    head = {
+        "license": license_of(recipe, base),
+        **{k: found[k] for k in ("license_name", "license_link") if k in found},
+        "base_model": recipe.model.path,
+        "library_name": "diffusers",
+        "pipeline_tag": "text-to-image",
+        "tags": ["kilnworks", "diffusers", "text-to-image"],
+    }
+    parts = [
+        "---\n" + yaml.safe_dump(head, sort_keys=False) + "---",
+        f"# {escape_markdown(recipe.publish.name)}",
+        escape_markdown(recipe.description),
+        "![The same prompts and noise: base above, tuned below](before_after.png)",
+        _use(recipe),
+        "## Measured\n\n" + _metric_table(metrics),
+        "## Gate\n\n" + _rule_table(verdicts),
+        "## Lineage\n\n" + _lineage_table(lineage),
+        "## Settings\n\n```yaml\n" + dump(recipe) + "```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def metric_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a metric: base and tuned with 95% interval and sample count."""
+    rows = []
+    for name, models in metrics.items():
+        row: dict[str, Any] = {"metric": name}
+        for model in ("base", "tuned"):
+            row[model] = _with_interval(models.get(model))
+        row["samples"] = models["tuned"]["n"]
+        rows.append(row)
+    return rows
+
+
+def _with_interval(measured: dict[str, Any] | None) -> str:
+    if measured is None:
+        return "—"
+    low, high = measured["ci"]
+    return f"{human(float(measured['value']))} [{human(float(low))}, {human(float(high))}]"
+
+
+def _use(recipe: Recipe) -> str:
+    prompt = next((s.prompts[0] for s in recipe.evaluate.prompts.values() if s.prompts), "a prompt")
+    return (
+        "```python\n"
+        "from diffusers import DiffusionPipeline\n\n"
+        'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder")\n'
+        f"pipe({prompt!r}, num_inference_steps={recipe.evaluate.num_inference_steps}, "
+        f"guidance_scale={recipe.evaluate.guidance_scale}).images[0]\n"
+        "```"
+    )
+
+
+def _metric_table(metrics: dict[str, Any]) -> str:
+    lines = ["| metric | base | tuned | samples |", "|---|---|---|---|"]
+    for row in metric_rows(metrics):
+        cells = (escape_markdown(row[k]) for k in ("metric", "base", "tuned", "samples"))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\nIn brackets: 95% confidence interval."
+
+
+def _rule_table(verdicts: list[Verdict]) -> str:
+    if not verdicts:
+        return "No rules: everything passes."
+    lines = ["| rule | value | bound | verdict |", "|---|---|---|---|"]
+    for row in as_rows(verdicts):
+        cells = (escape_markdown(human(v)) for v in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _lineage_table(lineage: dict[str, Any]) -> str:
+    lines = ["| what | fingerprint |", "|---|---|"]
+    lines += [f"| {escape_markdown(name)} | `{value}` |" for name, value in lineage.items()]
+    return "\n".join(lines)

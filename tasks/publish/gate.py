@@ -1,0 +1,127 @@
+"""The gate: rules over an evaluation's metrics that decide whether a model is published."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: metric name -> model ("base", "tuned", "champion") -> value
+Values = Mapping[str, Mapping[str, float]]
+
+_RULE = re.compile(
+    r"\s*(?P<metric>[A-Za-z_][\w/.-]*)\s*(?P<op>>=|<=|>|<)\s*"
+    r"(?:(?P<number>[-+]?[\d.]+(?:e[-+]?\d+)?)"
+    r"|(?P<model>base|champion)(?:\s*(?P<how>[*+-])\s*(?P<by>[\d.]+(?:e[-+]?\d+)?))?)\s*",
+    re.IGNORECASE,
+)
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_ADJUST: dict[str, Callable[[float, float], float]] = {
+    "*": operator.mul,
+    "+": operator.add,
+    "-": operator.sub,
+}
+
+
+class GateError(ValueError):
+    """A rule cannot be read, or names a metric that is not measured."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`metric op bound`, the bound a number or another model's value, adjusted."""
+
+    text: str
+    metric: str
+    op: str
+    number: float | None
+    model: str | None
+    how: str | None
+    by: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule said."""
+
+    rule: str
+    passed: bool
+    value: float | None
+    bound: float | None
+    note: str = ""
+
+
+def parse_rule(text: str) -> Rule:
+    """Read a rule such as `digit/new >= 0.9`, `cmmd < base` or `clip_score >= champion * 0.98`."""
+    match = _RULE.fullmatch(text)
+    if match is None:
+        raise GateError(
+            f"gate rule {text!r}: write it as `metric >= number`, `metric < base` or "
+            "`metric >= champion * 0.98`"
+        )
+    part = match.groupdict()
+    return Rule(
+        text=text,
+        metric=part["metric"],
+        op=part["op"],
+        number=float(part["number"]) if part["number"] else None,
+        model=part["model"].lower() if part["model"] else None,
+        how=part["how"],
+        by=float(part["by"]) if part["by"] else 0.0,
+    )
+
+
+def check_rules(rules: Sequence[str], metrics: Sequence[str]) -> None:
+    """Raise GateError for the first rule that cannot be read or names no metric of `metrics`."""
+    for text in rules:
+        rule = parse_rule(text)
+        if rule.metric not in metrics:
+            near = difflib.get_close_matches(rule.metric, metrics, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(metrics)}"
+            raise GateError(f"gate rule {text!r}: {rule.metric} is not measured ({hint})")
+
+
+def needs_champion(rules: Sequence[str]) -> bool:
+    """Whether any rule compares with the present champion."""
+    return any(parse_rule(text).model == "champion" for text in rules)
+
+
+def judge(rules: Sequence[str], values: Values) -> list[Verdict]:
+    """Hold every rule against the tuned model's values; one without a champion yet passes."""
+    return [_judge_one(parse_rule(text), values) for text in rules]
+
+
+def _judge_one(rule: Rule, values: Values) -> Verdict:
+    found = values.get(rule.metric, {})
+    value = found.get("tuned")
+    if value is None:
+        return Verdict(rule.text, False, None, None, f"{rule.metric} was not measured")
+    bound = rule.number if rule.model is None else found.get(rule.model)
+    if bound is None:
+        passed = rule.model == "champion"
+        note = "no champion yet" if passed else f"no value of the {rule.model}"
+        return Verdict(rule.text, passed, value, None, note)
+    if rule.how is not None:
+        bound = _ADJUST[rule.how](bound, rule.by)
+    return Verdict(rule.text, _COMPARE[rule.op](value, bound), value, bound)
+
+
+def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """Verdicts as table rows."""
+    return [
+        {
+            "rule": v.rule,
+            "value": "—" if v.value is None else v.value,
+            "bound": "—" if v.bound is None else v.bound,
+            "verdict": ("passed" if v.passed else "failed") + (f" ({v.note})" if v.note else ""),
+        }
+        for v in verdicts
+    ]

@@ -1,0 +1,196 @@
+"""The registry: numbered versions of a model, and a `champion` alias that moves atomically.
+
+<registry>/<name>/v1/            a published model's folder; complete when it has manifest.json
+<registry>/<name>/champion       the alias: a symlink when local, else an object with the name
+<registry>/<name>/history.json   every move of the alias, oldest first
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from artifacts import lock
+from artifacts.commit import read_record, write_atomic
+from artifacts.store import MANIFEST, Artifact
+
+CHAMPION = "champion"
+ROLLED_BACK = "rolled back"
+log = logging.getLogger("kiln")
+
+
+class RegistryError(ValueError):
+    """A version or model that is not in the registry; the message says what is."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A published version."""
+
+    name: str  # v1, v2, ...
+    uri: str
+    manifest: dict[str, Any]
+
+
+class Registry:
+    """Versions of one model name below a registry URL."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.fs: AbstractFileSystem
+        self.fs, root = url_to_fs(url)
+        self.name = name
+        self.root = f"{root.rstrip('/')}/{name}"
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, LocalFileSystem)
+
+    def url(self, version: str) -> str:
+        """URL of a version's folder: a plain path when local."""
+        full = f"{self.root}/{version}"
+        return full if self.is_local else str(self.fs.unstrip_protocol(full))
+
+    def versions(self) -> list[Version]:
+        """Complete versions, oldest first."""
+        found = []
+        for name in self._version_names():
+            try:
+                manifest = read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
+            except ValueError as error:
+                log.warning("registry %s/%s: %s", self.name, name, error)
+                continue
+            if manifest is not None:
+                found.append(Version(name, self.url(name), manifest))
+        return found
+
+    def champion(self) -> Version | None:
+        """The version that the alias points to."""
+        name = self._read_alias()
+        return next((v for v in self.versions() if v.name == name), None)
+
+    def publish(self, artifact: Artifact) -> Version:
+        """Copy a publish artifact in as the next version, or return the one that it already is."""
+        with lock.hold(self.fs, f"{self.root}/lock.json"):
+            for version in self.versions():
+                if version.manifest["key"] == artifact.key:
+                    return version
+            name = self._next_name()
+            self._copy(artifact, name)
+        manifest = read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
+        assert manifest is not None, "just written"
+        return Version(name, self.url(name), manifest)
+
+    def promote(self, version: str, why: str = "promoted") -> Version:
+        """Make a version the champion. Raises RegistryError if there is no such version."""
+        known = {v.name: v for v in self.versions()}
+        if version not in known:
+            there = ", ".join(known) or "none"
+            raise RegistryError(f"{self.name} {version}: no such version (there are: {there})")
+        with lock.hold(self.fs, f"{self.root}/lock.json"):
+            if self._read_alias() != version:
+                self._move(version, why)
+        return known[version]
+
+    def rollback(self) -> Version:
+        """Make the champion before the present one the champion again.
+
+        A second rollback goes further back. Raises RegistryError if nothing is before it.
+        """
+        known = {v.name: v for v in self.versions()}
+        with lock.hold(self.fs, f"{self.root}/lock.json"):
+            present = self._read_alias()
+            if present is None:
+                raise RegistryError(f"{self.name}: there is no champion to roll back from")
+            earlier = [n for n in _standing(self.history()) if n != present and n in known]
+            if not earlier:
+                raise RegistryError(
+                    f"{self.name}: {present} is the first champion; nothing is before it"
+                )
+            self._move(earlier[-1], ROLLED_BACK)
+        return known[earlier[-1]]
+
+    def was_champion(self, version: str) -> bool:
+        """Whether the alias ever pointed to a version."""
+        return any(move["version"] == version for move in self.history())
+
+    def history(self) -> list[dict[str, Any]]:
+        """Moves of the alias, oldest first."""
+        try:
+            return list(json.loads(self.fs.cat_file(f"{self.root}/history.json")))
+        except FileNotFoundError:
+            return []
+
+    def _version_names(self) -> list[str]:
+        try:
+            entries = self.fs.ls(self.root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = [entry.rstrip("/").rpartition("/")[2] for entry in entries]
+        return sorted((n for n in names if re.fullmatch(r"v\d+", n)), key=lambda n: int(n[1:]))
+
+    def _next_name(self) -> str:
+        """The number after the last version; an interrupted copy, without a manifest, is none."""
+        names = self._version_names()
+        complete = [n for n in names if self.fs.exists(f"{self.root}/{n}/{MANIFEST}")]
+        return f"v{max((int(name[1:]) for name in complete), default=0) + 1}"
+
+    def _copy(self, artifact: Artifact, name: str) -> None:
+        """Copy every file, the manifest last; a folder without one is no version."""
+        paths = [entry.path for entry in artifact.files]
+        extra = [p for p in ("report.html",) if artifact.store.fs.exists(f"{artifact.path}/{p}")]
+        for path in [*paths, *extra]:
+            target = f"{self.root}/{name}/{path}"
+            self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            with (
+                artifact.store.fs.open(f"{artifact.path}/{path}", "rb") as source,
+                self.fs.open(target, "wb") as sink,
+            ):
+                while chunk := source.read(2**22):
+                    sink.write(chunk)
+        write_atomic(self.fs, f"{self.root}/{name}/{MANIFEST}", artifact.read(MANIFEST))
+
+    def _read_alias(self) -> str | None:
+        path = f"{self.root}/{CHAMPION}"
+        try:
+            if self.is_local:
+                return os.readlink(path)
+            return str(self.fs.cat_file(path).decode())
+        except FileNotFoundError:
+            return None
+
+    def _write_alias(self, version: str) -> None:
+        path = f"{self.root}/{CHAMPION}"
+        if not self.is_local:
+            self.fs.pipe_file(path, version.encode())
+            return
+        beside = f"{path}.{uuid.uuid4().hex}"
+        os.symlink(version, beside)
+        os.replace(beside, path)
+
+    def _move(self, version: str, why: str) -> None:
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        moves = [*self.history(), {"version": version, "why": why, "at": at}]
+        write_atomic(self.fs, f"{self.root}/history.json", json.dumps(moves, indent=1).encode())
+        self._write_alias(version)
+
+
+def _standing(moves: list[dict[str, Any]]) -> list[str]:
+    """The champions that no rollback has undone, oldest first."""
+    stack: list[str] = []
+    for move in moves:
+        if move["why"] == ROLLED_BACK and move["version"] in stack:
+            while stack[-1] != move["version"]:
+                stack.pop()
+        else:
+            stack.append(move["version"])
+    return stack

@@ -1,0 +1,52 @@
+"""`report.html`: what every stage shows, on one page that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Mapping
+
+from artifacts.store import Artifact
+from configs.load import dump
+from configs.schema import Recipe
+from tasks.panels import to_html
+from tasks.stage import StageResult
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #2b2118; --paper: #fffdf9; --line: #e4d9cb; }
+@media (prefers-color-scheme: dark) { :root { --ink: #efe6da; --paper: #1d1813; --line: #463b30; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1, h2 { line-height: 1.2; } h2 { margin-top: 3rem; border-bottom: 2px solid #b5451b; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem; text-align: left;
+         overflow-wrap: anywhere; }
+figure { margin: 1rem 0; } img { max-width: 100%; image-rendering: pixelated; background: #fff; }
+pre { overflow-x: auto; border: 1px solid var(--line); padding: 1rem; }
+nav a { margin-right: 1rem; } .outcome { font-weight: normal; opacity: .7; }
+"""
+
+
+def page(
+    recipe: Recipe, artifacts: Mapping[str, Artifact], results: Mapping[str, StageResult]
+) -> str:
+    """The whole page; whatever came from outside is escaped. Stages in the order they ran."""
+    title = html.escape(f"{recipe.publish.name} — Kilnworks report")
+    nav = " ".join(f'<a href="#{name}">{name}</a>' for name in artifacts)
+    sections = [_section(name, artifact, results[name]) for name, artifact in artifacts.items()]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}</style></head><body><h1>{html.escape(recipe.publish.name)}</h1>"
+        f"<p>{html.escape(recipe.description)}</p><nav>{nav}</nav>"
+        + "\n".join(sections)
+        + f"<h2>Recipe</h2><pre>{html.escape(dump(recipe))}</pre></body></html>\n"
+    )
+
+
+def _section(name: str, artifact: Artifact, result: StageResult) -> str:
+    show = importlib.import_module(f"tasks.{name}").show
+    outcome = html.escape(f"{result.outcome} · {artifact.key[:12]}")
+    return f'<h2 id="{name}">{name} <span class="outcome">{outcome}</span></h2>' + to_html(
+        show(artifact)
+    )

@@ -1,0 +1,174 @@
+"""Build an artifact or reuse it: the one way every stage comes about."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from artifacts.store import Artifact, Draft, KeyParts, Store
+
+log = logging.getLogger("kiln")
+
+PACKAGES = (
+    "apache-beam",
+    "diffusers",
+    "img2dataset",
+    "kilnworks",
+    "numpy",
+    "pillow",
+    "prefect",
+    "safetensors",
+    "torch",
+    "transformers",
+)
+
+
+class TransientError(RuntimeError):
+    """What failed may work when tried again: a network away, a full disk that clears."""
+
+
+class StorageError(TransientError):
+    """The store cannot be written to; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage hands on: where its artifact is, and how it came about."""
+
+    stage: str
+    key: str
+    uri: str
+    digest: str
+    outcome: str  # built | reused
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def build_or_reuse(
+    store: Store,
+    parts: KeyParts,
+    build: Callable[[Draft], dict[str, Any]],
+    *,
+    parents: dict[str, Artifact],
+    present: Artifact | None = None,
+) -> StageResult:
+    """Reuse the artifact of `parts`, or be its only builder.
+
+    `build` adds files to the draft and returns the summary. `present` is the artifact if the
+    caller has just found and verified it. Raises StorageError when the store cannot be written.
+    """
+    started = time.monotonic()
+    artifact, outcome = present or store.find(parts.stage, parts.key), "reused"
+    if artifact is None:
+        artifact, outcome = _build(store, parts, build, parents)
+    seconds = round(time.monotonic() - started, 3)
+    return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
+
+
+def _build(
+    store: Store,
+    parts: KeyParts,
+    build: Callable[[Draft], dict[str, Any]],
+    parents: dict[str, Artifact],
+) -> tuple[Artifact, str]:
+    def waiting(owner: dict[str, Any]) -> None:
+        where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+        log.info("%s %s: %s is building it; waiting", parts.stage, parts.key[:12], where)
+
+    try:
+        with store.lock(parts.stage, parts.key, waiting):
+            if (artifact := store.find(parts.stage, parts.key)) is not None:
+                return artifact, "reused"
+            reason = why_not_cached(store, parts)
+            log.info("%s: building (%s)", parts.stage, reason)
+            started = time.monotonic()
+            draft = store.draft(parts)
+            summary = build(draft)
+            facts = {
+                **run_facts(),
+                "reason": reason,
+                "seconds": round(time.monotonic() - started, 3),
+                "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
+                **summary.pop("run", {}),
+            }
+            return draft.commit(summary, facts), "built"
+    except OSError as error:
+        raise storage_error(store, error) from error
+
+
+def storage_error(store: Store, error: OSError) -> Exception:
+    """An OSError of the store in words, or the error itself when it is about something else."""
+    place = error.filename or store.root
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"no space left for {place}: free some (try `kiln gc`), then run again")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StorageError(f"no permission to write {place}: choose another `store`")
+    return error
+
+
+def run_facts() -> dict[str, Any]:
+    """Facts of this run that change nothing in an artifact's content."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "git": _git_commit(),
+    }
+
+
+def why_not_cached(store: Store, parts: KeyParts) -> str:
+    """What differs from the artifact of this stage that is most like the one wanted."""
+    try:
+        if store.fs.exists(f"{store.root}/{parts.stage}/{parts.key}/manifest.json"):
+            return "it was damaged"
+        others = [a.manifest for a in store.list() if a.stage == parts.stage]
+    except OSError:
+        return "the store could not be read"
+    if not others:
+        return "none was built before"
+    changes = [_changes(other, parts.as_dict()) for other in others]
+    return "changed: " + ", ".join(min(changes, key=len)[:6])
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    names: list[str] = []
+    for name in sorted(set(new) | (set(old) if prefix else set())):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            names += _changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            short = not isinstance(after, str | dict | list) and not isinstance(before, dict | list)
+            names.append(f"{prefix}{name} {before} → {after}" if short else f"{prefix}{name}")
+    return names
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout this code runs from, marked when it has changes; None outside one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

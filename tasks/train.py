@@ -1,0 +1,170 @@
+"""The train stage: latent shards in, a fine-tuned UNet out, by a runtime in its own process."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from artifacts.store import Artifact, Draft
+from configs.schema import Recipe
+from runtimes.job import TrainJob
+from tasks.panels import Facts, Panel, Picture
+from tasks.process import Event, run_job
+from tasks.progress import Progress
+
+STAGE = "train"
+VERSION = 1
+#: How a run is carried out rather than what it computes: these may change at a resume. So may the
+#: runtime, which is why it is no part of the key either.
+CARRYING_OUT = {
+    "cache_bytes",
+    "checkpoint_every",
+    "compile",
+    "device",
+    "grace_seconds",
+    "gradient_checkpointing",
+    "keep_checkpoints",
+    "log_every",
+    "micro_batch_size",
+    "prefetch",
+    "sample_every",
+}
+SAMPLE_PROMPTS = 8
+log = logging.getLogger("kiln")
+
+
+def settings_for_key(recipe: Recipe) -> dict[str, Any]:
+    """The settings that change the trained weights."""
+    return recipe.train.model_dump(mode="json", exclude=CARRYING_OUT)
+
+
+def build(
+    recipe: Recipe,
+    latents: Artifact,
+    model_folder: Path,
+    sample_prompts: tuple[str, ...],
+    draft: Draft,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Train in the draft's folder, where an earlier run may have left checkpoints to resume from."""
+    job = TrainJob(
+        runtime=recipe.runtime,
+        model=str(model_folder),
+        latents=latents.uri,
+        train=recipe.train.model_dump(mode="json"),
+        work=draft.uri,
+        out=draft.uri,
+        sample_prompts=sample_prompts[:SAMPLE_PROMPTS],
+        sampler=recipe.evaluate.model_dump(
+            mode="json",
+            include={
+                "seed",
+                "num_inference_steps",
+                "guidance_scale",
+                "height",
+                "width",
+                "batch_size",
+            },
+        ),
+    )
+    watched = _Watch(progress)
+    run_job(job, watched, grace_seconds=recipe.train.grace_seconds)
+    draft.add("unet/config.json")
+    draft.add("unet/diffusion_pytorch_model.safetensors")
+    draft.add("history.jsonl")
+    history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))
+    tail = [line["loss"] for line in history[-max(1, len(history) // 10) :]]
+    return {
+        "steps": len(history),
+        "samples_seen": len(history) * recipe.train.global_batch_size,
+        "loss_last_tenth": sum(tail) / len(tail),
+        "run": {"runtime": recipe.runtime, **watched.facts},
+    }
+
+
+def show(artifact: Artifact) -> list[Panel]:
+    """The loss curve, the last sample pictures, and the figures of the run."""
+    history = _history(artifact.read("history.jsonl"))
+    run = artifact.manifest["run"]
+    kept = ("runtime", "device", "images_per_second", "data_wait", "memory_bytes", "seconds")
+    facts = {name.replace("_", " "): run[name] for name in kept if name in run}
+    panels: list[Panel] = [
+        Facts("Run", {**artifact.summary, **facts}),
+        Picture("Loss", loss_curve(history)),
+    ]
+    if (png := _last_sample(artifact)) is not None:
+        panels.append(Picture("Samples while training", png))
+    return panels
+
+
+def loss_curve(history: list[dict[str, Any]]) -> bytes:
+    """A PNG of the loss of every step, with its running mean, and of the learning rate."""
+    from matplotlib.figure import Figure
+
+    steps = [line["step"] for line in history]
+    losses = [line["loss"] for line in history]
+    figure = Figure(figsize=(7, 3.2), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="#c9b8a8", linewidth=0.8, label="loss")
+    axes.plot(steps, _running_mean(losses), color="#b5451b", linewidth=1.8, label="running mean")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.set_ylim(bottom=0)
+    rates = axes.twinx()
+    rates.plot(steps, [line["learning_rate"] for line in history], color="#3b6ea5", linewidth=0.8)
+    rates.set_ylabel("learning rate", color="#3b6ea5")
+    axes.legend(loc="upper right", frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+class _Watch:
+    """Turns the process's events into progress, log lines and facts about the run."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.facts: dict[str, Any] = {}
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "start":
+            self.facts["device"] = event["device"]
+            self.facts["resumed_from"] = event["step"]
+            if event["step"]:
+                log.info("train: resuming from step %d", event["step"])
+        elif event["event"] == "progress":
+            for name in ("images_per_second", "data_wait", "memory_bytes"):
+                self.facts[name] = event[name]
+            self.progress(event["step"], event["total"], _in_words(event))
+        elif event["event"] == "checkpoint":
+            log.debug("train: checkpoint at step %d", event["step"])
+
+
+def _in_words(event: Event) -> str:
+    left = int(event["eta_seconds"])
+    minutes, seconds = divmod(left, 60)
+    hours, minutes = divmod(minutes, 60)
+    clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"loss {event['loss']:.4f} · {event['images_per_second']:.1f} images/s · {clock} left"
+
+
+def _history(text: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line]
+
+
+def _running_mean(values: list[float], decay: float = 0.95) -> list[float]:
+    """Exponential mean corrected for its start (Adam's bias correction)."""
+    means, mean = [], 0.0
+    for count, value in enumerate(values, start=1):
+        mean = decay * mean + (1 - decay) * value
+        means.append(mean / (1 - decay**count))
+    return means
+
+
+def _last_sample(artifact: Artifact) -> bytes | None:
+    fs, folder = artifact.store.fs, f"{artifact.path}/samples"
+    pictures = sorted(fs.glob(f"{folder}/*.png")) if fs.exists(folder) else []
+    return bytes(fs.cat_file(pictures[-1])) if pictures else None
