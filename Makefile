@@ -26,7 +26,6 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

@@ -214,14 +214,6 @@ class Train(Section):
     sample_every: int = Field(0, ge=0, description="Steps between sample pictures; 0 is none.")
     grace_seconds: float = Field(60.0, gt=0, description="Seconds to checkpoint in when cancelled.")
 
-    @model_validator(mode="after")
-    def _warmup_fits(self) -> Train:
-        if self.warmup_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps ({self.warmup_steps}) is more than steps ({self.steps})"
-            )
-        return self
-
 
 class PromptSet(Section):
     """Prompts drawn and judged together."""

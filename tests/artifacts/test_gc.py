@@ -1,0 +1,54 @@
+"""Garbage is what no published model and no recent run needs, and nothing else."""
+
+from pathlib import Path
+
+from artifacts import gc
+from artifacts.store import Artifact, KeyParts, Store
+
+
+def make(store: Store, stage: str, n: int, **parents: Artifact) -> Artifact:
+    draft = store.draft(KeyParts(stage, 1, {"n": n}, {k: a.digest for k, a in parents.items()}))
+    draft.write("data", f"{stage} {n}".encode())
+    source = Path(store.root) / f"{stage}{n}.tmp"
+    source.write_bytes(b"x" * n)
+    draft.add_shard(store.commit_shard(stage, f"shard{n}", {".tar": str(source)}, {}))
+    known = {name: {"stage": a.stage, "key": a.key} for name, a in parents.items()}
+    return draft.commit({}, {"parents": known})
+
+
+def test_only_what_nothing_needs_is_garbage(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    images, images2 = make(store, "download", 1), make(store, "download", 2)
+    model = make(store, "train", 1, images=images)
+    make(store, "train", 2, images=images2)
+    keep = gc.needed_by(store, [("train", model.key)])
+    assert set(keep) == {("train", model.key), ("download", images.key)}
+    items = gc.garbage(store, keep)
+    assert sorted((i.stage, i.what) for i in items) == [
+        ("download", "artifact"),
+        ("download", "shard"),
+        ("train", "artifact"),
+        ("train", "shard"),
+    ]
+    gc.delete(store, items)
+    assert store.find("train", model.key) is not None
+    assert store.find("download", images.key) is not None
+    assert [a.key for a in store.list()] == [images.key, model.key]
+    assert store.shard("download", "shard2") is None
+    assert gc.garbage(store, keep) == []
+
+
+def test_what_a_living_builder_is_at_stays(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    parts = KeyParts("train", 1, {}, {})
+    with store.lock("train", parts.key, waiting=lambda owner: None):
+        store.draft(parts).write("half", b"1")
+        assert gc.garbage(store, {}) == []
+    assert [i.what for i in gc.garbage(store, {})] == ["unfinished"]
+
+
+def test_runs_are_remembered_for_a_while(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    gc.record_run(store, "r1", {"stages": {}})
+    assert len(list(gc.recent_runs(store, days=1))) == 1
+    assert list(gc.recent_runs(store, days=-1)) == []

@@ -1,0 +1,40 @@
+"""Content keys and shard boundaries."""
+
+import hashlib
+
+import pytest
+
+from artifacts.keys import canonical_json, cut_shards, digest_json
+
+
+def rows(count: int) -> list[tuple[str, int]]:
+    return [(hashlib.sha256(str(i).encode()).hexdigest(), i) for i in range(count)]
+
+
+def test_equal_values_have_equal_keys_whatever_their_order() -> None:
+    assert digest_json({"b": [1, 2.5], "a": "é"}) == digest_json({"a": "é", "b": [1, 2.5]})
+    assert digest_json({"a": 1}) != digest_json({"a": "1"})
+
+
+def test_a_value_json_cannot_say_exactly_is_refused() -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        canonical_json({"a": float("nan")})
+
+
+@pytest.mark.parametrize("average", [1, 2, 10, 100])
+def test_shards_hold_every_row_once_and_keep_their_sizes(average: int) -> None:
+    shards = list(cut_shards(rows(5000), average))
+    assert [row for shard in shards for row in shard] == rows(5000)
+    assert all(len(shard) <= 2 * average for shard in shards)
+    assert all(len(shard) >= max(1, average // 2) for shard in shards[:-1])
+    assert 0.6 * average <= 5000 / len(shards) <= 1.4 * average
+
+
+@pytest.mark.parametrize("where", [0, 1234, 4999])
+def test_a_row_added_changes_only_shards_near_it(where: int) -> None:
+    before = rows(5000)
+    added = (hashlib.sha256(b"new").hexdigest(), -1)
+    after = [*before[:where], added, *before[where:]]
+    old = {tuple(shard) for shard in cut_shards(before, 100)}
+    new = {tuple(shard) for shard in cut_shards(after, 100)}
+    assert len(new - old) <= 3

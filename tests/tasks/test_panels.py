@@ -1,0 +1,31 @@
+"""What a stage shows is escaped, whatever a caption says."""
+
+from tasks.panels import Facts, Picture, Table, to_html, to_markdown
+
+HOSTILE = "<script>alert(1)</script> [x](javascript:1) | ![p](http://x/y) `a`\n# h"
+
+
+def test_hostile_text_stays_text_in_markdown() -> None:
+    text = to_markdown("h", [Table("t", [{"caption": HOSTILE}]), Facts("f", {HOSTILE: 1})])
+    assert "<script" not in text
+    assert "](javascript" not in text
+    assert "](http" not in text
+    assert "\n# h" not in text
+    assert all(line.count(" | ") <= 1 for line in text.splitlines())
+
+
+def test_hostile_text_stays_text_in_html() -> None:
+    text = to_html([Table(HOSTILE, [{"caption": HOSTILE}])])
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_pictures_are_pictures_in_both() -> None:
+    picture = Picture("grid", b"\x89PNG")
+    assert "![grid](data:image/png;base64,iVBORw==)" in to_markdown("h", [picture])
+    assert '<img src="data:image/png;base64,iVBORw=="' in to_html([picture])
+
+
+def test_a_table_without_rows_says_none() -> None:
+    assert "none" in to_markdown("h", [Table("t", [])])
+    assert "none" in to_html([Table("t", [])])

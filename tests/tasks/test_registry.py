@@ -1,0 +1,71 @@
+"""Versions are numbered, complete or absent; the champion moves forth and back."""
+
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from artifacts.store import Artifact, KeyParts, Store
+from tasks.publish.registry import Registry, RegistryError
+
+
+def model(store: Store, n: int) -> Artifact:
+    draft = store.draft(KeyParts("publish", 1, {"n": n}, {}))
+    draft.write("model_index.json", f"{n}".encode())
+    draft.write("unet/weights.safetensors", bytes(n))
+    return draft.commit({}, {})
+
+
+@pytest.fixture(params=["local", "memory"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Registry]:
+    url = str(tmp_path / "store") if request.param == "local" else f"memory://{uuid4()}"
+    return Store(url), Registry(f"{url}/registry", "digits")
+
+
+def test_versions_are_numbered_and_published_once(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    names = [found.publish(model(store, n)).name for n in (1, 2, 1, 3)]
+    assert names == ["v1", "v2", "v1", "v3"]
+    assert [v.name for v in found.versions()] == ["v1", "v2", "v3"]
+    assert found.fs.cat_file(f"{found.root}/v2/model_index.json") == b"2"
+
+
+def test_a_version_without_its_manifest_is_none_and_is_overwritten(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    found.publish(model(store, 1))
+    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    assert found.versions() == []
+    assert found.publish(model(store, 2)).name == "v1"
+    assert found.fs.cat_file(f"{found.root}/v1/model_index.json") == b"2"
+
+
+def test_the_champion_moves_and_rolls_back_step_by_step(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    assert found.champion() is None
+    for n in (1, 2, 3):
+        found.promote(found.publish(model(store, n)).name)
+    steps = [found.champion().name, found.rollback().name, found.rollback().name]
+    assert steps == ["v3", "v2", "v1"]
+    with pytest.raises(RegistryError, match="nothing is before it"):
+        found.rollback()
+    found.promote("v3")
+    assert found.rollback().name == "v1"
+    assert found.was_champion("v2")
+    assert not found.was_champion("v4")
+
+
+def test_an_unknown_version_names_those_there(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    found.publish(model(store, 1))
+    with pytest.raises(RegistryError, match=r"no such version \(there are: v1\)"):
+        found.promote("v9")
+    with pytest.raises(RegistryError, match="no champion to roll back from"):
+        found.rollback()
+
+
+def test_a_local_champion_is_a_folder_to_load_from(tmp_path: Path) -> None:
+    store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
+    found.promote(found.publish(model(store, 1)).name)
+    assert (tmp_path / "registry/digits/champion/model_index.json").read_bytes() == b"1"

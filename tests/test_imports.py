@@ -1,0 +1,23 @@
+"""Imports go down only: flows → tasks → demo → runtimes → artifacts → configs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+
+
+def test_every_import_goes_down() -> None:
+    done = subprocess.run(LINT, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_help_needs_neither_prefect_nor_torch() -> None:
+    code = (
+        "import sys; from flows import cli\n"
+        "heavy = {'prefect', 'torch', 'apache_beam', 'img2dataset', 'diffusers', 'transformers'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
