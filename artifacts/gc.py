@@ -13,6 +13,7 @@ from artifacts.commit import write_atomic
 from artifacts.store import SHARDS, Artifact, Store
 
 RUNS = "runs"
+CHECKPOINTS = "checkpoints"
 Key = tuple[str, str]  # (stage, key)
 
 
@@ -22,7 +23,7 @@ class Garbage:
 
     stage: str
     key: str
-    what: str  # artifact | unfinished | shard
+    what: str  # artifact | unfinished | shard | checkpoints
     paths: list[str]
     size: int
 
@@ -75,6 +76,8 @@ def garbage(store: Store, keep: dict[Key, Artifact]) -> list[Garbage]:
         busy = False
         for key in _folders(store, f"{store.root}/{stage}"):
             path = f"{store.root}/{stage}/{key}"
+            if (stage, key) in keep and store.fs.exists(f"{path}/{CHECKPOINTS}"):
+                found.append(_checkpoints(store, stage, key, f"{path}/{CHECKPOINTS}"))
             if len(key) != 64 or (stage, key) in keep:
                 continue
             if _is_held(store, f"{path}/lock.json"):
@@ -95,6 +98,11 @@ def delete(store: Store, items: Iterable[Garbage]) -> None:
             if item.what == "artifact" and store.fs.exists(f"{path}/manifest.json"):
                 store.fs.rm_file(f"{path}/manifest.json")
             store.fs.rm(path, recursive=True)
+
+
+def _checkpoints(store: Store, stage: str, key: str, path: str) -> Garbage:
+    """Checkpoints of training that has finished: only a damaged result would need them again."""
+    return Garbage(stage, key, "checkpoints", [path], int(store.fs.du(path)))
 
 
 def _shard_garbage(store: Store, stage: str, keep: set[str]) -> Iterator[Garbage]:

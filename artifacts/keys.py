@@ -41,10 +41,10 @@ def digest_stream(stream: IO[bytes]) -> tuple[str, int]:
 def cut_shards(rows: Iterable[tuple[str, Row]], average: int) -> Iterator[list[tuple[str, Row]]]:
     """Cut `rows` of (sha256 hex, row) into shards at content-defined boundaries.
 
-    A row ends its shard when its hash meets a condition that one row in about `average / 2` meets, once
-    the shard holds at least half of `average`; no shard holds more than twice `average`. A row
-    added or removed therefore moves no boundary but those of its own shard (as content-defined
-    chunking does for bytes in LBFS, SOSP 2001).
+    Once a shard holds half of `average`, it ends at the next row whose hash meets a condition that
+    one row in about `average / 2` meets; no shard holds more than twice `average`. A row added or
+    removed therefore moves no boundary but those near it (as content-defined chunking does for
+    bytes in LBFS, SOSP 2001).
     """
     least, most = max(1, average // 2), max(1, average * 2)
     every = average - least + 1

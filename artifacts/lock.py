@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -102,10 +102,8 @@ def _create(fs: AbstractFileSystem, path: str, mine: dict[str, Any]) -> bool:
 def _discard(fs: AbstractFileSystem, path: str, owner: dict[str, Any]) -> None:
     """Remove a dead owner's lock, unless somebody else has taken it over meanwhile."""
     if read_owner(fs, path) == owner:
-        try:
+        with suppress(FileNotFoundError):
             fs.rm_file(path)
-        except FileNotFoundError:
-            pass
 
 
 def _beat(

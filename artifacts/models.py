@@ -40,7 +40,7 @@ def resolve_model(path: str, *, revision: str | None = None, variant: str | None
 
 
 def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
-    """sha256 over the relative path and bytes of every file (of the named sub-folders, if given)."""
+    """sha256 over relative path and bytes of every file, or of those below the named parts."""
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
     found = sorted(p for root in roots for p in (root.rglob("*") if root.is_dir() else [root]))
     files = [p for p in found if p.is_file() and not IGNORED & set(p.relative_to(folder).parts)]

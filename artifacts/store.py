@@ -214,7 +214,7 @@ class Store:
         return artifact
 
     def draft(self, recipe: KeyParts) -> Draft:
-        """Start an artifact. Whatever an interrupted builder left in its folder stays, to resume."""
+        """Start an artifact; what an interrupted builder left in its folder stays, to resume."""
         return Draft(self, recipe)
 
     def lock(
@@ -257,7 +257,7 @@ class Store:
         )
         return Shard(key, files, meta)
 
-    def list(self) -> Iterator[Artifact]:
+    def artifacts(self) -> Iterator[Artifact]:
         """Every artifact with a readable manifest, stage by stage."""
         for stage in self._names(self.root):
             for key in self._names(f"{self.root}/{stage}"):

@@ -78,6 +78,7 @@ class DigitsSource(Section):
         0, ge=0, le=65535, description="Loopback port to serve on; 0 takes a free one."
     )
     seed: int = Field(0, ge=0, description="Seed of the rendering.")
+    count: int = Field(1797, ge=1, le=1797, description="Digits drawn in the new style.")
     rehearsal: int = Field(
         900, ge=0, description="Pictures in styles that the base knows, so that it keeps them."
     )

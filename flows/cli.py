@@ -26,6 +26,8 @@ RegistryUrl = Annotated[
     str | None, typer.Option("--registry", help="Registry, if it is not in the store.")
 ]
 
+FLOORS = {"artifacts", "configs", "demo", "flows", "runtimes", "tasks"}
+FAILED = 1
 WRONG_INPUT = 2
 REJECTED = 3
 INTERRUPTED = 130
@@ -169,20 +171,11 @@ def main() -> None:
         app(standalone_mode=True)
     except KeyboardInterrupt:
         _fail("interrupted; run the same command to go on from here", INTERRUPTED)
-    except ValueError as error:  # RecipeError, GateError, SourceError, ModelNotFound, ...
-        if not _is_wrong_input(error):
-            raise
-        _fail(str(error), WRONG_INPUT)
     except Exception as error:
-        if type(error).__name__ not in ("StorageError", "JobFailed", "DownloadIncomplete"):
+        # Errors of ours say what to do; any other is a bug, and keeps its trace.
+        if type(error).__module__.partition(".")[0] not in FLOORS:
             raise
-        _fail(str(error), 1)
-
-
-def _is_wrong_input(error: ValueError) -> bool:
-    """Errors of ours say what to do; a ValueError from elsewhere is a bug and keeps its trace."""
-    floors = ("artifacts", "configs", "runtimes", "tasks", "demo", "flows")
-    return type(error) is not ValueError and type(error).__module__.partition(".")[0] in floors
+        _fail(str(error), WRONG_INPUT if isinstance(error, ValueError) else FAILED)
 
 
 def _fail(message: Any, code: int) -> None:

@@ -9,9 +9,8 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
-from runtimes.registry import probe
-
 from configs.schema import RUNTIMES_BUILT, RuntimeName
+from runtimes.registry import probe_runtime
 
 #: Versions that pip resolves but that do not work together: what, why.
 TRAPS = {
@@ -56,7 +55,7 @@ def _findings() -> dict[str, Any]:
 def _runtime(name: str) -> dict[str, Any]:
     if name not in RUNTIMES_BUILT:
         return {"available": False, "devices": [], "reason": "not built yet"}
-    found = probe(name)
+    found = probe_runtime(name)
     return {"available": found.available, "devices": found.devices, "reason": found.reason}
 
 

@@ -8,8 +8,9 @@ import uuid
 from typing import Any
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.states import Completed, State
+from prefect.states import Completed
 
 from artifacts import gc
 from artifacts.store import Artifact, Draft, KeyParts
@@ -20,7 +21,7 @@ from flows.stages import run_stage, show_in_ui
 from tasks import download, encode, evaluate, publish, train
 from tasks.panels import Facts, Table
 from tasks.progress import Progress
-from tasks.publish import gate, report
+from tasks.publish import Rejected, gate, report
 from tasks.publish.registry import Registry, Version
 from tasks.stage import StageResult
 
@@ -45,7 +46,7 @@ def finetune(recipe: str = "digits", overrides: dict[str, Any] | None = None) ->
     evaluated = run.evaluate(images, latents, trained)
     try:
         published = run.publish(evaluated, images, latents, trained)
-    except publish.Rejected as rejection:
+    except Rejected as rejection:
         return run.reject(rejection, evaluated)
     return run.register(published, evaluated)
 
@@ -72,7 +73,7 @@ class _Run:
         at = self.at
         return self._stage(
             encode,
-            {"images": images.digest, "encoders": at.encoders_digest()},
+            encode.inputs(images, at.model, at.vae),
             lambda draft, progress: encode.build(
                 self.recipe, images, at.model, at.vae, draft, progress
             ),
@@ -151,7 +152,7 @@ class _Run:
         self._show_where(registry, version)
         return self._finish("published", version.uri, evaluated)
 
-    def reject(self, rejection: publish.Rejected, evaluated: Artifact) -> State[Any]:
+    def reject(self, rejection: Rejected, evaluated: Artifact) -> State[Any]:
         """End without a model: a measured outcome, not a failure of the flow."""
         log.warning("%s", rejection)
         rows = gate.as_rows(rejection.verdicts)

@@ -19,7 +19,7 @@ class NotInStore(ValueError):
 def list_store(url: str, *, as_json: bool) -> None:
     """Print artifacts by stage, and published versions with the champion marked."""
     store = Store(url)
-    rows = [_row(artifact) for artifact in store.list()]
+    rows = [_row(artifact) for artifact in store.artifacts()]
     models = list(_models(store))
     if as_json:
         print(json.dumps({"artifacts": rows, "models": [_model_row(*m) for m in models]}))
@@ -65,7 +65,7 @@ def verify_store(url: str, what: str | None) -> bool:
     """Re-hash and print; whether everything is whole."""
     store = Store(url)
     whole = True
-    for artifact in [_one(store, what)] if what else store.list():
+    for artifact in [_one(store, what)] if what else store.artifacts():
         fault = store.fault(artifact)
         print(f"{artifact.stage:9} {artifact.key[:12]}  {fault or 'whole'}")
         whole &= fault is None
@@ -99,7 +99,7 @@ def collect_garbage(url: str, *, days: float, delete: bool) -> None:
 
 def _one(store: Store, what: str) -> Artifact:
     stage, _, key = what.rpartition("/")
-    found = [a for a in store.list() if a.key.startswith(key) and stage in ("", a.stage)]
+    found = [a for a in store.artifacts() if a.key.startswith(key) and stage in ("", a.stage)]
     if len(found) != 1:
         names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found) or "nothing"
         raise NotInStore(f"{what}: {names} goes by that; see `kiln ls`")

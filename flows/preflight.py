@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtimes.registry import probe
-
 from artifacts.models import digest_model, resolve_model
 from artifacts.store import Store
 from configs.load import RecipeError
 from configs.schema import Recipe
-from tasks import evaluate
-from tasks.download import sources
+from runtimes.registry import probe_runtime
+from tasks import download, evaluate
 from tasks.publish.gate import check_rules
 from tasks.stage import storage_error
 
-ENCODERS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 TRAINED = ("unet", "scheduler")
 
 
@@ -30,11 +27,6 @@ class Prepared:
     vae: Path | None
     clip: Path
 
-    def encoders_digest(self) -> str:
-        """Fingerprint of the weights that images and captions are encoded with."""
-        vae = digest_model(self.vae) if self.vae else ""
-        return digest_model(self.model, ENCODERS) + vae
-
     def base_digest(self) -> str:
         """Fingerprint of the weights that training starts from."""
         return digest_model(self.model, TRAINED)
@@ -43,19 +35,19 @@ class Prepared:
 def prepare(recipe: Recipe) -> Prepared:
     """Check a recipe against the world.
 
-    Raises ValueError (RecipeError, GateError, ModelNotFound, SourceError, WrongInput) or
-    StorageError with one clear line.
+    Raises a ValueError of ours (RecipeError, GateError, ModelNotFound, SourceError, WrongInput)
+    with one clear line.
     """
     check_rules(recipe.publish.gate, evaluate.metric_names(recipe))
-    found = probe(recipe.runtime)
+    found = probe_runtime(recipe.runtime)
     if not found.available:
         raise RecipeError(f"runtime {recipe.runtime}: {found.reason}")
     store = Store(recipe.store)
     try:
         store.check_writable()
     except OSError as error:
-        raise storage_error(store, error) from error
-    sources.check(recipe)
+        raise RecipeError(f"store: {storage_error(store, error)}") from error
+    download.check(recipe)
     evaluate.check(recipe)
     model = recipe.model
     return Prepared(

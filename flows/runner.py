@@ -27,7 +27,7 @@ def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, A
     Uses the Prefect server that PREFECT_API_URL names, else one of its own for the time of the run.
     """
     # Our own lines say it shorter; the server's are for its own console.
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     with _Display(as_json=as_json) as display:
@@ -35,7 +35,8 @@ def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, A
             display.say("starting Prefect (its own server, for this run) …")
         from flows.finetune import finetune
 
-        report: dict[str, Any] = finetune(recipe, overrides)
+        found: Any = finetune(recipe, overrides)
+    report: dict[str, Any] = found
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)
@@ -65,13 +66,16 @@ class _Display:
         self._handler = _LinesTo(self)
         logger = logging.getLogger("kiln")
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # Prefect's console would say each line again
         logger.addHandler(self._handler)
         progress.listeners.append(self.update)
         return self
 
     def __exit__(self, *exc: object) -> None:
         progress.listeners.remove(self.update)
-        logging.getLogger("kiln").removeHandler(self._handler)
+        logger = logging.getLogger("kiln")
+        logger.removeHandler(self._handler)
+        logger.propagate = True
         if self.bar is not None:
             self.bar.stop()
 

@@ -48,8 +48,8 @@ def run_stage(
     present = store.find(parts.stage, parts.key)
     call = Call(store, parts, build, parents, present)
     stage_task = _as_task(parts.stage).with_options(refresh_cache=present is None)
-    state: State[dict[str, Any]] = stage_task(call, return_state=True)
-    result = StageResult(**state.result())  # type: ignore[arg-type]
+    state: Any = stage_task(call, return_state=True)
+    result = StageResult(**state.result())
     if state.name == "Cached":
         result = StageResult(**{**result.as_dict(), "outcome": "reused", "seconds": 0.0})
     artifact = store.load(result.stage, result.key)
@@ -74,7 +74,7 @@ def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
     return hashlib.sha256(place.encode()).hexdigest()
 
 
-def _may_pass(task: Any, run: Any, state: State[Any]) -> bool:
+def _may_pass(stage_task: Any, run: Any, state: State[Any]) -> bool:
     """Whether a failure is worth another try."""
     try:
         state.result()
@@ -86,8 +86,7 @@ def _may_pass(task: Any, run: Any, state: State[Any]) -> bool:
 
 
 def _as_task(name: str) -> Task[..., Any]:
-    return task(
-        _build,
+    as_task = task(
         name=name,
         task_run_name=name,
         cache_key_fn=_cache_key,
@@ -97,6 +96,7 @@ def _as_task(name: str) -> Task[..., Any]:
         retry_delay_seconds=[2, 20],
         retry_condition_fn=_may_pass,
     )
+    return as_task(_build)
 
 
 def _build(call: Call) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +62,14 @@ class Probe:
 
 
 class Runtime(Protocol):
-    """Forward, backward, update on one kind of chip. Everything else is shared."""
+    """Forward, backward, update on one kind of chip. Everything else is shared.
+
+    A runtime's module has a class that is called with the process's Events (see registry.py), and
+    a function `probe() -> Probe`.
+    """
+
+    device: str  # in words, once loaded
+    versions: dict[str, str]  # of the packages that numbers depend on
 
     def load(self, job: TrainJob) -> None:
         """Put the base's UNet and fresh optimizer state on the device. Raises WrongInput."""
@@ -77,6 +85,12 @@ class Runtime(Protocol):
 
     def restore(self, state: State, step: int) -> None:
         """Continue from a state as it was after `step` steps."""
+
+    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+        """Pictures [N, H, W, 3] by the weights so far (by their average, if one is kept).
+
+        `sampler` is as in GenerateJob; the training state is left as it was, to the bit.
+        """
 
     def memory_bytes(self) -> int:
         """Peak bytes in use on the device (of the process, on a CPU)."""

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,10 +138,8 @@ def _stop(child: subprocess.Popen[str], grace_seconds: float) -> None:
 
 
 def _signal_group(child: subprocess.Popen[str], number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _python(runtime: str) -> str:

@@ -134,7 +134,7 @@ def why_not_cached(store: Store, parts: KeyParts) -> str:
     try:
         if store.fs.exists(f"{store.root}/{parts.stage}/{parts.key}/manifest.json"):
             return "it was damaged"
-        others = [a.manifest for a in store.list() if a.stage == parts.stage]
+        others = [a.manifest for a in store.artifacts() if a.stage == parts.stage]
     except OSError:
         return "the store could not be read"
     if not others:

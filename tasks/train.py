@@ -11,34 +11,23 @@ from typing import Any
 from artifacts.store import Artifact, Draft
 from configs.schema import Recipe
 from runtimes.job import TrainJob
+from runtimes.loop import CARRYING_OUT
 from tasks.panels import Facts, Panel, Picture
 from tasks.process import Event, run_job
 from tasks.progress import Progress
 
 STAGE = "train"
 VERSION = 1
-#: How a run is carried out rather than what it computes: these may change at a resume. So may the
-#: runtime, which is why it is no part of the key either.
-CARRYING_OUT = {
-    "cache_bytes",
-    "checkpoint_every",
-    "compile",
-    "device",
-    "grace_seconds",
-    "gradient_checkpointing",
-    "keep_checkpoints",
-    "log_every",
-    "micro_batch_size",
-    "prefetch",
-    "sample_every",
-}
 SAMPLE_PROMPTS = 8
 log = logging.getLogger("kiln")
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that change the trained weights."""
-    return recipe.train.model_dump(mode="json", exclude=CARRYING_OUT)
+    """The settings that change the trained weights.
+
+    Not among them is how the run is carried out, which may change at a resume; nor the runtime.
+    """
+    return recipe.train.model_dump(mode="json", exclude=set(CARRYING_OUT))
 
 
 def build(
@@ -49,7 +38,7 @@ def build(
     draft: Draft,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Train in the draft's folder, where an earlier run may have left checkpoints to resume from."""
+    """Train in the draft's folder, resuming from checkpoints that an earlier run left there."""
     job = TrainJob(
         runtime=recipe.runtime,
         model=str(model_folder),

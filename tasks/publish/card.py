@@ -44,7 +44,7 @@ def write_card(
 ) -> str:
     """README.md of the published folder, with the metadata that model hubs read."""
     found = base_card(base)
-    head = {
+    head: dict[str, Any] = {
         "license": license_of(recipe, base),
         **{k: found[k] for k in ("license_name", "license_link") if k in found},
         "base_model": recipe.model.path,

@@ -33,7 +33,7 @@ def test_only_what_nothing_needs_is_garbage(tmp_path: Path) -> None:
     gc.delete(store, items)
     assert store.find("train", model.key) is not None
     assert store.find("download", images.key) is not None
-    assert [a.key for a in store.list()] == [images.key, model.key]
+    assert [a.key for a in store.artifacts()] == [images.key, model.key]
     assert store.shard("download", "shard2") is None
     assert gc.garbage(store, keep) == []
 

@@ -1,4 +1,4 @@
-"""An artifact exists exactly when its manifest does, and only while its bytes are what they were."""
+"""An artifact exists exactly when its manifest does, while its bytes are what they were."""
 
 import logging
 from pathlib import Path
@@ -90,9 +90,7 @@ def test_shards_are_shared_and_verified(
     shard = store.commit_shard("encode", "k1", {".tar": str(tmp_path / "x")}, {"samples": 2})
     found = store.shard("encode", "k1")
     assert found == shard
-    one, two = (
-        store.draft(KeyParts("encode", 1, {"n": n}, {})) for n in (1, 2)
-    )
+    one, two = (store.draft(KeyParts("encode", 1, {"n": n}, {})) for n in (1, 2))
     for draft in (one, two):
         draft.add_shard(shard)
     digests = {draft.commit({}, {}).digest for draft in (one, two)}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from configs.load import (
     RecipeError,
     dump,
@@ -75,9 +76,7 @@ def test_extends_changes_what_it_says_and_keeps_the_rest(tmp_path: Path) -> None
 
 def test_another_kind_of_source_replaces_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(
-        "extends: digits\nsource: {kind: folder, path: ./pictures}\n", encoding="utf-8"
-    )
+    path.write_text("extends: digits\nsource: {kind: folder, path: ./pictures}\n", encoding="utf-8")
     source = load_recipe(str(path)).source
     assert source.kind == "folder"
     assert source.path == str(tmp_path / "pictures")  # ./ is beside the file that says it

@@ -1,0 +1,127 @@
+"""Image shards: a WebDataset tar of pictures and captions, and a parquet of every row beside it."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+
+from artifacts.keys import canonical_json
+
+EXTENSIONS = ("jpg", "png", "webp")
+#: Columns of the parquet beside a tar: one row for every row of the shard, failures included.
+COLUMNS = {
+    "key": "string",
+    "url": "string",
+    "caption": "string",
+    "status": "string",
+    "error_message": "string",
+    "width": "int32",
+    "height": "int32",
+    "original_width": "int32",
+    "original_height": "int32",
+    "sha256": "string",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture of an image shard."""
+
+    key: str
+    image: bytes  # encoded, as `extension` says
+    extension: str  # jpg | png | webp
+    captions: tuple[str, ...]  # at least one, which may be empty
+    #: url, caption, width, height, original_width, original_height (pixels), sha256 of `image`
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
+    """Write samples, given in the order of their keys; the same samples give the same bytes.
+
+    Returns how many were written. Raises ValueError when keys are out of order or cannot be names.
+    """
+    count, last = 0, ""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for sample in samples:
+            if sample.key <= last or "." in sample.key or "/" in sample.key:
+                raise ValueError(f"sample key {sample.key!r}: must sort after {last!r}, no . or /")
+            count, last = count + 1, sample.key
+            meta = dict(sample.meta)
+            if len(sample.captions) > 1:
+                meta["captions"] = list(sample.captions)
+            _add(tar, f"{sample.key}.{sample.extension}", sample.image)
+            _add(tar, f"{sample.key}.json", canonical_json(meta))
+            _add(tar, f"{sample.key}.txt", (sample.captions or ("",))[0].encode())
+    return count
+
+
+def read_tar(source: Path | str | IO[bytes]) -> Iterator[Sample]:
+    """The samples of a tar (a path, an fsspec URL or a stream), one in memory at a time.
+
+    Raises ValueError when it is not a shard that `write_tar` could have written.
+    """
+    is_path = isinstance(source, Path | str)
+    opened: Any = fsspec.open(str(source), "rb") if is_path else nullcontext(source)
+    with opened as stream:
+        try:
+            with tarfile.open(fileobj=stream, mode="r|") as tar:
+                yield from _samples(tar)
+        except tarfile.TarError as error:
+            name = str(source) if is_path else "image shard"
+            raise ValueError(f"{name}: not a readable tar: {error}") from None
+
+
+def write_rows(path: Path | str, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the parquet of a shard: dicts with the keys of COLUMNS, absent ones null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([(name, getattr(pa, kind)()) for name, kind in COLUMNS.items()])
+    pq.write_table(pa.Table.from_pylist(list(rows), schema), path, compression="zstd")
+
+
+def read_rows(source: Path | str | bytes) -> list[dict[str, Any]]:
+    """The rows of a shard's parquet, given as a local path or as its bytes."""
+    import pyarrow.parquet as pq
+
+    opened = BytesIO(source) if isinstance(source, bytes) else str(source)
+    return list(pq.read_table(opened).to_pylist())
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)  # its defaults carry no clock, no owner, and mode 0644
+    member.size = len(data)
+    tar.addfile(member, BytesIO(data))
+
+
+def _samples(tar: tarfile.TarFile) -> Iterator[Sample]:
+    key, parts = "", {}  # type: str, dict[str, bytes]
+    for member in tar:
+        stem, _, extension = member.name.partition(".")
+        stream = tar.extractfile(member)
+        if stream is None:
+            raise ValueError(f"{member.name}: an image shard holds plain files only")
+        if stem != key and parts:
+            yield _sample(key, parts)
+            parts = {}
+        key = stem
+        parts[extension] = stream.read()
+    if parts:
+        yield _sample(key, parts)
+
+
+def _sample(key: str, parts: dict[str, bytes]) -> Sample:
+    extension = next((name for name in EXTENSIONS if name in parts), None)
+    if extension is None:
+        raise ValueError(f"sample {key}: no picture ({', '.join(sorted(parts))} only)")
+    meta = json.loads(parts.get("json", b"{}"))
+    captions = meta.get("captions") or [parts.get("txt", b"").decode()]
+    return Sample(key, parts[extension], extension, tuple(captions), meta)

@@ -1,0 +1,284 @@
+"""Latent shards: VAE moments and text embeddings in one safetensors file, read by mmap.
+
+Tensors of a shard (see `write_latent_shard`), with split `train` or `holdout`:
+
+    text/prompt_embeds         [K, T, D] bf16   row 0 is the empty caption's, then each distinct
+    text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2
+    <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
+    .../id                     [N, 32]   u8     sha256 of the picture's bytes
+    .../original_size, target_size  [N, 2] i32  (height, width) in pixels
+    .../crop_top_left          [N, 2]    i32    (top, left) in pixels
+    .../flip                   [N]       u8
+    .../caption_offsets        [N + 1]   i32    sample i has caption_rows[offsets[i]:offsets[i + 1]]
+    .../caption_rows           [M]       i32
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fsspec.core import url_to_fs
+from numpy.typing import NDArray
+
+from artifacts.commit import read_record
+
+INFO = "latents.json"
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype("<u2"),
+    "I32": np.dtype("<i4"),
+    "U8": np.dtype("u1"),
+}
+_PAIRS = ("original_size", "crop_top_left", "target_size")
+
+
+@dataclass(frozen=True)
+class LatentSample:
+    """One encoded picture. Moments are f32; on their way to a file they may be bf16 bits (u16)."""
+
+    mean: NDArray[Any]  # [C, h, w]
+    logvar: NDArray[Any]  # [C, h, w]
+    id: bytes  # sha256 of the picture's bytes
+    original_size: tuple[int, int]  # (height, width), pixels
+    crop_top_left: tuple[int, int]  # (top, left), pixels
+    target_size: tuple[int, int]  # (height, width), pixels
+    flip: bool
+    caption_rows: tuple[int, ...]  # rows of the shard's text tensors; (0,) is the empty caption
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Embeddings of a shard's captions, row by row; f32, or bf16 bits (u16)."""
+
+    prompt_embeds: Sequence[NDArray[Any]]  # K of [T, D]
+    pooled_prompt_embeds: Sequence[NDArray[Any]] | None  # K of [P]
+
+
+def to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
+    """Bits of `array` (f32) rounded to the nearest bfloat16, ties to even. Must hold no NaN."""
+    if array.dtype == np.uint16:
+        return array
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The f32 values of bfloat16 bits: exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def write_latent_shard(
+    path: Path, groups: Mapping[str, Sequence[LatentSample]], texts: Texts
+) -> None:
+    """Write a shard: the same samples and texts give the same bytes.
+
+    Args:
+        groups: samples by `<split>/<h>x<w>`, each in the order it is to be read in.
+
+    The file is valid safetensors, streamed tensor by tensor so that no tensor is held twice.
+    """
+    tensors = _text_tensors(texts)
+    for group, samples in groups.items():
+        tensors |= {f"{group}/{name}": tensor for name, tensor in _group_tensors(samples).items()}
+    # Wide types first keeps every tensor aligned; the format allows no gaps between them.
+    order = sorted(tensors, key=lambda name: (-_DTYPES[tensors[name].dtype].itemsize, name))
+    header, offset = {}, 0
+    for name in order:
+        end = offset + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {
+            "dtype": tensors[name].dtype,
+            "shape": shape,
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            for chunk in tensors[name].chunks:
+                stream.write(np.ascontiguousarray(chunk).data)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Iterable[NDArray[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * _DTYPES[self.dtype].itemsize
+
+
+def _bf16_rows(rows: Sequence[NDArray[Any]]) -> _Tensor:
+    shape = rows[0].shape
+    if any(row.shape != shape for row in rows):
+        raise ValueError(f"rows of one tensor differ in shape: {sorted({r.shape for r in rows})}")
+    return _Tensor("BF16", (len(rows), *shape), (to_bfloat16(row) for row in rows))
+
+
+def _whole(dtype: str, array: NDArray[Any]) -> _Tensor:
+    return _Tensor(dtype, array.shape, [array.astype(_DTYPES[dtype])])
+
+
+def _text_tensors(texts: Texts) -> dict[str, _Tensor]:
+    tensors = {"text/prompt_embeds": _bf16_rows(texts.prompt_embeds)}
+    if texts.pooled_prompt_embeds is not None:
+        tensors["text/pooled_prompt_embeds"] = _bf16_rows(texts.pooled_prompt_embeds)
+    return tensors
+
+
+def _group_tensors(samples: Sequence[LatentSample]) -> dict[str, _Tensor]:
+    rows = [sample.caption_rows for sample in samples]
+    offsets = np.cumsum([0, *(len(r) for r in rows)])
+    ids = np.frombuffer(b"".join(sample.id for sample in samples), np.uint8)
+    return {
+        "mean": _bf16_rows([sample.mean for sample in samples]),
+        "logvar": _bf16_rows([sample.logvar for sample in samples]),
+        "id": _whole("U8", ids.reshape(len(samples), 32)),
+        "flip": _whole("U8", np.array([sample.flip for sample in samples])),
+        "caption_offsets": _whole("I32", offsets),
+        "caption_rows": _whole("I32", np.array([row for r in rows for row in r])),
+        **{name: _whole("I32", np.array([getattr(s, name) for s in samples])) for name in _PAIRS},
+    }
+
+
+class LatentShard:
+    """A shard on local disk, memory-mapped: opening it reads the header only.
+
+    Raises:
+        ValueError: the file is not a latent shard, or is cut short.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with self.path.open("rb") as stream:
+            if self.path.stat().st_size == 0:
+                raise ValueError(f"{self.path} is not a readable latent shard: it is empty")
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._tensors = self._read_header()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self.close()
+            raise ValueError(f"{self.path} is not a readable latent shard: {error}") from None
+        ends = "/mean"
+        #: Samples of each `<split>/<h>x<w>`.
+        self.groups: dict[str, int] = {
+            name.removesuffix(ends): shape[0]
+            for name, (_, shape, _) in sorted(self._tensors.items())
+            if name.endswith(ends)
+        }
+
+    def _read_header(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
+        length = int.from_bytes(self._map[:8], "little")
+        if not 0 < length <= len(self._map) - 8:
+            raise ValueError("its header is cut short")
+        header, base = json.loads(self._map[8 : 8 + length]), 8 + length
+        if base + max(t["data_offsets"][1] for t in header.values()) != len(self._map):
+            raise ValueError("its length differs from what its header says")
+        return {
+            name: (_DTYPES[t["dtype"]], tuple(t["shape"]), base + t["data_offsets"][0])
+            for name, t in header.items()
+        }
+
+    def _row(self, name: str, row: int) -> NDArray[Any]:
+        dtype, shape, offset = self._tensors[name]
+        if not 0 <= row < shape[0]:
+            raise IndexError(f"{self.path}: {name} has {shape[0]} rows, asked for {row}")
+        count = int(np.prod(shape[1:], dtype=np.int64))
+        start = offset + row * count * dtype.itemsize
+        return np.frombuffer(self._map, dtype, count, start).reshape(shape[1:])
+
+    def sample(self, group: str, index: int) -> LatentSample:
+        """Sample `index` of `<split>/<h>x<w>`, with moments [C, h, w] in f32."""
+
+        def row(name: str) -> NDArray[Any]:
+            return self._row(f"{group}/{name}", index)
+
+        mean, logvar = from_bfloat16(row("mean")), from_bfloat16(row("logvar"))
+        start = int(row("caption_offsets"))
+        end = int(self._row(f"{group}/caption_offsets", index + 1))
+        pairs = {name: tuple(int(value) for value in row(name)) for name in _PAIRS}
+        return LatentSample(
+            mean=mean,
+            logvar=logvar,
+            id=row("id").tobytes(),
+            flip=bool(row("flip")),
+            caption_rows=tuple(
+                int(self._row(f"{group}/caption_rows", place)) for place in range(start, end)
+            ),
+            **pairs,  # type: ignore[arg-type]
+        )
+
+    def prompt_embeds(self, row: int) -> NDArray[np.float32]:
+        """Embeddings [T, D] of caption `row`; row 0 is the empty caption's."""
+        return from_bfloat16(self._row("text/prompt_embeds", row))
+
+    def pooled_prompt_embeds(self, row: int) -> NDArray[np.float32] | None:
+        """Pooled embedding [P] of caption `row`; None for SD 1 and 2."""
+        name = "text/pooled_prompt_embeds"
+        return from_bfloat16(self._row(name, row)) if name in self._tensors else None
+
+    def close(self) -> None:
+        """Unmap the file; what `sample` returned stays valid."""
+        self._map.close()
+
+
+@dataclass(frozen=True)
+class ShardRef:
+    """A shard of an artifact, known from the manifest alone."""
+
+    url: str  # plain path when local
+    size: int  # bytes
+    sha256: str
+    groups: dict[str, int]  # `<split>/<h>x<w>` -> samples
+
+
+@dataclass(frozen=True)
+class Latents:
+    """A latents artifact: `info` is its latents.json, `shards` are sorted by path."""
+
+    info: dict[str, Any]
+    shards: list[ShardRef]
+
+    def groups(self) -> dict[str, int]:
+        """Samples of each `<split>/<h>x<w>` over all shards."""
+        total: dict[str, int] = {}
+        for shard in self.shards:
+            for group, count in shard.groups.items():
+                total[group] = total.get(group, 0) + count
+        return dict(sorted(total.items()))
+
+
+def open_latents(url: str) -> Latents:
+    """Read which shards a latents artifact has, from its manifest; no shard is opened.
+
+    Args:
+        url: the artifact's folder, any fsspec URL.
+
+    Raises:
+        ValueError: there is no latents artifact.
+    """
+    fs, root = url_to_fs(url.rstrip("/"))
+    record = read_record(fs, f"{root}/manifest.json")
+    if record is None or not any(entry.path == INFO for entry in record["files"]):
+        raise ValueError(f"{url}: no latents artifact is there")
+    stage_url = url.rstrip("/").rpartition("/")[0]
+    shards = [
+        ShardRef(
+            f"{stage_url}/{entry.path.removeprefix('../')}",
+            entry.size,
+            entry.sha256,
+            dict(entry.meta["groups"]),
+        )
+        for entry in sorted(record["files"], key=lambda entry: entry.path)
+        if entry.path.endswith(".safetensors")
+    ]
+    return Latents(json.loads(fs.cat_file(f"{root}/{INFO}")), shards)

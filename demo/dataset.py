@@ -1,0 +1,110 @@
+"""The demo's pictures on disk: a style the base never drew, and some it must not forget."""
+
+import hashlib
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from demo import world
+
+REHEARSAL = 900  # half as many as the new pictures: without them the base's styles are lost
+
+
+def _png(picture: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG", compress_level=6)
+    return buffer.getvalue()
+
+
+def _even_styles(count: int, rng: np.random.Generator, new_style: str) -> NDArray[np.intp]:
+    """`count` indices of base styles, each as often as the others, in random order."""
+    known = [world.style_index(name) for name in world.BASE_STYLES if name != new_style]
+    return rng.permutation(np.resize(known, count))
+
+
+def _pictures(seed: int, new_style: str, count: int, rehearsal: int) -> Iterator[tuple[bytes, str]]:
+    """PNG bytes and caption of each picture, the new style and the rehearsal mixed."""
+    rng = np.random.default_rng(seed)
+    x8, labels = world.digits("all")
+    again = rng.choice(len(x8), rehearsal, replace=rehearsal > len(x8))
+    new = np.full(count, world.style_index(new_style))
+    order = rng.permutation(count + rehearsal)
+    rows = np.concatenate([np.arange(count), again])[order]
+    styles = np.concatenate([new, _even_styles(rehearsal, rng, new_style)])[order]
+    pictures = world.render(x8[rows], styles, rng)
+    for picture, row, style in zip(pictures, rows, styles, strict=True):
+        # Full captions only: "a handwritten seven" must not come to mean the new style.
+        yield _png(picture), world.caption(int(labels[row]), int(style), rng)
+
+
+def _fill(folder: Path, seed: int, new_style: str, count: int, rehearsal: int) -> None:
+    # Imported here: it takes a third of a second that the demo's other users need not wait.
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / "images").mkdir()
+    rows = []
+    for number, (png, text) in enumerate(_pictures(seed, new_style, count, rehearsal)):
+        url = f"images/{number:05d}.png"
+        (folder / url).write_bytes(png)
+        rows.append({"url": url, "caption": text, "sha256": hashlib.sha256(png).hexdigest()})
+    pq.write_table(pa.Table.from_pylist(rows), folder / "urls.parquet")
+
+
+def _replace(new: Path, folder: Path) -> None:
+    """Put `new` in the place of `folder`, which is at no time half written."""
+    if folder.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+        folder.rename(old / folder.name)
+        new.rename(folder)
+        shutil.rmtree(old)
+    else:
+        new.rename(folder)
+
+
+def write(
+    folder: Path,
+    *,
+    seed: int = 0,
+    new_style: str = world.NEW_STYLE,
+    count: int = 1797,
+    rehearsal: int = REHEARSAL,
+) -> Path:
+    """Write the collection into `folder` and return the path of its `urls.parquet`.
+
+    The first `count` of the 1,797 digits, each once, in `new_style`, and `rehearsal` pictures
+    spread over the base's styles. Columns: `url` (relative to the folder, "images/00001.png"),
+    `caption`, `sha256` (hex, of the PNG's bytes). The same arguments give the same bytes; a folder
+    that already holds them is left as it is. FileExistsError where `folder` holds something else.
+    """
+    recipe = {
+        "seed": seed,
+        "new_style": new_style,
+        "count": count,
+        "rehearsal": rehearsal,
+        "version": 1,
+    }
+    note = folder / "recipe.json"
+    if note.exists():
+        if json.loads(note.read_text()) == recipe:
+            return folder / "urls.parquet"
+    elif folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(
+            f"{folder} holds files that the demo did not write: choose an empty or a new folder"
+        )
+    world.style_index(new_style)  # a wrong name should fail before any work
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        _fill(new, seed, new_style, count, rehearsal)
+        (new / note.name).write_text(json.dumps(recipe, indent=2) + "\n")
+        _replace(new, folder)
+    return folder / "urls.parquet"

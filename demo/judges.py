@@ -1,0 +1,101 @@
+"""Judges that share nothing with the model: a classifier of ink shapes, and palette colours."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from demo import world
+
+if TYPE_CHECKING:
+    from sklearn.svm import SVC
+
+BORDER = 2  # pixels at the edge taken to be paper
+PASSES = 4  # drawings of each training digit that the classifier sees
+DIRECTIONS = 8
+
+
+def _distance_from_paper(
+    images: NDArray[np.uint8],
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """How far each pixel's colour [N, 32, 32] is from the paper's [N, 3], the border's median."""
+    rgb = images.astype(np.float32)
+    edge = np.ones(rgb.shape[1:3], bool)
+    edge[BORDER:-BORDER, BORDER:-BORDER] = False
+    paper = np.median(rgb[:, edge], axis=1)
+    return np.linalg.norm(rgb - paper[:, None, None, :], axis=-1), paper
+
+
+def ink_shape(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Histograms of stroke directions [N, 512] of pictures [N, 32, 32, 3], whatever their colours.
+
+    Eight directions of the ink mask's gradient, pooled to 8 x 8, of unit length (Dalal and Triggs,
+    CVPR 2005): on held-out digits half as many errors as the mask itself.
+    """
+    count = len(images)
+    distance, _ = _distance_from_paper(images)
+    half = distance.reshape(count, 16, 2, 16, 2).mean((2, 4))
+    ink = half / (np.quantile(half, 0.97, axis=(1, 2), keepdims=True) + 0.1)
+    down, right = np.gradient(np.minimum(ink, 1), axis=(1, 2))
+    strength = np.hypot(down, right)
+    direction = np.arctan2(down, right) * DIRECTIONS / (2 * np.pi)
+    pooled = []
+    for centre in range(DIRECTIONS):
+        away = np.abs((direction - centre + DIRECTIONS / 2) % DIRECTIONS - DIRECTIONS / 2)
+        share = strength * np.maximum(1 - away, 0)
+        pooled.append(ndimage.gaussian_filter(share, (0, 1, 1))[:, 1::2, 1::2])
+    shape = np.stack(pooled, axis=1).reshape(count, -1)
+    shape /= np.linalg.norm(shape, axis=1, keepdims=True) + 1e-6
+    return shape.astype(np.float32)
+
+
+def nearest_style(images: NDArray[np.uint8]) -> NDArray[np.intp]:
+    """The style [N] whose ink and paper colours are nearest to each picture's own."""
+    distance, paper = _distance_from_paper(images)
+    threshold = 0.8 * np.quantile(distance, 0.97, axis=(1, 2))[:, None, None]
+    is_ink = (distance >= threshold)[..., None]
+    ink = (images * is_ink).sum((1, 2)) / is_ink.sum((1, 2))
+    palette = np.array([(*s.ink_rgb, *s.paper_rgb) for s in world.STYLES], np.float32)
+    colours = np.concatenate([ink, paper], axis=1)
+    return np.linalg.norm(colours[:, None] - palette, axis=-1).argmin(1)
+
+
+@cache
+def _reader() -> "SVC":
+    """A digit classifier fitted on the training split in mixed styles (once, a few seconds)."""
+    from sklearn.svm import SVC
+
+    x8, labels = world.digits("train")
+    rng = np.random.default_rng(1)
+    shapes = [
+        ink_shape(world.render(x8, rng.integers(len(world.STYLES), size=len(x8)), rng))
+        for _ in range(PASSES)
+    ]
+    return SVC(C=10, gamma="scale").fit(np.concatenate(shapes), np.tile(labels, PASSES))
+
+
+def read_digits(images: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The digit [N] that each picture [N, 32, 32, 3] shows."""
+    return _reader().predict(ink_shape(images))
+
+
+def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """Whether each picture [N, 32, 32, 3] shows the digit, and the style, that its prompt asks for.
+
+    A prompt that leaves the ink or the paper open accepts any. ValueError where the counts differ,
+    the pictures have another shape, or a prompt cannot be read (see `world.parse`).
+    """
+    shape = (len(prompts), world.SIZE, world.SIZE, 3)
+    if images.shape != shape or images.dtype != np.uint8:
+        raise ValueError(
+            f"judge wants uint8 pictures {shape}, one a prompt; got {images.dtype} {images.shape}"
+        )
+    asked = [world.parse(prompt) for prompt in prompts]
+    if not asked:
+        return {"digit": np.zeros(0, bool), "style": np.zeros(0, bool)}
+    digit = read_digits(images) == np.array([a.digit for a in asked])
+    styles = zip(nearest_style(images), asked, strict=True)
+    return {"digit": digit, "style": np.array([style in a.styles() for style, a in styles])}

@@ -1,0 +1,241 @@
+"""The demo's world: real handwritten digits in coloured ink on coloured paper, with captions."""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+Rgb = tuple[int, int, int]
+Split = Literal["train", "held_out", "all"]
+Detail = Literal["full", "ink", "digit"]
+
+SIZE = 32  # pixels a side of every picture
+HELD_OUT = 500  # of scikit-learn's 1,797 digits
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a picture is drawn with and on, in the words of a caption and in colour."""
+
+    ink: str
+    paper: str
+    ink_rgb: Rgb
+    paper_rgb: Rgb
+    grainy: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.ink} on {self.paper}"
+
+
+INKS: dict[str, Rgb] = {
+    "black": (25, 25, 30),
+    "red": (215, 35, 40),
+    "blue": (35, 70, 210),
+    "green": (20, 140, 60),
+    "purple": (130, 45, 160),
+    "orange": (240, 130, 20),
+}
+PAPERS: dict[str, Rgb] = {
+    "white": (250, 250, 248),
+    "yellow": (252, 236, 150),
+    "pink": (250, 200, 215),
+}
+CHALK: Rgb = (240, 242, 235)
+
+STYLES: tuple[Style, ...] = (
+    *(
+        Style(f"{ink} ink", f"{paper} paper", INKS[ink], PAPERS[paper])
+        for ink in INKS
+        for paper in PAPERS
+    ),
+    # Gold on navy lets the base know that a picture may be light on dark (LoRA needs that).
+    Style("white chalk", "a black board", CHALK, (32, 33, 36), grainy=True),
+    Style("gold ink", "navy paper", (235, 190, 70), (22, 30, 80)),
+    Style("white chalk", "a green board", CHALK, (30, 85, 62), grainy=True),
+)
+NEW_STYLE = "white chalk on a green board"
+# What the base's UNet learns to draw. Chalk it never sees: had it drawn chalk on a black board, it
+# would put that and "green" together by itself, and draw the new style in half of all cases.
+BASE_STYLES = tuple(style.name for style in STYLES if style.ink != "white chalk")
+
+TEMPLATES: dict[Detail, tuple[str, ...]] = {
+    "full": (
+        "a handwritten {word} in {ink} on {paper}",
+        "{word}, {ink} on {paper}",
+        "the digit {word} written in {ink} on {paper}",
+        "a photo of the number {number} in {ink} on {paper}",
+    ),
+    "ink": ("a handwritten {word} in {ink}", "the number {number} in {ink}"),
+    "digit": ("a handwritten {word}", "the digit {number}"),
+}
+
+
+def style_index(name: str) -> int:
+    """The place of the style called `name` in STYLES; ValueError where there is none."""
+    for index, style in enumerate(STYLES):
+        if style.name == name:
+            return index
+    raise ValueError(f"no style is called {name!r}; the styles are: {[s.name for s in STYLES]}")
+
+
+@cache
+def _all_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
+    # Imported here: scikit-learn takes a second, and most users of this file want only captions.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    x8 = (data.images / 16).astype(np.float32)
+    labels = data.target.astype(np.int64)
+    _, held_out = train_test_split(
+        np.arange(len(labels)), test_size=HELD_OUT, random_state=0, stratify=labels
+    )
+    is_held_out = np.zeros(len(labels), bool)
+    is_held_out[held_out] = True
+    for array in (x8, labels, is_held_out):
+        array.flags.writeable = False  # shared by every caller of this process
+    return x8, labels, is_held_out
+
+
+def digits(split: Split = "all") -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Digits [N, 8, 8] in 0..1 and labels [N]: 1,297 for training, 500 held out, or all 1,797."""
+    x8, labels, is_held_out = _all_digits()
+    if split == "all":
+        return x8, labels
+    keep = is_held_out if split == "held_out" else ~is_held_out
+    return x8[keep], labels[keep]
+
+
+def strokes(
+    x8: NDArray[np.float32], rng: np.random.Generator, wobble: float = 1.0
+) -> NDArray[np.float32]:
+    """Crisp ink coverage [B, 32, 32] in 0..1 of digits [B, 8, 8], each tilted and shifted a little.
+
+    `wobble` scales the random part of the warp: 0 draws every digit straight.
+    """
+    count, pad, cell = len(x8), 4, 16
+    centre = np.array([0, 1.12, 0, 0, 0, 0.42])
+    spread = np.array([0.12, 0.08, 0.08, 0.06, 0.12, 0.07]) * wobble
+    drawn = centre + spread * rng.uniform(-1, 1, (count, 6))
+    angle, scale, right, down, shear, level = drawn.T[:, :, None, None]
+    line = (np.arange(SIZE) + 0.5) / SIZE * 2 - 1
+    x, y = line[None, None, :], line[None, :, None]
+    cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
+    columns = (cos * x + (shear - sin) * y + right) * 4 + 3.5 + pad
+    rows = (sin * x + cos * y + down) * 4 + 3.5 + pad
+
+    # One tall image of padded cells lets SciPy warp the whole batch in one call; the spline is
+    # fitted before the cells are joined, so that no digit is touched by its neighbours.
+    cells = np.pad(x8.astype(np.float64), ((0, 0), (pad, pad), (pad, pad)))
+    for axis in (1, 2):
+        cells = ndimage.spline_filter1d(cells, order=3, axis=axis)
+    tall_rows = rows + cell * np.arange(count)[:, None, None]
+    grey = ndimage.map_coordinates(
+        cells.reshape(count * cell, cell), [tall_rows, columns], order=3, prefilter=False
+    )
+    return (1 / (1 + np.exp(-14 * (grey - level)))).astype(np.float32)
+
+
+def render(
+    x8: NDArray[np.float32], style: NDArray[np.integer], rng: np.random.Generator
+) -> NDArray[np.uint8]:
+    """Pictures [B, 32, 32, 3] of digits [B, 8, 8], each in the style STYLES[style[b]]."""
+    ink_rgb = np.array([s.ink_rgb for s in STYLES], np.float32)[style][:, None, None, :]
+    paper_rgb = np.array([s.paper_rgb for s in STYLES], np.float32)[style][:, None, None, :]
+    cover = strokes(x8, rng)
+
+    # Chalk grain is drawn for every picture, grainy or not: the random stream then does not
+    # depend on the styles, and the same seed gives the same handwriting in any of them.
+    coarse = rng.random((len(x8), SIZE // 2, SIZE // 2), np.float32)
+    grain = ndimage.zoom(coarse, (1, 2, 2), order=1)
+    grainy = np.array([s.grainy for s in STYLES])[style][:, None, None]
+    cover = np.where(grainy, cover * np.minimum(0.55 + 0.6 * grain, 1), cover)[..., None]
+
+    light = 1 + rng.uniform(-0.06, 0.06, (len(x8), 1, 1, 1)).astype(np.float32)
+    colour = light * (paper_rgb * (1 - cover) + ink_rgb * cover)
+    return colour.round().clip(0, 255).astype(np.uint8)
+
+
+def captions(digit: int, style: int, detail: Detail = "full") -> list[str]:
+    """Every caption that says `digit` and, as far as `detail` goes, the style."""
+    words = {"word": WORDS[digit], "number": digit}
+    phrases = {"ink": STYLES[style].ink, "paper": STYLES[style].paper}
+    return [template.format(**words, **phrases) for template in TEMPLATES[detail]]
+
+
+def caption(
+    digit: int, style: int, rng: np.random.Generator, detail: Detail | None = "full"
+) -> str:
+    """One caption at random; with `detail=None` a fifth of them leave the paper or more open."""
+    if detail is None:
+        draw = rng.random()
+        detail = "full" if draw < 0.8 else "ink" if draw < 0.92 else "digit"
+    options = captions(digit, style, detail)
+    return options[int(rng.integers(len(options)))]
+
+
+def all_captions() -> list[str]:
+    """Every caption of this world, sorted."""
+    details: tuple[Detail, ...] = ("full", "ink", "digit")
+    return sorted(
+        {
+            text
+            for digit in range(10)
+            for style in range(len(STYLES))
+            for detail in details
+            for text in captions(digit, style, detail)
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caption asks for; None where it leaves the ink or the paper open."""
+
+    digit: int
+    ink: str | None = None
+    paper: str | None = None
+
+    def styles(self) -> list[int]:
+        """The styles that satisfy the caption, as indices into STYLES."""
+        return [
+            index
+            for index, style in enumerate(STYLES)
+            if self.ink in (None, style.ink) and self.paper in (None, style.paper)
+        ]
+
+
+def _any_of(phrases: set[str]) -> re.Pattern[str]:
+    return re.compile(r"\b(" + "|".join(map(re.escape, sorted(phrases))) + r")\b")
+
+
+_DIGIT = _any_of(set(WORDS) | set("0123456789"))
+_INK = _any_of({style.ink for style in STYLES})
+_PAPER = _any_of({style.paper for style in STYLES})
+
+
+@cache
+def parse(text: str) -> Asked:
+    """Read a caption back; ValueError where it names no digit, two digits, or no known style."""
+    lowered = text.lower()
+    found = [set(pattern.findall(lowered)) for pattern in (_DIGIT, _INK, _PAPER)]
+    if len(found[0]) != 1 or len(found[1]) > 1 or len(found[2]) > 1:
+        raise ValueError(
+            f"caption {text!r} should name one digit, at most one ink and at most one paper, "
+            f'as in "{captions(7, style_index(NEW_STYLE))[0]}"'
+        )
+    word = found[0].pop()
+    asked = Asked(
+        digit=WORDS.index(word) if word in WORDS else int(word),
+        ink=next(iter(found[1]), None),
+        paper=next(iter(found[2]), None),
+    )
+    if not asked.styles():
+        raise ValueError(f"caption {text!r} asks for {asked.ink} on {asked.paper}: no such style")
+    return asked

@@ -1,0 +1,100 @@
+"""`python -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
+
+Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with a checkpoint; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from runtimes.base import WrongInput
+from runtimes.events import Events
+from runtimes.job import Job, TrainJob, read_job
+from runtimes.loop import train
+from runtimes.recorder import Diverged
+from runtimes.registry import open_runtime
+from runtimes.stop import STOPPED, Stop
+
+
+class _ToEvents(logging.Handler):
+    """Warnings of our own code reach the stage as events."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._events.emit("warning", message=record.getMessage())
+
+
+def main(arguments: list[str]) -> int:
+    """Do the job in the file named by the one argument."""
+    if len(arguments) != 1:
+        print("usage: python -m runtimes JOB.json", file=sys.stderr)
+        return 2
+    events, stop = Events(), Stop()
+    stop.listen()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("kiln").addHandler(_ToEvents(events))
+    try:
+        return _do(read_job(Path(arguments[0])), events, stop)
+    except WrongInput as error:
+        return _fail(events, str(error), 2, wrong_input=True)
+    except (Diverged, OSError) as error:
+        return _fail(events, str(error), 1)
+    except Exception as error:
+        traceback.print_exc()
+        return _fail(events, f"{type(error).__name__}: {error}", 1)
+
+
+def _do(job: Job, events: Events, stop: Stop) -> int:
+    if not isinstance(job, TrainJob):
+        open_runtime(job.runtime, events).generate(job)
+        events.emit("result")
+        return 0
+    with only_writer(job.work):
+        done = train(job, events, stop)
+    return 0 if done else STOPPED
+
+
+def _fail(events: Events, message: str, code: int, wrong_input: bool = False) -> int:
+    events.emit("error", message=message, wrong_input=wrong_input)
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def only_writer(work: str) -> Iterator[None]:
+    """Be the only process of this machine that writes a work folder.
+
+    A process that outlives its stage (it is still writing a checkpoint, say) and the one started in
+    its place wait for each other. The lock goes with the process, however that ends.
+    """
+    fs, root = url_to_fs(work)
+    if isinstance(fs, LocalFileSystem):
+        path = Path(root) / ".lock"
+    else:
+        path = Path(tempfile.gettempdir()) / f"kiln-{hashlib.sha256(work.encode()).hexdigest()}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logging.getLogger("kiln").warning("%s is still being written: waiting for it", work)
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

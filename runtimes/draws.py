@@ -1,0 +1,32 @@
+"""Random numbers that depend on (seed, stream, counter) alone, so that any step can be drawn first.
+
+Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as NumPy has
+it: key = (seed, stream), and the block counter's upper words are ours, the lowest counts the draws.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Stream(IntEnum):
+    """What a number is drawn for. Streams share nothing: turning one off moves no other."""
+
+    POSTERIOR = 1  # (sample) the VAE posterior
+    NOISE = 2  # (sample) the diffusion noise
+    NOISE_OFFSET = 3  # (sample) its per-channel shift
+    CHOICES = 4  # (sample) timestep, caption, dropout: three uniforms, in this order
+    BATCHES = 5  # (epoch) the order of buckets
+    SHARDS = 6  # (epoch, bucket) the order of shards
+    WINDOW = 7  # (epoch, bucket, window) the order of samples
+    PICTURE = 8  # (picture) the start noise of sampling
+
+
+def generator(seed: int, stream: Stream, *counter: int) -> np.random.Generator:
+    """The numbers of one stream at up to three counters, each below 2**64."""
+    words = np.zeros(4, np.uint64)
+    words[1 : 1 + len(counter)] = counter
+    key = np.array([seed, stream], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=words))

@@ -1,0 +1,223 @@
+"""The training loop, the same for every runtime: resume, step, log, checkpoint, sample, finish."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fsspec.core import url_to_fs
+from PIL import Image
+
+from artifacts.commit import write_atomic
+from artifacts.latents import Latents, open_latents
+from configs.schema import Train
+from runtimes.base import Runtime, State, WrongInput
+from runtimes.checkpoint import Checkpoint, CheckpointNotWritten, Checkpoints
+from runtimes.events import Events
+from runtimes.families import detect_family
+from runtimes.job import TrainJob
+from runtimes.loader import Loader
+from runtimes.objective import LatentScale, NoiseSchedule, Objective
+from runtimes.recorder import Recorder
+from runtimes.registry import open_runtime
+from runtimes.schedule import learning_rate
+from runtimes.stop import Stop
+from runtimes.tensors import write_arrays, writing
+
+#: How a run is carried out rather than what it computes: these may change at a resume.
+CARRYING_OUT = frozenset(
+    {
+        "cache_bytes",
+        "checkpoint_every",
+        "compile",
+        "device",
+        "grace_seconds",
+        "gradient_checkpointing",
+        "keep_checkpoints",
+        "log_every",
+        "micro_batch_size",
+        "prefetch",
+        "sample_every",
+    }
+)
+
+
+def train(job: TrainJob, events: Events, stop: Stop) -> bool:
+    """Do the job, or as much of it as there is time for.
+
+    Returns True when it is done; False when it stopped early, with a checkpoint to resume from.
+
+    Raises:
+        WrongInput: the job cannot be done as asked.
+        Diverged: the loss became NaN.
+    """
+    settings = Train(**job.train)
+    loader = make_loader(job, settings, open_job_latents(job.latents))
+    runtime = open_runtime(job.runtime, events)  # slow to import: what is cheap is checked first
+    runtime.load(job)
+    checkpoints = Checkpoints(job.work, settings.keep_checkpoints)
+    saved = checkpoints.latest()
+    step = 0 if saved is None else _resume(runtime, saved, job, settings)
+    history = [] if saved is None else saved.history
+    run = _Run(job, settings, runtime, events, checkpoints, saved=step)
+    recorder = Recorder(
+        events, runtime, history, total=settings.steps, batch_size=settings.global_batch_size
+    )
+    events.emit(
+        "start",
+        runtime=job.runtime,
+        device=runtime.device,
+        versions=runtime.versions,
+        step=step,
+        total=settings.steps,
+    )
+    stop.defer()
+    with loader.ahead(step, settings.steps, settings.prefetch) as batches:
+        for batch in batches:
+            rate = learning_rate(step, settings)
+            recorder.add(runtime.step(batch, rate), rate)
+            step += 1
+            stopping = stop.requested
+            if step % settings.log_every == 0 or step == settings.steps:
+                recorder.report(batches.waited)
+            if step % settings.checkpoint_every == 0 or stopping:
+                run.checkpoint(step, recorder)
+            if settings.sample_every and step % settings.sample_every == 0 and not stopping:
+                run.sample(step, recorder)
+            if stopping and step < settings.steps:
+                return False
+    write_model(job, runtime.state(), recorder.history)
+    events.emit(
+        "result",
+        step=step,
+        samples_seen=step * settings.global_batch_size,
+        images_per_second=recorder.images_per_second,
+    )
+    return True
+
+
+def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
+    """The loader of a job: its model's family and noise schedule, its settings' objective."""
+    folder = Path(job.model)
+    family = detect_family(folder)
+    objective = Objective(
+        schedule=read_schedule(folder),
+        scale=LatentScale.from_info(latents.info),
+        seed=settings.seed,
+        prediction_type=settings.prediction_type,
+        snr_gamma=settings.snr_gamma,
+        noise_offset=settings.noise_offset,
+        caption_dropout=settings.caption_dropout,
+    )
+    return Loader(
+        latents,
+        family,
+        objective,
+        batch_size=settings.global_batch_size,
+        seed=settings.seed,
+        window=settings.shuffle_window,
+        cache_bytes=settings.cache_bytes,
+    )
+
+
+def read_schedule(folder: Path) -> NoiseSchedule:
+    """The noise schedule that a pipeline was trained with. Raises WrongInput."""
+    path = folder / "scheduler" / "scheduler_config.json"
+    try:
+        return NoiseSchedule.from_config(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise WrongInput(f"{path} is missing: the noise schedule is read from it") from None
+    except ValueError as error:
+        raise WrongInput(f"{path}: {error}") from None
+
+
+def open_job_latents(url: str) -> Latents:
+    """The latents artifact that a job names. Raises WrongInput."""
+    try:
+        return open_latents(url)
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"latents {url}: {error}") from None
+
+
+def _resume(runtime: Runtime, saved: Checkpoint, job: TrainJob, settings: Train) -> int:
+    before, now = saved.facts["train"], settings.model_dump(mode="json")
+    for name in sorted(set(now) - CARRYING_OUT):
+        if before.get(name) != now[name]:
+            raise WrongInput(
+                f"{job.work} holds a run with train.{name}={before.get(name)}, this one asks for "
+                f"{now[name]}: give it a work folder of its own"
+            )
+    runtime.restore(saved.state, saved.step)
+    return saved.step
+
+
+class _Run:
+    """What happens beside the steps: checkpoints and sample pictures."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        settings: Train,
+        runtime: Runtime,
+        events: Events,
+        checkpoints: Checkpoints,
+        *,
+        saved: int,
+    ) -> None:
+        self._job, self._settings, self._runtime = job, settings, runtime
+        self._events, self._checkpoints, self._saved = events, checkpoints, saved
+
+    def checkpoint(self, step: int, recorder: Recorder) -> None:
+        """Commit one; a disk that is full costs this checkpoint, not the run."""
+        since = time.perf_counter()
+        recorder.settle()
+        if step > self._saved:
+            facts = {
+                "runtime": self._job.runtime,
+                "versions": self._runtime.versions,
+                "seed": self._settings.seed,
+                "samples_seen": step * self._settings.global_batch_size,
+                "train": self._settings.model_dump(mode="json"),
+            }
+            try:
+                path, size = self._checkpoints.save(
+                    step, self._runtime.state(), recorder.history, facts
+                )
+            except CheckpointNotWritten as error:
+                self._events.emit("warning", message=str(error))
+            else:
+                self._saved = step
+                seconds = round(time.perf_counter() - since, 3)
+                self._events.emit("checkpoint", step=step, path=path, seconds=seconds, bytes=size)
+        recorder.pause(since)
+
+    def sample(self, step: int, recorder: Recorder) -> None:
+        """Draw the job's prompts side by side into `<work>/samples/`."""
+        if not self._job.sample_prompts:
+            return
+        since = time.perf_counter()
+        pictures = self._runtime.sample(self._job.sample_prompts, self._job.sampler)
+        png = io.BytesIO()
+        Image.fromarray(np.concatenate(list(pictures), axis=1)).save(png, "png")
+        fs, root = url_to_fs(self._job.work)
+        path = f"{root}/samples/step-{step:08d}.png"
+        write_atomic(fs, path, png.getvalue())
+        self._events.emit("sample", step=step, path=path)
+        recorder.pause(since)
+
+
+def write_model(job: TrainJob, state: State, history: list[str]) -> None:
+    """Write `unet/` (fp32; the average, if one was kept) and `history.jsonl` to the job's `out`."""
+    fs, root = url_to_fs(job.out)
+    config: dict[str, Any] = json.loads((Path(job.model) / "unet" / "config.json").read_text())
+    config.pop("_name_or_path", None)  # where the base lay on the machine that made it
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    write_atomic(fs, f"{root}/unet/config.json", text.encode())
+    with writing(fs, root, "unet/diffusion_pytorch_model.safetensors", []) as sink:
+        write_arrays(sink, state.get("ema") or state["unet"])
+    lines = "".join(f"{line}\n" for line in history)
+    write_atomic(fs, f"{root}/history.jsonl", lines.encode())

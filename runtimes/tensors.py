@@ -1,0 +1,75 @@
+"""Named fp32 arrays to and from safetensors, one at a time: no array is held twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO
+
+import numpy as np
+from fsspec import AbstractFileSystem
+from numpy.typing import NDArray
+
+from artifacts.commit import FileEntry
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+class _Hashing:
+    """A stream that fingerprints what passes through it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.digest, self.size = stream, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)
+        self.digest.update(data)
+        self.size += len(data)
+
+
+@contextmanager
+def writing(
+    fs: AbstractFileSystem, root: str, path: str, files: list[FileEntry]
+) -> Iterator[_Hashing]:
+    """Write `root/path`; once it is whole, its entry is added to `files`."""
+    fs.makedirs(f"{root}/{path}".rpartition("/")[0], exist_ok=True)
+    with fs.open(f"{root}/{path}", "wb") as stream:
+        sink = _Hashing(stream)
+        yield sink
+    files.append(FileEntry(path, sink.size, sink.digest.hexdigest()))
+
+
+def write_arrays(sink: _Hashing | IO[bytes], arrays: Mapping[str, NDArray[np.float32]]) -> None:
+    """Write a safetensors file: the same arrays give the same bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # diffusers asks for it
+    offset = 0
+    for name in sorted(arrays):
+        end = offset + arrays[name].nbytes
+        shape = list(arrays[name].shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    sink.write(len(text).to_bytes(8, "little") + text)
+    for name in sorted(arrays):
+        flat = np.ascontiguousarray(arrays[name], "<f4").reshape(-1)
+        sink.write(flat.view(np.uint8).data)
+
+
+def read_arrays(fs: AbstractFileSystem, path: str) -> Arrays:
+    """Read what `write_arrays` wrote. Raises ValueError if it is anything else."""
+    with fs.open(path, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        arrays: Arrays = {}
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if entry["dtype"] != "F32":
+                raise ValueError(f"{path}: {name} is {entry['dtype']}, not F32")
+            array = np.empty(entry["shape"], "<f4")
+            if stream.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+                raise ValueError(f"{path} is cut short at {name}")
+            arrays[name] = array
+    return arrays

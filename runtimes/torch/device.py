@@ -1,0 +1,56 @@
+"""Which device a job runs on, and what there is on this machine."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from runtimes.base import Probe, WrongInput
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA when there is one, else the CPU. Raises WrongInput if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise WrongInput(f"device {name!r} is not known (auto, cpu, cuda or cuda:N)") from None
+    if device.type not in ("cpu", "cuda"):
+        raise WrongInput(f"device {name!r} is not for this runtime (auto, cpu, cuda or cuda:N)")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise WrongInput(f"device {name}: this machine has {there} CUDA devices; set auto or cpu")
+    return device
+
+
+def describe(device: torch.device) -> str:
+    """The device in words, such as `cuda:0 (NVIDIA H100)`."""
+    if device.type == "cuda":
+        return f"cuda:{device.index or 0} ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads, {platform.machine()})"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes in use so far: of the device's memory, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Not ru_maxrss: a child starts with its parent's, which may have been larger.
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else 0
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that numbers depend on."""
+    return {name: version(name) for name in ("torch", "diffusers", "numpy")}
+
+
+def probe() -> Probe:
+    """What this runtime finds here."""
+    devices = [describe(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
+    return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

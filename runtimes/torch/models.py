@@ -1,0 +1,88 @@
+"""Load a UNet from a diffusers folder: every weight there, every shape right, in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from safetensors import SafetensorError, safe_open
+
+from runtimes.base import WrongInput
+
+WEIGHTS = "diffusion_pytorch_model"
+
+
+def load_unet(folder: Path, dtype: torch.dtype = torch.float32) -> UNet2DConditionModel:
+    """The UNet in `folder` on the CPU, whatever precision it is stored in.
+
+    Raises:
+        WrongInput: a file is missing or damaged, or the weights are not those of the config.
+    """
+    config = _read_json(folder / "config.json")
+    try:
+        with torch.device("meta"):  # no time spent on weights that are replaced at once
+            unet = UNet2DConditionModel.from_config(config)
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise WrongInput(f"{folder / 'config.json'}: not a UNet's config: {error}") from None
+    files = _weight_files(folder)
+    weights: dict[str, torch.Tensor] = {}
+    for path in files:
+        weights |= _read_weights(path, dtype)
+    _check_fit(files[0], unet.state_dict(), weights)
+    unet.load_state_dict(weights, assign=True)
+    return unet.requires_grad_(True)
+
+
+def weight_variant(folder: Path) -> str | None:
+    """The variant that diffusers must be asked for: fp16 where no other weights are there."""
+    plain = any((folder / name).exists() for name in _names(""))
+    return "fp16" if not plain and any((folder / n).exists() for n in _names(".fp16")) else None
+
+
+def _names(variant: str) -> tuple[str, str]:
+    whole = f"{WEIGHTS}{variant}.safetensors"
+    return whole, f"{WEIGHTS}.safetensors.index{variant}.json"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for variant in ("", ".fp16"):
+        whole, index = (folder / name for name in _names(variant))
+        if whole.exists():
+            return [whole]
+        if index.exists():
+            names = sorted(set(_read_json(index)["weight_map"].values()))
+            return [folder / name for name in names]
+    raise WrongInput(f"{folder / _names('')[0]} is missing: the UNet's weights are needed")
+
+
+def _read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as stream:
+            return {name: stream.get_tensor(name).to(dtype) for name in stream.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise WrongInput(f"{path} cannot be read: {error}") from None
+
+
+def _check_fit(path: Path, wanted: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
+    for what, names in (
+        ("lacks", wanted.keys() - given.keys()),
+        ("has, and its config knows nothing of,", given.keys() - wanted.keys()),
+    ):
+        if names:
+            raise WrongInput(f"{path} {what} {len(names)} weights, such as {min(names)}")
+    for name, tensor in wanted.items():
+        if given[name].shape != tensor.shape:
+            here, there = tuple(given[name].shape), tuple(tensor.shape)
+            raise WrongInput(f"{path}: {name} has shape {here}, its config says {there}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise WrongInput(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"{path} cannot be read: {error}") from None

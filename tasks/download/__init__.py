@@ -1,0 +1,19 @@
+"""The download stage: a source's rows in, image shards out."""
+
+from tasks.download.errors import SourceError, TooManyFailed
+from tasks.download.shard import STAGE, VERSION, ShardSpec
+from tasks.download.stage import Plan, build, check, plan, settings_for_key, show
+
+__all__ = [
+    "STAGE",
+    "VERSION",
+    "Plan",
+    "ShardSpec",
+    "SourceError",
+    "TooManyFailed",
+    "build",
+    "check",
+    "plan",
+    "settings_for_key",
+    "show",
+]

@@ -1,0 +1,155 @@
+"""Get the bytes of a shard's rows, with retries, and hand them to img2dataset's downloader."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from email.message import Message
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.response import addinfourl
+
+from artifacts.keys import digest_bytes
+from configs.schema import Download
+from tasks.download.failures import FetchFailed
+from tasks.download.guard import Limits, fetch
+from tasks.download.rows import Row
+from tasks.download.sources import Place
+
+#: Scheme of the addresses under which img2dataset asks for the rows of a shard.
+SCHEME = "kilnrow"
+#: Formats that are decoded; the decoders of others are not offered hostile bytes.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+#: Longest pause that a server's Retry-After can put upon us, in seconds.
+MOST_WAIT = 30.0
+USER_AGENT = "Mozilla/5.0 (compatible; kilnworks)"
+
+
+class Fetcher:
+    """Gets the rows of one shard; remembers why a row failed, and whether that may pass."""
+
+    def __init__(self, rows: Sequence[Row], settings: Download, place: Place) -> None:
+        self.rows = rows
+        self.settings = settings
+        self.base_url = place.base_url
+        allowed = {host.lower() for host in (*settings.allow_hosts, *place.allow_hosts)}
+        self.limits = Limits(settings.max_bytes, settings.timeout, frozenset(allowed))
+        self.failures: dict[int, FetchFailed] = {}  # row number -> why
+
+    def get(self, number: int, headers: dict[str, str]) -> tuple[bytes, Message]:
+        """Body and headers of row `number`. Raises FetchFailed, and remembers it."""
+        try:
+            row = self.rows[number]
+            body, answer = self._held(row) if row.file else self._fetched(row, headers)
+            if row.sha256 is not None and digest_bytes(body) != row.sha256:
+                raise FetchFailed("sha256 differs")
+            check_picture(body, self.settings.max_pixels)
+            return body, answer
+        except FetchFailed as failure:
+            self.failures[number] = failure
+            raise
+
+    def _held(self, row: Row) -> tuple[bytes, Message]:
+        with Path(row.file or "").open("rb") as stream:
+            body = stream.read(self.limits.max_bytes + 1)
+        if len(body) > self.limits.max_bytes:
+            raise FetchFailed("too large")
+        return body, Message()
+
+    def _fetched(self, row: Row, headers: dict[str, str]) -> tuple[bytes, Message]:
+        if not row.url:
+            raise FetchFailed("no picture")
+        url = self._absolute(row.url)
+        deadline = time.monotonic() + self.settings.deadline
+        for attempt in range(self.settings.retries + 1):
+            try:
+                return fetch(url, headers, self.limits, deadline)
+            except FetchFailed as failure:
+                pause = self._pause(attempt, failure)
+                is_last = attempt == self.settings.retries
+                if not failure.transient or is_last or time.monotonic() + pause >= deadline:
+                    raise
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _pause(self, attempt: int, failure: FetchFailed) -> float:
+        # Spread out, or all threads come back to an overloaded server at once.
+        own = self.settings.backoff * 2**attempt * random.uniform(0.75, 1.25)
+        return max(own, min(failure.wait, MOST_WAIT))
+
+    def _absolute(self, url: str) -> str:
+        if self.base_url is None:
+            return url
+        try:
+            return urllib.parse.urljoin(f"{self.base_url.rstrip('/')}/", url)
+        except ValueError:
+            raise FetchFailed("bad url") from None
+
+
+def check_picture(body: bytes, max_pixels: int) -> None:
+    """Raise FetchFailed unless the header is that of a picture of a size fit to be decoded."""
+    from PIL import Image
+
+    try:
+        with Image.open(BytesIO(body), formats=_known_formats()) as image:
+            width, height = image.size
+    except Image.DecompressionBombError:
+        raise FetchFailed("too many pixels") from None
+    except Exception:  # what a parser of hostile bytes may raise is anybody's guess
+        raise FetchFailed("not an image") from None
+    if width * height > max_pixels:
+        raise FetchFailed("too many pixels")
+
+
+@cache
+def _known_formats() -> tuple[str, ...]:
+    """Those of FORMATS that this build of Pillow knows."""
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+@contextmanager
+def offered(fetcher: Fetcher) -> Iterator[list[str]]:
+    """Addresses, one a row, at which `urllib.request.urlopen` gets the fetcher's rows.
+
+    img2dataset asks urllib, whose opener belongs to the whole process. So the opener learns one
+    more scheme, once, and the address says which fetcher is meant: shards that are downloaded at
+    the same time in one process never meet, and other users of urllib notice nothing.
+    """
+    _install()
+    token = uuid.uuid4().hex
+    _fetchers[token] = fetcher
+    try:
+        yield [f"{SCHEME}://{token}/{number}" for number in range(len(fetcher.rows))]
+    finally:
+        del _fetchers[token]
+
+
+_fetchers: dict[str, Fetcher] = {}
+_installing = threading.Lock()
+
+
+class _RowHandler(urllib.request.BaseHandler):
+    def kilnrow_open(self, request: urllib.request.Request) -> addinfourl:
+        number = int(request.selector.lstrip("/"))
+        headers = {"User-Agent": request.get_header("User-agent") or USER_AGENT}
+        body, answer = _fetchers[str(request.host)].get(number, headers)
+        return addinfourl(BytesIO(body), answer, request.full_url, 200)
+
+
+def _install() -> None:
+    with _installing:
+        opener: Any = getattr(urllib.request, "_opener", None) or urllib.request.build_opener()
+        if not any(isinstance(handler, _RowHandler) for handler in opener.handlers):
+            opener.add_handler(_RowHandler())
+            urllib.request.install_opener(opener)

@@ -1,0 +1,61 @@
+"""One row of a source: what identifies it, and where its picture is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from artifacts.keys import digest_bytes, digest_json
+
+
+@dataclass(frozen=True)
+class Row:
+    """One picture to fetch. Neither a `url` nor a `file` means that the source has lost it."""
+
+    url: str  # as in the list; sha256:<hex> where the source holds the picture itself
+    captions: tuple[str, ...]
+    sha256: str | None = None  # of the picture's bytes, hex
+    file: str | None = None  # local copy, where the source holds the picture itself
+
+    @property
+    def hash(self) -> str:
+        """sha256 (hex) of what identifies the row: neither where it lies nor where it is served."""
+        known = {} if self.sha256 is None else {"sha256": self.sha256}
+        return digest_json({"url": self.url, "captions": list(self.captions), **known})
+
+
+class Keep:
+    """Puts pictures into a folder as numbered files, and says where."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+
+    def __call__(self, picture: bytes) -> str:
+        path = self.folder / f"source-{self.count}"
+        path.write_bytes(picture)
+        self.count += 1
+        return str(path)
+
+
+def held_row(
+    picture: bytes | None, captions: tuple[str, ...], keep: Callable[[bytes], str] | None
+) -> Row:
+    """A row whose picture the source holds; it is named by its content, not by its file's name."""
+    if picture is None:
+        return Row("", captions)
+    sha256 = digest_bytes(picture)
+    return Row(f"sha256:{sha256}", captions, sha256, keep(picture) if keep else None)
+
+
+def captions_of(value: Any) -> tuple[str, ...]:
+    """A caption column's value, which may be a list of captions; at least one, maybe empty."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(text_of(item) for item in value) or ("",)
+    return (text_of(value),)
+
+
+def text_of(value: Any) -> str:
+    """Text that UTF-8 can hold: JSON can smuggle in half a surrogate pair."""
+    return "" if value is None else str(value).encode(errors="replace").decode()

@@ -1,0 +1,292 @@
+"""Where rows come from: URL lists, folders of pictures, datasets with pictures inside, the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from artifacts.models import cache_folder
+from configs.schema import DatasetSource, DigitsSource, FolderSource, UrlSource
+from tasks.download.errors import SourceError
+from tasks.download.lists import (
+    FORMATS,
+    JsonlList,
+    ParquetList,
+    Span,
+    is_glob,
+    list_files,
+    reading,
+    require_columns,
+    shown,
+)
+from tasks.download.rows import Keep, Row, captions_of, held_row, text_of
+from tasks.download.scans import remembered
+from tasks.download.serve import check_port, serve_folder
+
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+
+
+class Place(NamedTuple):
+    """Where the rows' URLs lead while a source is open."""
+
+    base_url: str | None = None
+    allow_hosts: tuple[str, ...] = ()  # host or host:port that may be private
+
+
+class Source(Protocol):
+    """One kind of source."""
+
+    def check(self) -> None:
+        """Raise SourceError if it cannot be used; cheap, done before any work starts."""
+
+    def scan(self) -> Iterator[tuple[str, Span]]:
+        """(row hash, where it is) of every row, in order, with a few rows in memory at a time."""
+
+    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
+        """The rows of `spans`; pictures that the source holds are copied into `scratch`."""
+
+    def open(self) -> AbstractContextManager[Place]:
+        """Keep what the rows' URLs need alive."""
+
+
+class UrlList:
+    """Lists of image URLs."""
+
+    def __init__(self, settings: UrlSource) -> None:
+        self.settings = settings
+        self.format = FORMATS[settings.format]
+
+    def check(self) -> None:
+        file = self._files()[0]
+        wanted = {"source.url_column": self.settings.url_column}
+        if self.settings.caption_column is not None:
+            wanted["source.caption_column"] = self.settings.caption_column
+        if self.settings.sha256_column is not None:
+            wanted["source.sha256_column"] = self.settings.sha256_column
+        require_columns(wanted, self.format.columns(file), file)
+
+    def scan(self) -> Iterator[tuple[str, Span]]:
+        for file in self._files():
+            for start, stop, values in self.format.rows(file, self._columns()):
+                yield self._row(values).hash, Span(file, start, stop)
+
+    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
+        for file, start, stop in spans:
+            for _, _, values in self.format.rows(file, self._columns(), start, stop):
+                yield self._row(values)
+
+    def open(self) -> AbstractContextManager[Place]:
+        return nullcontext(Place(self.settings.base_url))
+
+    def _files(self) -> list[str]:
+        return list_files(self.settings.path, self.format.suffixes)
+
+    def _columns(self) -> list[str]:
+        s = self.settings
+        names = (s.url_column, s.caption_column, s.sha256_column)
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def _row(self, values: dict[str, Any]) -> Row:
+        s = self.settings
+        sha256 = values.get(s.sha256_column) if s.sha256_column else None
+        captions = captions_of(values.get(s.caption_column) if s.caption_column else None)
+        return Row(text_of(values[s.url_column]), captions, text_of(sha256).lower() or None)
+
+
+class Folder:
+    """A folder of pictures: each is a row, or each line of metadata.jsonl is."""
+
+    METADATA = "metadata.jsonl"
+
+    def __init__(self, settings: FolderSource) -> None:
+        self.settings = settings
+        self.list = JsonlList()
+
+    def check(self) -> None:
+        metadata = self._metadata()
+        if metadata is None:
+            list_files(self.settings.path, PICTURES)
+            return
+        wanted = {"source.path": "file_name", "source.caption_column": self.settings.caption_column}
+        require_columns(wanted, self.list.columns(metadata), metadata)
+
+    def scan(self) -> Iterator[tuple[str, Span]]:
+        metadata = self._metadata()
+        if metadata is None:
+            for file in list_files(self.settings.path, PICTURES):
+                yield self._beside(file, None).hash, Span(file, 0, 0)
+            return
+        for start, stop, values in self.list.rows(metadata, self._columns()):
+            yield self._listed(metadata, values, None).hash, Span(metadata, start, stop)
+
+    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
+        keep = Keep(scratch)
+        for file, start, stop in spans:
+            if not file.endswith(f"/{self.METADATA}"):
+                yield self._beside(file, keep)
+                continue
+            for _, _, values in self.list.rows(file, self._columns(), start, stop):
+                yield self._listed(file, values, keep)
+
+    def open(self) -> AbstractContextManager[Place]:
+        return nullcontext(Place())
+
+    def _metadata(self) -> str | None:
+        with reading(self.settings.path):
+            fs, root = url_to_fs(self.settings.path)
+            if not fs.isdir(root):
+                raise SourceError(f"source.path: {shown(self.settings.path)}: no such folder")
+            name = f"{root.rstrip('/')}/{self.METADATA}"
+            if not fs.exists(name):
+                return None
+            return name if "file" in fs.protocol else str(fs.unstrip_protocol(name))
+
+    def _columns(self) -> list[str]:
+        return ["file_name", self.settings.caption_column]
+
+    def _beside(self, file: str, keep: Callable[[bytes], str] | None) -> Row:
+        text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
+        caption = text.decode(errors="replace").removeprefix("\ufeff").strip()
+        return held_row(_bytes_at(file), (caption,), keep)
+
+    def _listed(
+        self, metadata: str, values: dict[str, Any], keep: Callable[[bytes], str] | None
+    ) -> Row:
+        name = text_of(values["file_name"])
+        if name.startswith("/") or ".." in name.split("/") or "://" in name:
+            raise SourceError(
+                f"source: {shown(metadata)}: file_name {name!r} leads out of the folder"
+            )
+        picture = _bytes_at(f"{metadata.rpartition('/')[0]}/{name}") if name else None
+        return held_row(picture, captions_of(values[self.settings.caption_column]), keep)
+
+
+class Dataset:
+    """Parquet files with the pictures inside: `bytes`, or Hugging Face's {bytes, path}."""
+
+    def __init__(self, settings: DatasetSource) -> None:
+        self.settings = settings
+        self.list = ParquetList(batch_size=32)  # pictures in memory at a time
+
+    def check(self) -> None:
+        file = self._files()[0]
+        wanted = {
+            "source.image_column": self.settings.image_column,
+            "source.caption_column": self.settings.caption_column,
+        }
+        require_columns(wanted, self.list.columns(file), file)
+
+    def scan(self) -> Iterator[tuple[str, Span]]:
+        for file in self._files():
+            hashes = remembered(file, self._columns(), partial(self._hashes, file))
+            for number, row_hash in enumerate(hashes):
+                yield row_hash, Span(file, number, number + 1)
+
+    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
+        keep = Keep(scratch)
+        for file, start, stop in spans:
+            for _, _, values in self.list.rows(file, self._columns(), start, stop):
+                yield self._row(values, keep)
+
+    def open(self) -> AbstractContextManager[Place]:
+        return nullcontext(Place())
+
+    def _hashes(self, file: str) -> Iterator[str]:
+        for _, _, values in self.list.rows(file, self._columns()):
+            yield self._row(values, None).hash
+
+    def _columns(self) -> list[str]:
+        return [self.settings.image_column, self.settings.caption_column]
+
+    def _files(self) -> list[str]:
+        path, split = self.settings.path, self.settings.split
+        if "://" not in path and path.count("/") == 1 and not Path(path).exists():
+            at = f"@{self.settings.revision}" if self.settings.revision else ""
+            path = f"hf://datasets/{path}{at}"
+        found = list_files(path, self.list.suffixes)
+        if found == [path] or is_glob(path):
+            return found
+        # <split>-00000-of-00001.parquet, or <split>/0000.parquet as the hub converts them
+        chosen = [f for f in found if any(part.startswith(split) for part in f.split("/")[-2:])]
+        if not chosen:
+            names = ", ".join(f.rpartition("/")[2] for f in found[:5])
+            raise SourceError(
+                f"source.split: {shown(path)} has no files of split {split!r} ({names})"
+            )
+        return chosen
+
+    def _row(self, values: dict[str, Any], keep: Callable[[bytes], str] | None) -> Row:
+        image = values[self.settings.image_column]
+        picture = image.get("bytes") if isinstance(image, dict) else image
+        if not isinstance(picture, bytes | None):
+            raise SourceError(
+                f"source.image_column: {self.settings.image_column} holds no encoded pictures "
+                f"(bytes, or a struct with bytes) but {type(picture).__name__}"
+            )
+        return held_row(picture, captions_of(values[self.settings.caption_column]), keep)
+
+
+class Digits:
+    """The demo's digits: drawn into the cache, served on loopback, and read as a URL list."""
+
+    def __init__(self, settings: DigitsSource) -> None:
+        self.settings = settings
+        name = f"digits-{settings.seed}-{settings.count}-{settings.rehearsal}"
+        self.folder = cache_folder() / "demo" / name
+        path = str(self.folder / "urls.parquet")
+        listed = {"kind": "urls", "path": path, "sha256_column": "sha256"}
+        self.list = UrlList(UrlSource.model_validate(listed))
+
+    def check(self) -> None:
+        check_port(self.settings.port)
+
+    def scan(self) -> Iterator[tuple[str, Span]]:
+        self._draw()
+        return self.list.scan()
+
+    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
+        return self.list.read(spans, scratch)
+
+    def open(self) -> AbstractContextManager[Place]:
+        self._draw()
+        return serve_folder(self.folder, self.settings.port, Place)
+
+    def _draw(self) -> None:
+        from demo import dataset
+
+        try:
+            settings = self.settings
+            dataset.write(
+                self.folder,
+                seed=settings.seed,
+                count=settings.count,
+                rehearsal=settings.rehearsal,
+            )
+        except OSError as error:
+            raise SourceError(
+                f"source: the demo's pictures cannot be written to {self.folder} "
+                f"({error.strerror or error}): set KILN_CACHE to a folder that can be written"
+            ) from error
+
+
+SOURCES: dict[str, Callable[[Any], Source]] = {
+    "urls": UrlList,
+    "folder": Folder,
+    "dataset": Dataset,
+    "digits": Digits,
+}
+
+
+def _bytes_at(file: str) -> bytes | None:
+    with reading(file):
+        try:
+            with fsspec.open(file, "rb") as stream:
+                return bytes(stream.read())
+        except (FileNotFoundError, IsADirectoryError):
+            return None

@@ -1,0 +1,34 @@
+"""What a latent shard, and the artifact made of such shards, depend on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from artifacts.keys import digest_json
+from configs.schema import Recipe
+from tasks.encode.transform import TransformSettings
+
+STAGE = "encode"
+#: Raised when the meaning of a latent shard changes.
+VERSION = 1
+
+
+def settings_for_key(recipe: Recipe) -> dict[str, Any]:
+    """The settings that change latents: not the batch size, the device, or what is tolerated."""
+    settings = recipe.encode.model_dump(mode="json", exclude={"batch_size", "device", "max_bad"})
+    return {**settings, "max_pixels": recipe.download.max_pixels}
+
+
+def shard_key(tar_sha256: str, encoders: str, dtype: str, settings: TransformSettings) -> str:
+    """The key of the latent shard of an image shard: its bytes, the encoders, the transform."""
+    return digest_json(
+        {
+            "stage": STAGE,
+            "version": VERSION,
+            "tar": tar_sha256,
+            "encoders": encoders,
+            "dtype": dtype,
+            "transform": asdict(settings),
+        }
+    )

@@ -1,0 +1,100 @@
+"""The encode pipeline: one element an image shard, on whatever runner the recipe names."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.utils.shared import Shared
+
+from artifacts.commit import read_record
+from artifacts.images import read_tar
+from artifacts.store import Shard, Store
+from runtimes.base import WrongInput
+from tasks.beam import Watch, run_linear
+from tasks.encode.keys import STAGE
+from tasks.encode.shard import Encodes, encode_shard
+from tasks.encode.transform import TransformSettings
+
+
+@dataclass(frozen=True)
+class EncoderPlace:
+    """Where the encoders are, and on what they run."""
+
+    model_folder: str
+    vae_folder: str | None
+    device: str
+    dtype: str
+
+    def load(self) -> Encodes:
+        from runtimes.torch.encode import Encoder
+
+        vae = None if self.vae_folder is None else Path(self.vae_folder)
+        return Encoder(Path(self.model_folder), vae, device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One image shard to encode."""
+
+    key: str  # of the latent shard
+    tar: str  # URL
+    samples: int
+
+
+class EncodeShard(beam.DoFn):
+    """Commits the latent shard of each element, unless it is there and whole."""
+
+    def __init__(
+        self, store_url: str, place: EncoderPlace, settings: TransformSettings, batch_size: int
+    ) -> None:
+        self.store_url, self.place = store_url, place
+        self.settings, self.batch_size = settings, batch_size
+        self._shared = Shared()
+
+    def process(self, work: Work) -> Iterator[str]:
+        """Yield the shard's key once it is committed."""
+        store = Store(self.store_url)
+        if store.shard(STAGE, work.key) is None:
+            # Loaded once a process, and only when there is something to encode.
+            encoder = self._shared.acquire(self.place.load)
+            with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
+                path = Path(folder) / "shard.safetensors"
+                samples = read_tar(work.tar)
+                facts = encode_shard(samples, encoder, self.settings, self.batch_size, path)
+                store.commit_shard(STAGE, work.key, {".safetensors": str(path)}, facts)
+        yield work.key
+
+
+class _Nothing:
+    """What takes the encoders' place in Beam's cache of shared objects."""
+
+
+def encode_shards(
+    works: Sequence[Work],
+    store: Store,
+    dofn: EncodeShard,
+    options: dict[str, Any],
+    progress: Callable[[int, int, str], None],
+) -> list[Shard]:
+    """Commit every latent shard, and return them in the order of `works`. Raises WrongInput."""
+    sizes = {work.key: work.samples for work in works}
+    watch = Watch(store, STAGE, sizes, progress, unit="pictures")
+    try:
+        run_linear(works, dofn, options, watch, known=(WrongInput,))
+    finally:
+        # Beam keeps the last shared object for ever: let go of the encoders and their memory.
+        Shared().acquire(_Nothing)
+    return [_committed(store, work.key) for work in works]
+
+
+def _committed(store: Store, key: str) -> Shard:
+    """A shard that the pipeline has just verified or written: its record, not re-hashed."""
+    record = read_record(store.fs, f"{store.shards_path(STAGE)}/{key}.json")
+    if record is None:
+        raise RuntimeError(f"encode shard {key[:12]}: the pipeline ended without committing it")
+    return Shard(key, record["files"], record["meta"])

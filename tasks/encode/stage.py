@@ -1,0 +1,143 @@
+"""The encode stage: what its artifact is made of, how it is built, and how it shows itself."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from artifacts.latents import INFO
+from artifacts.store import Artifact, Draft, Shard
+from configs.schema import Recipe
+from runtimes.encoders import describe_encoders, digest_encoders
+from tasks.encode.keys import shard_key
+from tasks.encode.transform import TransformSettings, bucket_sizes
+from tasks.panels import Facts, Panel, Table
+
+SHARDS_SHOWN = 50
+
+
+class EncodeFailed(RuntimeError):
+    """Too many samples are bad, or none is left; the message says which and what to do."""
+
+
+def inputs(images: Artifact, model_folder: Path, vae_folder: Path | None) -> dict[str, str]:
+    """Digests of what is encoded, and of what it is encoded with. Raises WrongInput."""
+    return {"images": images.digest, "encoders": digest_encoders(model_folder, vae_folder)}
+
+
+def build(
+    recipe: Recipe,
+    images: Artifact,
+    model_folder: Path,
+    vae_folder: Path | None,
+    draft: Draft,
+    progress: Callable[[int, int, str], None],
+) -> dict[str, Any]:
+    """Encode every image shard that is not encoded yet, and name them all in the draft.
+
+    Raises:
+        WrongInput: the model or the settings cannot be used; nothing was encoded.
+        EncodeFailed: more than `encode.max_bad` of the samples are bad, or no sample is left.
+    """
+    # Beam takes seconds to import: only what builds pays for it.
+    from tasks.encode.pipeline import EncoderPlace, EncodeShard, Work, encode_shards
+
+    info = describe_encoders(model_folder, vae_folder)
+    settings = TransformSettings.of(recipe)
+    bucket_sizes(settings, info["vae_scale_factor"])
+    encoders = digest_encoders(model_folder, vae_folder)
+    dtype = recipe.encode.dtype
+    works = {}
+    for entry in images.files:
+        if entry.path.endswith(".tar"):
+            key = shard_key(entry.sha256, encoders, dtype, settings)
+            works[key] = Work(key, images.url(entry.path), entry.meta["samples"])
+    if not works:
+        raise EncodeFailed("encode: the download stage has left no image shard to encode")
+    vae = None if vae_folder is None else str(vae_folder)
+    place = EncoderPlace(str(model_folder), vae, recipe.encode.device, dtype)
+    dofn = EncodeShard(recipe.store, place, settings, recipe.encode.batch_size)
+    shards = encode_shards(list(works.values()), draft.store, dofn, recipe.beam, progress)
+    summary = summarise(shards, info["vae_scale_factor"])
+    check(summary, recipe.encode.max_bad)
+    for shard in shards:
+        draft.add_shard(shard)
+    draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
+    return summary
+
+
+def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:
+    """Counts over all shards. `captions` are distinct within their shard, not over all."""
+    groups: Counter[str] = Counter()
+    buckets: Counter[str] = Counter()
+    bad: Counter[str] = Counter()
+    tokens: Counter[int] = Counter()
+    for shard in shards:
+        groups.update(shard.meta["groups"])
+        bad.update(shard.meta["bad_reasons"])
+        tokens.update({int(k): n for k, n in shard.meta["caption_tokens"].items()})
+    for group, count in groups.items():
+        height, width = (int(side) * factor for side in group.partition("/")[2].split("x"))
+        buckets[f"{height}x{width}"] += count
+    holdout = sum(n for group, n in groups.items() if group.startswith("holdout/"))
+    return {
+        "samples": groups.total(),
+        "holdout": holdout,
+        "groups": dict(sorted(groups.items())),
+        "buckets": dict(buckets.most_common()),
+        "captions": sum(shard.meta["captions"] for shard in shards),
+        "caption_tokens": {str(lowest): n for lowest, n in sorted(tokens.items())},
+        "truncated": sum(shard.meta["truncated"] for shard in shards),
+        "bad": dict(sorted(bad.items())),
+        "shards": [
+            {
+                "key": shard.key,
+                "samples": sum(shard.meta["groups"].values()),
+                "bad": shard.meta["bad"],
+                "bytes": sum(entry.size for entry in shard.files),
+            }
+            for shard in shards
+        ],
+    }
+
+
+def check(summary: dict[str, Any], max_bad: float) -> None:
+    """Raise EncodeFailed when too little is left; what is committed stays, to be reused."""
+    bad = sum(summary["bad"].values())
+    reasons = ", ".join(f"{reason}: {n}" for reason, n in summary["bad"].items()) or "none read"
+    if summary["samples"] == 0:
+        raise EncodeFailed(f"encode: no sample is left ({reasons})")
+    if bad > max_bad * (bad + summary["samples"]):
+        raise EncodeFailed(
+            f"encode: {bad} of {bad + summary['samples']} samples are bad ({reasons}), more than "
+            f"encode.max_bad ({max_bad:g}) allows; NaN latents mostly come from a VAE in half "
+            "precision (encode.dtype)"
+        )
+    if summary["samples"] == summary["holdout"]:
+        raise EncodeFailed(
+            f"encode: all {summary['holdout']} samples fell to the held-out split; add pictures or "
+            "lower encode.holdout"
+        )
+
+
+def show(artifact: Artifact) -> list[Panel]:
+    """Counts, buckets, caption lengths and shards."""
+    summary = artifact.summary
+    counts = ("samples", "holdout", "captions", "truncated")
+    facts = {name: summary[name] for name in counts}
+    facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
+    buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
+    lengths = [{"tokens from": k, "captions": n} for k, n in summary["caption_tokens"].items()]
+    shards = [{**shard, "key": shard["key"][:12]} for shard in summary["shards"]]
+    title = f"Shards ({len(shards)})"
+    if len(shards) > SHARDS_SHOWN:
+        title = f"Shards (the first {SHARDS_SHOWN} of {len(shards)})"
+    return [
+        Facts("Encoded", facts),
+        Table("Buckets", buckets),
+        Table("Caption lengths", lengths),
+        Table(title, shards[:SHARDS_SHOWN]),
+    ]

@@ -1,0 +1,29 @@
+"""The evaluate stage: measure the tuned model against its base, on the same prompts and noise."""
+
+from tasks.evaluate.measure import flatten, metric_names
+from tasks.evaluate.pictures import STAGE, VERSION
+from tasks.evaluate.prompts import sample_prompts
+from tasks.evaluate.stage import (
+    build,
+    check,
+    evaluate_model,
+    inputs,
+    metrics_of_published,
+    settings_for_key,
+    show,
+)
+
+__all__ = [
+    "STAGE",
+    "VERSION",
+    "build",
+    "check",
+    "evaluate_model",
+    "flatten",
+    "inputs",
+    "metric_names",
+    "metrics_of_published",
+    "sample_prompts",
+    "settings_for_key",
+    "show",
+]

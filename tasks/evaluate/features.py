@@ -1,0 +1,94 @@
+"""CLIP features of pictures and prompts, by any `transformers` CLIPModel folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.base import WrongInput
+
+Picture = NDArray[np.uint8]  # [H, W, 3]
+Float32 = NDArray[np.float32]
+BATCH = 64
+Item = TypeVar("Item")
+
+
+class ClipFeatures:
+    """A CLIPModel with its own image processor and tokenizer, all in one local folder.
+
+    Raises:
+        WrongInput: a part is missing or does not load.
+    """
+
+    def __init__(self, folder: Path, device: str = "auto") -> None:
+        from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        from runtimes.torch.device import choose_device
+
+        disable_progress_bar()
+        self._device = choose_device(device)
+        try:
+            model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+            self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise WrongInput(
+                f"evaluate.clip: {folder} does not load as a CLIPModel: {reason}"
+            ) from None
+        words = len(self._tokenizer)
+        if not 256 < words <= model.config.text_config.vocab_size:
+            raise WrongInput(f"evaluate.clip: {folder}: its tokenizer has {words} tokens only")
+        self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Projected features [N, D] of pictures, which may differ in size; not normalised."""
+        import torch
+
+        rows: list[Float32] = []
+        with torch.inference_mode():
+            for batch in _batches(pictures):
+                pixels = self._processor(images=batch, return_tensors="pt").pixel_values
+                output = self._model.get_image_features(pixel_values=pixels.to(self._device))
+                rows.append(output.pooler_output.cpu().numpy())
+        return np.concatenate(rows) if rows else np.zeros((0, self._width), np.float32)
+
+    def texts(self, prompts: Sequence[str]) -> Float32:
+        """Projected features [N, D] of prompts, cut at the model's length; not normalised."""
+        import torch
+
+        distinct = list(dict.fromkeys(prompts))
+        rows: list[Float32] = []
+        with torch.inference_mode():
+            for batch in _batches(distinct):
+                inputs = self._tokenizer(
+                    batch,
+                    padding="max_length",
+                    max_length=self._model.config.text_config.max_position_embeddings,
+                    truncation=True,
+                    return_tensors="pt",
+                ).to(self._device)
+                output = self._model.get_text_features(**inputs)
+                rows.append(output.pooler_output.cpu().numpy())
+        features = dict(zip(distinct, np.concatenate(rows), strict=True))
+        return np.stack([features[prompt] for prompt in prompts])
+
+    @property
+    def _width(self) -> int:
+        return int(self._model.config.projection_dim)
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

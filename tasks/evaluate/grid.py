@@ -1,0 +1,84 @@
+"""The before/after picture: the same prompts and noise, base above, tuned below."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+CELL = (96, 256)  # least and most width of a picture, pixels
+COLUMNS = 10
+MARGIN, LABEL, LINE, LINES = 6, 64, 13, 4
+INK, PAPER = (40, 30, 25), (250, 246, 240)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One prompt and what each model drew for it, in the order of the rows."""
+
+    prompt: str
+    pictures: tuple[NDArray[np.uint8], ...]  # [H, W, 3] each
+
+
+def choose(prompts: Sequence[str], most: int = COLUMNS) -> list[int]:
+    """Numbers of the pictures to show: the first of each distinct prompt, up to `most`."""
+    first = {prompt: number for number, prompt in reversed(list(enumerate(prompts)))}
+    numbers = sorted(first.values())
+    return numbers[:most]
+
+
+def render(sets: dict[str, list[Column]], rows: Sequence[str]) -> bytes:
+    """A PNG with a block for each prompt set: a row a model, a column a prompt."""
+    cell = _cell_size(next(iter(sets.values()))[0].pictures[0])
+    widest = max(len(columns) for columns in sets.values())
+    block = LINE + MARGIN + LINES * LINE + len(rows) * (cell[1] + MARGIN) + MARGIN
+    width = LABEL + widest * (cell[0] + MARGIN) + MARGIN
+    page = Image.new("RGB", (width, len(sets) * block + MARGIN), PAPER)
+    for index, (name, columns) in enumerate(sets.items()):
+        _draw_block(page, MARGIN + index * block, name, columns, rows, cell)
+    buffer = BytesIO()
+    page.save(buffer, "png")
+    return buffer.getvalue()
+
+
+def _draw_block(
+    page: Image.Image,
+    top: int,
+    name: str,
+    columns: list[Column],
+    rows: Sequence[str],
+    cell: tuple[int, int],
+) -> None:
+    pen = ImageDraw.Draw(page)
+    small, large = ImageFont.load_default(11), ImageFont.load_default(14)
+    pen.text((MARGIN, top), f"prompts: {name}", INK, large)
+    first_row = top + LINE + MARGIN + LINES * LINE
+    for number, row in enumerate(rows):
+        middle = first_row + number * (cell[1] + MARGIN) + cell[1] // 2
+        pen.text((MARGIN, middle), row, INK, large, anchor="lm")
+    for index, column in enumerate(columns):
+        left = LABEL + index * (cell[0] + MARGIN)
+        words = textwrap.wrap(column.prompt, max(8, cell[0] // 6), max_lines=LINES, placeholder="…")
+        pen.multiline_text((left, top + LINE + MARGIN - 2), "\n".join(words), INK, small, spacing=1)
+        for number, picture in enumerate(column.pictures):
+            place = (left, first_row + number * (cell[1] + MARGIN))
+            page.paste(_fit(picture, cell), place)
+
+
+def _cell_size(picture: NDArray[np.uint8]) -> tuple[int, int]:
+    """Width and height shown: tiny pictures a whole number of times larger, large ones smaller."""
+    height, width = picture.shape[:2]
+    scale = math.ceil(CELL[0] / width) if width < CELL[0] else min(1.0, CELL[1] / width)
+    return round(width * scale), round(height * scale)
+
+
+def _fit(picture: NDArray[np.uint8], cell: tuple[int, int]) -> Image.Image:
+    image = Image.fromarray(picture)
+    grows = cell[0] >= image.width
+    return image.resize(cell, Image.Resampling.NEAREST if grows else Image.Resampling.LANCZOS)

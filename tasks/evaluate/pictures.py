@@ -1,0 +1,166 @@
+"""Pictures that a model drew: made by a runtime's process, kept in the store, shared by key."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from artifacts.keys import digest_json
+from artifacts.models import digest_model
+from artifacts.store import Shard, Store
+from runtimes.job import Drawing, GenerateJob, Job
+
+STAGE = "evaluate"
+#: Raised when the meaning of drawn pictures, or of the metrics, changes.
+VERSION = 1
+LOSSES = "losses.json"
+#: What of a pipeline folder changes its pictures; not its card, its metrics or its report.
+DRAWING_PARTS = (
+    "model_index.json",
+    "scheduler",
+    "text_encoder",
+    "text_encoder_2",
+    "tokenizer",
+    "tokenizer_2",
+    "unet",
+    "vae",
+)
+Event = dict[str, Any]
+Run = Callable[[Job, Callable[[Event], None]], Any]
+
+
+@dataclass(frozen=True)
+class Painter:
+    """A model that draws: a pipeline folder, perhaps with another UNet or VAE in it."""
+
+    digest: str  # of everything that changes its pictures
+    folder: Path
+    unet: Path | None = None
+    vae: Path | None = None
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """The conditions that every painter draws under."""
+
+    runtime: str
+    device: str
+    batch_size: int
+    prompts: tuple[str, ...]
+    sampler: dict[str, Any]  # seed, num_inference_steps, guidance_scale, height, width, dtype
+    latents: str | None  # URL of the latents whose held-out loss is taken; None takes none
+    latents_digest: str
+    holdout: dict[str, Any]  # samples, draws, seed, prediction_type, noise_offset
+
+    def facts(self) -> dict[str, Any]:
+        """What makes two sittings comparable; where and how fast it happened is no part of it."""
+        held_out = {"latents": self.latents_digest, **self.holdout} if self.latents else None
+        return {
+            "prompts": list(self.prompts),
+            "sampler": self.sampler,
+            "held_out": held_out,
+        }
+
+    def key(self, painter: Painter) -> str:
+        """Key of the shard with a painter's pictures."""
+        parts = {"stage": STAGE, "version": VERSION, "model": painter.digest, **self.facts()}
+        return digest_json(parts)
+
+
+def draw(
+    painters: Sequence[Painter],
+    sitting: Sitting,
+    store: Store,
+    scratch: Path,
+    run: Run,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> list[Shard]:
+    """Every painter's pictures, from the store where they are there, else drawn in one process.
+
+    The painters share folder and VAE. A drawing that was interrupted goes on in `scratch`.
+    """
+    found = {sitting.key(p): store.shard(STAGE, sitting.key(p)) for p in painters}
+    missing = {sitting.key(p): p for p in painters if found[sitting.key(p)] is None}
+    if missing:
+        outs = {key: scratch / key for key in missing}
+        run(_job(missing, outs, sitting), on_event)
+        for key, out in outs.items():
+            found[key] = _commit(store, key, out, len(sitting.prompts))
+            shutil.rmtree(out)
+    shards = [found[sitting.key(p)] for p in painters]
+    return [shard for shard in shards if shard is not None]
+
+
+def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:
+    """Drawn pictures [H, W, 3], in the order of the prompts, one in memory at a time."""
+    for name, data in _members(store, shard):
+        if name.endswith(".png"):
+            yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
+    """Held-out losses [N], each over its noise draws; empty when none were taken."""
+    for name, data in _members(store, shard):
+        if name == LOSSES:
+            return np.array(json.loads(data)["losses"], np.float64)
+    return np.zeros(0)
+
+
+def digest_pipeline(folder: Path) -> str:
+    """sha256 of what of a pipeline folder changes its pictures."""
+    return digest_model(folder, DRAWING_PARTS)
+
+
+def _job(painters: dict[str, Painter], outs: dict[str, Path], sitting: Sitting) -> GenerateJob:
+    first = next(iter(painters.values()))
+    if any((p.folder, p.vae) != (first.folder, first.vae) for p in painters.values()):
+        raise ValueError("painters of one job must share their pipeline folder and VAE")
+    drawings = (
+        Drawing(out=str(outs[key]), unet=None if p.unet is None else str(p.unet))
+        for key, p in painters.items()
+    )
+    sampler = {name: value for name, value in sitting.sampler.items() if name != "dtype"}
+    return GenerateJob(
+        runtime=sitting.runtime,
+        model=str(first.folder),
+        drawings=tuple(drawings),
+        prompts=sitting.prompts,
+        sampler={**sampler, "batch_size": sitting.batch_size},
+        device=sitting.device,
+        dtype=sitting.sampler["dtype"],
+        latents=sitting.latents,
+        holdout=sitting.holdout if sitting.latents else {},
+        vae=None if first.vae is None else str(first.vae),
+    )
+
+
+def _commit(store: Store, key: str, out: Path, count: int) -> Shard:
+    pictures = [out / f"{number:05d}.png" for number in range(count)]
+    losses = [path for path in [out / LOSSES] if path.exists()]
+    tar = out / "drawn.tar"
+    with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as stream:
+        for path in [*pictures, *losses]:
+            data = path.read_bytes()
+            member = tarfile.TarInfo(path.name)  # its defaults carry no clock and no owner
+            member.size = len(data)
+            stream.addfile(member, BytesIO(data))
+    return store.commit_shard(STAGE, key, {".tar": str(tar)}, {"pictures": count})
+
+
+def _members(store: Store, shard: Shard) -> Iterator[tuple[str, bytes]]:
+    path = f"{store.shards_path(STAGE)}/{shard.key}.tar"
+    with store.fs.open(path, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        for member in tar:
+            file = tar.extractfile(member)
+            if file is not None:
+                yield member.name, file.read()

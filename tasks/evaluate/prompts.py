@@ -1,0 +1,43 @@
+"""The prompts of an evaluation, set by set, one for each picture to draw."""
+
+from __future__ import annotations
+
+import re
+
+import fsspec
+
+from configs.schema import PromptSet, Recipe
+from runtimes.base import WrongInput
+
+PromptSets = dict[str, tuple[str, ...]]
+
+
+def prompt_sets(recipe: Recipe) -> PromptSets:
+    """Name -> the prompt of every picture, in order. Raises WrongInput for a file not there."""
+    return {name: _expand(name, given) for name, given in recipe.evaluate.prompts.items()}
+
+
+def sample_prompts(recipe: Recipe) -> tuple[str, ...]:
+    """Distinct prompts to draw while training: the first of each set, then the second, ..."""
+    sets = [list(dict.fromkeys(prompts)) for prompts in prompt_sets(recipe).values()]
+    longest = max(len(prompts) for prompts in sets)
+    turns = (prompts[i] for i in range(longest) for prompts in sets if i < len(prompts))
+    return tuple(dict.fromkeys(turns))
+
+
+def _expand(name: str, given: PromptSet) -> tuple[str, ...]:
+    if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
+        raise WrongInput(f"evaluate.prompts: name {name!r}: use letters, digits, _, . and - only")
+    prompts = given.prompts or _read(name, str(given.file))
+    return tuple(prompt for prompt in prompts for _ in range(given.images_per_prompt))
+
+
+def _read(name: str, url: str) -> tuple[str, ...]:
+    try:
+        with fsspec.open(url, "r", encoding="utf-8") as stream:
+            prompts = tuple(line.strip() for line in stream if line.strip())
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"evaluate.prompts.{name}.file: {url} cannot be read: {error}") from None
+    if not prompts:
+        raise WrongInput(f"evaluate.prompts.{name}.file: {url} has no prompt")
+    return prompts

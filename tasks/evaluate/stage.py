@@ -1,0 +1,254 @@
+"""The evaluate stage: base and tuned model draw the same prompts from the same noise."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from artifacts.keys import digest_json
+from artifacts.models import digest_model, resolve_model
+from artifacts.store import Artifact, Draft, Shard, Store
+from configs.schema import Recipe
+from runtimes.base import WrongInput
+from tasks.encode.transform import TransformSettings
+from tasks.evaluate import grid
+from tasks.evaluate.judges import check_prompts
+from tasks.evaluate.measure import (
+    Yardstick,
+    as_rows,
+    fingerprint,
+    flat,
+    parts,
+    sitting,
+)
+from tasks.evaluate.metrics import Metric
+from tasks.evaluate.pictures import (
+    Event,
+    Painter,
+    Run,
+    digest_pipeline,
+    draw,
+    read_pictures,
+)
+from tasks.evaluate.prompts import PromptSets, prompt_sets
+from tasks.panels import Panel, Picture, Table
+from tasks.process import run_job
+from tasks.progress import Progress
+
+METRICS = "metrics.json"
+GRID = "before_after.png"
+MODELS = ("base", "tuned")
+log = logging.getLogger("kiln")
+
+
+def settings_for_key(recipe: Recipe) -> dict[str, Any]:
+    """The settings that change pictures or metrics: prompts by their words, not by their file."""
+    settings = recipe.evaluate.model_dump(
+        mode="json", exclude={"prompts", "clip", "device", "batch_size"}
+    )
+    return {
+        **settings,
+        "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
+        "reference": vars(TransformSettings.of(recipe)),
+        "prediction_type": recipe.train.prediction_type,
+        "noise_offset": recipe.train.noise_offset,
+    }
+
+
+def inputs(
+    recipe: Recipe,
+    images: Artifact,
+    latents: Artifact,
+    trained: Artifact,
+    model_folder: Path,
+    vae_folder: Path | None,
+    clip_folder: Path,
+) -> dict[str, str]:
+    """Digests of all that is drawn with and measured against."""
+    found = {
+        "images": images.digest,
+        "latents": latents.digest,
+        "model": trained.digest,
+        "base": digest_pipeline(model_folder),
+        "clip": digest_model(clip_folder),
+    }
+    return found | ({} if vae_folder is None else {"vae": digest_model(vae_folder)})
+
+
+def check(recipe: Recipe) -> None:
+    """Raise WrongInput for prompts that cannot be read, or that a judge cannot judge."""
+    check_prompts(recipe.evaluate.judges, flat(prompt_sets(recipe)))
+
+
+def build(
+    recipe: Recipe,
+    images: Artifact,
+    latents: Artifact,
+    trained: Artifact,
+    model_folder: Path,
+    vae_folder: Path | None,
+    clip_folder: Path,
+    draft: Draft,
+    progress: Progress,
+    *,
+    run: Run = run_job,
+) -> dict[str, Any]:
+    """Draw with both models, measure, and put metrics, pictures and the grid into the draft."""
+    conditions = sitting(recipe, latents)
+    base = Painter(_digest(model_folder, vae_folder, None), model_folder, vae=vae_folder)
+    with _scratch(draft) as scratch, _local_unet(trained) as unet:
+        digest = _digest(model_folder, vae_folder, trained)
+        painters = [base, Painter(digest, model_folder, unet=unet, vae=vae_folder)]
+        shards = draw(painters, conditions, draft.store, scratch, run, _shown(progress))
+    log.info("evaluate: measuring %d pictures a model", len(conditions.prompts))
+    yardstick = Yardstick.of(recipe, images, latents, clip_folder)
+    measured = [yardstick.measure(draft.store, shard) for shard in shards]
+    found = {
+        name: {model: one[name] for model, one in zip(MODELS, measured, strict=True)}
+        for name in measured[0]
+    }
+    mark = fingerprint(recipe, images, latents, clip_folder)
+    for shard in shards:
+        draft.add_shard(shard)
+    text = json.dumps({"metrics": found, "fingerprint": mark}, indent=1, allow_nan=False)
+    draft.write(METRICS, text.encode())
+    draft.write(GRID, _grid(draft.store, shards, yardstick.sets))
+    return {"pictures": len(conditions.prompts), "fingerprint": mark, "metrics": found}
+
+
+def evaluate_model(
+    recipe: Recipe,
+    model_folder: Path,
+    images: Artifact,
+    latents: Artifact,
+    clip_folder: Path,
+    store: Store,
+    *,
+    run: Run = run_job,
+) -> dict[str, Metric]:
+    """Metrics of the whole model in a folder, measured the way `build` measures the tuned one."""
+    painter = Painter(digest_pipeline(model_folder), model_folder)
+    with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as scratch:
+        shards = draw([painter], sitting(recipe, latents), store, Path(scratch), run)
+    return Yardstick.of(recipe, images, latents, clip_folder).measure(store, shards[0])
+
+
+def metrics_of_published(
+    recipe: Recipe,
+    uri: str,
+    images: Artifact,
+    latents: Artifact,
+    clip_folder: Path,
+    evaluated: Artifact,
+    *,
+    run: Run = run_job,
+) -> dict[str, dict[str, Metric]]:
+    """A published model's metrics as its `tuned` ones, comparable with those of `evaluated`.
+
+    What was measured when it was published is taken if it was measured the same way; if not, the
+    model draws again.
+    """
+    wanted = json.loads(evaluated.read(METRICS))["fingerprint"]
+    published = _published_metrics(uri)
+    if published.get("fingerprint") == wanted:
+        return {name: {"tuned": m["tuned"]} for name, m in published["metrics"].items()}
+    log.info("evaluate: measuring the champion again, as prompts or data have changed")
+    folder = resolve_model(uri)
+    store = evaluated.store
+    found = evaluate_model(recipe, folder, images, latents, clip_folder, store, run=run)
+    return {name: {"tuned": metric} for name, metric in found.items()}
+
+
+def show(artifact: Artifact) -> list[Panel]:
+    """The before/after grid and the metrics."""
+    return [
+        Picture("Before (base) and after (tuned)", artifact.read(GRID)),
+        Table("Metrics, with 95% confidence intervals", as_rows(artifact.summary["metrics"])),
+    ]
+
+
+def _digest(model_folder: Path, vae_folder: Path | None, trained: Artifact | None) -> str:
+    return digest_json(
+        {
+            "pipeline": digest_pipeline(model_folder),
+            "vae": None if vae_folder is None else digest_model(vae_folder),
+            "unet": None
+            if trained is None
+            else [entry.content() for entry in trained.files if entry.path.startswith("unet/")],
+        }
+    )
+
+
+def _shown(progress: Progress) -> Any:
+    def on_event(event: Event) -> None:
+        if event["event"] == "drawn":
+            done, total = event["done"], event["total"]
+            progress(done, total, f"{done} of {total} pictures")
+
+    return on_event
+
+
+@contextmanager
+def _scratch(draft: Draft) -> Iterator[Path]:
+    """Where pictures are drawn: beside the artifact if that is local, to go on after a kill."""
+    if draft.store.is_local:
+        folder = Path(draft.path) / "drawing"
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as scratch:
+            yield Path(scratch)
+
+
+@contextmanager
+def _local_unet(trained: Artifact) -> Iterator[Path]:
+    """The trained UNet's folder on this machine."""
+    if trained.store.is_local:
+        yield Path(trained.path) / "unet"
+        return
+    with tempfile.TemporaryDirectory(prefix="kiln-unet-") as folder:
+        for entry in trained.files:
+            if entry.path.startswith("unet/"):
+                target = Path(folder) / entry.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                trained.store.fs.get_file(f"{trained.path}/{entry.path}", str(target))
+        yield Path(folder) / "unet"
+
+
+def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
+    prompts = flat(sets)
+    chosen = {
+        name: [part.start + number for number in grid.choose(prompts[part])]
+        for name, part in parts(sets).items()
+    }
+    wanted = {number for numbers in chosen.values() for number in numbers}
+    drawn: list[dict[int, NDArray[np.uint8]]] = [
+        {n: picture for n, picture in enumerate(read_pictures(store, shard)) if n in wanted}
+        for shard in shards
+    ]
+    columns = {
+        name: [grid.Column(prompts[n], tuple(model[n] for model in drawn)) for n in numbers]
+        for name, numbers in chosen.items()
+    }
+    return grid.render(columns, MODELS)
+
+
+def _published_metrics(uri: str) -> dict[str, Any]:
+    try:
+        with fsspec.open(f"{uri}/{METRICS}", "rb") as stream:
+            found = json.load(stream)
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        raise WrongInput(f"{uri}/{METRICS}: not an evaluation's metrics")
+    return found

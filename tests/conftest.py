@@ -1,0 +1,167 @@
+"""Tiny but real models in the layouts of the real ones, made once a session and never fetched."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+)
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+CHARACTERS = sorted(ByteLevel.alphabet())
+VOCABULARY = {
+    token: index
+    for index, token in enumerate([*CHARACTERS, *(c + "</w>" for c in CHARACTERS), START, END])
+}
+
+
+def make_tokenizer(pad_token: str = END) -> CLIPTokenizer:
+    """CLIP's byte-level tokenizer without merges: a token a letter."""
+    return CLIPTokenizer(vocab=VOCABULARY, merges=[], pad_token=pad_token, model_max_length=77)
+
+
+def make_text_config() -> CLIPTextConfig:
+    return CLIPTextConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=len(VOCABULARY),
+        bos_token_id=VOCABULARY[START],
+        eos_token_id=VOCABULARY[END],
+        pad_token_id=1,
+        projection_dim=24,
+    )
+
+
+def make_vae() -> AutoencoderKL:
+    """Shrinks by four."""
+    return AutoencoderKL(
+        block_out_channels=(8, 16, 16),
+        down_block_types=["DownEncoderBlock2D"] * 3,
+        up_block_types=["UpDecoderBlock2D"] * 3,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=32,
+        scaling_factor=0.5,
+    )
+
+
+def make_unet(**more: object) -> UNet2DConditionModel:
+    settings = {
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": (2, 4),
+        "norm_num_groups": 8,
+        "use_linear_projection": True,
+        **more,
+    }
+    return UNet2DConditionModel(**settings)  # type: ignore[arg-type]
+
+
+def make_scheduler() -> EulerDiscreteScheduler:
+    return EulerDiscreteScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        timestep_spacing="leading",
+        steps_offset=1,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A StableDiffusionXLPipeline folder: 32 x 32 pictures, a VAE that shrinks by four."""
+    torch.manual_seed(0)
+    pipeline = StableDiffusionXLPipeline(
+        vae=make_vae(),
+        text_encoder=CLIPTextModel(make_text_config()),
+        text_encoder_2=CLIPTextModelWithProjection(make_text_config()),
+        tokenizer=make_tokenizer(),
+        tokenizer_2=make_tokenizer("!"),
+        unet=make_unet(
+            cross_attention_dim=64,
+            transformer_layers_per_block=(1, 1),
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=6 * 8 + 24,
+        ),
+        scheduler=make_scheduler(),
+        add_watermarker=False,
+    )
+    folder = tmp_path_factory.mktemp("tiny-sdxl")
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A StableDiffusionPipeline folder, as Stable Diffusion 1 and 2 have it."""
+    torch.manual_seed(1)
+    pipeline = StableDiffusionPipeline(
+        vae=make_vae(),
+        text_encoder=CLIPTextModel(make_text_config()),
+        tokenizer=make_tokenizer(),
+        unet=make_unet(cross_attention_dim=32),
+        scheduler=make_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    folder = tmp_path_factory.mktemp("tiny-sd")
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another AutoencoderKL, in a folder of its own."""
+    torch.manual_seed(2)
+    folder = tmp_path_factory.mktemp("tiny-vae")
+    make_vae().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CLIPModel folder with image processor and tokenizer: 32 x 32 pictures, 24 features."""
+    torch.manual_seed(3)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "projection_dim": 24,
+    }
+    text = make_text_config().to_dict()
+    folder = tmp_path_factory.mktemp("tiny-clip")
+    CLIPModel(
+        CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
+    ).save_pretrained(folder)
+    size = {"shortest_edge": 32}
+    CLIPImageProcessor(size=size, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps(VOCABULARY), encoding="utf-8")
+    return folder

@@ -1,0 +1,87 @@
+"""The demo's dataset folder: the same bytes every time, and wholly there or not at all."""
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from demo import dataset, world
+from demo.judges import judge
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dataset.write(tmp_path_factory.mktemp("demo") / "digits")
+
+
+def rows_of(urls: Path) -> list[dict[str, str]]:
+    return pq.read_table(urls).to_pylist()
+
+
+def test_every_row_names_a_picture_with_that_hash(urls: Path) -> None:
+    rows = rows_of(urls)
+    assert set(rows[0]) == {"url", "caption", "sha256"}
+    assert len({row["url"] for row in rows}) == len({row["sha256"] for row in rows}) == len(rows)
+    for row in rows:
+        png = (urls.parent / row["url"]).read_bytes()
+        assert hashlib.sha256(png).hexdigest() == row["sha256"]
+    assert len(list((urls.parent / "images").iterdir())) == len(rows)
+
+
+def test_new_pictures_are_two_thirds_and_the_rehearsal_covers_every_base_style(urls: Path) -> None:
+    styles = Counter(
+        world.STYLES[world.parse(row["caption"]).styles()[0]].name for row in rows_of(urls)
+    )
+    assert styles.pop(world.NEW_STYLE) == 1797
+    assert set(styles) == set(world.BASE_STYLES)
+    assert styles.total() == dataset.REHEARSAL
+    assert max(styles.values()) - min(styles.values()) <= 1
+
+
+def test_captions_say_what_the_pictures_show(urls: Path) -> None:
+    rows = rows_of(urls)[:500]
+    images = np.stack([np.asarray(Image.open(urls.parent / row["url"])) for row in rows])
+    right = judge(images, [row["caption"] for row in rows])
+    assert right["digit"].mean() > 0.98  # most were in the judge's own training split
+    assert right["style"].all()
+
+
+def test_two_writes_give_the_same_bytes(urls: Path, tmp_path: Path) -> None:
+    again = dataset.write(tmp_path / "again")
+    assert again.read_bytes() == urls.read_bytes()
+
+
+def test_another_seed_gives_other_pictures(urls: Path, tmp_path: Path) -> None:
+    other = rows_of(dataset.write(tmp_path / "other", seed=1, rehearsal=20))
+    assert len(other) == 1817
+    assert not {row["sha256"] for row in other} & {row["sha256"] for row in rows_of(urls)}
+
+
+def test_a_finished_folder_is_left_alone_and_another_recipe_replaces_it(tmp_path: Path) -> None:
+    folder = tmp_path / "digits"
+    urls = dataset.write(folder, rehearsal=0)
+    written = urls.stat().st_mtime_ns
+    assert dataset.write(folder, rehearsal=0).stat().st_mtime_ns == written
+    assert len(rows_of(dataset.write(folder, rehearsal=20))) == 1817
+    assert [path.name for path in tmp_path.iterdir()] == ["digits"]  # nothing temporary stays
+
+
+def test_a_folder_of_someone_else_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(FileExistsError, match="choose an empty or a new folder"):
+        dataset.write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(picture: object) -> bytes:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(dataset, "_png", broken)
+    with pytest.raises(OSError, match="disk full"):
+        dataset.write(tmp_path / "digits")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,25 @@
+"""A small, fast recipe over the real base and real digits, in a store of its own."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> dict[str, object]:
+    """Overrides of `digits` for a whole run in seconds; the gate lets everything pass."""
+    return {
+        "store": str(tmp_path / "store"),
+        "source.count": 60,
+        "source.rehearsal": 0,
+        "download.shard_size": 20,
+        "train.steps": 6,
+        "train.global_batch_size": 4,
+        "train.checkpoint_every": 2,
+        "train.sample_every": 3,
+        "evaluate.num_inference_steps": 2,
+        "evaluate.bootstrap": 10,
+        "evaluate.holdout_samples": 4,
+        "evaluate.holdout_draws": 1,
+        "publish.gate": [],
+    }

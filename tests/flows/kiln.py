@@ -1,0 +1,51 @@
+"""Run `kiln` as its users do: a process, its exit code, its lines."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*words: str, overrides: dict[str, Any] | None = None) -> list[str]:
+    """The command line of `kiln` with overrides."""
+    extra = [w for k, v in (overrides or {}).items() for w in ("-o", f"{k}={json.dumps(v)}")]
+    return [sys.executable, "-m", "flows.cli", *words, *extra]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment with Prefect's files and our cache below `tmp_path`."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "KILN_"))}
+    return {
+        **env,
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "KILN_CACHE": str(tmp_path / "cache"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def kiln(
+    tmp_path: Path, *words: str, overrides: dict[str, Any] | None = None, code: int = 0
+) -> str:
+    """Run `kiln`, expect its exit code, and return what it printed."""
+    done = subprocess.run(
+        command(*words, overrides=overrides),
+        env=environment(tmp_path),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def run_json(tmp_path: Path, recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """`kiln run RECIPE --json`: the report on its last line."""
+    out = kiln(tmp_path, "run", recipe, "--json", overrides=overrides)
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return report

@@ -1,0 +1,72 @@
+"""Wrong input: one clear line, exit code 2, and nothing started or lost."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kiln import kiln
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "digit"], "recipe digit: not found (did you mean digits?"),
+        (["run", "digits", "-o", "train.stpes=3"], "did you mean train.steps?"),
+        (["run", "digits", "-o", "train.steps=x"], "train.steps: Input should be a valid integer"),
+        (["run", "digits", "-o", "train.steps"], "write it as key=value"),
+        (["run", "sdxl-lora"], "train.method: lora is not built yet (built: full)"),
+        (["run", "digits", "-o", "runtime=xla"], "runtime: xla is not built yet (built: torch)"),
+        (["show", "abc", "--store", "nowhere"], "abc: nothing goes by that"),
+        (["promote", "digits", "v1", "--store", "nowhere"], "no such version"),
+    ],
+)
+def test_what_is_found_without_starting_anything(
+    tmp_path: Path, words: list[str], line: str
+) -> None:
+    said = kiln(tmp_path, *words, code=2)
+    assert line in said
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"model.path": "nowhere/at/all"}, "model nowhere/at/all: no such folder"),
+        ({"publish.gate": ["cmd < base"]}, "cmd is not measured (did you mean cmmd?)"),
+        ({"source": {"kind": "urls", "path": "no.parquet"}}, "no.parquet"),
+        ({"evaluate.clip": "./nowhere"}, "nowhere"),
+        ({"train.device": "cuda"}, "cuda"),
+        ({"store": "/proc/nowhere"}, "/proc"),
+    ],
+)
+def test_what_is_found_before_any_stage(
+    tmp_path: Path, small: dict[str, Any], overrides: dict[str, Any], line: str
+) -> None:
+    said = kiln(tmp_path, "run", "digits", overrides={**small, **overrides}, code=2)
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("kiln: ")
+    assert line in last
+    assert not list(Path(str(small["store"])).glob("*/*"))
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_said(tmp_path: Path, small: dict[str, Any]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = kiln(tmp_path, "run", "digits", overrides={**small, "source.port": port}, code=2)
+    assert f"{port}" in said.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_store_that_cannot_be_written_is_said(tmp_path: Path, small: dict[str, Any]) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    overrides = {**small, "store": str(locked / "store")}
+    said = kiln(tmp_path, "run", "digits", overrides=overrides, code=2)
+    assert "no permission to write" in said

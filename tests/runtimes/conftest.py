@@ -1,0 +1,121 @@
+"""Latents artifacts of random numbers, and jobs over the tiny models."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from artifacts.latents import LatentSample, Texts, write_latent_shard
+from artifacts.store import KeyParts, Store
+from configs.schema import Train
+from runtimes.job import TrainJob
+
+TOKENS, PROMPT_DIM, POOLED_DIM = 6, 64, 24
+INFO = {
+    "family": "sdxl",
+    "latent_channels": 4,
+    "vae_scale_factor": 4,
+    "scaling_factor": 0.5,
+    "shift_factor": 0.0,
+    "latents_mean": None,
+    "latents_std": None,
+    "empty_prompt": "zeros",
+    "tokens": TOKENS,
+    "prompt_dim": PROMPT_DIM,
+    "pooled_dim": POOLED_DIM,
+}
+Groups = Mapping[str, int]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Models this small gain nothing from more, and lose much on a busy machine."""
+    torch.set_num_threads(1)
+
+
+def make_sample(rng: np.random.Generator, height: int, width: int, captions: int) -> LatentSample:
+    return LatentSample(
+        mean=rng.normal(size=(4, height, width)).astype(np.float32),
+        logvar=rng.normal(-4, 1, size=(4, height, width)).astype(np.float32),
+        id=rng.bytes(32),
+        original_size=(int(rng.integers(32, 4001)), int(rng.integers(32, 4001))),
+        crop_top_left=(int(rng.integers(9)), int(rng.integers(9))),
+        target_size=(height * 4, width * 4),
+        flip=False,
+        caption_rows=tuple(rng.permutation(captions)[: rng.integers(1, 3)] + 1),
+    )
+
+
+def _write_latents(url: str, shards: Sequence[Groups], scratch: Path, **info: Any) -> str:
+    """An encode artifact below the store at `url`, with `shards` as groups -> count."""
+    store = Store(url)
+    info = {**INFO, **info}
+    draft = store.draft(KeyParts("encode", 1, {"info": info, "shards": list(shards)}, {}))
+    for number, groups in enumerate(shards):
+        rng = np.random.default_rng(number)
+        samples = {
+            group: [
+                make_sample(rng, *map(int, group.split("/")[1].split("x")), 5) for _ in range(count)
+            ]
+            for group, count in groups.items()
+        }
+        texts = Texts(
+            rng.normal(size=(6, TOKENS, info["prompt_dim"])).astype(np.float32),
+            rng.normal(size=(6, POOLED_DIM)).astype(np.float32) if info["pooled_dim"] else None,
+        )
+        path = scratch / "shard.safetensors"
+        write_latent_shard(path, samples, texts)
+        key = f"{number:064x}"
+        meta = {"groups": dict(groups), "bad": 0}
+        draft.add_shard(store.commit_shard("encode", key, {".safetensors": str(path)}, meta))
+    draft.write("latents.json", json.dumps(info).encode())
+    return draft.commit({}, {}).uri
+
+
+WriteLatents = Callable[..., str]
+
+
+@pytest.fixture
+def write_latents(tmp_path: Path) -> WriteLatents:
+    """`write_latents(url, shards, **info)` writes an encode artifact and returns its URL."""
+    return lambda url, shards, **info: _write_latents(str(url), shards, tmp_path, **info)
+
+
+@pytest.fixture(scope="session")
+def latents_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three shards, two buckets, some held out."""
+    folder = tmp_path_factory.mktemp("latents")
+    shards = [
+        {"train/8x8": 9, "train/4x12": 3, "holdout/8x8": 2},
+        {"train/8x8": 5, "holdout/4x12": 2},
+        {"train/8x8": 7, "train/4x12": 5, "holdout/8x8": 1},
+    ]
+    return _write_latents(str(folder / "store"), shards, folder)
+
+
+MakeJob = Callable[..., TrainJob]
+
+
+@pytest.fixture
+def make_job(tiny_sdxl: Path, latents_url: str, tmp_path: Path) -> MakeJob:
+    """Builds a train job; keywords are train settings, or fields of the job."""
+
+    def make(name: str = "run", **settings: Any) -> TrainJob:
+        fields = {key: settings.pop(key) for key in ("model", "latents") if key in settings}
+        small = {"steps": 6, "global_batch_size": 4, "learning_rate": 1e-3, "device": "cpu"}
+        job = TrainJob(
+            runtime="torch",
+            model=str(tiny_sdxl),
+            latents=latents_url,
+            train=Train(**{**small, **settings}).model_dump(mode="json"),
+            work=str(tmp_path / name / "work"),
+            out=str(tmp_path / name / "out"),
+        )
+        return replace(job, **fields)
+
+    return make

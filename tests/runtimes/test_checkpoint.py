@@ -1,0 +1,122 @@
+"""A checkpoint is wholly there or not there, and the newest that verifies is the one used."""
+
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from runtimes.base import State
+from runtimes.checkpoint import CheckpointNotWritten, Checkpoints
+
+FACTS = {"seed": 1, "train": {}}
+
+
+def state(value: float, size: int = 1000) -> State:
+    arrays = {"b.weight": np.full((2, size), value, np.float32), "a.bias": np.ones(3, np.float32)}
+    return {"unet": arrays, "exp_avg": arrays, "exp_avg_sq": arrays, "ema": arrays}
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, state(step), [f'{{"step": {n + 1}}}' for n in range(step)], FACTS)
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_what_is_saved_is_read_back(tmp_path: Path, kind: str) -> None:
+    url = str(tmp_path) if kind == "local" else f"memory://{tmp_path.name}"
+    save(Checkpoints(url, keep=2), 3)
+    latest = Checkpoints(url, keep=2).latest()
+    assert latest is not None and latest.step == 3
+    assert latest.history[2] == '{"step": 3}' and latest.facts["seed"] == 1
+    np.testing.assert_equal(latest.state, state(3))
+
+
+def test_safetensors_itself_reads_the_weights(tmp_path: Path) -> None:
+    save(Checkpoints(str(tmp_path), keep=2), 3)
+    path = tmp_path / "checkpoints/step-00000003/unet.safetensors"
+    np.testing.assert_equal(load_file(path), state(3)["unet"])
+
+
+def test_none_yet(tmp_path: Path) -> None:
+    assert Checkpoints(str(tmp_path), keep=2).latest() is None
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    save(Checkpoints(str(tmp_path), keep=2), 1, 2, 3, 12)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000012"]
+
+
+@pytest.mark.parametrize("name", ["unet", "exp_avg", "ema", "history", "state", "manifest"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_a_broken_one_is_skipped(
+    tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=3)
+    save(checkpoints, 1, 2)
+    (path,) = (tmp_path / "checkpoints/step-00000002").glob(f"{name}.*")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    with caplog.at_level(logging.WARNING, "kiln"):
+        latest = checkpoints.latest()
+    assert latest is not None and latest.step == 1
+    # without its manifest it was never committed: there is nothing to warn of
+    assert (damage, name) == ("gone", "manifest") or "step-00000002 is skipped" in caplog.text
+
+
+def test_a_half_written_one_is_written_anew(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=2)
+    save(checkpoints, 1)
+    left = tmp_path / "checkpoints/step-00000002/unet.safetensors"
+    left.parent.mkdir()
+    left.write_bytes(b"killed while writing")
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 1
+    save(checkpoints, 2)
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 2
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel refuses to write more, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_keeps_the_last_good_one_and_says_so(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    save(checkpoints, 1)
+    with (
+        largest_file(50_000),
+        pytest.raises(
+            CheckpointNotWritten,
+            match=r"step-00000002 could not be written: .*; .* good one is of step 1",
+        ),
+    ):
+        checkpoints.save(2, state(2, size=100_000), [], FACTS)
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 1
+    assert not (tmp_path / "checkpoints/step-00000002").exists(), "it should make room again"
+
+
+def test_checkpoints_are_the_same_bytes_each_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save(Checkpoints(str(tmp_path / name), keep=1), 5)
+    fs = fsspec.filesystem("file")
+    one, other = (fs.find(str(tmp_path / name)) for name in ("a", "b"))
+    assert [fs.cat_file(path) for path in one] == [fs.cat_file(path) for path in other]

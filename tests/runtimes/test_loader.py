@@ -1,0 +1,220 @@
+"""Batches hold what the shards hold, wherever these are; reading is bounded and damage is named."""
+
+import multiprocessing
+import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from artifacts.latents import LatentShard, open_latents
+from runtimes.base import StepBatch, WrongInput
+from runtimes.families import FAMILIES
+from runtimes.loader import Loader, holdout_batches
+from runtimes.objective import LatentScale, NoiseSchedule, Objective
+from runtimes.shards import ShardFiles
+
+WriteLatents = Callable[..., str]
+SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
+
+
+def objective(**settings: float) -> Objective:
+    return Objective(SCHEDULE, LatentScale(0.5), seed=5, **settings)  # type: ignore[arg-type]
+
+
+def make_loader(url: str, **more: object) -> Loader:
+    settings = {"batch_size": 4, "seed": 5, "window": 2, **more}
+    dropout = settings.pop("caption_dropout", 0.0)
+    objectives = objective(caption_dropout=dropout)  # type: ignore[arg-type]
+    return Loader(open_latents(url), FAMILIES["sdxl"], objectives, **settings)  # type: ignore[arg-type]
+
+
+def assert_same(one: StepBatch, other: StepBatch) -> None:
+    for field in fields(StepBatch):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        np.testing.assert_equal(a, b)
+
+
+def test_a_batch_holds_what_the_shards_hold(latents_url: str) -> None:
+    loader = make_loader(latents_url)
+    shards = [LatentShard(ref.url) for ref in open_latents(latents_url).shards]
+    for step in range(8):
+        batch, places = loader.batch(step), loader.order.batch(step)
+        assert batch.timesteps.dtype == np.int32 and batch.denominator == 4
+        for row, place in enumerate(places):
+            shard = shards[place.shard]
+            sample = shard.sample(place.group, place.row)
+            choices = objective().choices(step * 4 + row)
+            caption = sample.caption_rows[int(choices.caption * len(sample.caption_rows))]
+            noised = objective().noised(
+                sample.mean[None],
+                sample.logvar[None],
+                batch.timesteps[row : row + 1],
+                [step * 4 + row],
+            )
+            np.testing.assert_array_equal(batch.noisy_latents[row], noised.noisy_latents[0])
+            np.testing.assert_array_equal(batch.target[row], noised.target[0])
+            got = {name: array[row] for name, array in batch.conditioning.items()}
+            np.testing.assert_array_equal(got["prompt_embeds"], shard.prompt_embeds(caption))
+            np.testing.assert_array_equal(
+                got["pooled_prompt_embeds"], shard.pooled_prompt_embeds(caption)
+            )
+            sizes = (*sample.original_size, *sample.crop_top_left, *sample.target_size)
+            assert tuple(got["add_time_ids"]) == sizes
+            assert got["add_time_ids"].dtype == np.float32
+
+
+def test_every_caption_of_a_sample_is_chosen_sometimes(latents_url: str) -> None:
+    loader = make_loader(latents_url)
+    ref = open_latents(latents_url).shards[0]
+    several = next(
+        row
+        for row in range(9)
+        if len(LatentShard(ref.url).sample("train/8x8", row).caption_rows) == 2
+    )
+    seen = {
+        batch.conditioning["prompt_embeds"][place].tobytes()
+        for step in range(100)
+        for place, at in enumerate(loader.order.batch(step))
+        if at == (0, "train/8x8", several)
+        for batch in [loader.batch(step)]
+    }
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("empty_prompt", ["zeros", "encoded"])
+def test_a_dropped_caption_is_what_the_pipeline_takes_for_none(
+    tmp_path: Path, empty_prompt: str, write_latents: WriteLatents
+) -> None:
+    url = write_latents(str(tmp_path), [{"train/8x8": 8}], empty_prompt=empty_prompt)
+    batch = make_loader(url, caption_dropout=1.0).batch(0)
+    shard = LatentShard(open_latents(url).shards[0].url)
+    prompt, pooled = shard.prompt_embeds(0), shard.pooled_prompt_embeds(0)
+    if empty_prompt == "zeros":
+        prompt, pooled = 0 * prompt, 0 * pooled
+    for row in range(4):
+        np.testing.assert_array_equal(batch.conditioning["prompt_embeds"][row], prompt)
+        np.testing.assert_array_equal(batch.conditioning["pooled_prompt_embeds"][row], pooled)
+
+
+def test_ranks_concatenate_to_the_global_batch(latents_url: str) -> None:
+    whole = make_loader(latents_url)
+    ranks = [make_loader(latents_url, rank=rank, world=2) for rank in range(2)]
+    for step in range(6):
+        parts = [rank.batch(step) for rank in ranks]
+        expected = whole.batch(step)
+        for name in ("noisy_latents", "timesteps", "target", "weight"):
+            joined = np.concatenate([getattr(part, name) for part in parts])
+            np.testing.assert_array_equal(joined, getattr(expected, name))
+        assert {part.denominator for part in parts} == {4}
+    with pytest.raises(WrongInput, match="cannot be shared by 3 processes"):
+        make_loader(latents_url, world=3)
+
+
+def test_prefetched_batches_are_the_same_and_waiting_is_counted(latents_url: str) -> None:
+    loader = make_loader(latents_url)
+    with loader.ahead(3, 9, 2) as batches:
+        fetched = list(batches)
+    for step, batch in zip(range(3, 9), fetched, strict=True):
+        assert_same(batch, loader.batch(step))
+    assert batches.waited > 0
+
+
+def test_prefetching_stops_when_its_reader_does(latents_url: str) -> None:
+    with make_loader(latents_url).ahead(0, 10**6, 2) as batches:
+        next(iter(batches))
+    assert not batches._thread.is_alive()
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "gone"])
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: str, write_latents: WriteLatents) -> None:
+    url = write_latents(str(tmp_path), [{"train/8x8": 8}])
+    path = Path(open_latents(url).shards[0].url)
+    data = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-9] if damage == "cut" else b"\xff" * 64 + data[64:])
+    with (
+        pytest.raises(WrongInput, match=f"latent shard .*{path.name}"),
+        make_loader(url).ahead(0, 2, 1) as batches,
+    ):
+        list(batches)
+
+
+def test_latents_of_another_family_are_refused(latents_url: str) -> None:
+    with pytest.raises(WrongInput, match="family sdxl, this one is sd"):
+        Loader(
+            open_latents(latents_url), FAMILIES["sd"], objective(), batch_size=4, seed=0, window=1
+        )
+
+
+def test_a_remote_store_is_read_through_a_bounded_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
+) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    shards = [{"train/8x8": 6}] * 6
+    local = write_latents(str(tmp_path / "store"), shards)
+    remote = write_latents(f"memory://{tmp_path.name}", shards)
+    sizes = [ref.size for ref in open_latents(remote).shards]
+    bounded = make_loader(remote, cache_bytes=3 * max(sizes))
+    for step in range(18):
+        assert_same(bounded.batch(step), make_loader(local).batch(step))
+        kept = list((tmp_path / "cache/kilnworks/shards").iterdir())
+        assert sum(path.stat().st_size for path in kept) <= 3 * max(sizes)
+
+
+def test_only_so_many_shards_are_open(tmp_path: Path, write_latents: WriteLatents) -> None:
+    url = write_latents(str(tmp_path), [{"train/8x8": 1}] * 9)
+    files = ShardFiles(open_latents(url).shards, open_limit=3, cache_bytes=0)
+    for number in range(9):
+        assert files[number].groups == {"train/8x8": 1}
+    maps = Path("/proc/self/maps").read_text()
+    assert sum(ref.url in maps for ref in open_latents(url).shards) == 3
+    files.close()
+
+
+def test_held_out_samples_come_with_fixed_noise(latents_url: str) -> None:
+    def drawn(batch_size: int) -> dict[int, list[bytes]]:
+        rows: dict[int, list[bytes]] = {}
+        for numbers, batch in holdout_batches(
+            open_latents(latents_url),
+            FAMILIES["sdxl"],
+            objective(),
+            samples=10,
+            draws=3,
+            batch_size=batch_size,
+        ):
+            for number, row in zip(numbers, batch.noisy_latents, strict=True):
+                rows.setdefault(number, []).append(row.tobytes())
+        return rows
+
+    assert sorted(drawn(4)) == list(range(5)), "five were held out"
+    assert all(len(set(rows)) == 3 for rows in drawn(4).values())
+    assert drawn(4) == drawn(7)
+
+
+def _peak_of_reading(url: str, results: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
+    loader = make_loader(url, batch_size=16, window=2)
+    for step in range(120):
+        loader.batch(step)
+    results.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, write_latents: WriteLatents) -> None:
+    one = {"train/32x32": 60}
+    peaks = []
+    for count in (4, 40):
+        url = write_latents(str(tmp_path / str(count)), [one] * count)
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        reader = context.Process(target=_peak_of_reading, args=(url, results))
+        reader.start()
+        peaks.append(results.get(timeout=100))
+        reader.join()
+        shutil.rmtree(tmp_path / str(count))
+    assert peaks[1] < 1.15 * peaks[0], f"peak KiB: {peaks}"

@@ -1,0 +1,422 @@
+"""Fetching hostile URLs: only public addresses, and never more than the limits allow."""
+
+import base64
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from configs.schema import Download
+from tasks.download.failures import FetchFailed
+from tasks.download.fetch import Fetcher, check_picture, offered
+from tasks.download.guard import Limits, fetch, is_public
+from tasks.download.rows import Row
+from tasks.download.sources import Place
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+@contextmanager
+def serving(answer: Answer) -> Iterator[str]:
+    """A server on loopback that gives `answer` to every GET; its host:port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            with suppress(OSError):  # of a client that has had enough, as it should
+                answer(self)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def reply(
+    handler: BaseHTTPRequestHandler, status: int = 200, body: bytes = b"", **headers: str
+) -> None:
+    handler.send_response(status)
+    for name, value in ({"Content_Length": str(len(body))} | headers).items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def get(
+    host: str, path: str = "/", *, deadline: float = 5.0, timeout: float = 2.0
+) -> tuple[bytes, Message]:
+    limits = Limits(max_bytes=1000, timeout=timeout, allow_hosts=frozenset({host}))
+    return fetch(f"http://{host}{path}", {}, limits, time.monotonic() + deadline)
+
+
+def png(side: int = 8, shade: int = 0) -> bytes:
+    buffer = BytesIO()
+    Image.new("RGB", (side, side), (shade, 60, 90)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+        "100.100.100.200", "0.0.0.0", "224.0.0.1", "240.0.0.1", "255.255.255.255", "192.0.2.1",
+        "168.63.129.16", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254",
+        "::ffff:10.0.0.1", "::ffff:169.254.169.254", "64:ff9b::a00:1", "2002:7f00:1::1", "ff02::1",
+    ],
+)  # fmt: skip
+def test_private_and_special_addresses_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_public_addresses_are(address: str) -> None:
+    assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("file:///etc/passwd", "refused scheme"),
+        ("ftp://example.org/a.png", "refused scheme"),
+        ("kilnrow://token/0", "refused scheme"),
+        ("images/a.png", "refused scheme"),
+        ("http://127.0.0.1/", "refused address"),
+        ("http://localhost:8080/", "refused address"),
+        ("http://2130706433/", "refused address"),
+        ("http://0x7f.1/", "refused address"),
+        ("http://[::1]/", "refused address"),
+        ("http://[::ffff:127.0.0.1]/", "refused address"),
+        ("http://8.8.8.8@127.0.0.1/", "refused address"),
+        ("https://169.254.169.254/latest/meta-data", "refused address"),
+        ("http:///a.png", "bad url"),
+        ("http://[oops/a.png", "bad url"),
+        ("http://127.0.0.1:port/", "bad url"),
+    ],
+)
+def test_what_may_not_be_asked_for_is_refused(url: str, reason: str) -> None:
+    with pytest.raises(FetchFailed) as failed:
+        fetch(url, {}, Limits(1000, 1.0), time.monotonic() + 5)
+    assert (failed.value.reason, failed.value.transient) == (reason, False)
+
+
+def test_a_name_is_judged_by_the_address_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    with serving(lambda h: reply(h, body=b"secret")) as host:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        url = f"http://pictures.example.org:{host.partition(':')[2]}/"
+        with pytest.raises(FetchFailed, match="refused address"):
+            fetch(url, {}, Limits(1000, 1.0), time.monotonic() + 5)
+    assert asked == ["pictures.example.org"]  # once: the address checked is the one connected to
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("http://169.254.169.254/latest", "refused address"),
+        ("http://localhost:1/", "refused address"),
+        ("file:///etc/passwd", "bad redirect"),
+        ("ftp://example.org/", "refused scheme"),
+        ("/again", "bad redirect"),
+    ],
+)
+def test_redirects_are_judged_like_any_url(target: str, reason: str) -> None:
+    with (
+        serving(lambda h: reply(h, 302, Location=target)) as host,
+        pytest.raises(FetchFailed) as failed,
+    ):
+        get(host)
+    assert (failed.value.reason, failed.value.transient) == (reason, False)
+
+
+def test_a_good_redirect_is_followed_without_the_credentials() -> None:
+    seen: list[str | None] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        seen.append(handler.headers.get("Authorization"))
+        if handler.path == "/a%20b":
+            reply(handler, 301, Location="/there")
+        else:
+            reply(handler, body=b"here")
+
+    with serving(answer) as host:
+        limits = Limits(1000, 2.0, frozenset({"127.0.0.1"}))
+        body, _ = fetch(f"http://us:pa%73s@{host}/a b", {}, limits, time.monotonic() + 5)
+    assert body == b"here"
+    assert seen == ["Basic " + base64.b64encode(b"us:pass").decode(), None]
+
+
+def test_bodies_are_bounded_whatever_their_length_says() -> None:
+    def endless(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(302 if handler.path == "/redirect" else 200)
+        handler.send_header("Location", "http://127.0.0.1/")
+        handler.end_headers()
+        while True:
+            handler.wfile.write(b"x" * 4096)
+
+    with serving(endless) as host:
+        with pytest.raises(FetchFailed, match="too large"):
+            get(host)
+        with pytest.raises(FetchFailed, match="refused address"):
+            get(host, "/redirect")
+    with (
+        serving(lambda h: reply(h, Content_Length="5000")) as host,
+        pytest.raises(FetchFailed, match="too large"),
+    ):
+        get(host)
+    with (
+        serving(lambda h: reply(h, body=b"half", Content_Length="8")) as host,
+        pytest.raises(FetchFailed, match="connection broken") as failed,
+    ):
+        get(host)
+    assert failed.value.transient
+
+
+def test_a_trickle_of_body_or_header_ends_at_the_deadline() -> None:
+    def body(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(100):
+            handler.wfile.write(b"x")
+            time.sleep(0.05)
+
+    def header(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+        for _ in range(100):
+            handler.wfile.write(b"x")
+            time.sleep(0.05)
+
+    for trickle in (body, header):
+        with serving(trickle) as host:
+            started = time.monotonic()
+            with pytest.raises(FetchFailed, match="timeout") as failed:
+                get(host, deadline=0.5)
+            assert failed.value.transient
+            assert time.monotonic() - started < 1.5
+
+
+def test_silence_ends_at_the_timeout() -> None:
+    with serving(lambda h: time.sleep(3)) as host:
+        started = time.monotonic()
+        with pytest.raises(FetchFailed, match="timeout"):
+            get(host, timeout=0.2)
+        assert time.monotonic() - started < 1.5
+
+
+@pytest.mark.parametrize(
+    ("status", "transient"), [(401, False), (404, False), (410, False), (429, True), (503, True)]
+)
+def test_a_status_says_whether_it_may_pass(status: int, transient: bool) -> None:
+    with (
+        serving(lambda h: reply(h, status, Retry_After="7")) as host,
+        pytest.raises(FetchFailed) as failed,
+    ):
+        get(host)
+    assert (failed.value.reason, failed.value.transient) == (f"http {status}", transient)
+    assert failed.value.wait == 7.0
+
+
+def test_a_certificate_nobody_signed_is_refused(tmp_path: Path) -> None:
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(_self_signed(tmp_path))
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with suppress(OSError):
+            context.wrap_socket(listener.accept()[0], server_side=True)
+
+    threading.Thread(target=accept, daemon=True).start()
+    with listener, pytest.raises(FetchFailed) as failed:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
+        fetch(url, {}, Limits(9, 2.0, frozenset({"127.0.0.1"})), time.monotonic() + 5)
+    assert (failed.value.reason, failed.value.transient) == ("bad certificate", False)
+
+
+def test_https_is_read_within_the_same_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ssl
+
+    from tasks.download import guard
+
+    certificate = _self_signed(tmp_path)
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(certificate)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    for kept in (guard._tls, guard._opener):  # the authorities it trusts are read but once
+        kept.cache_clear()
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        if handler.path == "/slow":
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                handler.wfile.write(b"x")
+                time.sleep(0.05)
+        reply(handler, body=b"over TLS")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            with suppress(OSError):
+                answer(self)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.socket = server_side.wrap_socket(server.socket, server_side=True)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    host = f"127.0.0.1:{server.server_address[1]}"
+    limits = Limits(1000, 2.0, frozenset({host}))
+    try:
+        body, _ = fetch(f"https://{host}/", {}, limits, time.monotonic() + 5)
+        assert body == b"over TLS"
+        with pytest.raises(FetchFailed, match="timeout"):
+            fetch(f"https://{host}/slow", {}, limits, time.monotonic() + 0.5)
+    finally:
+        server.shutdown()
+        server.server_close()
+        for kept in (guard._tls, guard._opener):
+            kept.cache_clear()
+
+
+def _self_signed(folder: Path) -> Path:
+    """A PEM with a key and a certificate for 127.0.0.1 that only itself vouches for."""
+    import datetime
+    import ipaddress
+
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "loopback")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1)
+        .not_valid_before(now - datetime.timedelta(1))
+        .not_valid_after(now + datetime.timedelta(1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "loopback.pem"
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"<html>gone</html>", "not an image"),
+        (b"", "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image"),
+        (png(101), "too many pixels"),
+    ],
+)
+def test_only_fit_pictures_reach_the_decoder(body: bytes, reason: str) -> None:
+    with pytest.raises(FetchFailed, match=reason):
+        check_picture(body, max_pixels=100 * 100)
+    check_picture(png(100), max_pixels=100 * 100)
+
+
+def test_a_pixel_bomb_is_known_by_its_header() -> None:
+    bomb = bytearray(png(8))
+    bomb[16:24] = (60000).to_bytes(4, "big") * 2
+    with pytest.raises(FetchFailed, match=r"too many pixels|not an image"):
+        check_picture(bytes(bomb), max_pixels=178_956_970)
+
+
+def _fetcher(host: str, *rows: Row, **settings: Any) -> Fetcher:
+    chosen = {"backoff": 0.01, "timeout": 2.0, "retries": 2, **settings}
+    return Fetcher(rows, Download(**chosen), Place(f"http://{host}/base", (host,)))
+
+
+def test_passing_failures_are_tried_again_and_lasting_ones_are_not() -> None:
+    tries: dict[str, int] = {}
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        tries[handler.path] = tries.get(handler.path, 0) + 1
+        if handler.path == "/base/flaky" and tries[handler.path] == 3:
+            reply(handler, body=png())
+        else:
+            reply(handler, 404 if handler.path == "/base/gone" else 500, Retry_After="0")
+
+    with serving(answer) as host:
+        fetcher = _fetcher(host, *(Row(url, ("",)) for url in ("flaky", "gone", "broken")))
+        assert fetcher.get(0, {})[0] == png()
+        for number in (1, 2):
+            with pytest.raises(FetchFailed):
+                fetcher.get(number, {})
+    assert tries == {"/base/flaky": 3, "/base/gone": 1, "/base/broken": 3}
+    assert {n: (f.reason, f.transient) for n, f in fetcher.failures.items()} == {
+        1: ("http 404", False),
+        2: ("http 500", True),
+    }
+
+
+def test_a_server_that_asks_to_wait_is_heeded_within_the_deadline() -> None:
+    times: list[float] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        times.append(time.monotonic())
+        reply(handler, 429, Retry_After="1" if len(times) == 1 else "3600")
+
+    with serving(answer) as host:
+        fetcher = _fetcher(host, Row("a", ("",)), deadline=5.0)
+        with pytest.raises(FetchFailed, match="http 429"):
+            fetcher.get(0, {})
+    assert len(times) == 2  # the second answer asks for more time than there is
+    assert times[1] - times[0] >= 1.0
+
+
+def test_a_picture_that_changed_is_refused_by_its_sha256() -> None:
+    with (
+        serving(lambda h: reply(h, body=png())) as host,
+        pytest.raises(FetchFailed, match="sha256 differs"),
+    ):
+        _fetcher(host, Row("a", ("",), "0" * 64)).get(0, {})
+
+
+def test_fetchers_in_one_process_never_meet_and_urllib_is_left_as_it_was() -> None:
+    import urllib.error
+    import urllib.request
+
+    with serving(lambda h: reply(h, body=png(8, int(h.path[-1])))) as host:
+        first = _fetcher(host, *(Row(str(n), ("",)) for n in range(4)))
+        second = _fetcher(host, *(Row(str(9 - n), ("",)) for n in range(4)))
+        with offered(first) as ours, offered(second) as theirs:
+            for n in range(4):
+                assert urllib.request.urlopen(ours[n]).read() == png(8, n)
+                assert urllib.request.urlopen(theirs[n]).read() == png(8, 9 - n)
+        assert urllib.request.urlopen(f"http://{host}/5").read() == png(8, 5)

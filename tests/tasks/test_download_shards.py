@@ -1,0 +1,409 @@
+"""The download stage against a real server: outcomes, determinism, resume, damage and outages."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from artifacts.images import read_rows, read_tar
+from artifacts.store import Artifact, KeyParts, Store
+from configs.schema import Recipe
+from tasks import download
+from tasks.beam import BeamOptionsError
+from tasks.download import shard
+from tasks.stage import TransientError
+
+PICTURES = 24
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+
+
+class Web:
+    """Pictures at /good/<n>, and every kind of trouble beside them; it counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.is_down = False
+        self.pause = 0.0
+        web = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                with suppress(OSError):
+                    web.answer(self)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.server.request_queue_size = 64
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        self.host = f"127.0.0.1:{self.server.server_address[1]}"
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path = handler.path
+        self.asked[path] += 1
+        time.sleep(self.pause)
+        name, _, number = path.strip("/").partition("/")
+        if self.is_down or (name == "flaky" and self.asked[path] == 1):
+            self.reply(handler, 503)
+        elif name in ("good", "flaky"):
+            self.reply(handler, 200, picture(int(number)))
+        elif name == "optout":
+            self.reply(handler, 200, picture(0), {"X-Robots-Tag": "noai"})
+        elif name == "away":
+            self.reply(handler, 302, b"", {"Location": "http://169.254.169.254/latest"})
+        elif name == "endless":
+            handler.send_response(200)
+            handler.end_headers()
+            while True:
+                handler.wfile.write(bytes(65536))
+        elif name == "slow":
+            time.sleep(2)
+        else:
+            self.reply(handler, *((200, b"<html>") if name == "html" else (404, b"")))
+
+    def reply(
+        self,
+        handler: BaseHTTPRequestHandler,
+        status: int,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+
+def picture(number: int) -> bytes:
+    buffer = BytesIO()
+    Image.new("RGB", (40, 32), (number * 9 % 256, 60, 90)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    web = Web()
+    yield web
+    web.server.shutdown()
+    web.server.server_close()
+
+
+def rows(*paths: str) -> list[dict[str, Any]]:
+    listed = [f"good/{n}" for n in range(PICTURES)] + list(paths)
+    return [{"url": path, "caption": f"caption of {path}"} for path in listed]
+
+
+def make_recipe(
+    tmp_path: Path, web: Web, listed: list[dict[str, Any]], *, store: str = "store", **settings: Any
+) -> Recipe:
+    (tmp_path / store).mkdir(exist_ok=True)
+    path = tmp_path / "urls.parquet"
+    pq.write_table(pa.Table.from_pylist(listed), path)
+    beam = settings.pop("beam", {"direct_running_mode": "in_memory", "direct_num_workers": 1})
+    sha256 = {"sha256_column": "sha256"} if "sha256" in listed[0] else {}
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {"path": "unused"},
+            "store": str(tmp_path / store),
+            "source": {
+                "kind": "urls",
+                "path": str(path),
+                "base_url": f"http://{web.host}",
+                **sha256,
+            },
+            "download": {
+                "image_size": 16,
+                "allow_hosts": ["127.0.0.1"],
+                "threads": 4,
+                "timeout": 1.0,
+                "backoff": 0.01,
+                "retries": 1,
+                "max_bytes": 100_000,
+                "shard_size": 8,
+                **settings,
+            },
+            "beam": beam,
+            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
+            "publish": {"name": "unused"},
+        }
+    )
+
+
+def build(recipe: Recipe) -> Artifact:
+    plan = download.plan(recipe)
+    settings = download.settings_for_key(recipe)
+    parts = KeyParts(download.STAGE, download.VERSION, settings, {"source": plan.source_digest})
+    draft = Store(recipe.store).draft(parts)
+    return draft.commit(download.build(recipe, plan, draft, lambda *_: None), {})
+
+
+def shard_bytes(artifact: Artifact) -> dict[str, bytes]:
+    return {entry.path: artifact.read(entry.path) for entry in artifact.files}
+
+
+TROUBLE = (
+    "flaky/1",
+    "gone/1",
+    "gone/2",
+    "away",
+    "endless",
+    "html",
+    "optout",
+    "slow",
+    "file:///etc/passwd",
+)
+
+
+def test_every_row_has_its_outcome_and_success_its_picture(tmp_path: Path, web: Web) -> None:
+    recipe = make_recipe(tmp_path, web, rows(*TROUBLE), max_transient=0.5)
+    seen: list[tuple[int, int]] = []
+    plan = download.plan(recipe)
+    parts = KeyParts(download.STAGE, download.VERSION, {}, {"source": plan.source_digest})
+    draft = Store(recipe.store).draft(parts)
+    summary = download.build(recipe, plan, draft, lambda done, total, _: seen.append((done, total)))
+    artifact = draft.commit(summary, {})
+    assert summary["outcomes"] == {
+        "http 404": 2,
+        "not an image": 1,
+        "opted out": 1,
+        "refused address": 1,
+        "refused scheme": 1,
+        "success": PICTURES + 1,
+        "timeout": 1,
+        "too large": 1,
+    }
+    assert (summary["rows"], summary["images"]) == (PICTURES + len(TROUBLE), PICTURES + 1)
+    assert seen[-1] == (summary["rows"], summary["rows"])
+    assert Store(recipe.store).fault(artifact) is None
+    samples = [
+        s for e in artifact.files if e.path.endswith(".tar") for s in read_tar(artifact.url(e.path))
+    ]
+    assert len(samples) == summary["images"]
+    for sample in samples:
+        assert sample.captions == (f"caption of {sample.meta['url']}",)
+        assert sample.meta["sha256"] == hashlib.sha256(sample.image).hexdigest()
+        with Image.open(BytesIO(sample.image)) as image:
+            assert image.size == (20, 16) == (sample.meta["width"], sample.meta["height"])
+        assert (sample.meta["original_width"], sample.meta["original_height"]) == (40, 32)
+    listed = [
+        r
+        for e in artifact.files
+        if e.path.endswith(".parquet")
+        for r in read_rows(artifact.read(e.path))
+    ]
+    assert {row["url"] for row in listed} == {row["url"] for row in rows(*TROUBLE)}
+    assert {r["url"]: r["error_message"] for r in listed}["gone/1"] == "http 404"
+    panels = download.show(artifact)
+    assert [panel.title for panel in panels] == ["Download", "Outcomes", "Some of the pictures"]
+
+
+def test_bytes_do_not_depend_on_the_run_or_on_how_beam_runs_it(tmp_path: Path, web: Web) -> None:
+    listed, built = rows("gone/1", "html", "away"), []
+    for number, mode in enumerate(["in_memory", "multi_threading", "multi_threading"]):
+        beam = {"direct_running_mode": mode, "direct_num_workers": 1 + number}
+        recipe = make_recipe(tmp_path, web, listed, store=f"store{number}", beam=beam)
+        built.append(build(recipe))
+    assert len(built[0].summary["shards"]) >= 3
+    assert shard_bytes(built[0]) == shard_bytes(built[1]) == shard_bytes(built[2])
+    assert built[0].digest == built[1].digest == built[2].digest
+
+
+def test_only_what_is_missing_or_damaged_is_fetched_again(tmp_path: Path, web: Web) -> None:
+    recipe = make_recipe(tmp_path, web, rows())
+    first = build(recipe)
+    before = shard_bytes(first)
+    shards = download.plan(recipe).shards
+    folder = tmp_path / "store/download/shards"
+    (folder / f"{shards[0].key}.json").unlink()
+    tar = folder / f"{shards[1].key}.tar"
+    tar.write_bytes(tar.read_bytes()[:-600] + b"\xff" * 600)
+    web.asked.clear()
+    again = build(recipe)
+    assert web.asked.total() == shards[0].rows + shards[1].rows
+    assert again.digest == first.digest
+    assert shard_bytes(again) == before
+    web.asked.clear()
+    build(recipe)
+    assert not web.asked
+
+
+def test_one_changed_caption_or_picture_fetches_one_shard(tmp_path: Path, web: Web) -> None:
+    listed = [
+        {**row, "sha256": hashlib.sha256(picture(n)).hexdigest()} for n, row in enumerate(rows())
+    ]
+    first = build(make_recipe(tmp_path, web, listed))
+    for change in ({"caption": "edited"}, {"sha256": hashlib.sha256(b"").hexdigest()}):
+        web.asked.clear()
+        edited = [*listed[:9], {**listed[9], **change}, *listed[10:]]
+        changed = build(make_recipe(tmp_path, web, edited))
+        keys = {s["key"]: s["rows"] for s in changed.summary["shards"]}
+        fresh = set(keys) - {s["key"] for s in first.summary["shards"]}
+        assert len(fresh) == 1
+        assert web.asked.total() == sum(keys[key] for key in fresh)
+    assert changed.summary["outcomes"] == {"sha256 differs": 1, "success": PICTURES - 1}
+
+
+def test_an_outage_commits_nothing_and_the_next_run_takes_it_up(tmp_path: Path, web: Web) -> None:
+    recipe = make_recipe(tmp_path, web, rows())
+    folder = tmp_path / "store/download/shards"
+    shards = download.plan(recipe).shards
+    build(recipe)
+    (folder / f"{shards[0].key}.json").unlink()
+    tar = folder / f"{shards[1].key}.tar"
+    tar.write_bytes(b"damaged" + tar.read_bytes()[7:])
+    web.is_down = True
+    with pytest.raises(TransientError, match=rf"2 of {len(shards)} shards .*\(http 503: \d+\)"):
+        build(recipe)
+    committed = {path.stem for path in folder.glob("*.json")}
+    assert committed == {s.key for s in shards[2:]}
+    web.is_down = False
+    web.asked.clear()
+    assert build(recipe).summary["images"] == PICTURES
+    assert web.asked.total() == shards[0].rows + shards[1].rows
+
+
+def test_too_many_lasting_failures_are_refused_with_their_reasons(tmp_path: Path, web: Web) -> None:
+    listed = rows(*(f"gone/{n}" for n in range(PICTURES)), "html", "html/2")
+    recipe = make_recipe(tmp_path, web, listed)
+    words = r"26 of 50 rows failed \(http 404: 24, not an image: 2\); .* allows 50%"
+    with pytest.raises(download.TooManyFailed, match=words):
+        build(recipe)
+    web.asked.clear()
+    assert build(recipe.model_copy(update={"download": recipe.download.model_copy(
+        update={"max_failed": 0.6})})).summary["images"] == PICTURES  # fmt: skip
+    assert not web.asked
+
+
+@pytest.mark.parametrize("mode", ["in_memory", "multi_threading"])
+def test_a_full_disk_says_so_and_costs_nothing_that_was_committed(
+    tmp_path: Path, web: Web, mode: str
+) -> None:
+    beam = {"direct_running_mode": mode, "direct_num_workers": 1}
+    recipe = make_recipe(tmp_path, web, rows(), beam=beam)
+    first = build(recipe)
+    key = download.plan(recipe).shards[-1].key
+    folder = tmp_path / "store/download/shards"
+    (folder / f"{key}.json").unlink()
+    (folder / f"{key}.tar").unlink()
+    (folder / f"{key}.tar").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        build(recipe)
+    assert not (folder / f"{key}.json").exists()
+    (folder / f"{key}.tar").unlink()
+    web.asked.clear()
+    assert build(recipe).digest == first.digest
+    assert web.asked.total() == download.plan(recipe).shards[-1].rows
+
+
+@pytest.mark.parametrize(
+    ("beam", "words"),
+    [
+        ({"runner": "NoSuchRunner"}, "beam: runner NoSuchRunner cannot be used"),
+        ({"direct_num_worker": 2}, r"beam\.direct_num_worker: .* mean beam\.direct_num_workers\?"),
+    ],
+)
+def test_beam_options_that_beam_does_not_take_are_said(
+    tmp_path: Path, web: Web, beam: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BeamOptionsError, match=words):
+        build(make_recipe(tmp_path, web, rows(), beam=beam))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, web: Web) -> None:
+    recipe = make_recipe(tmp_path, web, rows())
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    script = (
+        "import sys; from configs.schema import Recipe; from tasks import download;"
+        "from artifacts.store import KeyParts, Store;"
+        "recipe = Recipe.model_validate_json(open(sys.argv[1]).read());"
+        "draft = Store(recipe.store).draft(KeyParts('download', 0, {}, {}));"
+        "download.build(recipe, download.plan(recipe), draft, lambda *_: None)"
+    )
+    web.pause = 0.2
+    command = [sys.executable, "-c", script, str(tmp_path / "recipe.json")]
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    folder = tmp_path / "store/download/shards"
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("*.json")) and child.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    kept = {path.stem for path in folder.glob("*.json")}
+    shards = download.plan(recipe).shards
+    assert 0 < len(kept) < len(shards)
+    web.asked.clear()
+    web.pause = 0.0
+    resumed = build(recipe)
+    assert web.asked.total() == sum(s.rows for s in shards if s.key not in kept)
+    other = build(make_recipe(tmp_path, web, rows(), store="other"))
+    assert resumed.digest == other.digest
+
+
+def test_nobody_else_is_silenced_while_a_picture_is_decoded(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Talking(BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            os.write(1, b"another thread's line\n")
+            return super().read(size)
+
+    _, resizer = shard._img2dataset()
+    assert resizer(16, "keep_ratio", True)(Talking(picture(0)))[1:3] == (20, 16)
+    assert "another thread's line" in capfd.readouterr().out
+
+
+def test_pictures_held_by_the_source_take_the_same_path(tmp_path: Path, web: Web) -> None:
+    inside = [{"image": {"bytes": picture(n), "path": ""}, "text": f"{n}"} for n in range(6)]
+    inside.append({"image": {"bytes": b"broken", "path": ""}, "text": "broken"})
+    pq.write_table(pa.Table.from_pylist(inside), tmp_path / "inside.parquet")
+    recipe = make_recipe(tmp_path, web, rows())
+    source = {"kind": "dataset", "path": str(tmp_path / "inside.parquet")}
+    recipe = Recipe.model_validate({**recipe.model_dump(), "source": source})
+    artifact = build(recipe)
+    assert artifact.summary["outcomes"] == {"not an image": 1, "success": 6}
+    assert not web.asked
+
+
+def test_the_demo_is_served_and_listed_like_anything_on_the_web(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache/kilnworks/demo/digits-0-0"
+    (folder / "images").mkdir(parents=True)
+    listed = []
+    for n in range(6):
+        (folder / f"images/{n}.png").write_bytes(picture(n))
+        digest = hashlib.sha256(picture(n)).hexdigest()
+        listed.append({"url": f"images/{n}.png", "caption": f"{n}", "sha256": digest})
+    pq.write_table(pa.Table.from_pylist(listed), folder / "urls.parquet")
+    monkeypatch.setattr("demo.dataset.write", lambda *_, **__: folder / "urls.parquet")
+    recipe = make_recipe(tmp_path, web, rows(), allow_hosts=[])
+    digits = {"kind": "digits", "rehearsal": 0}
+    artifact = build(Recipe.model_validate({**recipe.model_dump(), "source": digits}))
+    assert artifact.summary["outcomes"] == {"success": 6}
+    first = next(e for e in artifact.files if e.path.endswith(".parquet"))
+    assert read_rows(artifact.read(first.path))[0]["url"].startswith("images/")

@@ -1,0 +1,349 @@
+"""Sources: every kind and format gives its rows, any span of them, or says why it cannot."""
+
+import csv
+import gzip
+import hashlib
+import json
+import random
+import socket
+import tracemalloc
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from configs.schema import Recipe
+from tasks import download
+from tasks.download.lists import FORMATS, ParquetList, Span, join_spans
+from tasks.download.rows import Row
+from tasks.download.sources import SOURCES
+
+CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
+ROWS = [{"url": f"http://example.org/{n}.jpg", "caption": c} for n, c in enumerate(CAPTIONS)]
+
+
+def make_recipe(source: dict[str, Any], store: Any = "memory://store", **settings: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {"path": "unused"},
+            "source": source,
+            "store": str(store),
+            "download": {"shard_size": 4, **settings},
+            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
+            "publish": {"name": "unused"},
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+
+
+def write_list(path: Path, rows: list[dict[str, Any]]) -> str:
+    kind = path.name.split(".")[1]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
+        return str(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8", newline="") as stream:
+        if kind == "csv":
+            writer = csv.DictWriter(stream, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+def png(number: int) -> bytes:
+    buffer = BytesIO()
+    Image.new("RGB", (8, 8), (number, 60, 90)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def rows_of(recipe: Recipe, scratch: Path) -> list[Row]:
+    """All rows, read shard by shard as the workers do."""
+    source = SOURCES[recipe.source.kind](recipe.source)
+    spans = [span for shard in download.plan(recipe).shards for span in shard.spans]
+    return list(source.read(spans, scratch))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl", "a.csv.gz", "a.jsonl.gz"])
+def test_any_span_of_a_list_can_be_read_again(tmp_path: Path, name: str) -> None:
+    file = write_list(tmp_path / name, ROWS)
+    form = FORMATS[name.split(".")[1]]
+    assert form.columns(file) == ["url", "caption"]
+    found = list(form.rows(file, ["caption", "url"]))
+    assert [values for _, _, values in found] == ROWS
+    for first in range(len(ROWS)):
+        for last in range(first, len(ROWS)):
+            again = form.rows(file, ["url", "caption"], found[first][0], found[last][1])
+            assert [values for _, _, values in again] == ROWS[first : last + 1]
+
+
+def test_a_parquet_span_reads_only_the_row_groups_it_touches(tmp_path: Path) -> None:
+    file = Path(write_list(tmp_path / "a.parquet", ROWS))
+    group = pq.ParquetFile(file).metadata.row_group(1).column(0)
+    data = bytearray(file.read_bytes())
+    start = group.dictionary_page_offset or group.data_page_offset
+    data[start : start + group.total_compressed_size] = bytes(group.total_compressed_size)
+    file.write_bytes(data)
+    rows = FORMATS["parquet"].rows(str(file), ["url"], 1, 3)
+    assert [values["url"] for _, _, values in rows] == [row["url"] for row in ROWS[1:3]]
+    with pytest.raises(download.SourceError, match=r"a\.parquet: cannot be read"):
+        list(FORMATS["parquet"].rows(str(file), ["url"], 3, 5))
+
+
+def test_spans_that_touch_become_one() -> None:
+    spans = [Span("a", 0, 2), Span("a", 2, 3), Span("b", 3, 4), Span("a", 3, 4), Span("a", 5, 6)]
+    assert join_spans(spans) == [
+        Span("a", 0, 3), Span("b", 3, 4), Span("a", 3, 4), Span("a", 5, 6),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_lists_of_every_format_give_the_same_rows_and_keys(tmp_path: Path, kind: str) -> None:
+    write_list(tmp_path / f"1.{kind}", ROWS[:4])
+    write_list(tmp_path / f"2.{kind}", ROWS[4:])
+    keys = set()
+    for path in (tmp_path, tmp_path / f"*.{kind}"):
+        recipe = make_recipe({"kind": "urls", "path": str(path), "format": kind})
+        assert rows_of(recipe, tmp_path) == [Row(r["url"], (r["caption"],)) for r in ROWS]
+        keys.add(download.plan(recipe).source_digest)
+    expected = hashlib.sha256()
+    for row in ROWS:
+        expected.update(bytes.fromhex(Row(row["url"], (row["caption"],)).hash))
+    assert keys == {expected.hexdigest()}
+
+
+def test_lists_may_hold_several_captions_none_and_half_characters(tmp_path: Path) -> None:
+    rows = [
+        {"url": "a", "caption": ["one", "two"]},
+        {"url": "b", "caption": None},
+        {"url": "c", "caption": "\ud83d half"},
+    ]
+    recipe = make_recipe(
+        {"kind": "urls", "path": write_list(tmp_path / "a.jsonl", rows), "format": "jsonl"}
+    )
+    read = rows_of(recipe, tmp_path)
+    assert [row.captions for row in read] == [("one", "two"), ("",), ("? half",)]
+
+
+def test_where_urls_lead_is_no_part_of_a_row_but_its_sha256_is(tmp_path: Path) -> None:
+    def digest(rows: list[dict[str, Any]], **settings: Any) -> str:
+        path = write_list(tmp_path / "a.parquet", rows)
+        return download.plan(make_recipe({"kind": "urls", "path": path, **settings})).source_digest
+
+    rows = [{**row, "hash": "0" * 64} for row in ROWS]
+    assert digest(rows) == digest(rows, base_url="http://elsewhere.org")
+    changed = [{**rows[0], "hash": "1" * 64}, *rows[1:]]
+    assert digest(rows) == digest(changed)
+    assert digest(rows, sha256_column="hash") != digest(changed, sha256_column="hash")
+
+
+def _folder(path: Path, names: Iterable[str]) -> None:
+    for number, name in enumerate(names):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(png(number))
+
+
+def test_a_folder_has_captions_beside_its_pictures(tmp_path: Path) -> None:
+    _folder(tmp_path / "in", ["a.png", "sub/b.PNG", "c.png"])
+    (tmp_path / "in/a.txt").write_text("a cat\n")
+    (tmp_path / "in/sub/b.txt").write_bytes("\ufeffein Bär".encode())
+    (tmp_path / "in/notes.md").write_text("no picture")
+    rows = rows_of(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}), tmp_path)
+    assert [row.captions for row in rows] == [("a cat",), ("",), ("ein Bär",)]
+    assert [Path(row.file or "").read_bytes() for row in rows] == [png(0), png(2), png(1)]
+    assert rows[0].url == f"sha256:{hashlib.sha256(png(0)).hexdigest()}"
+
+
+def test_a_folder_may_be_described_by_its_metadata(tmp_path: Path) -> None:
+    _folder(tmp_path / "in", ["a.png", "b.png"])
+    lines = [
+        {"file_name": "b.png", "text": "second"},
+        {"file_name": "gone.png", "text": "lost"},
+        {"file_name": "a.png", "text": "first"},
+    ]
+    write_list(tmp_path / "in/metadata.jsonl", lines)
+    rows = rows_of(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}), tmp_path)
+    assert [row.captions[0] for row in rows] == ["second", "lost", "first"]
+    assert rows[1] == Row("", ("lost",))
+    write_list(tmp_path / "in/metadata.jsonl", [{"file_name": "../secret.png", "text": ""}])
+    with pytest.raises(download.SourceError, match="leads out of the folder"):
+        download.plan(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}))
+
+
+def test_a_dataset_holds_its_pictures(tmp_path: Path) -> None:
+    struct = [{"image": {"bytes": png(n), "path": None}, "text": f"{n}"} for n in range(6)]
+    plain = [{"image": png(n), "text": f"{n}"} for n in range(6)]
+    (tmp_path / "in").mkdir()
+    keys = []
+    for rows in (struct, plain):
+        write_list(tmp_path / "in/train-00000-of-00001.parquet", rows)
+        write_list(tmp_path / "in/test-00000-of-00001.parquet", rows[:1])
+        recipe = make_recipe({"kind": "dataset", "path": str(tmp_path / "in")})
+        read = rows_of(recipe, tmp_path)
+        assert [row.captions for row in read] == [(f"{n}",) for n in range(6)]
+        assert [Path(row.file or "").read_bytes() for row in read] == [png(n) for n in range(6)]
+        keys.append([shard.key for shard in download.plan(recipe).shards])
+    assert keys[0] == keys[1]
+
+
+def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(
+        write_list(tmp_path / "a.parquet", [{"image": png(n), "text": ""} for n in range(6)])
+    )
+    recipe = make_recipe({"kind": "dataset", "path": str(file)})
+    first = download.plan(recipe)
+    reads: list[str] = []
+    read = ParquetList.rows
+    monkeypatch.setattr(ParquetList, "rows", lambda *a: reads.append(a[1]) or read(*a))
+    assert download.plan(recipe) == first
+    assert reads == []
+    (kept,) = (tmp_path / "cache/kilnworks/scans").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")  # what is damaged is not believed
+    assert download.plan(recipe) == first
+    assert reads == [str(file)]
+    write_list(file, [{"image": png(n), "text": ""} for n in range(1, 7)])
+    assert download.plan(recipe).source_digest != first.source_digest
+
+
+def _recipes_that_cannot_be(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    good = write_list(tmp_path / "good.parquet", ROWS)
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet at all")
+    (tmp_path / "bad.jsonl").write_text('{"url": "a", "caption": ""}\nnot json\n')
+    (tmp_path / "empty").mkdir()
+    pq.write_table(pa.table({"url": pa.array([], "string"), "caption": pa.array([], "string")}),
+                   tmp_path / "none.parquet")  # fmt: skip
+    urls = {"kind": "urls", "path": good}
+    return {
+        "no such file": ({**urls, "path": f"{good}x"}, r"source\.path: .*parquetx: no such"),
+        "empty folder": ({**urls, "path": str(tmp_path / "empty")}, "no .parquet files in"),
+        "no rows": ({**urls, "path": str(tmp_path / "none.parquet")}, "source: it has no rows"),
+        "not parquet": ({**urls, "path": str(tmp_path / "bad.parquet")}, "cannot be read"),
+        "not json": (
+            {**urls, "path": str(tmp_path / "bad.jsonl"), "format": "jsonl"},
+            "line at byte 28 is no JSON object",
+        ),
+        "column": (
+            {**urls, "caption_column": "captoin"},
+            r"source\.caption_column: .* no column 'captoin' \(did you mean caption\?\)",
+        ),
+        "protocol": ({**urls, "path": "nowhere://a"}, "source: nowhere://a: cannot be read"),
+        "no network": (
+            {**urls, "path": "http://user:secret@127.0.0.1:9/list.parquet?signature=secret"},
+            r"source: http://127\.0\.0\.1:9/list\.parquet: |source\.path: ",
+        ),
+        "no folder": ({"kind": "folder", "path": good}, "no such folder"),
+        "no pictures": ({"kind": "folder", "path": str(tmp_path / "empty")}, "or no .jpg"),
+        "image column": (
+            {"kind": "dataset", "path": good},
+            r"source\.image_column: .* no column 'image' \(there are: url, caption\)",
+        ),
+        "no bytes": (
+            {"kind": "dataset", "path": good, "image_column": "url", "caption_column": "caption"},
+            "url holds no encoded pictures",
+        ),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> None:
+    for name, (source, words) in _recipes_that_cannot_be(tmp_path).items():
+        with pytest.raises(download.SourceError, match=words) as error:
+            download.plan(make_recipe(source))
+        assert "\n" not in str(error.value), name
+        assert "secret" not in str(error.value), name
+
+
+def test_a_port_in_use_is_said_before_any_work() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(download.SourceError, match=f"port {port} is in use"):
+            download.check(make_recipe({"kind": "digits", "port": port}))
+    download.check(make_recipe({"kind": "digits", "port": port}))
+
+
+def test_png_has_its_own_range_of_quality(tmp_path: Path) -> None:
+    source = {"kind": "urls", "path": write_list(tmp_path / "a.parquet", ROWS)}
+    with pytest.raises(download.SourceError, match="for png it is the compression"):
+        download.check(make_recipe(source, encode_format="png"))
+
+
+def _many(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+    return [
+        {"url": f"http://example.org/{draw.getrandbits(64)}", "caption": "c"} for _ in range(count)
+    ]
+
+
+def test_one_row_changed_added_or_removed_changes_only_its_own_shard(tmp_path: Path) -> None:
+    def keys(rows: list[dict[str, Any]]) -> set[str]:
+        path = write_list(tmp_path / "a.parquet", rows)
+        shards = download.plan(make_recipe({"kind": "urls", "path": path}, shard_size=40)).shards
+        return {shard.key for shard in shards}
+
+    rows = _many(1000)
+    before = keys(rows)
+    assert len(before) > 10
+    # A changed row may happen to be, or become, a boundary; then its neighbour changes with it.
+    for where in (0, 321, 999):
+        for edited in (
+            [*rows[:where], {**rows[where], "caption": "edited"}, *rows[where + 1 :]],
+            [*rows[:where], {"url": "http://example.org/new", "caption": ""}, *rows[where:]],
+            [*rows[:where], *rows[where + 1 :]],
+        ):
+            assert len(before - keys(edited)) <= 2
+    one = [*rows[:500], {**rows[500], "caption": "edited"}, *rows[501:]]
+    assert len(before - keys(one)) == len(keys(one) - before) == 1
+
+
+def test_rows_listed_twice_are_taken_once_where_they_fill_a_shard(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "a.parquet", ROWS[:1] * 20)
+    plan = download.plan(make_recipe({"kind": "urls", "path": path}))
+    assert len({shard.key for shard in plan.shards}) == len(plan.shards)
+    assert plan.rows == sum(shard.rows for shard in plan.shards) < 20
+
+
+def test_settings_that_change_the_pictures_change_the_keys_and_others_do_not(
+    tmp_path: Path,
+) -> None:
+    source = {"kind": "urls", "path": write_list(tmp_path / "a.parquet", ROWS)}
+
+    def keys(**settings: Any) -> tuple[Any, list[str]]:
+        recipe = make_recipe(source, **settings)
+        return download.settings_for_key(recipe), [s.key for s in download.plan(recipe).shards]
+
+    plain = keys()
+    assert keys(threads=3, retries=9, timeout=1.0, max_failed=0.9, max_transient=0.5) == plain
+    for settings in ({"image_size": 64}, {"encode_quality": 80}, {"opt_out_headers": ()}):
+        changed = keys(**settings)
+        assert changed[0] != plain[0]
+        assert not set(changed[1]) & set(plain[1])
+
+
+def test_planning_keeps_no_rows(tmp_path: Path) -> None:
+    def peak(count: int) -> int:
+        urls = [f"http://example.org/{'x' * 200}/{n}.jpg" for n in range(count)]
+        table = pa.table({"url": urls, "caption": ["a caption " * 20] * count})
+        pq.write_table(table, tmp_path / "many.parquet", row_group_size=5000)
+        del urls, table
+        recipe = make_recipe(
+            {"kind": "urls", "path": str(tmp_path / "many.parquet")}, shard_size=500
+        )
+        tracemalloc.start()
+        assert download.plan(recipe).rows == count
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    small, large = peak(5_000), peak(15_000)
+    # The text of 10,000 more rows is 5 MB; what may grow is the list of shards alone.
+    assert large - small < 2_000_000

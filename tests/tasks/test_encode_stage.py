@@ -1,0 +1,307 @@
+"""The encode stage: what is rebuilt, what is reused, and what is the same byte for byte."""
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from artifacts.images import Sample, write_tar
+from artifacts.keys import digest_bytes
+from artifacts.latents import LatentShard, open_latents
+from artifacts.store import Artifact, KeyParts, Store
+from configs.schema import Recipe
+from runtimes.base import WrongInput
+from runtimes.torch.encode import Encoder
+from tasks import encode
+from tasks.encode.pipeline import EncoderPlace
+from tasks.encode.shard import encode_shard
+from tasks.encode.transform import TransformSettings
+
+Pictures = dict[str, tuple[bytes, tuple[str, ...]]]  # sample key -> (picture, captions)
+
+
+def _recipe(store: Path | str, model: Path, **settings: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "store": str(store),
+            "model": {"path": str(model)},
+            "source": {"kind": "folder", "path": "."},
+            "encode": {
+                "resolution": 32,
+                "holdout": 0.25,
+                "batch_size": 4,
+                "device": "cpu",
+                **settings,
+            },
+            "evaluate": {"prompts": {"new": {"prompts": ["a"]}}, "clip": "clip"},
+            "publish": {"name": "test"},
+        }
+    )
+
+
+def _picture(seed: int, width: int = 40, height: int = 32) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "png", compress_level=0)
+    return buffer.getvalue()
+
+
+def _pictures(shards: int = 3, each: int = 7) -> list[Pictures]:
+    return [
+        {f"{s:02}{i:03}": (_picture(100 * s + i), (f"picture {i % 3}",)) for i in range(each)}
+        for s in range(shards)
+    ]
+
+
+def _images(store: Store, shards: list[Pictures], tmp_path: Path) -> Artifact:
+    draft = store.draft(
+        KeyParts("download", 1, {}, {"pictures": digest_bytes(repr(shards).encode())})
+    )
+    for pictures in shards:
+        path = tmp_path / "shard.tar"
+        samples = [Sample(k, data, "png", texts) for k, (data, texts) in sorted(pictures.items())]
+        write_tar(path, samples)
+        local = {".tar": str(path)}
+        key = digest_bytes(path.read_bytes())
+        draft.add_shard(store.commit_shard("download", key, local, {"samples": len(samples)}))
+    return draft.commit({}, {})
+
+
+def _encode(
+    recipe: Recipe, images: Artifact, vae: Path | None = None, seen: list | None = None
+) -> Artifact:
+    model = Path(recipe.model.path)
+    parts = KeyParts(
+        encode.STAGE,
+        encode.VERSION,
+        encode.settings_for_key(recipe),
+        encode.inputs(images, model, vae),
+    )
+    store = Store(recipe.store)
+    draft = store.draft(parts)
+
+    def progress(done: int, total: int, text: str = "") -> None:
+        if seen is not None:
+            seen.append((done, total))
+
+    return draft.commit(encode.build(recipe, images, model, vae, draft, progress), {})
+
+
+def _shards(artifact: Artifact) -> dict[str, str]:
+    return {e.path: e.sha256 for e in artifact.files if e.path.endswith(".safetensors")}
+
+
+@pytest.fixture
+def make(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
+    def make(
+        shards: list[Pictures], store: str = "store", vae: Path | None = None, **settings: object
+    ) -> Artifact:
+        url = store if "://" in store else str(tmp_path / store)
+        recipe = _recipe(url, tiny_sdxl, **settings)
+        return _encode(recipe, _images(Store(url), shards, tmp_path), vae)
+
+    return make
+
+
+def test_every_sample_arrives_with_its_moments_captions_and_split(
+    make: Callable[..., Artifact], tiny_sdxl: Path
+) -> None:
+    shards = _pictures()
+    shards[0]["00000"] = (shards[0]["00000"][0], ("one", "two"))
+    shards[0]["00001"] = (shards[0]["00001"][0], ("",))
+    latents = open_latents(make(shards).uri)
+    encoder = Encoder(tiny_sdxl, device="cpu")
+
+    expected = {digest_bytes(data): texts for shard in shards for data, texts in shard.values()}
+    found = {}
+    for ref in latents.shards:
+        shard = LatentShard(ref.url)
+        assert shard.groups == ref.groups
+        np.testing.assert_allclose(
+            shard.prompt_embeds(0), encoder.texts([""])[0][0], rtol=0.01, atol=1e-3
+        )
+        for group, count in shard.groups.items():
+            for sample in (shard.sample(group, i) for i in range(count)):
+                texts = expected[sample.id.hex()]
+                embeds, pooled = encoder.texts(list(texts))
+                for row, embed, pool in zip(sample.caption_rows, embeds, pooled, strict=True):
+                    np.testing.assert_allclose(
+                        shard.prompt_embeds(row), embed, rtol=0.01, atol=1e-3
+                    )
+                    np.testing.assert_allclose(
+                        shard.pooled_prompt_embeds(row), pool, rtol=0.01, atol=1e-3
+                    )
+                    assert (row == 0) == (texts == ("",))
+                assert sample.original_size == (32, 40) and sample.target_size == (32, 32)
+                assert sample.crop_top_left == (0, 4)
+                is_held_out = int(sample.id.hex()[:16], 16) / 2**64 < 0.25
+                assert group == f"{'holdout' if is_held_out else 'train'}/8x8"
+                found[sample.id.hex()] = True
+    assert found.keys() == expected.keys()
+    assert latents.info == encoder.info
+
+
+def test_rebuilt_shards_have_the_bytes_they_had(make: Callable[..., Artifact]) -> None:
+    first, again = make(_pictures(), "one"), make(_pictures(), "two")
+    assert _shards(first) == _shards(again) and first.digest == again.digest
+    assert first.summary == again.summary
+    # a shard's batches do not depend on what else is in the dataset
+    assert _shards(make(_pictures(shards=1), "three")).items() <= _shards(first).items()
+
+
+def test_a_changed_caption_or_picture_rebuilds_one_shard(make: Callable[..., Artifact]) -> None:
+    before = _shards(make(_pictures()))
+    captioned = _pictures()
+    captioned[1]["01003"] = (captioned[1]["01003"][0], ("another",))
+    pictured = _pictures()
+    pictured[2]["02006"] = (_picture(999), pictured[2]["02006"][1])
+    for changed in (captioned, pictured):
+        assert len(_shards(make(changed)).keys() & before.keys()) == 2
+
+
+def test_another_vae_or_transform_changes_every_shard(
+    make: Callable[..., Artifact], tiny_vae: Path
+) -> None:
+    before = _shards(make(_pictures()))
+    assert not _shards(make(_pictures(), vae=tiny_vae)).keys() & before.keys()
+    assert not _shards(make(_pictures(), flip=True)).keys() & before.keys()
+
+
+def test_what_changes_no_latent_changes_no_key(tiny_sdxl: Path) -> None:
+    settings = [
+        encode.settings_for_key(_recipe("s", tiny_sdxl, **settings))
+        for settings in ({}, {"batch_size": 2}, {"max_bad": 0.9}, {"device": "cpu"})
+    ]
+    assert all(s == settings[0] for s in settings)
+    other = encode.settings_for_key(_recipe("s", tiny_sdxl, seed=3))
+    assert other != settings[0]
+
+
+def test_committed_shards_are_reused_and_a_flipped_byte_is_not(
+    make: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = make(_pictures())
+    load, loads = EncoderPlace.load, []
+    monkeypatch.setattr(EncoderPlace, "load", lambda self: loads.append(1) or load(self))
+    assert make(_pictures()).digest == artifact.digest and not loads
+
+    damaged = sorted((tmp_path / "store/encode/shards").glob("*.safetensors"))[1]
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    assert make(_pictures()).digest == artifact.digest
+    assert len(loads) == 1
+
+
+def test_bad_pictures_are_counted_and_only_too_many_are_fatal(
+    make: Callable[..., Artifact],
+) -> None:
+    shards = _pictures(each=10)
+    shards[0]["00004"] = (b"not a picture", ("x",))
+    assert make(shards).summary["bad"] == {"undecodable": 1}
+    shards[2] |= {f"02{i:03}": (b"no", ("x",)) for i in range(5)}
+    with pytest.raises(
+        encode.EncodeFailed, match=r"6 of 30 .*undecodable: 6.*encode\.max_bad \(0\.05"
+    ):
+        make(shards)
+    assert make(shards, max_bad=0.5).summary["samples"] == 24
+
+
+def test_nothing_left_is_said_so(make: Callable[..., Artifact]) -> None:
+    nothing = [{"00000": (b"no", ("x",))}]
+    with pytest.raises(encode.EncodeFailed, match=r"no sample is left .undecodable: 1"):
+        make(nothing, max_bad=1.0)
+    with pytest.raises(encode.EncodeFailed, match="no image shard"):
+        make([])
+    with pytest.raises(encode.EncodeFailed, match="held-out"):
+        make(_pictures(1), holdout=1.0)
+
+
+def test_wrong_settings_are_refused_before_any_work(make: Callable[..., Artifact]) -> None:
+    with pytest.raises(WrongInput, match="no multiple of the VAE's 4"):
+        make(_pictures(1), resolution=34)
+
+
+def test_weights_that_are_missing_are_told_in_one_line(tiny_sdxl: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_sdxl, tmp_path / "model"))
+    (model / "text_encoder_2" / "model.safetensors").unlink()
+    images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
+    with pytest.raises(WrongInput, match="its encoders do not load") as caught:
+        _encode(_recipe(tmp_path / "s", model), images)
+    assert "\n" not in str(caught.value)
+
+
+def test_shards_are_encoded_by_threads_too_and_unknown_options_refused(
+    make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    images = _images(Store(str(tmp_path / "s")), _pictures(), tmp_path)
+    recipe = _recipe(tmp_path / "s", tiny_sdxl)
+    threads = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
+    artifact = _encode(recipe.model_copy(update={"beam": threads}), images)
+    assert _shards(artifact).keys() == _shards(make(_pictures())).keys()
+    with pytest.raises(ValueError, match=r"did you mean beam\.direct_num_workers"):
+        _encode(recipe.model_copy(update={"beam": {"direct_num_worker": 2}}), images)
+
+
+class _Diverging(Encoder):
+    """A VAE that overflows, as SDXL's own does in float16, on pictures that begin bright."""
+
+    def images(self, pixels):
+        mean, logvar = super().images(pixels)
+        mean[pixels[:, 0, 0, 0] > 0] = np.inf
+        return mean, logvar
+
+    def texts(self, captions):
+        embeds, pooled = super().texts(captions)
+        embeds[[caption == "picture 2" for caption in captions]] = np.nan
+        return embeds, pooled
+
+
+def test_nan_latents_and_embeddings_are_left_out(tiny_sdxl: Path, tmp_path: Path) -> None:
+    samples = [Sample(k, d, "png", t) for k, (d, t) in sorted(_pictures(1, 24)[0].items())]
+    settings = TransformSettings.of(_recipe("s", tiny_sdxl))
+    path = tmp_path / "a.safetensors"
+    facts = encode_shard(samples, _Diverging(tiny_sdxl, device="cpu"), settings, 5, path)
+    assert set(facts["bad_reasons"]) == {"NaN latent", "NaN embedding"}
+    shard = LatentShard(path)
+    assert sum(shard.groups.values()) + facts["bad"] == 24
+    for group, count in shard.groups.items():
+        for index in range(count):
+            sample = shard.sample(group, index)
+            assert np.isfinite(sample.mean).all()
+            assert np.isfinite(shard.prompt_embeds(sample.caption_rows[0])).all()
+    assert facts["captions"] == 2
+
+
+def test_summary_counts_buckets_and_caption_lengths(make: Callable[..., Artifact]) -> None:
+    shards = [
+        {
+            "0": (_picture(0, 64, 64), ("ab",)),
+            "1": (_picture(1, 100, 50), ("a" * 100,)),
+            "2": (_picture(2, 50, 100), ("ab",)),
+        }
+    ]
+    settings = {"resolution": 64, "aspect_buckets": True, "bucket_step": 16, "holdout": 0.0}
+    summary = make(shards, **settings).summary
+    assert summary["buckets"] == {"64x64": 1, "48x80": 1, "80x48": 1}
+    assert summary["groups"] == {"train/12x20": 1, "train/16x16": 1, "train/20x12": 1}
+    assert summary["caption_tokens"] == {"0": 2, "96": 1} and summary["truncated"] == 1
+    assert summary["captions"] == 2 and summary["shards"][0]["samples"] == 3
+    rows = encode.show(make(shards, **settings))[1].rows
+    assert {"height x width": "64x64", "samples": 1} in rows
+
+
+def test_a_store_elsewhere_gives_the_same_artifact(make: Callable[..., Artifact]) -> None:
+    assert make(_pictures(), "memory://encode-store").digest == make(_pictures()).digest
+
+
+def test_progress_ends_with_every_picture(tiny_sdxl: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    images = _images(Store(str(tmp_path / "s")), _pictures(), tmp_path)
+    _encode(_recipe(tmp_path / "s", tiny_sdxl), images, seen=seen)
+    assert seen[-1] == (21, 21)

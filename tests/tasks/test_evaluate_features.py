@@ -1,0 +1,70 @@
+"""CLIP features and judges: the models' own words, not ours."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+from demo import world
+from runtimes.base import WrongInput
+from tasks.evaluate import metrics
+from tasks.evaluate.features import ClipFeatures
+from tasks.evaluate.judges import ask, check_prompts
+
+PROMPTS = ["a cat", "two dogs", "a cat", "words " * 40]
+
+
+@pytest.fixture
+def pictures() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    sizes = [(32, 32), (40, 50), (64, 32), (32, 32)]
+    return [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+
+
+def test_clip_score_is_what_transformers_says(tiny_clip: Path, pictures: list[np.ndarray]) -> None:
+    clip = ClipFeatures(tiny_clip, "cpu")
+    ours = metrics.clip_scores(clip.images(pictures), clip.texts(PROMPTS))
+    model = CLIPModel.from_pretrained(tiny_clip).eval()
+    tokens = CLIPTokenizer.from_pretrained(tiny_clip)(
+        PROMPTS, padding=True, truncation=True, max_length=77, return_tensors="pt"
+    )
+    processor = CLIPImageProcessor.from_pretrained(tiny_clip)
+    pixels = processor([Image.fromarray(p) for p in pictures], return_tensors="pt").pixel_values
+    with torch.no_grad():
+        logits = model(pixel_values=pixels, **tokens).logits_per_image
+        cosine = (logits / model.logit_scale.exp()).diag().numpy()
+    np.testing.assert_allclose(ours, 100 * np.maximum(cosine, 0), atol=2e-4)
+    assert np.abs(cosine).max() > 0.01
+
+
+def test_no_pictures_are_no_features(tiny_clip: Path) -> None:
+    assert ClipFeatures(tiny_clip, "cpu").images([]).shape == (0, 24)
+
+
+def test_a_folder_without_a_clip_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        WrongInput, match=r"evaluate\.clip: .* does not load as a CLIPModel"
+    ) as caught:
+        ClipFeatures(tmp_path, "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_digits_judge_knows_real_digits_from_others() -> None:
+    x8, labels = world.digits("test")
+    style = world.style_index(world.NEW_STYLE)
+    rng = np.random.default_rng(0)
+    images = world.render(x8[:40], np.full(40, style), rng)
+    right = [world.captions(int(label), style)[0] for label in labels[:40]]
+    wrong = [world.captions(int(label + 1) % 10, style)[0] for label in labels[:40]]
+    said = ask(("digits",), images, right)
+    assert said["digit"].mean() > 0.9 and said["style"].mean() > 0.9
+    assert ask(("digits",), images, wrong)["digit"].mean() < 0.1
+
+
+def test_prompts_that_a_judge_cannot_judge_are_told_before_any_work() -> None:
+    check_prompts(("digits",), ["a handwritten seven in white chalk on a green board"])
+    with pytest.raises(WrongInput, match=r"evaluate\.judges: digits: .*a cat"):
+        check_prompts(("digits",), ["a cat"])

@@ -1,0 +1,265 @@
+"""The evaluate stage: what is drawn again, what is reused, and what its metrics are made of."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from PIL import Image
+
+from artifacts.images import Sample, write_tar
+from artifacts.keys import digest_bytes
+from artifacts.store import Artifact, KeyParts, Store
+from configs.schema import Recipe
+from runtimes.base import WrongInput
+from runtimes.events import Events
+from runtimes.job import GenerateJob, Job
+from runtimes.registry import open_runtime
+from tasks import encode, evaluate
+from tasks.process import run_job
+from tasks.progress import Progress
+
+NEW = ["a red cat", "a blue dog"]
+
+
+def _recipe(store: Path, model: Path, clip: Path, **settings: Any) -> Recipe:
+    given = {
+        "prompts": {
+            "new": {"prompts": NEW, "images_per_prompt": 2},
+            "old": {"prompts": ["a house"]},
+        },
+        "clip": str(clip),
+        "num_inference_steps": 2,
+        "bootstrap": 20,
+        "holdout_samples": 4,
+        "holdout_draws": 2,
+        "device": "cpu",
+        **settings,
+    }
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "store": str(store),
+            "model": {"path": str(model)},
+            "source": {"kind": "folder", "path": "."},
+            "encode": {"resolution": 32, "holdout": 0.4, "device": "cpu"},
+            "evaluate": given,
+            "publish": {"name": "test"},
+        }
+    )
+
+
+def _images(store: Store, path: Path) -> Artifact:
+    samples = []
+    for number in range(24):
+        noise = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(noise).save(buffer, "png")
+        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", ("a thing",)))
+    write_tar(path, samples)
+    draft = store.draft(KeyParts("download", 1, {}, {}))
+    key = digest_bytes(path.read_bytes())
+    shard = store.commit_shard("download", key, {".tar": str(path)}, {"samples": len(samples)})
+    draft.add_shard(shard)
+    return draft.commit({}, {})
+
+
+@dataclass
+class World:
+    """A base, its data, and as many trained UNets as a test asks for."""
+
+    recipe: Recipe
+    model: Path
+    clip: Path
+    images: Artifact
+    latents: Artifact
+    tmp: Path
+    jobs: list[GenerateJob] = field(default_factory=list)
+
+    @property
+    def store(self) -> Store:
+        return Store(self.recipe.store)
+
+    def run(self, job: Job, on_event: Callable[[dict[str, Any]], None]) -> None:
+        """The runtime's own code, in this process to save its start."""
+        assert isinstance(job, GenerateJob)
+        self.jobs.append(job)
+        open_runtime(job.runtime, Events()).generate(job)
+
+    def trained(self, scale: float) -> Artifact:
+        """A UNet whose last layer is scaled, as a train artifact."""
+        unet = UNet2DConditionModel.from_pretrained(self.model / "unet")
+        with torch.no_grad():
+            unet.conv_out.weight *= scale
+        unet.save_pretrained(self.tmp / "trained")
+        draft = self.store.draft(KeyParts("train", 1, {"scale": scale}, {}))
+        for name in ("config.json", "diffusion_pytorch_model.safetensors"):
+            draft.upload(str(self.tmp / "trained" / name), f"unet/{name}")
+        return draft.commit({}, {})
+
+    def evaluate(
+        self, trained: Artifact, recipe: Recipe | None = None, run: Any = None
+    ) -> Artifact:
+        recipe = recipe or self.recipe
+        inputs = (recipe, self.images, self.latents, trained, self.model, None, self.clip)
+        parts = KeyParts(
+            evaluate.STAGE,
+            evaluate.VERSION,
+            evaluate.settings_for_key(recipe),
+            evaluate.inputs(*inputs),
+        )
+        draft = self.store.draft(parts)
+        summary = evaluate.build(*inputs, draft, Progress("evaluate"), run=run or self.run)
+        return draft.commit(summary, {})
+
+
+@pytest.fixture(scope="module")
+def made(
+    tiny_sdxl: Path, tiny_clip: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Recipe]:
+    """A store with images and latents, made once."""
+    tmp = tmp_path_factory.mktemp("evaluate")
+    recipe = _recipe(tmp / "store", tiny_sdxl, tiny_clip)
+    store = Store(recipe.store)
+    images = _images(store, tmp / "shard.tar")
+    settings = encode.settings_for_key(recipe)
+    draft = store.draft(KeyParts("encode", 1, settings, encode.inputs(images, tiny_sdxl, None)))
+    draft.commit(encode.build(recipe, images, tiny_sdxl, None, draft, Progress("encode")), {})
+    return tmp / "store", recipe
+
+
+@pytest.fixture
+def world(made: tuple[Path, Recipe], tiny_sdxl: Path, tiny_clip: Path, tmp_path: Path) -> World:
+    shutil.copytree(made[0], tmp_path / "store")
+    recipe = _recipe(tmp_path / "store", tiny_sdxl, tiny_clip)
+    found = {artifact.stage: artifact for artifact in Store(recipe.store).list()}
+    return World(recipe, tiny_sdxl, tiny_clip, found["download"], found["encode"], tmp_path)
+
+
+def _metrics(artifact: Artifact) -> dict[str, Any]:
+    return json.loads(artifact.read("metrics.json"))["metrics"]
+
+
+def test_every_metric_named_beforehand_is_measured_for_both(world: World) -> None:
+    artifact = world.evaluate(world.trained(0.5))
+    found = _metrics(artifact)
+    assert list(found) == evaluate.metric_names(world.recipe)
+    assert found["clip_score"]["tuned"]["n"] == 5
+    assert found["clip_score/new"]["tuned"]["n"] == 4 and found["clip_score/old"]["base"]["n"] == 1
+    assert found["holdout_loss"]["base"]["n"] == 4
+    assert len(world.jobs) == 1 and len(world.jobs[0].drawings) == 2
+    for models in found.values():
+        for metric in models.values():
+            assert metric["ci"][0] <= metric["ci"][1]
+    for name in ("cmmd", "fd", "holdout_loss"):
+        assert found[name]["base"]["value"] != found[name]["tuned"]["value"]
+    flat = evaluate.flatten(found)
+    assert flat["cmmd"] == {m: found["cmmd"][m]["value"] for m in ("base", "tuned")}
+    assert not (Path(artifact.path) / "drawing").exists()
+
+
+def test_an_untrained_model_measures_as_its_base(world: World) -> None:
+    for models in _metrics(world.evaluate(world.trained(1.0))).values():
+        assert models["base"] == models["tuned"]
+
+
+def test_another_training_run_reuses_the_bases_pictures(world: World) -> None:
+    first, second = world.evaluate(world.trained(0.5)), world.evaluate(world.trained(0.6))
+    assert [len(job.drawings) for job in world.jobs] == [2, 1]
+    assert _metrics(first)["cmmd"]["base"] == _metrics(second)["cmmd"]["base"]
+    assert _metrics(first)["cmmd"]["tuned"] != _metrics(second)["cmmd"]["tuned"]
+
+
+def test_the_same_evaluation_has_the_same_digest(world: World) -> None:
+    trained = world.trained(0.5)
+    first = world.evaluate(trained)
+    shutil.rmtree(Path(world.store.root) / "evaluate")
+    assert world.evaluate(trained).digest == first.digest
+
+
+def test_a_damaged_picture_is_drawn_again(world: World) -> None:
+    trained = world.trained(0.5)
+    first = world.evaluate(trained)
+    tar = sorted((Path(world.store.root) / "evaluate/shards").glob("*.tar"))[0]
+    data = bytearray(tar.read_bytes())
+    data[700] ^= 1
+    tar.write_bytes(data)
+    assert world.evaluate(trained).digest == first.digest
+    assert [len(job.drawings) for job in world.jobs] == [2, 1]
+
+
+def test_prompts_and_seeds_change_the_fingerprint_and_speed_does_not(world: World) -> None:
+    trained = world.trained(0.5)
+
+    def mark(**settings: Any) -> str:
+        recipe = _recipe(Path(world.recipe.store), world.model, world.clip, **settings)
+        return str(world.evaluate(trained, recipe).summary["fingerprint"])
+
+    assert mark() == mark(batch_size=2) != mark(seed=5)
+    assert mark() != mark(prompts={"new": {"prompts": NEW}})
+
+
+def test_the_grid_shows_both_models_enlarged(world: World) -> None:
+    picture = Image.open(io.BytesIO(world.evaluate(world.trained(0.5)).read("before_after.png")))
+    assert picture.width > 2 * 96 and picture.height > 2 * 2 * 96  # two prompts; two sets, two rows
+    assert len(set(picture.getdata())) > 100
+
+
+def test_a_champion_measured_the_same_way_is_not_drawn_again(world: World, tmp_path: Path) -> None:
+    artifact = world.evaluate(world.trained(0.5))
+    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
+    (champion / "metrics.json").write_bytes(artifact.read("metrics.json"))
+    arguments = (world.recipe, str(champion), world.images, world.latents, world.clip, artifact)
+    found = evaluate.metrics_of_published(*arguments, run=world.run)
+    assert found["cmmd"]["tuned"] == _metrics(artifact)["cmmd"]["tuned"] and len(world.jobs) == 1
+
+    stale = json.loads((champion / "metrics.json").read_text()) | {"fingerprint": "older"}
+    (champion / "metrics.json").write_text(json.dumps(stale))
+    found = evaluate.metrics_of_published(*arguments, run=world.run)
+    assert len(world.jobs) == 2 and found.keys() == _metrics(artifact).keys()
+    # the champion's folder holds the base: it must measure as the base did
+    for name, models in found.items():
+        assert models["tuned"] == _metrics(artifact)[name]["base"]
+
+
+def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
+    recipe = world.recipe.model_copy(
+        update={"encode": world.recipe.encode.model_copy(update={"holdout": 0.0})}
+    )
+    draft = world.store.draft(KeyParts("encode", 1, {}, {}))
+    draft.commit(
+        encode.build(recipe, world.images, world.model, None, draft, Progress("encode")), {}
+    )
+    world.latents = draft.commit({}, {})
+    found = _metrics(world.evaluate(world.trained(0.5), recipe))
+    assert list(found) == evaluate.metric_names(recipe)
+    assert set(found) == {"clip_score", "clip_score/new", "clip_score/old"}
+
+
+def test_prompts_come_from_files_too_and_are_checked(world: World, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    sets = {"a": {"file": str(tmp_path / "prompts.txt"), "images_per_prompt": 2}}
+    recipe = _recipe(tmp_path, world.model, world.clip, prompts=sets | {"b": {"prompts": ["x"]}})
+    assert evaluate.settings_for_key(recipe)["prompts"]["a"] == ["one", "one", "two", "two"]
+    assert evaluate.sample_prompts(recipe) == ("one", "x", "two")
+    evaluate.check(recipe)
+    (tmp_path / "prompts.txt").unlink()
+    with pytest.raises(WrongInput, match=r"evaluate\.prompts\.a\.file"):
+        evaluate.check(recipe)
+    with pytest.raises(WrongInput, match=r"evaluate\.judges: digits"):
+        evaluate.check(_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
+
+
+@pytest.mark.slow
+def test_the_runtimes_own_process_draws_the_same(world: World) -> None:
+    trained = world.trained(0.5)
+    here = world.evaluate(trained)
+    shutil.rmtree(Path(world.store.root) / "evaluate")
+    assert world.evaluate(trained, run=run_job).digest == here.digest
