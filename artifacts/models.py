@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import fsspec
@@ -44,10 +45,18 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
     found = sorted(p for root in roots for p in (root.rglob("*") if root.is_dir() else [root]))
     files = [p for p in found if p.is_file() and not IGNORED & set(p.relative_to(folder).parts)]
-    return digest_json({str(p.relative_to(folder)): _digest_file(p) for p in files})
+    stats = {p: p.stat() for p in files}
+    return digest_json(
+        {
+            str(p.relative_to(folder)): _digest_file(p, at.st_size, at.st_mtime_ns)
+            for p, at in stats.items()
+        }
+    )
 
 
-def _digest_file(path: Path) -> str:
+@lru_cache(maxsize=4096)
+def _digest_file(path: Path, size: int, mtime_ns: int) -> str:
+    """sha256 of a file, once a process for as long as its size and time stamp stay."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -9,6 +9,8 @@ from artifacts.models import digest_model, resolve_model
 from artifacts.store import Store
 from configs.load import RecipeError
 from configs.schema import Recipe
+from runtimes.encoders import describe_encoders
+from runtimes.loop import read_schedule
 from runtimes.registry import probe_runtime
 from tasks import download, evaluate
 from tasks.publish.gate import check_rules
@@ -42,6 +44,7 @@ def prepare(recipe: Recipe) -> Prepared:
     found = probe_runtime(recipe.runtime)
     if not found.available:
         raise RecipeError(f"runtime {recipe.runtime}: {found.reason}")
+    _check_devices(recipe, found.devices)
     store = Store(recipe.store)
     try:
         store.check_writable()
@@ -50,10 +53,26 @@ def prepare(recipe: Recipe) -> Prepared:
     download.check(recipe)
     evaluate.check(recipe)
     model = recipe.model
-    return Prepared(
-        recipe,
-        store,
-        resolve_model(model.path, revision=model.revision, variant=model.variant),
-        resolve_model(model.vae) if model.vae else None,
-        resolve_model(recipe.evaluate.clip),
-    )
+    folder = resolve_model(model.path, revision=model.revision, variant=model.variant)
+    vae = resolve_model(model.vae) if model.vae else None
+    describe_encoders(folder, vae)  # raises for a folder of another family, or without its configs
+    _check_prediction_type(recipe, folder)
+    return Prepared(recipe, store, folder, vae, resolve_model(recipe.evaluate.clip))
+
+
+def _check_devices(recipe: Recipe, there: list[str]) -> None:
+    sections = {"encode": recipe.encode, "train": recipe.train, "evaluate": recipe.evaluate}
+    for name, section in sections.items():
+        if section.device != "auto" and not any(d.startswith(section.device) for d in there):
+            known = ", ".join(there)
+            raise RecipeError(f"{name}.device: {section.device} is not on this machine ({known})")
+
+
+def _check_prediction_type(recipe: Recipe, model: Path) -> None:
+    wanted = recipe.train.prediction_type
+    found = read_schedule(model).prediction_type
+    if wanted not in (None, found):
+        raise RecipeError(
+            f"train.prediction_type: {wanted}, but the base's scheduler says {found}; training a "
+            "model over to another prediction type is not built yet: leave it null"
+        )

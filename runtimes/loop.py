@@ -59,44 +59,24 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     loader = make_loader(job, settings, open_job_latents(job.latents))
     runtime = open_runtime(job.runtime, events)  # slow to import: what is cheap is checked first
     runtime.load(job)
-    checkpoints = Checkpoints(job.work, settings.keep_checkpoints)
-    saved = checkpoints.latest()
-    step = 0 if saved is None else _resume(runtime, saved, job, settings)
-    history = [] if saved is None else saved.history
-    run = _Run(job, settings, runtime, events, checkpoints, saved=step)
-    recorder = Recorder(
-        events, runtime, history, total=settings.steps, batch_size=settings.global_batch_size
-    )
-    events.emit(
-        "start",
-        runtime=job.runtime,
-        device=runtime.device,
-        versions=runtime.versions,
-        step=step,
-        total=settings.steps,
-    )
+    run = _Run(job, settings, runtime, events)
+    step = run.resume()
     stop.defer()
     with loader.ahead(step, settings.steps, settings.prefetch) as batches:
         for batch in batches:
             rate = learning_rate(step, settings)
-            recorder.add(runtime.step(batch, rate), rate)
+            run.recorder.add(runtime.step(batch, rate), rate)
             step += 1
             stopping = stop.requested
             if step % settings.log_every == 0 or step == settings.steps:
-                recorder.report(batches.waited)
+                run.recorder.report(batches.waited)
             if step % settings.checkpoint_every == 0 or stopping:
-                run.checkpoint(step, recorder)
+                run.checkpoint(step)
             if settings.sample_every and step % settings.sample_every == 0 and not stopping:
-                run.sample(step, recorder)
+                run.sample(step)
             if stopping and step < settings.steps:
                 return False
-    write_model(job, runtime.state(), recorder.history)
-    events.emit(
-        "result",
-        step=step,
-        samples_seen=step * settings.global_batch_size,
-        images_per_second=recorder.images_per_second,
-    )
+    run.finish()
     return True
 
 
@@ -143,38 +123,51 @@ def open_job_latents(url: str) -> Latents:
         raise WrongInput(f"latents {url}: {error}") from None
 
 
-def _resume(runtime: Runtime, saved: Checkpoint, job: TrainJob, settings: Train) -> int:
-    before, now = saved.facts["train"], settings.model_dump(mode="json")
-    for name in sorted(set(now) - CARRYING_OUT):
-        if before.get(name) != now[name]:
-            raise WrongInput(
-                f"{job.work} holds a run with train.{name}={before.get(name)}, this one asks for "
-                f"{now[name]}: give it a work folder of its own"
-            )
-    runtime.restore(saved.state, saved.step)
-    return saved.step
-
-
 class _Run:
-    """What happens beside the steps: checkpoints and sample pictures."""
+    """What happens beside the steps: resuming, checkpoints, sample pictures, the result."""
 
-    def __init__(
-        self,
-        job: TrainJob,
-        settings: Train,
-        runtime: Runtime,
-        events: Events,
-        checkpoints: Checkpoints,
-        *,
-        saved: int,
-    ) -> None:
-        self._job, self._settings, self._runtime = job, settings, runtime
-        self._events, self._checkpoints, self._saved = events, checkpoints, saved
+    def __init__(self, job: TrainJob, settings: Train, runtime: Runtime, events: Events) -> None:
+        self._job, self._settings, self._runtime, self._events = job, settings, runtime, events
+        self._checkpoints = Checkpoints(job.work, settings.keep_checkpoints)
+        self._saved = 0  # step of the newest checkpoint
 
-    def checkpoint(self, step: int, recorder: Recorder) -> None:
+    def resume(self) -> int:
+        """Continue from the newest checkpoint, if there is one; the number of steps done."""
+        saved = self._checkpoints.latest()
+        if saved is not None:
+            self._check_same_run(saved)
+            self._runtime.restore(saved.state, saved.step)
+            self._saved = saved.step
+        self.recorder = Recorder(
+            self._events,
+            self._runtime,
+            [] if saved is None else saved.history,
+            total=self._settings.steps,
+            batch_size=self._settings.global_batch_size,
+        )
+        self._events.emit(
+            "start",
+            runtime=self._job.runtime,
+            device=self._runtime.device,
+            versions=self._runtime.versions,
+            step=self._saved,
+            total=self._settings.steps,
+        )
+        return self._saved
+
+    def _check_same_run(self, saved: Checkpoint) -> None:
+        before, now = saved.facts["train"], self._settings.model_dump(mode="json")
+        for name in sorted(set(now) - CARRYING_OUT):
+            if before.get(name) != now[name]:
+                raise WrongInput(
+                    f"{self._job.work} holds a run with train.{name}={before.get(name)}, this one "
+                    f"asks for {now[name]}: give it a work folder of its own"
+                )
+
+    def checkpoint(self, step: int) -> None:
         """Commit one; a disk that is full costs this checkpoint, not the run."""
         since = time.perf_counter()
-        recorder.settle()
+        self.recorder.settle()
         if step > self._saved:
             facts = {
                 "runtime": self._job.runtime,
@@ -185,7 +178,7 @@ class _Run:
             }
             try:
                 path, size = self._checkpoints.save(
-                    step, self._runtime.state(), recorder.history, facts
+                    step, self._runtime.state(), self.recorder.history, facts
                 )
             except CheckpointNotWritten as error:
                 self._events.emit("warning", message=str(error))
@@ -193,9 +186,9 @@ class _Run:
                 self._saved = step
                 seconds = round(time.perf_counter() - since, 3)
                 self._events.emit("checkpoint", step=step, path=path, seconds=seconds, bytes=size)
-        recorder.pause(since)
+        self.recorder.pause(since)
 
-    def sample(self, step: int, recorder: Recorder) -> None:
+    def sample(self, step: int) -> None:
         """Draw the job's prompts side by side into `<work>/samples/`."""
         if not self._job.sample_prompts:
             return
@@ -207,7 +200,17 @@ class _Run:
         path = f"{root}/samples/step-{step:08d}.png"
         write_atomic(fs, path, png.getvalue())
         self._events.emit("sample", step=step, path=path)
-        recorder.pause(since)
+        self.recorder.pause(since)
+
+    def finish(self) -> None:
+        """Write the trained model."""
+        write_model(self._job, self._runtime.state(), self.recorder.history)
+        self._events.emit(
+            "result",
+            step=self._settings.steps,
+            samples_seen=self._settings.steps * self._settings.global_batch_size,
+            images_per_second=self.recorder.images_per_second,
+        )
 
 
 def write_model(job: TrainJob, state: State, history: list[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kiln import kiln
+from command import kiln
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kiln import ROOT, environment
+from command import ROOT, environment
 
 pytestmark = pytest.mark.slow
 PREFECT = [str(Path(sys.executable).parent / "prefect"), "--no-prompt"]

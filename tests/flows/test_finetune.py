@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kiln import ROOT, command, environment, kiln, run_json
+from command import ROOT, command, environment, kiln, run_json
 
 pytestmark = pytest.mark.slow
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
