@@ -2,7 +2,10 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+# Spinning threads starve the other processes of a small machine.
 export OMP_WAIT_POLICY ?= PASSIVE
+export DO_NOT_TRACK ?= 1
+export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input
 
@@ -39,7 +42,8 @@ setup: $(VENV)/base.stamp
 
 $(VENV)/base.stamp: requirements/torch.txt requirements/base.txt pyproject.toml
 	@echo "Setting up $(VENV) with $(PYTHON): about 200 packages, 2.5 GB on disk, about 4 minutes, once."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and f"Python 3.11 or 3.12 is needed, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=...")'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "[1/3] PyTorch (the largest single download, so it goes first)"
 	@$(PIP) -r requirements/torch.txt
 	@echo "[2/3] Prefect, Beam, img2dataset, diffusers and what they need ($$(wc -l < requirements/base.txt) pinned packages)"

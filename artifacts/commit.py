@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.keys import digest_stream
+from artifacts.keys import digest_json, digest_stream
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,29 @@ def hash_file(
     return FileEntry(path, size, sha256, meta or {})
 
 
+def hash_local(local: str, path: str, meta: dict[str, Any] | None = None) -> FileEntry:
+    """Fingerprint a local file that is to be copied to `path`."""
+    with open(local, "rb") as stream:
+        sha256, size = digest_stream(stream)
+    return FileEntry(path, size, sha256, meta or {})
+
+
+def put_atomic(fs: AbstractFileSystem, local: str, path: str) -> None:
+    """Copy a local file so that a reader sees all of it or the file that was there before."""
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    if not isinstance(fs, LocalFileSystem):
+        fs.put_file(local, path)
+        return
+    beside = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        shutil.copyfile(local, beside)
+        os.replace(beside, path)
+    except BaseException:
+        if os.path.exists(beside):
+            os.unlink(beside)
+        raise
+
+
 def write_atomic(fs: AbstractFileSystem, path: str, data: bytes) -> None:
     """Write `data` so that a reader sees all of it or the file that was there before.
 
@@ -60,20 +84,27 @@ def write_atomic(fs: AbstractFileSystem, path: str, data: bytes) -> None:
 
 
 def write_record(fs: AbstractFileSystem, path: str, record: dict[str, Any]) -> None:
-    """Commit: write the record at `path`, after every file that it names."""
+    """Commit: write the record at `path`, after every file that it names.
+
+    It carries a sha256 of its own content, so that a record that is damaged is known to be.
+    """
     files = [asdict(f) if isinstance(f, FileEntry) else f for f in record.get("files", [])]
-    text = json.dumps({**record, "files": files}, indent=1, ensure_ascii=False, allow_nan=False)
+    content = {**record, "files": files}
+    sealed = {"sha256": digest_json(content), **content}
+    text = json.dumps(sealed, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(fs, path, text.encode())
 
 
 def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     """Read a record; None when there is none. A damaged one raises ValueError."""
     try:
-        record = json.loads(fs.cat_file(path))
+        record: dict[str, Any] = json.loads(fs.cat_file(path))
+        if record.pop("sha256") != digest_json(record):
+            raise ValueError("its content is not what was written")
         record["files"] = [FileEntry(**entry) for entry in record["files"]]
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a readable record: {error}") from None
     return record
 
@@ -85,6 +116,8 @@ def first_fault(fs: AbstractFileSystem, root: str, files: list[FileEntry]) -> st
             found = hash_file(fs, root, entry.path)
         except FileNotFoundError:
             return f"{entry.path} is missing"
+        except OSError as error:
+            return f"{entry.path} cannot be read: {error.strerror or error}"
         if found.size != entry.size:
             return f"{entry.path} has {found.size} bytes, {entry.size} were committed"
         if found.sha256 != entry.sha256:

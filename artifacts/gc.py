@@ -17,6 +17,10 @@ CHECKPOINTS = "checkpoints"
 Key = tuple[str, str]  # (stage, key)
 
 
+class GarbageUnsure(ValueError):
+    """Something damaged hides what is needed; nothing is deleted until it is mended."""
+
+
 @dataclass(frozen=True)
 class Garbage:
     """Something that may go: a folder or a set of files of one artifact or shard."""
@@ -39,8 +43,14 @@ def recent_runs(store: Store, days: float) -> Iterator[dict[str, Any]]:
     oldest = time.time() - days * 86400
     folder = f"{store.root}/{RUNS}"
     for path in store.fs.glob(f"{folder}/*.json") if store.fs.exists(folder) else []:
-        record = json.loads(store.fs.cat_file(path))
-        if record["at"] >= oldest:
+        try:
+            record = json.loads(store.fs.cat_file(path))
+            recent = record["at"] >= oldest
+        except (KeyError, TypeError, ValueError):
+            raise GarbageUnsure(
+                f"{path} is damaged: delete it if that run matters no more"
+            ) from None
+        if recent:
             yield record
 
 
@@ -54,8 +64,10 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
             continue
         try:
             artifact = store.load(stage, key)
-        except ValueError:
-            continue  # damaged: nothing to follow, and nothing to keep
+        except ValueError as error:
+            raise GarbageUnsure(
+                f"{error}; what it was made from is not known: rebuild it first"
+            ) from None
         if artifact is not None:
             found[stage, key] = artifact
             parents = artifact.manifest["run"].get("parents", {})
@@ -63,8 +75,13 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
     return found
 
 
-def garbage(store: Store, keep: dict[Key, Artifact]) -> list[Garbage]:
-    """What is in the store and not kept. Whatever a living builder holds the lock of stays."""
+def garbage(store: Store, keep: dict[Key, Artifact], wanted: Iterable[Key] = ()) -> list[Garbage]:
+    """What is in the store and not kept.
+
+    Whatever a living builder holds the lock of stays, and so do the unfinished ones of `wanted`:
+    recent runs will go on with them.
+    """
+    unfinished = set(wanted) - keep.keys()
     shards = {
         f"{a.store.root}/{a.stage}/{entry.path[3:]}"
         for a in keep.values()
@@ -76,9 +93,12 @@ def garbage(store: Store, keep: dict[Key, Artifact]) -> list[Garbage]:
         busy = False
         for key in _folders(store, f"{store.root}/{stage}"):
             path = f"{store.root}/{stage}/{key}"
-            if (stage, key) in keep and store.fs.exists(f"{path}/{CHECKPOINTS}"):
-                found.append(_checkpoints(store, stage, key, f"{path}/{CHECKPOINTS}"))
-            if len(key) != 64 or (stage, key) in keep:
+            if len(key) != 64 or (stage, key) in unfinished:
+                busy |= (stage, key) in unfinished
+                continue
+            if (stage, key) in keep:
+                if store.fs.exists(f"{path}/{CHECKPOINTS}"):
+                    found.append(_checkpoints(store, stage, key, f"{path}/{CHECKPOINTS}"))
                 continue
             if _is_held(store, f"{path}/lock.json"):
                 busy = True
@@ -94,6 +114,8 @@ def garbage(store: Store, keep: dict[Key, Artifact]) -> list[Garbage]:
 def delete(store: Store, items: Iterable[Garbage]) -> None:
     """Delete; the file that makes a thing exist goes first, so that none is ever half there."""
     for item in items:
+        if _is_held(store, f"{store.root}/{item.stage}/{item.key}/lock.json"):
+            continue  # somebody has begun to build it since it was listed
         for path in item.paths:
             if item.what == "artifact" and store.fs.exists(f"{path}/manifest.json"):
                 store.fs.rm_file(f"{path}/manifest.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0
 #: A lock whose heartbeat has not moved for this long belonged to a builder that died.
 EXPIRY_SECONDS = 30.0
@@ -63,7 +65,8 @@ def read_owner(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
 
 def is_dead(owner: dict[str, Any]) -> bool:
     """Whether the owner ran on this host and its process is gone."""
-    if owner.get("host") != socket.gethostname() or "pid" not in owner:
+    here = _this_process()
+    if any(owner.get(name) != here[name] for name in ("host", "pids")) or "pid" not in owner:
         return False
     return _process_start(owner["pid"]) != owner.get("started")
 
@@ -96,7 +99,9 @@ def _create(fs: AbstractFileSystem, path: str, mine: dict[str, Any]) -> bool:
         fs.pipe_file(path, json.dumps(mine).encode(), mode="create")
     except FileExistsError:
         return False
-    return True
+    # Two who saw the same dead owner may both have removed a lock: the later one's token stands.
+    owner = read_owner(fs, path)
+    return owner is not None and owner.get("token") == mine["token"]
 
 
 def _discard(fs: AbstractFileSystem, path: str, owner: dict[str, Any]) -> None:
@@ -114,16 +119,24 @@ def _beat(
     seconds: float,
 ) -> None:
     while not stop.wait(seconds):
-        owner = read_owner(fs, path)
-        if owner and owner.get("token") != mine["token"]:
-            return  # taken over while we slept past the expiry: it is theirs now
-        mine["beat"] += 1
-        fs.pipe_file(path, json.dumps(mine).encode())
+        try:
+            owner = read_owner(fs, path)
+            if owner and owner.get("token") != mine["token"]:
+                return  # taken over while we slept past the expiry: it is theirs now
+            mine["beat"] += 1
+            fs.pipe_file(path, json.dumps(mine).encode())
+        except OSError as error:  # one beat missed; the next may come through
+            log.warning("lock %s: %s", path, error)
 
 
 def _this_process() -> dict[str, Any]:
     pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "started": _process_start(pid)}
+    try:
+        pids = os.readlink("/proc/self/ns/pid")  # containers of one host name count apart
+    except OSError:
+        pids = ""
+    started = _process_start(pid)
+    return {"host": socket.gethostname(), "pids": pids, "pid": pid, "started": started}
 
 
 def _process_start(pid: int) -> str | None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,8 +20,17 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts import lock
-from artifacts.commit import FileEntry, first_fault, hash_file, read_record, write_record
-from artifacts.keys import digest_json
+from artifacts.commit import (
+    FileEntry,
+    first_fault,
+    hash_file,
+    hash_local,
+    put_atomic,
+    read_record,
+    write_atomic,
+    write_record,
+)
+from artifacts.keys import digest_bytes, digest_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -115,17 +125,13 @@ class Draft:
 
     def write(self, path: str, data: bytes, **meta: Any) -> None:
         """Write one of its own files."""
-        full = f"{self.path}/{path}"
-        self.store.fs.makedirs(full.rpartition("/")[0], exist_ok=True)
-        self.store.fs.pipe_file(full, data)
-        self.add(path, **meta)
+        write_atomic(self.store.fs, f"{self.path}/{path}", data)
+        self.files[path] = FileEntry(path, len(data), digest_bytes(data), meta)
 
     def upload(self, local: str, path: str, **meta: Any) -> None:
         """Copy a local file in as one of its own files."""
-        full = f"{self.path}/{path}"
-        self.store.fs.makedirs(full.rpartition("/")[0], exist_ok=True)
-        self.store.fs.put_file(local, full)
-        self.add(path, **meta)
+        put_atomic(self.store.fs, local, f"{self.path}/{path}")
+        self.files[path] = hash_local(local, path, meta)
 
     def add(self, path: str, **meta: Any) -> None:
         """Name a file that is already in the artifact's folder."""
@@ -162,15 +168,22 @@ class Shard:
     meta: dict[str, Any]
 
 
+class StoreError(ValueError):
+    """The URL is of no filesystem that can be used here; the message says why."""
+
+
 class Store:
     """Artifacts below one fsspec URL.
 
-    Raises OSError as the filesystem does; `check_writable` turns that into words before a run.
+    Raises StoreError for a URL that cannot be used, and OSError as the filesystem does.
     """
 
     def __init__(self, url: str) -> None:
         self.fs: AbstractFileSystem
-        self.fs, root = url_to_fs(url)
+        try:
+            self.fs, root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise StoreError(f"store {url}: {error}") from None
         self.root = root.rstrip("/")
 
     @property
@@ -184,22 +197,22 @@ class Store:
 
     def check_writable(self) -> None:
         """Raise OSError unless a file can be written here."""
-        probe = f"{self.root}/.probe"
+        probe = f"{self.root}/.probe-{uuid.uuid4().hex}"
         self.fs.makedirs(self.root, exist_ok=True)
         self.fs.pipe_file(probe, b"kiln")
         self.fs.rm_file(probe)
 
     def load(self, stage: str, key: str) -> Artifact | None:
         """The artifact as its manifest says, files unchecked. ValueError if that is damaged."""
-        manifest = read_record(self.fs, f"{self.root}/{stage}/{key}/{MANIFEST}")
+        path = f"{self.root}/{stage}/{key}/{MANIFEST}"
+        manifest = read_record(self.fs, path)
+        if manifest is not None and (manifest["stage"], manifest["key"]) != (stage, key):
+            raise ValueError(f"{path} is of another artifact")
         return None if manifest is None else Artifact(self, stage, key, manifest)
 
     def fault(self, artifact: Artifact) -> str | None:
         """Re-hash an artifact; say in words what is wrong with it, or None."""
-        files = artifact.files
-        if artifact.digest != digest_json([entry.content() for entry in files]):
-            return "its manifest does not match its digest"
-        return first_fault(self.fs, artifact.path, files)
+        return first_fault(self.fs, artifact.path, artifact.files)
 
     def find(self, stage: str, key: str) -> Artifact | None:
         """The artifact if it is there and whole; a damaged one is a miss, with a warning."""
@@ -247,11 +260,11 @@ class Store:
 
         `meta` goes to the record and to the entry of each of its files.
         """
+        # What is recorded is what this builder has: another may be at the same shard.
         root = self.shards_path(stage)
-        self.fs.makedirs(root, exist_ok=True)
+        files = [hash_local(local[suffix], f"{key}{suffix}", meta) for suffix in sorted(local)]
         for suffix, path in local.items():
-            self.fs.put_file(path, f"{root}/{key}{suffix}")
-        files = [hash_file(self.fs, root, f"{key}{suffix}", meta) for suffix in sorted(local)]
+            put_atomic(self.fs, path, f"{root}/{key}{suffix}")
         write_record(
             self.fs, f"{root}/{key}.json", {"format": FORMAT, "files": files, "meta": meta}
         )
@@ -259,15 +272,24 @@ class Store:
 
     def artifacts(self) -> Iterator[Artifact]:
         """Every artifact with a readable manifest, stage by stage."""
+        for _, _, found in self._walk():
+            if isinstance(found, Artifact):
+                yield found
+
+    def unreadable(self) -> Iterator[tuple[str, str, str]]:
+        """(stage, key, what is wrong) of every artifact whose manifest is damaged."""
+        for stage, key, found in self._walk():
+            if isinstance(found, str):
+                yield stage, key, found
+
+    def _walk(self) -> Iterator[tuple[str, str, Artifact | str | None]]:
         for stage in self._names(self.root):
             for key in self._names(f"{self.root}/{stage}"):
-                try:
-                    artifact = self.load(stage, key) if len(key) == 64 else None
-                except ValueError as error:
-                    log.warning("%s %s: %s", stage, key[:12], error)
-                    continue
-                if artifact is not None:
-                    yield artifact
+                if len(key) == 64:
+                    try:
+                        yield stage, key, self.load(stage, key)
+                    except ValueError as error:
+                        yield stage, key, str(error)
 
     def _names(self, path: str) -> list[str]:
         try:

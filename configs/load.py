@@ -6,12 +6,13 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.schema import RUNTIMES_BUILT, Recipe
+from configs.urls import without_secrets
 
 RECIPES = Path(__file__).parent
 #: Files in this folder that are settings of other programs, not recipes.
@@ -76,8 +77,18 @@ def json_schema() -> dict[str, Any]:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: enough to repeat the run."""
-    return yaml.safe_dump(json.loads(recipe.model_dump_json()), sort_keys=False, allow_unicode=True)
+    """The resolved recipe as YAML: enough to repeat the run, but for passwords in its URLs."""
+    settings = _shown(json.loads(recipe.model_dump_json()))
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+
+
+def _shown(value: Any) -> Any:
+    """The value with secrets taken out of its URLs: what is dumped ends up in published cards."""
+    if isinstance(value, dict):
+        return {key: _shown(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -144,7 +155,9 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(settings, dict):
             where = ".".join(parents[: depth + 1])
             raise RecipeError(f"override {dotted}: {where} is a value, not a section")
-    settings[last] = value
+    old = settings.get(last)
+    both = isinstance(old, dict) and isinstance(value, dict)
+    settings[last] = _merge(old, value) if both else value  # type: ignore[arg-type]
 
 
 def _explain(file: str, error: ValidationError, settings: dict[str, Any]) -> str:
@@ -180,6 +193,8 @@ def _field_names(path: list[str], settings: dict[str, Any]) -> list[str]:
             model = _source_model(kind)
         elif part in model.model_fields:
             annotation = model.model_fields[part].annotation
+            if get_origin(annotation) is dict:  # named sections: the next part is a name
+                annotation = get_args(annotation)[1]
             is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
             model = annotation if is_section else None  # type: ignore[assignment]
     return sorted(model.model_fields) if model is not None else []

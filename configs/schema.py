@@ -24,7 +24,6 @@ class Model(Section):
         description="Pipeline folder: hub id, local path or fsspec URL (gs://, s3://)."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    variant: str | None = Field(None, description="Weight file variant to prefer, such as fp16.")
     vae: str | None = Field(
         None, description="Another AutoencoderKL in place of the pipeline's: hub id, path or URL."
     )
@@ -223,6 +222,11 @@ class PromptSet(Section):
     file: str | None = Field(None, description="Or a text file with one prompt a line.")
     images_per_prompt: PositiveInt = Field(
         1, description="Pictures a prompt, each with its own noise."
+    )
+    compare: bool = Field(
+        True,
+        description="Whether these pictures are compared with the held-out ones (cmmd, fd). Say "
+        "false for subjects that the held-out pictures do not show.",
     )
 
     @model_validator(mode="after")

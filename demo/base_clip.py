@@ -1,6 +1,7 @@
 """The base's CLIP: taught to match pictures with captions; its text tower is both text encoders."""
 
 import copy
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,6 +95,35 @@ def _batch_styles(step: int, count: int, rng: np.random.Generator) -> NDArray[np
     return rng.permutation(len(world.STYLES))[:kinds][rng.integers(kinds, size=count)]
 
 
+class _Batch(NamedTuple):
+    """Pictures with a caption each, and what both show."""
+
+    images: Tensor  # [B, 3, H, W]
+    texts: list[str]
+    fits: Tensor  # [B, B] float: whether caption j is true of picture i
+    digit: Tensor  # [B]
+    style: Tensor  # [B]
+    told: Tensor  # [B] bool: whether the caption names the ink
+
+
+def _draw_batch(
+    step: int, x8: NDArray[Any], labels: NDArray[Any], count: int, rng: np.random.Generator
+) -> _Batch:
+    rows = rng.integers(len(x8), size=count)
+    style = _batch_styles(step, count, rng)
+    images = pixels(world.render(x8[rows], style, rng))
+    drawn = list(zip(labels[rows].tolist(), style.tolist(), strict=True))
+    texts = [world.caption(digit, look, rng, None) for digit, look in drawn]
+    asked = [world.parse(text) for text in texts]
+    fits = torch.tensor(
+        [[a.digit == digit and look in a.styles() for a in asked] for digit, look in drawn]
+    ).float()
+    told = torch.tensor([a.ink is not None for a in asked])
+    return _Batch(
+        images, texts, fits, torch.from_numpy(labels[rows]), torch.from_numpy(style), told
+    )
+
+
 def train_clip(config: ClipConfig, tokenizer: CLIPTokenizer, seed: int) -> CLIPModel:
     """A CLIPModel that has seen every digit of the training split in all styles."""
     torch.manual_seed(seed)
@@ -108,23 +138,15 @@ def train_clip(config: ClipConfig, tokenizer: CLIPTokenizer, seed: int) -> CLIPM
     )
     x8, labels = world.digits("train")
     for step in range(config.steps):
-        rows = rng.integers(len(x8), size=config.batch_size)
-        style = _batch_styles(step, config.batch_size, rng)
-        images = pixels(world.render(x8[rows], style, rng))
-        drawn = list(zip(labels[rows].tolist(), style.tolist(), strict=True))
-        texts = [world.caption(digit, look, rng, None) for digit, look in drawn]
-        asked = [world.parse(text) for text in texts]
-        fits = torch.tensor(
-            [[a.digit == digit and look in a.styles() for a in asked] for digit, look in drawn]
-        ).float()
-
-        out = clip(input_ids=token_ids(tokenizer, texts, TRAIN_LENGTH), pixel_values=images)
-        loss = _contrast(out.logits_per_image, fits) + teacher.loss(
+        batch = _draw_batch(step, x8, labels, config.batch_size, rng)
+        ids = token_ids(tokenizer, batch.texts, TRAIN_LENGTH)
+        out = clip(input_ids=ids, pixel_values=batch.images)
+        loss = _contrast(out.logits_per_image, batch.fits) + teacher.loss(
             clip.visual_projection(out.vision_model_output.pooler_output),
             clip.text_projection(out.text_model_output.pooler_output),
-            torch.from_numpy(labels[rows]),
-            torch.from_numpy(style),
-            torch.tensor([a.ink is not None for a in asked]),
+            batch.digit,
+            batch.style,
+            batch.told,
         )
         optimizer.zero_grad()
         loss.backward()

@@ -3,10 +3,11 @@
 import hashlib
 import io
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from PIL import Image
 
 from demo import world
 
+LIST, NOTE = "urls.parquet", "recipe.json"
 REHEARSAL = 900  # half as many as the new pictures: without them the base's styles are lost
 
 
@@ -55,18 +57,36 @@ def _fill(folder: Path, seed: int, new_style: str, count: int, rehearsal: int) -
         url = f"images/{number:05d}.png"
         (folder / url).write_bytes(png)
         rows.append({"url": url, "caption": text, "sha256": hashlib.sha256(png).hexdigest()})
-    pq.write_table(pa.Table.from_pylist(rows), folder / "urls.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), folder / LIST)
 
 
-def _replace(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`, which is at no time half written."""
-    if folder.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-        folder.rename(old / folder.name)
+def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
+    """Whether `folder` holds this recipe's pictures, byte for byte as they were written."""
+    import pyarrow.parquet as pq
+
+    try:
+        note = json.loads((folder / NOTE).read_text())
+        listed = (folder / LIST).read_bytes()
+        if note != recipe | {"list": hashlib.sha256(listed).hexdigest()}:
+            return False
+        rows = pq.read_table(io.BytesIO(listed), columns=["url", "sha256"]).to_pylist()
+        digests = (hashlib.sha256((folder / row["url"]).read_bytes()) for row in rows)
+        return all(d.hexdigest() == row["sha256"] for d, row in zip(digests, rows, strict=True))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+
+
+def _replace(new: Path, folder: Path, recipe: dict[str, Any]) -> None:
+    """Put `new` in the place of `folder`, unless somebody else has just done the same."""
+    if _is_whole(folder, recipe):
+        return
+    with suppress(FileNotFoundError):
+        folder.rename(new.parent / "old")  # goes with the scratch folder
+    try:
         new.rename(folder)
-        shutil.rmtree(old)
-    else:
-        new.rename(folder)
+    except OSError:
+        if not _is_whole(folder, recipe):
+            raise
 
 
 def write(
@@ -82,7 +102,8 @@ def write(
     The first `count` of the 1,797 digits, each once, in `new_style`, and `rehearsal` pictures
     spread over the base's styles. Columns: `url` (relative to the folder, "images/00001.png"),
     `caption`, `sha256` (hex, of the PNG's bytes). The same arguments give the same bytes; a folder
-    that already holds them is left as it is. FileExistsError where `folder` holds something else.
+    that already holds them, every one intact, is left as it is. FileExistsError where `folder`
+    holds something else.
     """
     recipe = {
         "seed": seed,
@@ -91,11 +112,9 @@ def write(
         "rehearsal": rehearsal,
         "version": 1,
     }
-    note = folder / "recipe.json"
-    if note.exists():
-        if json.loads(note.read_text()) == recipe:
-            return folder / "urls.parquet"
-    elif folder.exists() and any(folder.iterdir()):
+    if _is_whole(folder, recipe):
+        return folder / LIST
+    if folder.exists() and any(folder.iterdir()) and not (folder / NOTE).exists():
         raise FileExistsError(
             f"{folder} holds files that the demo did not write: choose an empty or a new folder"
         )
@@ -105,6 +124,7 @@ def write(
         new = Path(scratch) / "new"
         new.mkdir()
         _fill(new, seed, new_style, count, rehearsal)
-        (new / note.name).write_text(json.dumps(recipe, indent=2) + "\n")
-        _replace(new, folder)
-    return folder / "urls.parquet"
+        digest = hashlib.sha256((new / LIST).read_bytes()).hexdigest()
+        (new / NOTE).write_text(json.dumps(recipe | {"list": digest}, indent=2) + "\n")
+        _replace(new, folder, recipe)
+    return folder / LIST

@@ -8,6 +8,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.exceptions import TyperException
 
 from configs.load import RecipeError, dump, json_schema, load_recipe, parse_override, recipe_names
 
@@ -94,11 +95,13 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 @app.command(name="ls")
-def list_artifacts(store: Store = "store", as_json: AsJson = False) -> None:
+def list_artifacts(
+    store: Store = "store", registry: RegistryUrl = None, as_json: AsJson = False
+) -> None:
     """List artifacts and published models."""
     from flows.look import list_store
 
-    list_store(store, as_json=as_json)
+    list_store(store, registry, as_json=as_json)
 
 
 @app.command()
@@ -119,24 +122,26 @@ def verify(
         str | None, typer.Argument(help="Beginning of a key; everything without it.")
     ] = None,
     store: Store = "store",
+    registry: RegistryUrl = None,
 ) -> None:
     """Re-hash artifacts and published models; exit code 1 if any is damaged."""
     from flows.look import verify_store
 
-    if not verify_store(store, what):
+    if not verify_store(store, what, registry):
         raise typer.Exit(1)
 
 
 @app.command()
 def gc(
     store: Store = "store",
+    registry: RegistryUrl = None,
     days: Annotated[float, typer.Option(help="Runs younger than this keep their artifacts.")] = 30,
     delete: Annotated[bool, typer.Option("--delete", help="Delete; otherwise only tell.")] = False,
 ) -> None:
     """Delete what no published model and no recent run needs (without --delete: list it)."""
     from flows.look import collect_garbage
 
-    collect_garbage(store, days=days, delete=delete)
+    collect_garbage(store, registry, days=days, delete=delete)
 
 
 @app.command()
@@ -168,8 +173,11 @@ def main() -> None:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     try:
-        app(standalone_mode=True)
-    except KeyboardInterrupt:
+        sys.exit(app(standalone_mode=False))
+    except TyperException as error:
+        error.show()  # type: ignore[attr-defined]  # wrong usage prints itself
+        sys.exit(WRONG_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; run the same command to go on from here", INTERRUPTED)
     except Exception as error:
         # Errors of ours say what to do; any other is a bug, and keeps its trace.

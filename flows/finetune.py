@@ -13,17 +13,19 @@ from prefect.context import FlowRunContext
 from prefect.states import Completed
 
 from artifacts import gc
+from artifacts.keys import digest_json
 from artifacts.store import Artifact, Draft, KeyParts
 from configs.load import dump, load_recipe
 from flows.logs import log_to_prefect
 from flows.preflight import Prepared, prepare
-from flows.stages import run_stage, show_in_ui
+from flows.stages import run_stage
 from tasks import download, encode, evaluate, publish, train
 from tasks.panels import Facts, Table
 from tasks.progress import Progress
-from tasks.publish import Rejected, gate, report
+from tasks.publish import Rejected, card, gate, report
 from tasks.publish.registry import Registry, Version
-from tasks.stage import StageResult
+from tasks.show import show_in_prefect
+from tasks.stage import StageResult, TransientError, storage_error
 
 log = logging.getLogger("kiln")
 
@@ -58,6 +60,10 @@ class _Run:
         self.at = prepared
         self.recipe = prepared.recipe
         self.store = prepared.store
+        context = FlowRunContext.get()
+        flow_run = context.flow_run.id if context and context.flow_run else uuid.uuid4()
+        self.name = str(flow_run)
+        self.keys: dict[str, str] = {}
         self.results: dict[str, StageResult] = {}
         self.artifacts: dict[str, Artifact] = {}
 
@@ -87,7 +93,7 @@ class _Run:
             train,
             {"latents": latents.digest, "base": at.base_digest()},
             lambda draft, progress: train.build(
-                self.recipe, latents, at.model, prompts, draft, progress
+                self.recipe, latents, at.model, at.vae, prompts, draft, progress
             ),
             latents=latents,
         )
@@ -125,7 +131,7 @@ class _Run:
 
         return self._stage(
             publish,
-            {"model": trained.digest, "evaluation": evaluated.digest},
+            self._publish_inputs(evaluated, trained),
             lambda draft, progress: publish.build(
                 self.recipe,
                 trained,
@@ -141,14 +147,42 @@ class _Run:
             evaluation=evaluated,
         )
 
+    def _publish_inputs(self, evaluated: Artifact, trained: Artifact) -> dict[str, str]:
+        """What the gate's verdict rests on, the champion included if a rule names it.
+
+        The champion that a model was published against stays its input once it is champion itself,
+        so that running its recipe again reuses it.
+        """
+        inputs = {
+            "model": trained.digest,
+            "evaluation": evaluated.digest,
+            "card": digest_json(str(card.base_card(self.at.model))),
+        }
+        champion = publish.registry_of(self.recipe).champion()
+        if champion is None or not gate.needs_champion(self.recipe.publish.gate):
+            return inputs
+        was = champion.manifest["inputs"]
+        if {name: was.get(name) for name in inputs} == inputs:
+            return dict(was)
+        return {**inputs, "champion": champion.manifest["digest"]}
+
     def register(self, published: Artifact, evaluated: Artifact) -> dict[str, Any]:
-        """Put the model into the registry; a version new to it becomes the champion."""
+        """Put the model into the registry; a version new to it becomes the champion.
+
+        Raises TransientError if the champion is no longer the one that the gate compared with.
+        """
         html = report.page(self.recipe, self.artifacts, self.results)
-        self.store.fs.pipe_file(f"{published.path}/report.html", html.encode())
         registry = publish.registry_of(self.recipe)
-        version = registry.publish(published)
-        if not registry.was_champion(version.name):
-            registry.promote(version.name, "published")
+        try:
+            self.store.fs.pipe_file(f"{published.path}/report.html", html.encode())
+            version = registry.publish(published)
+            if not registry.was_champion(version.name):
+                now = self._publish_inputs(evaluated, self.artifacts[train.STAGE])
+                if now.get("champion") != published.manifest["inputs"].get("champion"):
+                    raise TransientError("another model became champion meanwhile: run again")
+                registry.promote(version.name, "published")
+        except OSError as error:
+            raise storage_error(self.store, error) from error
         self._show_where(registry, version)
         return self._finish("published", version.uri, evaluated)
 
@@ -156,7 +190,7 @@ class _Run:
         """End without a model: a measured outcome, not a failure of the flow."""
         log.warning("%s", rejection)
         rows = gate.as_rows(rejection.verdicts)
-        show_in_ui("publish", [Table("Gate", rows)], "publish: refused by the gate")
+        show_in_prefect("publish", "publish: refused by the gate", lambda: [Table("Gate", rows)])
         found = self._finish("rejected", None, evaluated)
         found["gate"] = [vars(verdict) for verdict in rejection.verdicts]
         return Completed(name="Rejected", message=str(rejection), data=found)
@@ -165,6 +199,8 @@ class _Run:
         self, module: Any, inputs: dict[str, str], build: Any, **parents: Artifact
     ) -> Artifact:
         parts = KeyParts(module.STAGE, module.VERSION, module.settings_for_key(self.recipe), inputs)
+        self.keys[module.STAGE] = parts.key
+        self._record({})
         progress = Progress(module.STAGE)
 
         def with_progress(draft: Draft) -> dict[str, Any]:
@@ -184,7 +220,14 @@ class _Run:
             "champion": champion.name if champion else "none",
             "report": f"{version.uri}/report.html",
         }
-        show_in_ui("model", [Facts("Published", facts)], f"{registry.name} {version.name}")
+        heading = f"{registry.name} {version.name}"
+        show_in_prefect("model", heading, lambda: [Facts("Published", facts)])
+
+    def _record(self, report: dict[str, Any]) -> None:
+        """Remember what this run needs, from before it is built: garbage collection asks."""
+        stages = {name: {"key": key} for name, key in self.keys.items()}
+        facts = {"recipe": dump(self.recipe), **report, "stages": stages}
+        gc.record_run(self.store, self.name, facts)
 
     def _finish(self, status: str, model: str | None, evaluated: Artifact) -> dict[str, Any]:
         report = {
@@ -201,7 +244,5 @@ class _Run:
             "model": model,
             "metrics": json.loads(evaluated.read("metrics.json"))["metrics"],
         }
-        context = FlowRunContext.get()
-        flow_run = context.flow_run.id if context and context.flow_run else uuid.uuid4()
-        gc.record_run(self.store, str(flow_run), {**report, "recipe": dump(self.recipe)})
+        self._record(report)
         return report

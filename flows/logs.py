@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
@@ -11,8 +10,6 @@ from prefect.logging.handlers import APILogHandler
 
 def log_to_prefect() -> None:
     """Attach Prefect's handler to the `kiln` logger, once, and let it follow the run's thread."""
-    # Lines from threads that know no run (a heartbeat, a pump after its run) stay local.
-    os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
     logger = logging.getLogger("kiln")
     if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
         handler = APILogHandler()
@@ -23,4 +20,5 @@ def log_to_prefect() -> None:
 
 
 def _in_a_run(record: logging.LogRecord) -> bool:
+    """Lines from threads that know no run (a heartbeat, say) stay local."""
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None

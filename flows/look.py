@@ -16,11 +16,11 @@ class NotInStore(ValueError):
     """No artifact, or more than one, goes by what was asked for."""
 
 
-def list_store(url: str, *, as_json: bool) -> None:
+def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
     """Print artifacts by stage, and published versions with the champion marked."""
     store = Store(url)
     rows = [_row(artifact) for artifact in store.artifacts()]
-    models = list(_models(store))
+    models = list(_models(store, registry))
     if as_json:
         print(json.dumps({"artifacts": rows, "models": [_model_row(*m) for m in models]}))
         return
@@ -29,9 +29,9 @@ def list_store(url: str, *, as_json: bool) -> None:
             f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {_size(row['bytes']):>9}"
             f"  {row['created']}"
         )
-    for registry, version, champion in models:
+    for found, version, champion in models:
         mark = "  champion" if champion else ""
-        print(f"model     {registry.name} {version.name}  {version.uri}{mark}")
+        print(f"model     {found.name} {version.name}  {version.uri}{mark}")
     if not rows and not models:
         print(f"nothing in {url}")
 
@@ -61,23 +61,26 @@ def show_artifact(url: str, what: str, *, as_json: bool) -> None:
             print(f"    {name}: {json.dumps(value, ensure_ascii=False)[:200]}")
 
 
-def verify_store(url: str, what: str | None) -> bool:
+def verify_store(url: str, what: str | None, registry: str | None = None) -> bool:
     """Re-hash and print; whether everything is whole."""
     store = Store(url)
     whole = True
+    for stage, key, error in [] if what else store.unreadable():
+        print(f"{stage:9} {key[:12]}  {error}")
+        whole = False
     for artifact in [_one(store, what)] if what else store.artifacts():
         fault = store.fault(artifact)
         print(f"{artifact.stage:9} {artifact.key[:12]}  {fault or 'whole'}")
         whole &= fault is None
-    for registry, version, _ in [] if what else _models(store):
-        root = f"{registry.root}/{version.name}"
-        fault = first_fault(registry.fs, root, version.manifest["files"])
-        print(f"model     {registry.name} {version.name}  {fault or 'whole'}")
+    for found, version, _ in [] if what else _models(store, registry):
+        root = f"{found.root}/{version.name}"
+        fault = first_fault(found.fs, root, version.manifest["files"])
+        print(f"model     {found.name} {version.name}  {fault or 'whole'}")
         whole &= fault is None
     return whole
 
 
-def collect_garbage(url: str, *, days: float, delete: bool) -> None:
+def collect_garbage(url: str, registry: str | None = None, *, days: float, delete: bool) -> None:
     """List what nothing needs, and delete it if asked."""
     store = Store(url)
     roots = [
@@ -85,8 +88,9 @@ def collect_garbage(url: str, *, days: float, delete: bool) -> None:
         for run in gc.recent_runs(store, days)
         for stage, found in run["stages"].items()
     ]
-    roots += [("publish", version.manifest["key"]) for _, version, _ in _models(store)]
-    items = gc.garbage(store, gc.needed_by(store, roots))
+    wanted = list(roots)
+    roots += [("publish", version.manifest["key"]) for _, version, _ in _models(store, registry)]
+    items = gc.garbage(store, gc.needed_by(store, roots), wanted)
     for item in items:
         print(f"{item.what:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
     total = _size(sum(item.size for item in items))
@@ -106,12 +110,13 @@ def _one(store: Store, what: str) -> Artifact:
     return found[0]
 
 
-def _models(store: Store) -> Iterator[tuple[Registry, Version, bool]]:
-    root = f"{store.root}/registry"
-    if not store.fs.exists(root):
+def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, bool]]:
+    url = url or store.url_of("registry")
+    place = Store(url)
+    if not place.fs.exists(place.root):
         return
-    for entry in sorted(store.fs.ls(root, detail=False)):
-        registry = Registry(store.url_of("registry"), entry.rstrip("/").rpartition("/")[2])
+    for entry in sorted(place.fs.ls(place.root, detail=False)):
+        registry = Registry(url, entry.rstrip("/").rpartition("/")[2])
         champion = registry.champion()
         for version in registry.versions():
             yield registry, version, champion is not None and champion.name == version.name

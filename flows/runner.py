@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import urllib.request
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from configs.urls import without_secrets
 from tasks import progress
 
 
@@ -31,16 +33,38 @@ def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, A
     os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     with _Display(as_json=as_json) as display:
-        if "PREFECT_API_URL" not in os.environ:
+        if (server := os.environ.get("PREFECT_API_URL")) is None:
             display.say("starting Prefect (its own server, for this run) …")
+        else:
+            _check_server(server)
         from flows.finetune import finetune
 
-        found: Any = finetune(recipe, overrides)
+        try:
+            found: Any = finetune(recipe, overrides)
+        except Exception as error:
+            if as_json:
+                print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
+            raise
     report: dict[str, Any] = found
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)
     return report
+
+
+def _check_server(url: str) -> None:
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10):
+            return
+    except (OSError, ValueError) as error:
+        raise ServerAway(
+            f"no Prefect server answers at PREFECT_API_URL={without_secrets(url)} ({error}): start "
+            "it (`make ui`), or unset the variable to use one for the time of the run"
+        ) from None
+
+
+class ServerAway(ValueError):
+    """The Prefect server that was asked for is not there."""
 
 
 class _Display:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 from prefect.context import TaskRunContext
 from prefect.tasks import Task
 
 from artifacts.store import Artifact, Draft, KeyParts, Store
-from tasks.panels import Panel, to_markdown
+from tasks.panels import Panel
+from tasks.show import show_in_prefect
 from tasks.stage import StageResult, TransientError, build_or_reuse
 
 log = logging.getLogger("kiln")
+
+
+class StageFailed(RuntimeError):
+    """A stage could not use what it was given; what was built before it is kept."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +51,20 @@ def run_stage(
     present = store.find(parts.stage, parts.key)
     call = Call(store, parts, build, parents, present)
     stage_task = _as_task(parts.stage).with_options(refresh_cache=present is None)
-    state: Any = stage_task(call, return_state=True)
-    result = StageResult(**state.result())
+    try:
+        state: Any = stage_task(call, return_state=True)
+        result = StageResult(**state.result())
+    except ValueError as error:
+        # Wrong input that shows only now: earlier stages have been built, and stay.
+        raise StageFailed(f"{parts.stage}: {error}") from error
     if state.name == "Cached":
         result = StageResult(**{**result.as_dict(), "outcome": "reused", "seconds": 0.0})
     artifact = store.load(result.stage, result.key)
     assert artifact is not None, "just built or found"
-    show_in_ui(result.stage, show(artifact), f"{result.stage}: {result.outcome}")
+    heading = f"{result.stage}: {result.outcome}"
+    show_in_prefect(result.stage, heading, lambda: show(artifact))
     log.info("%s: %s in %.1f s (%s)", result.stage, result.outcome, result.seconds, result.key[:12])
     return result, artifact
-
-
-def show_in_ui(key: str, panels: Sequence[Panel], heading: str) -> None:
-    """Create a markdown artifact; a server that does not take it stops nothing."""
-    slug = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
-    try:
-        create_markdown_artifact(markdown=to_markdown(heading, panels), key=slug)
-    except Exception as error:
-        log.warning("%s could not be shown in Prefect: %s", key, error)
 
 
 def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """`python -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
 
-Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with a checkpoint; 1 anything else.
+Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with no step lost; 1 anything else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def main(arguments: list[str]) -> int:
         return _do(read_job(Path(arguments[0])), events, stop)
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
-    except (Diverged, OSError) as error:
+    except OSError as error:
+        return _fail(events, str(error), 1, errno=error.errno)
+    except Diverged as error:
         return _fail(events, str(error), 1)
     except Exception as error:
         traceback.print_exc()
@@ -68,8 +70,10 @@ def _do(job: Job, events: Events, stop: Stop) -> int:
     return 0 if done else STOPPED
 
 
-def _fail(events: Events, message: str, code: int, wrong_input: bool = False) -> int:
-    events.emit("error", message=message, wrong_input=wrong_input)
+def _fail(
+    events: Events, message: str, code: int, *, wrong_input: bool = False, errno: int | None = None
+) -> int:
+    events.emit("error", message=message, wrong_input=wrong_input, errno=errno)
     print(f"error: {message}", file=sys.stderr)
     return code
 

@@ -77,9 +77,6 @@ class Runtime(Protocol):
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         """One AdamW update on a batch."""
 
-    def losses(self, batch: StepBatch) -> NDArray[np.float32]:
-        """Mean squared error of each sample [B], without an update."""
-
     def state(self) -> State:
         """Copies of weights, both moments and EMA, as named arrays."""
 

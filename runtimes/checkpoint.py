@@ -27,7 +27,13 @@ log = logging.getLogger("kiln")
 
 
 class CheckpointNotWritten(OSError):
-    """A checkpoint could not be written; those committed before are untouched."""
+    """A checkpoint could not be written; those committed before are untouched.
+
+    `errno` is that of what went wrong, if it had one.
+    """
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,11 @@ class Checkpoints:
                 sink.write(json.dumps({"step": step, **facts}, indent=1).encode())
             write_record(self._fs, f"{path}/{MANIFEST}", {"files": files})
         except OSError as error:
-            raise CheckpointNotWritten(self._complaint(path, error)) from None
-        self._prune(step)
+            raise CheckpointNotWritten(error.errno, self._complaint(path, error)) from None
+        try:
+            self._prune(step)
+        except OSError as error:
+            log.warning("old checkpoints could not be deleted: %s", error)
         return path, sum(entry.size for entry in files)
 
     def _complaint(self, path: str, error: OSError) -> str:
@@ -112,9 +121,11 @@ class Checkpoints:
         )
 
     def _prune(self, newest: int) -> None:
-        steps = [step for step in self._steps() if step <= newest]
-        for step in steps[: -self._keep]:
-            self._discard(self._path(step))
+        committed = [step for step in self._steps() if step <= newest]
+        kept = committed[-self._keep :]
+        for step in self._folders("step-*"):  # those that a killed run left half written too
+            if step < newest and step not in kept:
+                self._discard(self._path(step))
 
     def _discard(self, path: str) -> None:
         """Delete a checkpoint, its record first: half deleted, it must not look whole."""
@@ -128,6 +139,9 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Steps of all committed checkpoints, oldest first."""
-        found = self._fs.glob(f"{self._root}/step-*/{MANIFEST}")
-        steps = [re.search(r"/step-(\d+)/[^/]*$", path) for path in found]
+        return self._folders(f"step-*/{MANIFEST}")
+
+    def _folders(self, pattern: str) -> list[int]:
+        found = self._fs.glob(f"{self._root}/{pattern}")
+        steps = [re.search(r"/step-(\d+)(/[^/]*)?$", path.rstrip("/")) for path in found]
         return sorted(int(match[1]) for match in steps if match)

@@ -5,11 +5,11 @@
 | start      | runtime, device, versions, step, total                                           |
 | progress   | step, total, loss, learning_rate, grad_norm, images_per_second, data_wait (share  |
 |            | of the time), eta_seconds, memory_bytes                                          |
-| checkpoint | step, path, seconds                                                              |
+| checkpoint | step, path, seconds, bytes                                                       |
 | sample     | step, path                                                                       |
 | drawn      | done, total                                                                      |
 | warning    | message                                                                          |
-| error      | message, wrong_input (bool)                                                      |
+| error      | message, wrong_input (bool), errno (of an OSError, or null)                      |
 | result     | whatever the job's caller needs                                                  |
 """
 

@@ -1,6 +1,7 @@
 """Model families: which conditioning a family's denoiser takes, and how it is passed.
 
-A family is one entry of `FAMILIES`; nothing else asks which family a model is of.
+A family is one entry of `FAMILIES`, and all that training knows of it. Encoding and drawing know
+more: which text encoders it has (encoders.py), how its pipeline is built (a runtime's generate).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ class TrainJob:
     out: str  # URL of the folder that the trained `unet/` and `history.jsonl` are written to
     sample_prompts: tuple[str, ...] = ()
     sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
+    vae: str | None = None  # for sample pictures, as GenerateJob.vae
     kind: str = "train"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,9 @@ from runtimes.families import Captioned, Family
 from runtimes.objective import Choices, Objective
 from runtimes.order import Order, Place, spread
 from runtimes.shards import ShardFiles
+
+POLL_SECONDS = 0.1
+JOIN_SECONDS = 5.0
 
 
 class Reader:
@@ -128,16 +131,24 @@ class Loader:
         counters = range(first, first + len(places))
         return self._reader.batch(step, places, counters, self._batch_size)
 
-    def ahead(self, start: int, stop: int, depth: int) -> Prefetch:
-        """The batches of steps [start, stop), `depth` of them made ready in background."""
-        return Prefetch(self, start, stop, depth)
+    def ahead(
+        self, start: int, stop: int, depth: int, stopping: Callable[[], bool] = lambda: False
+    ) -> Prefetch:
+        """The batches of steps [start, stop), `depth` of them made ready in background.
+
+        They end early once `stopping` says so, even while the next one is long in coming.
+        """
+        return Prefetch(self, start, stop, depth, stopping)
 
 
 class Prefetch:
     """An iterator of batches made by a thread; `waited` is how long its reader stood idle."""
 
-    def __init__(self, loader: Loader, start: int, stop: int, depth: int) -> None:
+    def __init__(
+        self, loader: Loader, start: int, stop: int, depth: int, stopping: Callable[[], bool]
+    ) -> None:
         self.waited = 0.0  # seconds
+        self._stopping = stopping
         self._steps = range(start, stop)
         self._loader = loader
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(depth)
@@ -155,16 +166,27 @@ class Prefetch:
         at: TracebackType | None,
     ) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(JOIN_SECONDS)  # a read that stalls must not keep the process
 
     def __iter__(self) -> Iterator[StepBatch]:
         for _ in self._steps:
             begin = time.perf_counter()
-            item = self._ready.get()
+            item = self._next()
             self.waited += time.perf_counter() - begin
+            if item is None:
+                return
             if isinstance(item, BaseException):
                 raise item
             yield item
+
+    def _next(self) -> StepBatch | BaseException | None:
+        """What comes next, or None when it is time to stop."""
+        while not self._stopping():
+            try:
+                return self._ready.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
+        return None
 
     def _fill(self) -> None:
         for step in self._steps:
@@ -179,7 +201,7 @@ class Prefetch:
     def _put(self, item: StepBatch | BaseException) -> None:
         while not self._stop.is_set():
             try:
-                return self._ready.put(item, timeout=0.1)
+                return self._ready.put(item, timeout=POLL_SECONDS)
             except queue.Full:
                 continue
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from fsspec.core import url_to_fs
 from PIL import Image
+from pydantic import ValidationError
 
 from artifacts.commit import write_atomic
 from artifacts.latents import Latents, open_latents
@@ -49,35 +50,46 @@ CARRYING_OUT = frozenset(
 def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     """Do the job, or as much of it as there is time for.
 
-    Returns True when it is done; False when it stopped early, with a checkpoint to resume from.
+    Returns True when it is done; False when it stopped early, with no step lost.
 
     Raises:
         WrongInput: the job cannot be done as asked.
         Diverged: the loss became NaN.
+        CheckpointNotWritten: it was to stop, and what it has done since the last one is lost.
     """
-    settings = Train(**job.train)
+    settings = read_settings(job)
     loader = make_loader(job, settings, open_job_latents(job.latents))
     runtime = open_runtime(job.runtime, events)  # slow to import: what is cheap is checked first
     runtime.load(job)
     run = _Run(job, settings, runtime, events)
     step = run.resume()
     stop.defer()
-    with loader.ahead(step, settings.steps, settings.prefetch) as batches:
+    with loader.ahead(step, settings.steps, settings.prefetch, lambda: stop.requested) as batches:
         for batch in batches:
             rate = learning_rate(step, settings)
             run.recorder.add(runtime.step(batch, rate), rate)
             step += 1
-            stopping = stop.requested
             if step % settings.log_every == 0 or step == settings.steps:
                 run.recorder.report(batches.waited)
-            if step % settings.checkpoint_every == 0 or stopping:
+            if step % settings.checkpoint_every == 0:
                 run.checkpoint(step)
-            if settings.sample_every and step % settings.sample_every == 0 and not stopping:
+            if settings.sample_every and step % settings.sample_every == 0 and not stop.requested:
                 run.sample(step)
-            if stopping and step < settings.steps:
-                return False
+        if step < settings.steps:
+            run.checkpoint(step, last=True)
+            return False
     run.finish()
     return True
+
+
+def read_settings(job: TrainJob) -> Train:
+    """The job's train settings. Raises WrongInput, naming the first that is wrong."""
+    try:
+        return Train(**job.train)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, ("train", *first["loc"])))
+        raise WrongInput(f"{name}: {first['msg']}") from None
 
 
 def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
@@ -164,10 +176,13 @@ class _Run:
                     f"asks for {now[name]}: give it a work folder of its own"
                 )
 
-    def checkpoint(self, step: int) -> None:
-        """Commit one; a disk that is full costs this checkpoint, not the run."""
+    def checkpoint(self, step: int, last: bool = False) -> None:
+        """Commit one; a disk that is full costs this checkpoint, not the run.
+
+        If it is the `last` before the process ends, CheckpointNotWritten is raised instead.
+        """
+        self.recorder.settle()  # what the device still does is training, and no pause
         since = time.perf_counter()
-        self.recorder.settle()
         if step > self._saved:
             facts = {
                 "runtime": self._job.runtime,
@@ -181,6 +196,8 @@ class _Run:
                     step, self._runtime.state(), self.recorder.history, facts
                 )
             except CheckpointNotWritten as error:
+                if last:
+                    raise
                 self._events.emit("warning", message=str(error))
             else:
                 self._saved = step
@@ -189,18 +206,27 @@ class _Run:
         self.recorder.pause(since)
 
     def sample(self, step: int) -> None:
-        """Draw the job's prompts side by side into `<work>/samples/`."""
+        """Draw the job's prompts side by side; that it fails is no reason to end the run."""
         if not self._job.sample_prompts:
             return
+        self.recorder.settle()
         since = time.perf_counter()
+        try:
+            self._events.emit("sample", step=step, path=self._draw(step))
+        except Exception as error:  # out of memory, say, or a part of the pipeline is missing
+            words = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
+            self._events.emit("warning", message=words)
+        self.recorder.pause(since)
+
+    def _draw(self, step: int) -> str:
+        """Path of the picture, below `<work>/samples/`."""
         pictures = self._runtime.sample(self._job.sample_prompts, self._job.sampler)
         png = io.BytesIO()
         Image.fromarray(np.concatenate(list(pictures), axis=1)).save(png, "png")
         fs, root = url_to_fs(self._job.work)
         path = f"{root}/samples/step-{step:08d}.png"
         write_atomic(fs, path, png.getvalue())
-        self._events.emit("sample", step=step, path=path)
-        self.recorder.pause(since)
+        return path
 
     def finish(self) -> None:
         """Write the trained model."""

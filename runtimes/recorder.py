@@ -25,7 +25,7 @@ class Recorder:
         self, events: Events, runtime: Runtime, history: list[str], *, total: int, batch_size: int
     ) -> None:
         self.history = history
-        self.images_per_second = 0.0
+        self._resumed, self._seconds = len(history), 0.0  # of training, up to the last report
         self._events, self._runtime = events, runtime
         self._total, self._batch_size = total, batch_size
         self._pending: list[tuple[StepOutput, float]] = []
@@ -56,7 +56,7 @@ class Recorder:
         last = self.settle()
         step, seconds = len(self.history), time.perf_counter() - self._since - self._paused
         rate = (step - self._first) * self._batch_size / max(seconds, 1e-9)
-        self.images_per_second = rate
+        self._seconds += seconds
         self._events.emit(
             "progress",
             **last,
@@ -67,6 +67,11 @@ class Recorder:
             memory_bytes=self._runtime.memory_bytes(),
         )
         self._restart(waited)
+
+    @property
+    def images_per_second(self) -> float:
+        """The rate of this process as of its last report: pauses are left out."""
+        return (self._first - self._resumed) * self._batch_size / max(self._seconds, 1e-9)
 
     def pause(self, since: float) -> None:
         """Leave the time since `since` (perf_counter) out of the rates: it was no training."""

@@ -8,28 +8,28 @@ from typing import Any, cast
 from runtimes.base import Probe, Runtime, WrongInput
 from runtimes.events import Events
 
-#: Name -> module with a class `TheRuntime(events)` and a function `probe()`.
-RUNTIMES = {"torch": "runtimes.torch.runtime"}
+#: Name -> package with `runtime.TheRuntime(events)` and, quicker to import, `device.probe()`.
+RUNTIMES = {"torch": "runtimes.torch"}
 
 
 def open_runtime(name: str, events: Events) -> Runtime:
     """The runtime of that name. Raises WrongInput if it is unknown or cannot be imported."""
-    return cast(Runtime, _module(name).TheRuntime(events))
+    return cast(Runtime, _module(name, "runtime").TheRuntime(events))
 
 
 def probe_runtime(name: str) -> Probe:
     """What the runtime of that name finds on this machine."""
     try:
-        return cast(Probe, _module(name).probe())
+        return cast(Probe, _module(name, "device").probe())
     except WrongInput as error:
         return Probe(available=False, reason=str(error))
 
 
-def _module(name: str) -> Any:
+def _module(name: str, part: str) -> Any:
     if name not in RUNTIMES:
         raise WrongInput(f"runtime {name!r} is not known here (known: {', '.join(RUNTIMES)})")
     try:
-        return import_module(RUNTIMES[name])
+        return import_module(f"{RUNTIMES[name]}.{part}")
     except ImportError as error:
         raise WrongInput(
             f"runtime {name} cannot be imported in this environment: {error}"

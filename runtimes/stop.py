@@ -16,7 +16,7 @@ STOPPED = 143
 
 
 class Stop:
-    """The first signal asks, the second kills.
+    """The first signal asks, the second kills; the parent's death asks too, and never kills.
 
     Until `defer` is called there is nothing to save, and the first signal ends the process too.
     """
@@ -31,7 +31,7 @@ class Stop:
             signal.signal(number, self._on_signal)
         if EVENT_FD in os.environ:
             parent = os.getppid()
-            threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+            threading.Thread(target=_watch, args=(self, parent), name="parent", daemon=True).start()
 
     def defer(self) -> None:
         """From now on the first signal only sets `requested`."""
@@ -46,11 +46,12 @@ class Stop:
             sys.exit(STOPPED)
 
 
-def _watch(parent: int) -> None:
+def _watch(stop: Stop, parent: int) -> None:
     """Take the parent's death for a SIGTERM: it is gone, or its end of our standard input is."""
     stdin = sys.stdin.fileno()
     alive = True
     while alive and os.getppid() == parent:
         readable, _, _ = select.select([stdin], [], [], 1.0)
         alive = not readable or bool(os.read(stdin, 4096))
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not stop.requested:  # a stage that dies after it has asked does not ask again
+        os.kill(os.getpid(), signal.SIGTERM)

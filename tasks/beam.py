@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions
-
 from artifacts.store import Store
+from tasks.quiet import quiet_import
+
+with quiet_import():
+    import apache_beam as beam
+    from apache_beam.options.pipeline_options import PipelineOptions
 
 #: Named, because Beam's own default first tries to download another runner.
 RUNNER = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
@@ -37,6 +39,12 @@ class Watch:
     sizes: Mapping[str, int]  # shard key -> rows
     progress: Callable[[int, int, str], None]
     unit: str = "rows"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise BeamOptionsError, before any work, for a runner or options that Beam does not take."""
+    with _quiet_beam():
+        _pipeline(options, threads=1)
 
 
 def run_linear(

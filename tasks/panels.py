@@ -70,8 +70,10 @@ def to_html(panels: Sequence[Panel]) -> str:
 
 def escape_markdown(text: Any) -> str:
     """Text that markdown shows as it is: no HTML, links, pictures, tables or emphasis."""
-    line = " ".join(str(text).split())
-    return re.sub(r"([\\`*_{}\[\]()#|!~])", r"\\\1", html.escape(line, quote=False))
+    line = html.escape(" ".join(str(text).split()), quote=False)
+    line = re.sub(r"([\\`*_{}\[\]()#|!~])", r"\\\1", line)
+    # GitHub's markdown makes links of bare addresses too.
+    return line.replace("://", ":&#47;&#47;").replace("www.", "www&#46;")
 
 
 def human(value: Any) -> str:

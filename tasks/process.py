@@ -20,6 +20,8 @@ from typing import IO, Any
 from runtimes.base import WrongInput
 from runtimes.events import EVENT_FD
 from runtimes.job import Job, write_job
+from runtimes.stop import STOPPED
+from tasks.stage import TransientError
 
 log = logging.getLogger("kiln")
 Event = dict[str, Any]
@@ -45,6 +47,8 @@ def run_job(
 
     Raises:
         WrongInput: the job cannot be done as asked.
+        OSError: it could not write, for want of space, say.
+        TransientError: somebody else told it to stop; it left a checkpoint.
         JobFailed: it failed otherwise.
     """
     with tempfile.TemporaryDirectory(prefix="kiln-job-") as folder:
@@ -84,19 +88,28 @@ def _attend(
         _stop(child, grace_seconds)
         raise
     finally:
-        for pump in pumps:
-            pump.join(timeout=5.0)
         if child.stdin is not None:
             child.stdin.close()
+        # The child is gone, so both pipes end; a display that is slow only takes longer.
+        for pump in pumps:
+            pump.join()
         events.close()
     if code == 0 and "result" in kept:
         return kept["result"]
-    error = kept.get("error", {})
+    raise _failure(code, kept.get("error", {}), "\n".join(last_words))
+
+
+def _failure(code: int, error: Event, last_words: str) -> Exception:
+    message = error.get("message")
     if error.get("wrong_input"):
-        raise WrongInput(error["message"])
+        return WrongInput(message)
+    if error.get("errno"):  # a full disk, say: the stage knows what to do about it
+        return OSError(error["errno"], message)
+    if code == STOPPED:
+        return TransientError("the runtime's process was told to stop; it left a checkpoint")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    words = error.get("message") or "\n".join(last_words)
-    raise JobFailed(f"the runtime's process {ended}" + (f": {words}" if words else ""))
+    words = message or last_words
+    return JobFailed(f"the runtime's process {ended}" + (f": {words}" if words else ""))
 
 
 def _read_events(

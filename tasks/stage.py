@@ -114,7 +114,7 @@ def storage_error(store: Store, error: OSError) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"no space left for {place}: free some (try `kiln gc`), then run again")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StorageError(f"no permission to write {place}: choose another `store`")
+        return StorageError(f"no permission for {place}: mend that, or choose another `store`")
     return error
 
 

@@ -8,6 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from fsspec import AbstractFileSystem
+
 from artifacts.store import Artifact, Draft
 from configs.schema import Recipe
 from runtimes.job import TrainJob
@@ -15,6 +17,7 @@ from runtimes.loop import CARRYING_OUT
 from tasks.panels import Facts, Panel, Picture
 from tasks.process import Event, run_job
 from tasks.progress import Progress
+from tasks.show import show_in_prefect
 
 STAGE = "train"
 VERSION = 1
@@ -34,6 +37,7 @@ def build(
     recipe: Recipe,
     latents: Artifact,
     model_folder: Path,
+    vae_folder: Path | None,
     sample_prompts: tuple[str, ...],
     draft: Draft,
     progress: Progress,
@@ -42,6 +46,7 @@ def build(
     job = TrainJob(
         runtime=recipe.runtime,
         model=str(model_folder),
+        vae=None if vae_folder is None else str(vae_folder),
         latents=latents.uri,
         train=recipe.train.model_dump(mode="json"),
         work=draft.uri,
@@ -59,7 +64,7 @@ def build(
             },
         ),
     )
-    watched = _Watch(progress)
+    watched = _Watch(progress, draft.store.fs)
     run_job(job, watched, grace_seconds=recipe.train.grace_seconds)
     draft.add("unet/config.json")
     draft.add("unet/diffusion_pytorch_model.safetensors")
@@ -114,9 +119,11 @@ def loss_curve(history: list[dict[str, Any]]) -> bytes:
 class _Watch:
     """Turns the process's events into progress, log lines and facts about the run."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, fs: AbstractFileSystem) -> None:
+        self.fs = fs
         self.progress = progress
         self.facts: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "start":
@@ -127,9 +134,21 @@ class _Watch:
         elif event["event"] == "progress":
             for name in ("images_per_second", "data_wait", "memory_bytes"):
                 self.facts[name] = event[name]
+            self.history.append(event)
             self.progress(event["step"], event["total"], _in_words(event))
+        elif event["event"] == "result":
+            self.facts["images_per_second"] = event["images_per_second"]
+        elif event["event"] == "sample":
+            heading = f"{STAGE}: step {event['step']}"
+            show_in_prefect(STAGE, heading, lambda: self._so_far(event["path"]))
         elif event["event"] == "checkpoint":
             log.debug("train: checkpoint at step %d", event["step"])
+
+    def _so_far(self, path: str) -> list[Panel]:
+        return [
+            Picture("Loss", loss_curve(self.history)),
+            Picture("Samples while training", bytes(self.fs.cat_file(path))),
+        ]
 
 
 def _in_words(event: Event) -> str:

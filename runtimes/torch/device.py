@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import platform
 import re
 from importlib.metadata import version
@@ -10,6 +12,21 @@ from pathlib import Path
 import torch
 
 from runtimes.base import Probe, WrongInput
+
+
+def make_deterministic() -> None:
+    """The same job on the same machine gives the same bits, as far as PyTorch has such kernels.
+
+    Call it before anything is put on a device: cuBLAS reads its setting when it starts.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads it
+    # No algorithm chosen by a race of timings, and float32 means float32.
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def choose_device(name: str) -> torch.device:
@@ -43,6 +60,12 @@ def peak_bytes(device: torch.device) -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     return int(peak[1]) * 1024 if peak else 0
+
+
+def free_memory() -> None:
+    """Hand back to the device what models that nobody holds any more have left in the cache."""
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing, where there is no CUDA
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from runtimes.base import WrongInput
 from runtimes.encoders import describe_encoders, vae_path
-from runtimes.torch.device import choose_device
+from runtimes.torch.device import choose_device, make_deterministic
+from runtimes.torch.models import weight_variant
 
 Float32 = NDArray[np.float32]
 #: Tokens that spell any text: CLIP's byte alphabet. Fewer means that a vocabulary was not read.
@@ -48,10 +49,8 @@ class Encoder:
         dtype: str = "float32",
     ) -> None:
         self.info = describe_encoders(model_folder, vae_folder)
+        make_deterministic()  # a rebuilt shard must have the bytes it had
         self.device, self.dtype = choose_device(device), getattr(torch, dtype)
-        # A rebuilt shard must have the bytes it had: no algorithm chosen by a race of timings.
-        torch.backends.cudnn.benchmark = False
-        torch.backends.cudnn.deterministic = True
         try:
             self._load_vae(vae_path(model_folder, vae_folder))
             self._load_texts(model_folder)
@@ -65,7 +64,7 @@ class Encoder:
         )
         self._vae_dtype = torch.float32 if upcast else self.dtype
         vae = AutoencoderKL.from_pretrained(
-            folder, torch_dtype=self._vae_dtype, **SAFE, **_variant(folder)
+            folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
         )
         self._vae = vae.to(self.device).eval().requires_grad_(False)
 
@@ -129,7 +128,8 @@ def _load_text(
     kind: Any, folder: Path, suffix: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[CLIPTokenizer, Any]:
     weights = folder / f"text_encoder{suffix}"
-    model = kind.from_pretrained(weights, torch_dtype=dtype, **SAFE, **_variant(weights))
+    variant = weight_variant(weights)
+    model = kind.from_pretrained(weights, torch_dtype=dtype, variant=variant, **SAFE)
     tokenizer = CLIPTokenizer.from_pretrained(folder / f"tokenizer{suffix}", local_files_only=True)
     # transformers 5 may read no vocabulary and say nothing; every caption would be the same.
     if not LEAST_VOCABULARY < len(tokenizer) <= model.config.vocab_size:
@@ -138,10 +138,3 @@ def _load_text(
             f"{model.config.vocab_size}"
         )
     return tokenizer, model.to(device).eval().requires_grad_(False)
-
-
-def _variant(folder: Path) -> dict[str, str]:
-    """The variant to load: none, unless the folder has only one, such as `.fp16.safetensors`."""
-    names = [path.name.split(".") for path in sorted(folder.glob("*.safetensors"))]
-    variants = [parts[1] for parts in names if len(parts) == 3 and "-of-" not in parts[1]]
-    return {"variant": variants[0]} if names and len(variants) == len(names) else {}

@@ -15,6 +15,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.utils import logging as diffusers_logging
 from fsspec.implementations.local import LocalFileSystem
 from PIL.Image import Image
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from transformers.utils import logging as transformers_logging
 
 from artifacts.commit import write_atomic
@@ -27,11 +28,17 @@ from runtimes.job import Drawing, GenerateJob
 from runtimes.loader import holdout_batches
 from runtimes.loop import open_job_latents, read_schedule
 from runtimes.objective import LatentScale, Objective
-from runtimes.torch.device import choose_device
+from runtimes.torch.device import choose_device, make_deterministic
 from runtimes.torch.models import load_unet, weight_variant
 from runtimes.torch.runtime import Inputs
 
 LOSS_BATCH = 32
+#: Parts with weights beside the UNet: each may be stored in another variant than the others.
+WEIGHTED = {
+    "vae": AutoencoderKL,
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": CLIPTextModelWithProjection,
+}
 
 
 class Sampler:
@@ -59,11 +66,12 @@ class Sampler:
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
         try:
-            if vae is not None:
-                variant = weight_variant(vae)
-                parts["vae"] = AutoencoderKL.from_pretrained(vae, variant=variant, **common)
-            variant = weight_variant(folder / "vae")
-            pipe = DiffusionPipeline.from_pretrained(folder, variant=variant, **parts, **common)
+            for name, kind in WEIGHTED.items():
+                if (index.get(name) or [None])[0] is not None:
+                    part = vae if name == "vae" and vae is not None else folder / name
+                    variant = weight_variant(part)
+                    parts[name] = kind.from_pretrained(part, variant=variant, **common)
+            pipe = DiffusionPipeline.from_pretrained(folder, **parts, **common)
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise WrongInput(f"model {folder}: the pipeline does not load: {reason}") from None
@@ -110,6 +118,7 @@ def generate(job: GenerateJob, events: Events) -> None:
 
     What is there already is kept, so that an interrupted job goes on where it was.
     """
+    make_deterministic()
     device, dtype = choose_device(job.device), getattr(torch, job.dtype)
     model, vae = Path(job.model), None if job.vae is None else Path(job.vae)
     detect_family(model)

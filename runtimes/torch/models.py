@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from runtimes.base import WrongInput
 
 WEIGHTS = "diffusion_pytorch_model"
+_PIECE = r"(?:-\d+-of-\d+)?"
+VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
 
 
 def load_unet(folder: Path, dtype: torch.dtype = torch.float32) -> UNet2DConditionModel:
@@ -37,9 +40,14 @@ def load_unet(folder: Path, dtype: torch.dtype = torch.float32) -> UNet2DConditi
 
 
 def weight_variant(folder: Path) -> str | None:
-    """The variant that diffusers must be asked for: fp16 where no other weights are there."""
-    plain = any((folder / name).exists() for name in _names(""))
-    return "fp16" if not plain and any((folder / n).exists() for n in _names(".fp16")) else None
+    """The variant that must be asked for to load a part of a pipeline from `folder`.
+
+    None, unless there are weights of variants only: `model.fp16.safetensors`, or in pieces
+    `model.fp16-00001-of-00002.safetensors` (older: `model-00001-of-00002.fp16.safetensors`).
+    """
+    found = [VARIANT.fullmatch(path.name) for path in folder.glob("*.safetensors")]
+    variants = {match["variant"] for match in found if match}
+    return None if None in variants else min(variants, default=None)
 
 
 def _names(variant: str) -> tuple[str, str]:

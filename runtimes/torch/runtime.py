@@ -16,7 +16,14 @@ from runtimes.base import State, StepBatch, StepOutput
 from runtimes.events import Events
 from runtimes.families import Family, detect_family
 from runtimes.job import GenerateJob, TrainJob
-from runtimes.torch.device import choose_device, describe, peak_bytes, probe, versions
+from runtimes.torch.device import (
+    choose_device,
+    describe,
+    make_deterministic,
+    peak_bytes,
+    probe,
+    versions,
+)
 from runtimes.torch.models import load_unet
 from runtimes.torch.update import Update
 
@@ -33,6 +40,7 @@ class TheRuntime:
 
     def load(self, job: TrainJob) -> None:
         self._job, self._settings = job, Train(**job.train)
+        make_deterministic()
         self._device = choose_device(self._settings.device)
         self.device = describe(self._device)
         self._family = detect_family(Path(job.model))
@@ -57,12 +65,6 @@ class TheRuntime:
             loss += part.detach()
         return StepOutput(loss, self._update.apply(learning_rate))
 
-    @torch.inference_mode()
-    def losses(self, batch: StepBatch) -> NDArray[np.float32]:
-        with self._autocast():
-            errors = Inputs(batch, slice(None), self._device).errors(self._forward, self._family)
-        return errors.cpu().numpy()
-
     def state(self) -> State:
         return self._update.state()
 
@@ -73,11 +75,15 @@ class TheRuntime:
         from runtimes.torch.generate import Sampler  # pipelines are slow to import
 
         if self._sampler is None:
-            self._sampler = Sampler(Path(self._job.model), self._unet, self._device)
+            vae = None if self._job.vae is None else Path(self._job.vae)
+            model = Path(self._job.model)
+            self._sampler = Sampler(model, self._unet, self._device, vae=vae)
         self._unet.eval()
-        with self._update.averaged(), self._autocast():
-            pictures = self._sampler.draw(prompts, sampler, first=0)
-        self._unet.train()
+        try:
+            with self._update.averaged(), self._autocast():
+                pictures = self._sampler.draw(prompts, sampler, first=0)
+        finally:
+            self._unet.train()
         return np.stack([np.asarray(picture) for picture in pictures])
 
     def memory_bytes(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,15 @@ from artifacts.keys import digest_bytes
 from configs.schema import Download
 from tasks.download.failures import FetchFailed
 from tasks.download.guard import Limits, fetch
-from tasks.download.rows import Row
+from tasks.download.rows import Row, absolute
 from tasks.download.sources import Place
 
 #: Scheme of the addresses under which img2dataset asks for the rows of a shard.
 SCHEME = "kilnrow"
 #: Formats that are decoded; the decoders of others are not offered hostile bytes.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+ORIENTATION = 0x0112  # EXIF tag; 1 is upright
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 #: Longest pause that a server's Retry-After can put upon us, in seconds.
 MOST_WAIT = 30.0
 USER_AGENT = "Mozilla/5.0 (compatible; kilnworks)"
@@ -52,7 +53,7 @@ class Fetcher:
             if row.sha256 is not None and digest_bytes(body) != row.sha256:
                 raise FetchFailed("sha256 differs")
             check_picture(body, self.settings.max_pixels)
-            return body, answer
+            return upright(body), answer
         except FetchFailed as failure:
             self.failures[number] = failure
             raise
@@ -67,7 +68,10 @@ class Fetcher:
     def _fetched(self, row: Row, headers: dict[str, str]) -> tuple[bytes, Message]:
         if not row.url:
             raise FetchFailed("no picture")
-        url = self._absolute(row.url)
+        try:
+            url = absolute(row.url, self.base_url)
+        except ValueError:
+            raise FetchFailed("bad url") from None
         deadline = time.monotonic() + self.settings.deadline
         for attempt in range(self.settings.retries + 1):
             try:
@@ -85,14 +89,6 @@ class Fetcher:
         own = self.settings.backoff * 2**attempt * random.uniform(0.75, 1.25)
         return max(own, min(failure.wait, MOST_WAIT))
 
-    def _absolute(self, url: str) -> str:
-        if self.base_url is None:
-            return url
-        try:
-            return urllib.parse.urljoin(f"{self.base_url.rstrip('/')}/", url)
-        except ValueError:
-            raise FetchFailed("bad url") from None
-
 
 def check_picture(body: bytes, max_pixels: int) -> None:
     """Raise FetchFailed unless the header is that of a picture of a size fit to be decoded."""
@@ -107,6 +103,31 @@ def check_picture(body: bytes, max_pixels: int) -> None:
         raise FetchFailed("not an image") from None
     if width * height > max_pixels:
         raise FetchFailed("too many pixels")
+
+
+def upright(body: bytes) -> bytes:
+    """The picture as its EXIF orientation says it is to be seen; as it is if that says nothing.
+
+    img2dataset decodes without looking at the tag and drops it. Raises FetchFailed.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(BytesIO(body), formats=_known_formats()) as image:
+            try:
+                orientation = image.getexif().get(ORIENTATION, 1)
+            except Exception:  # a broken tag is no reason to refuse the picture
+                orientation = 1
+            if orientation not in range(2, 9):
+                return body
+            turned = ImageOps.exif_transpose(image)
+            if turned.mode not in PNG_MODES:
+                turned = turned.convert("RGB")
+            buffer = BytesIO()
+            turned.save(buffer, "PNG", compress_level=0)  # lossless, and read back at once
+            return buffer.getvalue()
+    except Exception:  # as above
+        raise FetchFailed("not an image") from None
 
 
 @cache

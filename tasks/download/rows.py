@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,25 @@ class Row:
     captions: tuple[str, ...]
     sha256: str | None = None  # of the picture's bytes, hex
     file: str | None = None  # local copy, where the source holds the picture itself
+    base_url: str | None = None  # what the list's relative URLs are joined to
 
     @property
     def hash(self) -> str:
-        """sha256 (hex) of what identifies the row: neither where it lies nor where it is served."""
-        known = {} if self.sha256 is None else {"sha256": self.sha256}
-        return digest_json({"url": self.url, "captions": list(self.captions), **known})
+        """sha256 (hex) of what identifies the row.
+
+        Where its picture is served counts only if nothing else says which picture it is.
+        """
+        if self.sha256 is not None:
+            named = {"url": self.url, "sha256": self.sha256}
+        else:
+            named = {"url": self._absolute()}
+        return digest_json({"captions": list(self.captions), **named})
+
+    def _absolute(self) -> str:
+        try:
+            return absolute(self.url, self.base_url)
+        except ValueError:
+            return self.url  # it will fail to be fetched, wherever it is
 
 
 class Keep:
@@ -37,6 +51,11 @@ class Keep:
         path.write_bytes(picture)
         self.count += 1
         return str(path)
+
+
+def absolute(url: str, base_url: str | None) -> str:
+    """A listed URL joined to the base, if there is one. Raises ValueError for what is no URL."""
+    return url if base_url is None else urllib.parse.urljoin(f"{base_url.rstrip('/')}/", url)
 
 
 def held_row(

@@ -16,7 +16,18 @@ from artifacts.models import cache_folder
 from tasks.download.lists import reading
 
 #: What filesystems call that which changes when a file does.
-MARKS = ("mtime", "ino", "oid", "etag", "ETag", "generation", "md5Hash", "crc32c", "LastModified")
+MARKS = (
+    "mtime",
+    "ino",
+    "oid",
+    "blob_id",  # the hub's
+    "etag",
+    "ETag",
+    "generation",
+    "md5Hash",
+    "crc32c",
+    "LastModified",
+)
 SIZE = hashlib.sha256().digest_size
 VERSION = 1  # of what a row's hash is made of
 

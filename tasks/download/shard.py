@@ -16,6 +16,7 @@ from artifacts.images import Sample, write_rows, write_tar
 from artifacts.keys import digest_bytes, digest_json
 from artifacts.store import Shard, Store
 from configs.schema import Download
+from configs.urls import without_secrets
 from tasks.download.errors import SourceError
 from tasks.download.fetch import Fetcher, offered
 from tasks.download.lists import Span
@@ -23,7 +24,7 @@ from tasks.download.rows import Row
 from tasks.download.sources import SOURCES, Place
 
 STAGE = "download"
-VERSION = 1
+VERSION = 2
 #: How a download is carried out rather than what comes out: no part of a key.
 CARRYING_OUT = {
     "threads",
@@ -226,7 +227,7 @@ def _describe(shard: str, number: int, row: Row, result: _Result) -> dict[str, A
     names = ("width", "height", "original_width", "original_height")
     return {
         "key": f"{shard[:12]}_{number:05d}",
-        "url": row.url,
+        "url": without_secrets(row.url),
         "caption": row.captions[0],
         "status": result.status,
         "error_message": result.reason,

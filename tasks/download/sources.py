@@ -96,7 +96,8 @@ class UrlList:
         s = self.settings
         sha256 = values.get(s.sha256_column) if s.sha256_column else None
         captions = captions_of(values.get(s.caption_column) if s.caption_column else None)
-        return Row(text_of(values[s.url_column]), captions, text_of(sha256).lower() or None)
+        checked = text_of(sha256).lower() or None
+        return Row(text_of(values[s.url_column]), captions, checked, base_url=s.base_url)
 
 
 class Folder:

@@ -21,6 +21,7 @@ from tasks.download.lists import Span, join_spans
 from tasks.download.shard import STAGE, Left, ShardSpec, Work, shard_key, shard_settings
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
+from tasks.quiet import quiet_import
 from tasks.stage import TransientError
 
 NOTES = "left"  # folder in the draft where workers say which shards they left, and why
@@ -86,7 +87,8 @@ def build(
         TooManyFailed: more rows failed for good than `download.max_failed` allows.
         OSError: the store cannot be written.
     """
-    run_pipeline = _load_pipeline()
+    with quiet_import():  # Beam takes seconds to import
+        from tasks.download.pipeline import run_pipeline
     store = draft.store
     url = store.root if store.is_local else str(store.fs.unstrip_protocol(store.root))
     with _source(recipe).open() as place:
@@ -113,23 +115,6 @@ def show(artifact: Artifact) -> list[Panel]:
     if tars:
         panels.append(Picture("Some of the pictures", _grid(artifact.url(tars[0]))))
     return panels
-
-
-def _load_pipeline() -> Callable[..., list[Left]]:
-    """Import Beam, which takes seconds, and warns of a Google client that nothing here needs."""
-    root, silence = logging.getLogger(), logging.NullHandler()
-
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
-
-    root.addHandler(silence)  # or logging would set up a handler of its own for the warning
-    root.addFilter(nothing)
-    try:
-        from tasks.download.pipeline import run_pipeline
-    finally:
-        root.removeFilter(nothing)
-        root.removeHandler(silence)
-    return run_pipeline
 
 
 def _source(recipe: Recipe) -> Source:

@@ -15,12 +15,17 @@ VERSION = 1
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that change latents: not the batch size, the device, or what is tolerated."""
-    settings = recipe.encode.model_dump(mode="json", exclude={"batch_size", "device", "max_bad"})
+    """The settings that change latents: not the device, or what is tolerated.
+
+    The batch size is among them: the last bits of a latent depend on it.
+    """
+    settings = recipe.encode.model_dump(mode="json", exclude={"device", "max_bad"})
     return {**settings, "max_pixels": recipe.download.max_pixels}
 
 
-def shard_key(tar_sha256: str, encoders: str, dtype: str, settings: TransformSettings) -> str:
+def shard_key(
+    tar_sha256: str, encoders: str, dtype: str, batch_size: int, settings: TransformSettings
+) -> str:
     """The key of the latent shard of an image shard: its bytes, the encoders, the transform."""
     return digest_json(
         {
@@ -29,6 +34,7 @@ def shard_key(tar_sha256: str, encoders: str, dtype: str, settings: TransformSet
             "tar": tar_sha256,
             "encoders": encoders,
             "dtype": dtype,
+            "batch_size": batch_size,
             "transform": asdict(settings),
         }
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,16 @@ def encode_shards(
     finally:
         # Beam keeps the last shared object for ever: let go of the encoders and their memory.
         Shared().acquire(_Nothing)
+        _free_memory()
     return [_committed(store, work.key) for work in works]
+
+
+def _free_memory() -> None:
+    """Hand what the encoders took of the device back, for the stages that come next."""
+    if "torch" in sys.modules:  # otherwise nothing was encoded here
+        from runtimes.torch.device import free_memory
+
+        free_memory()
 
 
 def _committed(store: Store, key: str) -> Shard:

@@ -15,6 +15,7 @@ from runtimes.encoders import describe_encoders, digest_encoders
 from tasks.encode.keys import shard_key
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.panels import Facts, Panel, Table
+from tasks.quiet import quiet_import
 
 SHARDS_SHOWN = 50
 
@@ -43,7 +44,8 @@ def build(
         EncodeFailed: more than `encode.max_bad` of the samples are bad, or no sample is left.
     """
     # Beam takes seconds to import: only what builds pays for it.
-    from tasks.encode.pipeline import EncoderPlace, EncodeShard, Work, encode_shards
+    with quiet_import():
+        from tasks.encode.pipeline import EncoderPlace, EncodeShard, Work, encode_shards
 
     info = describe_encoders(model_folder, vae_folder)
     settings = TransformSettings.of(recipe)
@@ -53,14 +55,16 @@ def build(
     works = {}
     for entry in images.files:
         if entry.path.endswith(".tar"):
-            key = shard_key(entry.sha256, encoders, dtype, settings)
+            key = shard_key(entry.sha256, encoders, dtype, recipe.encode.batch_size, settings)
             works[key] = Work(key, images.url(entry.path), entry.meta["samples"])
     if not works:
         raise EncodeFailed("encode: the download stage has left no image shard to encode")
     vae = None if vae_folder is None else str(vae_folder)
     place = EncoderPlace(str(model_folder), vae, recipe.encode.device, dtype)
-    dofn = EncodeShard(recipe.store, place, settings, recipe.encode.batch_size)
-    shards = encode_shards(list(works.values()), draft.store, dofn, recipe.beam, progress)
+    store = draft.store
+    url = store.root if store.is_local else str(store.fs.unstrip_protocol(store.root))
+    dofn = EncodeShard(url, place, settings, recipe.encode.batch_size)
+    shards = encode_shards(list(works.values()), store, dofn, recipe.beam, progress)
     summary = summarise(shards, info["vae_scale_factor"])
     check(summary, recipe.encode.max_bad)
     for shard in shards:

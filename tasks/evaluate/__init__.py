@@ -1,11 +1,13 @@
 """The evaluate stage: measure the tuned model against its base, on the same prompts and noise."""
 
+from tasks.evaluate.features import check_clip
 from tasks.evaluate.measure import flatten, metric_names
 from tasks.evaluate.pictures import STAGE, VERSION
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.stage import (
     build,
     check,
+    check_size,
     evaluate_model,
     inputs,
     metrics_of_published,
@@ -18,6 +20,8 @@ __all__ = [
     "VERSION",
     "build",
     "check",
+    "check_clip",
+    "check_size",
     "evaluate_model",
     "flatten",
     "inputs",

@@ -10,11 +10,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.base import WrongInput
+from runtimes.encoders import read_config
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
 Float32 = NDArray[np.float32]
 BATCH = 64
 Item = TypeVar("Item")
+
+
+#: Any file of each group will do.
+PARTS = {
+    "weights": ("model.safetensors", "model.safetensors.index.json"),
+    "a tokenizer": ("tokenizer.json", "vocab.json"),
+    "an image processor": ("preprocessor_config.json", "processor_config.json"),
+}
+
+
+def check_clip(folder: Path) -> None:
+    """Raise WrongInput, without loading anything, unless a folder looks like a CLIPModel's."""
+    if not (folder / "config.json").is_file():
+        raise WrongInput(f"evaluate.clip: {folder} has no config.json, as a CLIPModel's folder has")
+    kind = read_config(folder / "config.json").get("model_type")
+    if kind != "clip":
+        raise WrongInput(f"evaluate.clip: {folder} holds no CLIPModel (its model_type is {kind})")
+    for part, files in PARTS.items():
+        if not any((folder / name).is_file() for name in files):
+            raise WrongInput(f"evaluate.clip: {folder} has no {' or '.join(files)} ({part})")
 
 
 class ClipFeatures:

@@ -34,6 +34,7 @@ class Yardstick:
     """Everything that two measurements must share to be compared, ready to be held to a model."""
 
     sets: PromptSets
+    compared: tuple[str, ...]  # sets whose pictures are compared with the held-out ones
     judges: tuple[str, ...]
     resamples: int
     seed: int
@@ -49,6 +50,7 @@ class Yardstick:
         held_out = reference_pictures(images, TransformSettings.of(recipe), factor)
         return cls(
             sets=sets,
+            compared=compared_sets(recipe),
             judges=recipe.evaluate.judges,
             resamples=recipe.evaluate.bootstrap,
             seed=recipe.evaluate.seed,
@@ -64,9 +66,12 @@ class Yardstick:
         found = {"clip_score": metrics.mean(scores, self.resamples, self.seed)}
         for name, part in parts(self.sets).items():
             found[f"clip_score/{name}"] = metrics.mean(scores[part], self.resamples, self.seed)
-        if min(len(self.reference), len(features)) >= 2:
+        like = np.concatenate(
+            [features[:0], *(features[parts(self.sets)[n]] for n in self.compared)]
+        )
+        if min(len(self.reference), len(like)) >= 2:
             for name, distance in metrics.DISTANCES.items():
-                found[name] = distance(features, self.reference, self.resamples, self.seed)
+                found[name] = distance(like, self.reference, self.resamples, self.seed)
         losses = read_losses(store, drawn)
         if len(losses):
             found["holdout_loss"] = metrics.mean(losses, self.resamples, self.seed)
@@ -121,6 +126,7 @@ def fingerprint(recipe: Recipe, images: Artifact, latents: Artifact, clip: Path)
             "version": VERSION,
             "sitting": sitting(recipe, latents).facts(),
             "sets": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
+            "compared": list(compared_sets(recipe)),
             "clip": digest_model(clip),
             "reference": images.digest,
             "transform": vars(TransformSettings.of(recipe)),
@@ -134,9 +140,14 @@ def metric_names(recipe: Recipe) -> list[str]:
     sets = list(recipe.evaluate.prompts)
     names = ["clip_score", *(f"clip_score/{name}" for name in sets)]
     if recipe.encode.holdout > 0:
-        names += [*metrics.DISTANCES, "holdout_loss"]
+        names += [*(metrics.DISTANCES if compared_sets(recipe) else ()), "holdout_loss"]
     verdicts = [verdict for judge in recipe.evaluate.judges for verdict in JUDGES[judge].verdicts]
     return names + [f"{verdict}/{name}" for verdict in verdicts for name in sets]
+
+
+def compared_sets(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the prompt sets whose pictures are compared with the held-out ones."""
+    return tuple(name for name, given in recipe.evaluate.prompts.items() if given.compare)
 
 
 def flatten(measured: dict[str, dict[str, Metric]]) -> dict[str, dict[str, float]]:

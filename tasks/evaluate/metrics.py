@@ -1,7 +1,8 @@
 """Statistics of pictures: CLIPScore, CMMD, Fréchet distance, shares, each with a 95% interval.
 
 Every metric is {"value": float, "n": int, "ci": [low, high]}. Intervals are percentile bootstrap
-(Efron & Tibshirani 1993, ch. 13); shares of yes and no have Wilson's (1927).
+(Efron & Tibshirani 1993, ch. 13) over the stated number of "resamples"; shares of yes and no have
+Wilson's (1927).
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _unbiased(drawn: Float64, value: float) -> Float64:
 def _metric(value: float, n: int, drawn: Float64) -> Metric:
     tail = 100.0 * (1.0 - LEVEL) / 2.0
     low, high = np.percentile(drawn, [tail, 100.0 - tail])
-    return {"value": value, "n": n, "ci": [float(low), float(high)]}
+    return {"value": value, "n": n, "ci": [float(low), float(high)], "resamples": len(drawn)}
 
 
 #: A distance between pictures and a reference, and its interval.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,12 +21,14 @@ from artifacts.models import digest_model, resolve_model
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.schema import Recipe
 from runtimes.base import WrongInput
+from runtimes.encoders import describe_encoders
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
 from tasks.evaluate.judges import check_prompts
 from tasks.evaluate.measure import (
     Yardstick,
     as_rows,
+    compared_sets,
     fingerprint,
     flat,
     parts,
@@ -59,6 +62,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     return {
         **settings,
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
+        "compared": compared_sets(recipe),
         "reference": vars(TransformSettings.of(recipe)),
         "prediction_type": recipe.train.prediction_type,
         "noise_offset": recipe.train.noise_offset,
@@ -88,6 +92,16 @@ def inputs(
 def check(recipe: Recipe) -> None:
     """Raise WrongInput for prompts that cannot be read, or that a judge cannot judge."""
     check_prompts(recipe.evaluate.judges, flat(prompt_sets(recipe)))
+
+
+def check_size(recipe: Recipe, model_folder: Path, vae_folder: Path | None = None) -> None:
+    """Raise WrongInput for a picture size that the model cannot draw."""
+    # Diffusers' pipelines take multiples of 8 only, whatever their VAE shrinks by.
+    step = math.lcm(8, describe_encoders(model_folder, vae_folder)["vae_scale_factor"])
+    for name in ("height", "width"):
+        pixels = getattr(recipe.evaluate, name)
+        if pixels is not None and pixels % step:
+            raise WrongInput(f"evaluate.{name}: {pixels} is not a multiple of {step}")
 
 
 def build(

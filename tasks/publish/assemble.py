@@ -43,18 +43,35 @@ def _copy_part(source: Path, target: Path, dtype: str) -> None:
     if weights:
         stem = re.split(r"[.-]", weights[0].name, maxsplit=1)[0]
         _cast(weights, target / f"{stem}.safetensors", dtype)
-    elif (source / "config.json").is_file():
+    elif _wants_weights(source):
         raise FileNotFoundError(f"{source} has no .safetensors weights")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold a part's weights: the plain ones, else those of a variant."""
-    found = sorted(folder.glob("*.safetensors"))
-    plain = [p for p in found if re.fullmatch(r"[A-Za-z_]+(-\d+-of-\d+)?\.safetensors", p.name)]
-    if plain:
-        return plain
-    fp16 = [p for p in found if ".fp16" in p.name]
-    return fp16 or found
+    """The safetensors files that hold a part's weights: the plain ones, else those of fp16.
+
+    Named as diffusers and transformers name them: other files beside them are other copies.
+    """
+    for variant in ("", r"\.fp16"):
+        name = re.compile(
+            rf"(diffusion_pytorch_model|model)(-\d+-of-\d+)?{variant}(-\d+-of-\d+)?\.safetensors"
+        )
+        found = [p for p in sorted(folder.glob("*.safetensors")) if name.fullmatch(p.name)]
+        if found:
+            return found
+    return []
+
+
+def missing_weights(base: Path) -> list[str]:
+    """Parts of a pipeline folder that should have safetensors weights and have none."""
+    index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    parts = [base / p for p, s in index.items() if isinstance(s, list) and s[0] is not None]
+    return [p.name for p in parts if _wants_weights(p) and not weight_files(p)]
+
+
+def _wants_weights(folder: Path) -> bool:
+    """Whether a part is a model: tokenizers, schedulers and processors have no config.json."""
+    return not folder.is_dir() or (folder / "config.json").is_file()
 
 
 def _cast(sources: list[Path], target: Path, dtype: str) -> None:
@@ -68,6 +85,9 @@ def _cast(sources: list[Path], target: Path, dtype: str) -> None:
             for name in stream.keys():  # noqa: SIM118 (not a dict)
                 tensor = stream.get_tensor(name)
                 if tensor.is_floating_point():
-                    tensor = tensor.to(getattr(torch, dtype))
+                    cast = tensor.to(getattr(torch, dtype))
+                    if tensor.isfinite().all() and not cast.isfinite().all():
+                        raise OverflowError(f"{name} does not fit {dtype}: publish.dtype=bfloat16")
+                    tensor = cast
                 tensors[name] = tensor.contiguous()
     save_file(dict(sorted(tensors.items())), target, metadata={"format": "pt"})

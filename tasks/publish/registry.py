@@ -21,7 +21,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts import lock
-from artifacts.commit import read_record, write_atomic
+from artifacts.commit import first_fault, read_record, write_atomic
 from artifacts.store import MANIFEST, Artifact
 
 CHAMPION = "champion"
@@ -74,17 +74,25 @@ class Registry:
         return found
 
     def champion(self) -> Version | None:
-        """The version that the alias points to."""
+        """The version that the alias points to. Raises RegistryError if that cannot be read."""
         name = self._read_alias()
-        return next((v for v in self.versions() if v.name == name), None)
+        if name is None:
+            return None
+        found = next((v for v in self.versions() if v.name == name), None)
+        if found is None:
+            raise RegistryError(
+                f"{self.name}: the champion {name} is damaged: restore it, or promote another"
+            )
+        return found
 
     def publish(self, artifact: Artifact) -> Version:
         """Copy a publish artifact in as the next version, or return the one that it already is."""
         with lock.hold(self.fs, f"{self.root}/lock.json"):
-            for version in self.versions():
-                if version.manifest["key"] == artifact.key:
-                    return version
-            name = self._next_name()
+            same = [v for v in self.versions() if v.manifest["key"] == artifact.key]
+            whole = [v for v in same if self._is_whole(v)]
+            if whole:
+                return whole[0]
+            name = same[0].name if same else self._next_name()
             self._copy(artifact, name)
         manifest = read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
         assert manifest is not None, "just written"
@@ -107,10 +115,10 @@ class Registry:
         A second rollback goes further back. Raises RegistryError if nothing is before it.
         """
         known = {v.name: v for v in self.versions()}
+        if self._read_alias() is None:  # before the lock, which would make the folder
+            raise RegistryError(f"{self.name}: there is no champion to roll back from")
         with lock.hold(self.fs, f"{self.root}/lock.json"):
             present = self._read_alias()
-            if present is None:
-                raise RegistryError(f"{self.name}: there is no champion to roll back from")
             earlier = [n for n in _standing(self.history()) if n != present and n in known]
             if not earlier:
                 raise RegistryError(
@@ -124,11 +132,13 @@ class Registry:
         return any(move["version"] == version for move in self.history())
 
     def history(self) -> list[dict[str, Any]]:
-        """Moves of the alias, oldest first."""
+        """Moves of the alias, oldest first; one that was written but not made is left out."""
         try:
-            return list(json.loads(self.fs.cat_file(f"{self.root}/history.json")))
+            moves = list(json.loads(self.fs.cat_file(f"{self.root}/history.json")))
         except FileNotFoundError:
             return []
+        made = bool(moves) and moves[-1]["version"] == self._read_alias()
+        return moves if made else moves[:-1]
 
     def _version_names(self) -> list[str]:
         try:
@@ -138,11 +148,18 @@ class Registry:
         names = [entry.rstrip("/").rpartition("/")[2] for entry in entries]
         return sorted((n for n in names if re.fullmatch(r"v\d+", n)), key=lambda n: int(n[1:]))
 
+    def _is_whole(self, version: Version) -> bool:
+        fault = first_fault(self.fs, f"{self.root}/{version.name}", version.manifest["files"])
+        if fault is not None:
+            log.warning("registry %s/%s: %s; copied again", self.name, version.name, fault)
+        return fault is None
+
     def _next_name(self) -> str:
         """The number after the last version; an interrupted copy, without a manifest, is none."""
         names = self._version_names()
-        complete = [n for n in names if self.fs.exists(f"{self.root}/{n}/{MANIFEST}")]
-        return f"v{max((int(name[1:]) for name in complete), default=0) + 1}"
+        used = [n for n in names if self.fs.exists(f"{self.root}/{n}/{MANIFEST}")]
+        used += [move["version"] for move in self.history()]
+        return f"v{max((int(name[1:]) for name in used), default=0) + 1}"
 
     def _copy(self, artifact: Artifact, name: str) -> None:
         """Copy every file, the manifest last; a folder without one is no version."""

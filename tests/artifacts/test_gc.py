@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from artifacts import gc
 from artifacts.store import Artifact, KeyParts, Store
 
@@ -45,6 +47,25 @@ def test_what_a_living_builder_is_at_stays(tmp_path: Path) -> None:
         store.draft(parts).write("half", b"1")
         assert gc.garbage(store, {}) == []
     assert [i.what for i in gc.garbage(store, {})] == ["unfinished"]
+
+
+def test_what_a_recent_run_has_begun_stays(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    parts = KeyParts("train", 1, {}, {})
+    store.draft(parts).write("checkpoints/step-1/manifest.json", b"{}")
+    assert gc.garbage(store, {}, wanted=[("train", parts.key)]) == []
+
+
+def test_nothing_is_deleted_when_a_damaged_file_hides_what_is_needed(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    model = make(store, "train", 1)
+    store.fs.pipe_file(f"{model.path}/manifest.json", b"{")
+    with pytest.raises(gc.GarbageUnsure, match="rebuild it first"):
+        gc.needed_by(store, [("train", model.key)])
+    gc.record_run(store, "r1", {"stages": {}})
+    store.fs.pipe_file(f"{store.root}/runs/r1.json", b"{")
+    with pytest.raises(gc.GarbageUnsure, match="damaged"):
+        list(gc.recent_runs(store, days=1))
 
 
 def test_runs_are_remembered_for_a_while(tmp_path: Path) -> None:

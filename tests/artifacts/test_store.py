@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import pytest
 
-from artifacts.store import Draft, KeyParts, Store
+from artifacts.store import Draft, KeyParts, Store, StoreError
 
 PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
 
@@ -68,7 +68,7 @@ def test_every_part_of_a_key_counts(parts: KeyParts) -> None:
                 f"{p}/manifest.json",
                 fs.cat_file(f"{p}/manifest.json").replace(b"sub/b.bin", b"sub/c.bin"),
             ),
-            "does not match its digest",
+            "its content is not what was written",
         ),
     ],
 )
@@ -81,6 +81,24 @@ def test_a_damaged_artifact_is_a_miss_with_a_warning(
         assert store.find("encode", PARTS.key) is None
     assert words in caplog.text
     assert "rebuilt" in caplog.text
+
+
+def test_no_byte_of_a_manifest_can_change_unnoticed(store: Store) -> None:
+    artifact = build(store).commit({"n": 1}, {"host": "a"})
+    path = f"{artifact.path}/manifest.json"
+    whole = store.fs.cat_file(path)
+    for place in range(len(whole)):
+        harmed = bytearray(whole)
+        harmed[place] ^= 1
+        store.fs.pipe_file(path, bytes(harmed))
+        found = store.find("encode", PARTS.key)
+        # A change in the white space between values says nothing else; anything else is a miss.
+        assert found is None or found.manifest == artifact.manifest, place
+
+
+def test_a_store_that_cannot_be_is_said_in_one_line() -> None:
+    with pytest.raises(StoreError, match="store foo://bar"):
+        Store("foo://bar")
 
 
 def test_shards_are_shared_and_verified(

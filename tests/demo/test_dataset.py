@@ -1,8 +1,11 @@
 """The demo's dataset folder: the same bytes every time, and wholly there or not at all."""
 
 import hashlib
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -68,6 +71,51 @@ def test_a_finished_folder_is_left_alone_and_another_recipe_replaces_it(tmp_path
     assert dataset.write(folder, rehearsal=0).stat().st_mtime_ns == written
     assert len(rows_of(dataset.write(folder, rehearsal=20))) == 1817
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]  # nothing temporary stays
+
+
+@pytest.mark.parametrize("lost", ["images/00003.png", "urls.parquet", "recipe.json"])
+@pytest.mark.parametrize("data", [None, b"torn"])
+def test_what_is_damaged_or_lost_is_written_again(
+    tmp_path: Path, lost: str, data: bytes | None
+) -> None:
+    folder = tmp_path / "digits"
+    dataset.write(folder, count=9, rehearsal=3)
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    (folder / lost).write_bytes(data) if data else (folder / lost).unlink()
+    if lost == "recipe.json" and data is None:  # then nothing says that the folder is ours
+        with pytest.raises(FileExistsError):
+            dataset.write(folder, count=9, rehearsal=3)
+        return
+    dataset.write(folder, count=9, rehearsal=3)
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["digits"]
+
+
+def test_writers_at_the_same_time_all_succeed(tmp_path: Path) -> None:
+    folder, start = tmp_path / "digits", threading.Barrier(4)
+
+    def write(_: int) -> bytes:
+        start.wait()
+        return dataset.write(folder, count=9, rehearsal=3).read_bytes()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(write, range(4)))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["digits"]
+
+
+def test_one_who_comes_second_keeps_what_the_first_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, folder = dataset._fill, tmp_path / "digits"
+
+    def overtaken(*arguments: Any) -> None:
+        fill(*arguments)
+        monkeypatch.setattr(dataset, "_fill", fill)
+        made.append(dataset.write(folder, count=9, rehearsal=3).stat().st_ino)
+
+    made: list[int] = []
+    monkeypatch.setattr(dataset, "_fill", overtaken)
+    assert [dataset.write(folder, count=9, rehearsal=3).stat().st_ino] == made
 
 
 def test_a_folder_of_someone_else_is_not_touched(tmp_path: Path) -> None:

@@ -38,8 +38,13 @@ def test_what_is_found_without_starting_anything(
         ({"publish.gate": ["cmd < base"]}, "cmd is not measured (did you mean cmmd?)"),
         ({"source": {"kind": "urls", "path": "no.parquet"}}, "no.parquet"),
         ({"evaluate.clip": "./nowhere"}, "nowhere"),
-        ({"train.device": "cuda"}, "cuda"),
+        ({"evaluate.clip": "demo/base"}, "demo/base"),
+        ({"train.device": "cuda"}, "train.device: cuda is not on this machine (cpu"),
+        ({"train.device": "c"}, "train.device: c is not on this machine"),
+        ({"encode.resolution": 33}, "33"),
+        ({"beam.direct_num_worker": 2}, "did you mean beam.direct_num_workers?"),
         ({"store": "/proc/nowhere"}, "/proc"),
+        ({"store": "foo://bar"}, "foo"),
     ],
 )
 def test_what_is_found_before_any_stage(

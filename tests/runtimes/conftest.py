@@ -1,7 +1,7 @@
 """Latents artifacts of random numbers, and jobs over the tiny models."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,13 @@ INFO = {
 Groups = Mapping[str, int]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
     """Models this small gain nothing from more, and lose much on a busy machine."""
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_sample(rng: np.random.Generator, height: int, width: int, captions: int) -> LatentSample:

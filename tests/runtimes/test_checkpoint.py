@@ -1,5 +1,6 @@
 """A checkpoint is wholly there or not there, and the newest that verifies is the one used."""
 
+import errno
 import logging
 import resource
 from collections.abc import Iterator
@@ -87,6 +88,17 @@ def test_a_half_written_one_is_written_anew(tmp_path: Path) -> None:
     assert latest is not None and latest.step == 2
 
 
+def test_what_was_left_half_written_long_ago_is_deleted(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=2)
+    for step in (2, 9):
+        left = tmp_path / f"checkpoints/step-0000000{step}/unet.safetensors"
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"killed while writing")
+    save(checkpoints, 1, 3)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000001", "step-00000003", "step-00000009"]
+
+
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
     """The kernel refuses to write more, as a full disk does."""
@@ -106,9 +118,10 @@ def test_a_full_disk_keeps_the_last_good_one_and_says_so(tmp_path: Path) -> None
         pytest.raises(
             CheckpointNotWritten,
             match=r"step-00000002 could not be written: .*; .* good one is of step 1",
-        ),
+        ) as caught,
     ):
         checkpoints.save(2, state(2, size=100_000), [], FACTS)
+    assert caught.value.errno == errno.EFBIG and "Errno" not in str(caught.value)
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 1
     assert not (tmp_path / "checkpoints/step-00000002").exists(), "it should make room again"

@@ -29,3 +29,11 @@ def test_a_stream_is_what_it_was_in_every_version() -> None:
     """Changing what is drawn would break the resuming of runs made by an older version."""
     drawn = generator(42, Stream.NOISE, 5).standard_normal(3, dtype=np.float32)
     np.testing.assert_allclose(drawn, [-1.2711216, -0.08273474, -1.0674361], rtol=1e-6)
+
+
+def test_what_else_is_drawn_is_what_it_was_in_every_version() -> None:
+    """The order of samples, and each one's timestep, caption and dropout."""
+    order = generator(42, Stream.SHARDS, 5, 1).permutation(8)
+    assert order.tolist() == [0, 2, 1, 7, 5, 4, 6, 3]
+    choices = generator(42, Stream.CHOICES, 5).random(3)
+    np.testing.assert_allclose(choices, [0.99127488, 0.41834226, 0.57084267], rtol=1e-7)

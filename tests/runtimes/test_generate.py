@@ -16,6 +16,7 @@ from runtimes.base import WrongInput
 from runtimes.draws import Stream, generator
 from runtimes.events import Events
 from runtimes.job import Drawing, GenerateJob
+from runtimes.torch.models import weight_variant
 from runtimes.torch.runtime import TheRuntime
 
 SAMPLER = {
@@ -124,6 +125,34 @@ def test_a_vae_in_place_of_the_pipeline_s_own(job: GenerateJob, tiny_vae: Path) 
         )
     )
     assert own != other and "losses.json" not in own[0]
+
+
+def test_parts_may_be_stored_in_different_variants(job: GenerateJob, tmp_path: Path) -> None:
+    job = replace(job, drawings=job.drawings[:1], latents=None)
+    plain, _ = generate(replace(job, prompts=PROMPTS * 2))
+    model = Path(shutil.copytree(job.model, tmp_path / "model"))
+    for name in ("text_encoder/model", "vae/diffusion_pytorch_model"):
+        (model / f"{name}.safetensors").rename(model / f"{name}.fp16.safetensors")
+    again = elsewhere(replace(job, prompts=PROMPTS * 2, model=str(model)), tmp_path / "again")
+    assert generate(again)[0] == plain
+
+
+@pytest.mark.parametrize(
+    ("names", "variant"),
+    [
+        ("", None),
+        ("model", None),
+        ("model.fp16", "fp16"),
+        ("model model.fp16", None),
+        ("model-00001-of-00002 model-00002-of-00002", None),
+        ("model.fp16-00001-of-00002 model.fp16-00002-of-00002", "fp16"),
+        ("model-00001-of-00002.fp16 model-00002-of-00002.fp16", "fp16"),
+    ],
+)
+def test_the_variant_is_what_the_names_say(tmp_path: Path, names: str, variant: str | None) -> None:
+    for name in names.split():
+        (tmp_path / f"{name}.safetensors").touch()
+    assert weight_variant(tmp_path) == variant
 
 
 def test_losses_are_a_number_a_sample_and_fall_with_a_better_model(job: GenerateJob) -> None:

@@ -217,12 +217,13 @@ def test_sampling_draws_with_the_average_and_leaves_the_state_alone(make_job: Ma
     assert float(runtime.step(batch(2), 1e-3).loss) == float(other.step(batch(2), 1e-3).loss)
 
 
-def test_losses_are_each_sample_s_own(make_job: MakeJob) -> None:
-    runtime, batch = start(make_job())
-    each = runtime.losses(batch(0))
-    assert each.shape == (4,) and each.mean() == pytest.approx(
-        float(runtime.step(batch(0), 1e-3).loss), rel=1e-5
+def test_sampling_decodes_with_the_vae_of_the_job(make_job: MakeJob, tiny_vae: Path) -> None:
+    sampler = {"seed": 0, "num_inference_steps": 1, "guidance_scale": 1.0, "batch_size": 1}
+    own, other = (
+        start(replace(make_job(), vae=vae))[0].sample(["a"], sampler)
+        for vae in (None, str(tiny_vae))
     )
+    assert (own != other).any()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from PIL import Image
 
 from configs.schema import Download
 from tasks.download.failures import FetchFailed
-from tasks.download.fetch import Fetcher, check_picture, offered
+from tasks.download.fetch import Fetcher, check_picture, offered, upright
 from tasks.download.guard import Limits, fetch, is_public
 from tasks.download.rows import Row
 from tasks.download.sources import Place
@@ -348,6 +348,31 @@ def test_only_fit_pictures_reach_the_decoder(body: bytes, reason: str) -> None:
     with pytest.raises(FetchFailed, match=reason):
         check_picture(body, max_pixels=100 * 100)
     check_picture(png(100), max_pixels=100 * 100)
+
+
+def _with_exif(exif: bytes, mode: str = "RGB", kind: str = "JPEG") -> bytes:
+    buffer = BytesIO()
+    Image.new(mode, (8, 6), 90).save(buffer, kind, exif=exif)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_only_what_lies_otherwise_is_turned(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for mode, kind in (("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG")):
+        body = _with_exif(exif.tobytes(), mode, kind)
+        turned = upright(body)
+        assert (turned == body) == (orientation == 1)
+        with Image.open(BytesIO(turned)) as image:
+            assert image.size == ((8, 6) if orientation < 5 else (6, 8))
+            assert image.getexif().get(0x0112, 1) == 1
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
+def test_a_picture_with_a_broken_tag_or_none_stays_as_it_is(exif: bytes) -> None:
+    body = _with_exif(exif)
+    assert upright(body) == body
 
 
 def test_a_pixel_bomb_is_known_by_its_header() -> None:

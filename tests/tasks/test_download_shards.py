@@ -1,6 +1,7 @@
 """The download stage against a real server: outcomes, determinism, resume, damage and outages."""
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -20,12 +21,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from artifacts.images import read_rows, read_tar
+from artifacts.images import Sample, read_rows, read_tar
+from artifacts.keys import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
 from tasks import download
-from tasks.beam import BeamOptionsError
+from tasks.beam import BeamOptionsError, check_options
 from tasks.download import shard
+from tasks.encode.transform import TransformSettings, bucket_sizes, transform
 from tasks.stage import TransientError
 
 PICTURES = 24
@@ -63,11 +66,13 @@ class Web:
         path = handler.path
         self.asked[path] += 1
         time.sleep(self.pause)
-        name, _, number = path.strip("/").partition("/")
+        name, _, number = path.partition("?")[0].strip("/").partition("/")
         if self.is_down or (name == "flaky" and self.asked[path] == 1):
             self.reply(handler, 503)
         elif name in ("good", "flaky"):
             self.reply(handler, 200, picture(int(number)))
+        elif name == "turned":
+            self.reply(handler, 200, turned_picture())
         elif name == "optout":
             self.reply(handler, 200, picture(0), {"X-Robots-Tag": "noai"})
         elif name == "away":
@@ -99,6 +104,17 @@ class Web:
 def picture(number: int) -> bytes:
     buffer = BytesIO()
     Image.new("RGB", (40, 32), (number * 9 % 256, 60, 90)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def turned_picture() -> bytes:
+    """40 x 32 when upright, red above blue; stored lying on its side, as phones do."""
+    upright = Image.new("RGB", (40, 32), (220, 30, 30))
+    upright.paste((30, 30, 220), (0, 16, 40, 32))
+    exif, buffer = Image.Exif(), BytesIO()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    lying = upright.transpose(Image.Transpose.ROTATE_90)
+    lying.save(buffer, "JPEG", quality=95, exif=exif)
     return buffer.getvalue()
 
 
@@ -220,6 +236,45 @@ def test_every_row_has_its_outcome_and_success_its_picture(tmp_path: Path, web: 
     assert [panel.title for panel in panels] == ["Download", "Outcomes", "Some of the pictures"]
 
 
+def samples_of(artifact: Artifact) -> list[Sample]:
+    tars = [entry.path for entry in artifact.files if entry.path.endswith(".tar")]
+    return [sample for tar in tars for sample in read_tar(artifact.url(tar))]
+
+
+def test_a_picture_lying_on_its_side_is_turned_upright(tmp_path: Path, web: Web) -> None:
+    listed = [{"url": "turned", "caption": "", "sha256": digest_bytes(turned_picture())}]
+    (sample,) = samples_of(build(make_recipe(tmp_path, web, listed)))
+    assert [sample.meta[name] for name in ("width", "height")] == [20, 16]
+    assert [sample.meta[f"original_{name}"] for name in ("width", "height")] == [40, 32]
+    square = TransformSettings(
+        resolution=16,
+        aspect_buckets=False,
+        bucket_step=8,
+        max_aspect=2.0,
+        crop="center",
+        flip=False,
+        seed=0,
+        holdout=0.0,
+        max_pixels=10_000,
+    )
+    sha256 = hashlib.sha256(sample.image).digest()
+    seen = transform(sample.image, sha256, sample.meta, square, bucket_sizes(square, 4))
+    assert seen.original_size == (32, 40)
+    red, _, blue = seen.pixels
+    assert (red[:6] > 0.5).all() and (red[-6:] < -0.5).all() and (blue[-6:] > 0.5).all()
+
+
+def test_what_lets_somebody_in_is_not_stored(tmp_path: Path, web: Web) -> None:
+    signed = f"http://user:pass-word@{web.host}/good/1?X-Amz-Signature=sesame&width=40"
+    artifact = build(make_recipe(tmp_path, web, [{"url": signed, "caption": ""}]))
+    assert artifact.summary["images"] == 1
+    assert samples_of(artifact)[0].meta["url"].endswith("/good/1?X-Amz-Signature=...&width=40")
+    stored = [path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    (listed,) = (e.path for e in artifact.files if e.path.endswith(".parquet"))
+    stored.append(json.dumps(read_rows(artifact.read(listed))).encode())
+    assert not any(secret in data for data in stored for secret in (b"sesame", b"pass-word"))
+
+
 def test_bytes_do_not_depend_on_the_run_or_on_how_beam_runs_it(tmp_path: Path, web: Web) -> None:
     listed, built = rows("gone/1", "html", "away"), []
     for number, mode in enumerate(["in_memory", "multi_threading", "multi_threading"]):
@@ -329,7 +384,16 @@ def test_beam_options_that_beam_does_not_take_are_said(
     tmp_path: Path, web: Web, beam: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(BeamOptionsError, match=words):
+        check_options(beam)
+    with pytest.raises(BeamOptionsError, match=words):
         build(make_recipe(tmp_path, web, rows(), beam=beam))
+    check_options({"direct_num_workers": 2})
+
+
+def test_beam_is_imported_without_a_word() -> None:
+    command = [sys.executable, "-c", "import tasks.beam, logging; assert not logging.root.handlers"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.slow
@@ -392,7 +456,7 @@ def test_pictures_held_by_the_source_take_the_same_path(tmp_path: Path, web: Web
 def test_the_demo_is_served_and_listed_like_anything_on_the_web(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "cache/kilnworks/demo/digits-0-0"
+    folder = tmp_path / "cache/kilnworks/demo/digits-0-1797-0"
     (folder / "images").mkdir(parents=True)
     listed = []
     for n in range(6):

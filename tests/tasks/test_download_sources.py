@@ -7,20 +7,23 @@ import json
 import random
 import socket
 import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from configs.schema import Recipe
 from tasks import download
 from tasks.download.lists import FORMATS, ParquetList, Span, join_spans
 from tasks.download.rows import Row
+from tasks.download.scans import remembered
 from tasks.download.sources import SOURCES
 
 CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
@@ -123,6 +126,20 @@ def test_lists_of_every_format_give_the_same_rows_and_keys(tmp_path: Path, kind:
     assert keys == {expected.hexdigest()}
 
 
+def test_another_base_url_is_another_picture_unless_its_hash_is_listed(tmp_path: Path) -> None:
+    rows = [{"url": "1.jpg", "caption": "", "sha256": "ab" * 32}]
+    listed = {"kind": "urls", "path": write_list(tmp_path / "a.parquet", rows)}
+
+    def digest(**more: str) -> str:
+        return download.plan(make_recipe({**listed, **more})).source_digest
+
+    one, other = "http://one.example.org/", "http://other.example.org/"
+    assert digest(base_url=one) == digest(base_url=one.rstrip("/")) != digest(base_url=other)
+    assert digest(base_url=one) != digest()
+    checked = {"sha256_column": "sha256"}
+    assert digest(base_url=one, **checked) == digest(base_url=other, **checked)
+
+
 def test_lists_may_hold_several_captions_none_and_half_characters(tmp_path: Path) -> None:
     rows = [
         {"url": "a", "caption": ["one", "two"]},
@@ -214,6 +231,30 @@ def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     assert reads == [str(file)]
     write_list(file, [{"image": png(n), "text": ""} for n in range(1, 7)])
     assert download.plan(recipe).source_digest != first.source_digest
+
+
+class Hub(MemoryFileSystem):
+    """Tells a file's state as the hub's filesystem does: by its blob alone."""
+
+    protocol = "hub"
+    blob_id = "1"
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "size": 1, "type": "file", "blob_id": self.blob_id}
+
+
+def test_a_file_of_the_hub_is_known_by_its_blob(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("hub", Hub, clobber=True)
+    scans: list[None] = []
+
+    def scan() -> Iterator[str]:
+        scans.append(None)
+        return iter(["ab" * 32])
+
+    for blob, times in (("1", 1), ("1", 1), ("2", 2)):
+        monkeypatch.setattr(Hub, "blob_id", blob)
+        assert list(remembered("hub://a.parquet", [], scan)) == ["ab" * 32]
+        assert len(scans) == times
 
 
 def _recipes_that_cannot_be(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:

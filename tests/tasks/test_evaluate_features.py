@@ -1,5 +1,6 @@
 """CLIP features and judges: the models' own words, not ours."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 from demo import world
 from runtimes.base import WrongInput
 from tasks.evaluate import metrics
-from tasks.evaluate.features import ClipFeatures
+from tasks.evaluate.features import ClipFeatures, check_clip
 from tasks.evaluate.judges import ask, check_prompts
 
 PROMPTS = ["a cat", "two dogs", "a cat", "words " * 40]
@@ -50,6 +51,31 @@ def test_a_folder_without_a_clip_is_told_in_one_line(tmp_path: Path) -> None:
     ) as caught:
         ClipFeatures(tmp_path, "cpu")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no model.safetensors .*weights"),
+        ("tokenizer.json vocab.json", "tokenizer"),
+        ("preprocessor_config.json processor_config.json", "image processor"),
+    ],
+)
+def test_a_folder_that_lacks_a_part_is_told_before_any_work(
+    tiny_clip: Path, tmp_path: Path, without: str, words: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
+    check_clip(folder)
+    for name in without.split():
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(WrongInput, match=words):
+        check_clip(folder)
+
+
+def test_a_text_encoder_alone_is_no_clip(tiny_sdxl: Path) -> None:
+    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* model_type is clip_text_model"):
+        check_clip(tiny_sdxl / "text_encoder")
 
 
 def test_the_digits_judge_knows_real_digits_from_others() -> None:

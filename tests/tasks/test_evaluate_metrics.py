@@ -67,6 +67,13 @@ def test_intervals_of_distances_hold_the_value_and_narrow(name: str) -> None:
     assert distance(_features(40, 8, 1), _features(40, 8, 2, 0.4), 200, 0) == few
 
 
+def test_how_many_resamples_are_behind_an_interval_is_said() -> None:
+    x, y = _features(700, 700, 1), _features(700, 700, 2)
+    assert metrics.frechet(x, y, 11, 0)["resamples"] == 11
+    assert metrics.cmmd(x[:50], y[:50], 200, 0)["resamples"] == 200
+    assert metrics.frechet(x[:50], y[:50], 60, 0)["resamples"] == 60
+
+
 def test_the_interval_of_a_mean_covers_the_truth_19_times_in_20() -> None:
     rng = np.random.default_rng(0)
     samples = [rng.exponential(size=80) for _ in range(400)]

@@ -139,7 +139,7 @@ def made(
 def world(made: tuple[Path, Recipe], tiny_sdxl: Path, tiny_clip: Path, tmp_path: Path) -> World:
     shutil.copytree(made[0], tmp_path / "store")
     recipe = _recipe(tmp_path / "store", tiny_sdxl, tiny_clip)
-    found = {artifact.stage: artifact for artifact in Store(recipe.store).list()}
+    found = {artifact.stage: artifact for artifact in Store(recipe.store).artifacts()}
     return World(recipe, tiny_sdxl, tiny_clip, found["download"], found["encode"], tmp_path)
 
 
@@ -163,6 +163,36 @@ def test_every_metric_named_beforehand_is_measured_for_both(world: World) -> Non
     flat = evaluate.flatten(found)
     assert flat["cmmd"] == {m: found["cmmd"][m]["value"] for m in ("base", "tuned")}
     assert not (Path(artifact.path) / "drawing").exists()
+
+
+def test_sets_of_other_subjects_are_not_compared_with_the_held_out_pictures(world: World) -> None:
+    def metrics(**old: Any) -> dict[str, Any]:
+        sets = {"new": {"prompts": NEW}, "old": {"prompts": ["a house", "a tree"], **old}}
+        recipe = _recipe(Path(world.recipe.store), world.model, world.clip, prompts=sets)
+        found = _metrics(world.evaluate(trained, recipe))
+        assert list(found) == evaluate.metric_names(recipe)
+        return found
+
+    trained = world.trained(0.5)
+    every, new = metrics(), metrics(compare=False)
+    assert (every["cmmd"]["base"]["n"], new["cmmd"]["base"]["n"], new["fd"]["tuned"]["n"]) == (
+        4,
+        2,
+        2,
+    )
+    assert every["cmmd"]["base"]["value"] != new["cmmd"]["base"]["value"]
+    assert every["clip_score"] == new["clip_score"]
+    assert len(world.jobs) == 1  # the same pictures, measured otherwise
+
+
+def test_a_size_that_cannot_be_drawn_is_told_beforehand(world: World) -> None:
+    def check(**size: int) -> None:
+        evaluate.check_size(_recipe(world.tmp, world.model, world.clip, **size), world.model)
+
+    check()
+    check(height=32, width=40)
+    with pytest.raises(WrongInput, match=r"evaluate\.width: 36 is not a multiple of 8"):
+        check(height=32, width=36)
 
 
 def test_an_untrained_model_measures_as_its_base(world: World) -> None:

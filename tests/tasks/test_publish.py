@@ -109,7 +109,7 @@ def test_the_card_takes_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned
     artifact = publish(tmp_path, base, tuned, digits(tmp_path))
     card = artifact.read("README.md").decode()
     assert base_card(Path(artifact.path))["license"] == "openrail++"
-    assert "| cmmd | 5 [4, 6] | 1 [0.5, 1.5] | 10 |" in card
+    assert "| cmmd | 5 [4, 6] | 1 [0.5, 1.5] | 10 |" in card.replace("\\", "")
     assert "`abc`" in card
     assert license_of(digits(tmp_path), tiny_sdxl) == "other"
 

@@ -1,5 +1,6 @@
 """Versions are numbered, complete or absent; the champion moves forth and back."""
 
+import json
 from pathlib import Path
 from uuid import uuid4
 
@@ -63,6 +64,29 @@ def test_an_unknown_version_names_those_there(registry: tuple[Store, Registry]) 
         found.promote("v9")
     with pytest.raises(RegistryError, match="no champion to roll back from"):
         found.rollback()
+
+
+def test_a_damaged_champion_is_said_and_a_damaged_version_is_copied_again(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    artifact = model(store, 3)
+    found.promote(found.publish(artifact).name)
+    found.fs.pipe_file(f"{found.root}/v1/unet/weights.safetensors", b"xxx")
+    assert found.publish(artifact).name == "v1"
+    assert found.fs.cat_file(f"{found.root}/v1/unet/weights.safetensors") == bytes(3)
+    found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
+    with pytest.raises(RegistryError, match="v1 is damaged"):
+        found.champion()
+
+
+def test_a_move_that_was_only_written_down_was_none(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    found.promote(found.publish(model(store, 1)).name)
+    found.publish(model(store, 2))
+    moves = [*found.history(), {"version": "v2", "why": "published", "at": ""}]
+    found.fs.pipe_file(f"{found.root}/history.json", json.dumps(moves).encode())
+    assert not found.was_champion("v2")
 
 
 def test_a_local_champion_is_a_folder_to_load_from(tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""Show panels in the Prefect UI, as one markdown artifact."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+
+from tasks.panels import Panel, to_markdown
+
+log = logging.getLogger("kiln")
+
+
+def show_in_prefect(key: str, heading: str, panels: Callable[[], Sequence[Panel]]) -> None:
+    """Create the artifact `key`, if a run is on; what cannot be shown stops nothing."""
+    from prefect.artifacts import create_markdown_artifact
+    from prefect.context import FlowRunContext
+
+    if FlowRunContext.get() is None:
+        return
+    slug = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
+    try:
+        create_markdown_artifact(markdown=to_markdown(heading, panels()), key=slug)
+    except Exception as error:  # a server that is away, a picture that does not open
+        log.warning("%s could not be shown in Prefect: %s", key, error)
