@@ -149,7 +149,9 @@ class Encode(Section):
         0.05,
         description="Share of pictures, chosen by their bytes, kept from training to measure on.",
     )
-    batch_size: PositiveInt = Field(8, description="Pictures the VAE takes at once.")
+    batch_size: PositiveInt = Field(
+        8, description="Pictures the VAE takes at once; the last bits depend on it, and so the key."
+    )
     max_bad: Fraction = Field(
         0.05, description="Most samples that may give a NaN latent or not decode."
     )

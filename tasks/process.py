@@ -106,7 +106,7 @@ def _failure(code: int, error: Event, last_words: str) -> Exception:
     if error.get("errno"):  # a full disk, say: the stage knows what to do about it
         return OSError(error["errno"], message)
     if code == STOPPED:
-        return TransientError("the runtime's process was told to stop; it left a checkpoint")
+        return TransientError("the runtime's process was told to stop; run again to go on")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     words = message or last_words
     return JobFailed(f"the runtime's process {ended}" + (f": {words}" if words else ""))

@@ -67,7 +67,9 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
         "train.learning_rate": 2e-3,
         "publish.gate": ["holdout_loss < champion * 0.1"],
     }
-    assert "refused by the gate" in kiln(tmp_path, "run", "digits", overrides=harder, code=3)
+    assert "refused by the gate" in kiln(
+        tmp_path, "run", "digits", "--json", overrides=harder, code=3
+    )
 
     store = str(small["store"])
     listed = json.loads(kiln(tmp_path, "ls", "--store", store, "--json"))
