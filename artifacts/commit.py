@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -23,6 +23,14 @@ class FileEntry:
     size: int
     sha256: str
     meta: dict[str, Any] = field(default_factory=dict)
+    etag: str | None = None  # a remote store's own checksum of it, which need not be read for it
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a record says of it."""
+        facts = asdict(self)
+        if self.etag is None:
+            del facts["etag"]
+        return facts
 
     def content(self) -> dict[str, Any]:
         """The part that a digest is taken over."""
@@ -33,9 +41,16 @@ def hash_file(
     fs: AbstractFileSystem, root: str, path: str, meta: dict[str, Any] | None = None
 ) -> FileEntry:
     """Fingerprint the file at `root/path`."""
-    with fs.open(f"{root}/{path}", "rb") as stream:
+    with fs.open(_locate(root, path), "rb") as stream:
         sha256, size = digest_stream(stream)
     return FileEntry(path, size, sha256, meta or {})
+
+
+def _locate(root: str, path: str) -> str:
+    """`root/path` without `..`, which is a name like any other to an object store."""
+    while path.startswith("../"):
+        root, path = root.rpartition("/")[0], path[3:]
+    return f"{root}/{path}"
 
 
 def hash_local(local: str, path: str, meta: dict[str, Any] | None = None) -> FileEntry:
@@ -88,18 +103,24 @@ def write_record(fs: AbstractFileSystem, path: str, record: dict[str, Any]) -> N
 
     It carries a sha256 of its own content, so that a record that is damaged is known to be.
     """
-    files = [asdict(f) if isinstance(f, FileEntry) else f for f in record.get("files", [])]
-    content = {**record, "files": files}
+    files = [f.as_dict() if isinstance(f, FileEntry) else f for f in record.get("files", [])]
+    # As it will be read: JSON has no tuples, and its names are all text.
+    content = json.loads(json.dumps({**record, "files": files}, allow_nan=False))
+    write_atomic(fs, path, _seal(content))
+
+
+def _seal(content: dict[str, Any]) -> bytes:
     sealed = {"sha256": digest_json(content), **content}
-    text = json.dumps(sealed, indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(fs, path, text.encode())
+    return json.dumps(sealed, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
 
 def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     """Read a record; None when there is none. A damaged one raises ValueError."""
     try:
-        record: dict[str, Any] = json.loads(fs.cat_file(path))
-        if record.pop("sha256") != digest_json(record):
+        data = fs.cat_file(path)
+        record: dict[str, Any] = json.loads(data)
+        del record["sha256"]
+        if _seal(record) != data:  # to the byte: a number can be spelt in several ways
             raise ValueError("its content is not what was written")
         record["files"] = [FileEntry(**entry) for entry in record["files"]]
     except FileNotFoundError:
@@ -109,10 +130,42 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     return record
 
 
-def first_fault(fs: AbstractFileSystem, root: str, files: list[FileEntry]) -> str | None:
-    """Re-hash every file; say in words what is wrong with the first that differs, or None."""
+def stamp(fs: AbstractFileSystem, root: str, entry: FileEntry) -> FileEntry:
+    """The entry of a file that is in place, with the store's own checksum if it keeps one.
+
+    Google's, Amazon's and Azure's stores do; local disks and memory do not.
+    """
+    if entry.etag is not None or isinstance(fs, LocalFileSystem):
+        return entry
+    etag, size = _store_checksum(fs, _locate(root, entry.path))
+    return replace(entry, etag=etag) if size == entry.size else entry
+
+
+def _is_as_stamped(fs: AbstractFileSystem, root: str, entry: FileEntry) -> bool:
+    if entry.etag is None or isinstance(fs, LocalFileSystem):
+        return False
+    return _store_checksum(fs, _locate(root, entry.path)) == (entry.etag, entry.size)
+
+
+def _store_checksum(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | None]:
+    fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
+    info = fs.info(path)
+    name = next((n for n in ("md5Hash", "crc32c", "ETag", "etag") if info.get(n)), None)
+    return None if name is None else f"{name}:{info[name]}", info.get("size")
+
+
+def first_fault(
+    fs: AbstractFileSystem, root: str, files: list[FileEntry], *, deep: bool = False
+) -> str | None:
+    """Check every file; say in words what is wrong with the first that differs, or None.
+
+    A file is re-hashed, unless the store's own checksum of it is the recorded one; `deep` re-hashes
+    every file.
+    """
     for entry in files:
         try:
+            if not deep and _is_as_stamped(fs, root, entry):
+                continue
             found = hash_file(fs, root, entry.path)
         except FileNotFoundError:
             return f"{entry.path} is missing"

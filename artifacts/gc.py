@@ -46,7 +46,9 @@ def recent_runs(store: Store, days: float) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(store.fs.cat_file(path))
             recent = record["at"] >= oldest
-        except (KeyError, TypeError, ValueError):
+            if not all(isinstance(at["key"], str) for at in record["stages"].values()):
+                raise TypeError("a key is text")
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise GarbageUnsure(
                 f"{path} is damaged: delete it if that run matters no more"
             ) from None
@@ -93,15 +95,14 @@ def garbage(store: Store, keep: dict[Key, Artifact], wanted: Iterable[Key] = ())
         busy = False
         for key in _folders(store, f"{store.root}/{stage}"):
             path = f"{store.root}/{stage}/{key}"
-            if len(key) != 64 or (stage, key) in unfinished:
-                busy |= (stage, key) in unfinished
+            if len(key) != 64:
+                continue
+            if (stage, key) in unfinished or _is_held(store, f"{path}/lock.json"):
+                busy = True
                 continue
             if (stage, key) in keep:
                 if store.fs.exists(f"{path}/{CHECKPOINTS}"):
                     found.append(_checkpoints(store, stage, key, f"{path}/{CHECKPOINTS}"))
-                continue
-            if _is_held(store, f"{path}/lock.json"):
-                busy = True
                 continue
             done = store.fs.exists(f"{path}/manifest.json")
             what = "artifact" if done else "unfinished"
@@ -113,9 +114,17 @@ def garbage(store: Store, keep: dict[Key, Artifact], wanted: Iterable[Key] = ())
 
 def delete(store: Store, items: Iterable[Garbage]) -> None:
     """Delete; the file that makes a thing exist goes first, so that none is ever half there."""
+    busy: dict[str, bool] = {}  # by stage
     for item in items:
-        if _is_held(store, f"{store.root}/{item.stage}/{item.key}/lock.json"):
-            continue  # somebody has begun to build it since it was listed
+        # Somebody may have begun to build it since it was listed, or what will name a shard.
+        if item.what == "shard":
+            if item.stage not in busy:
+                busy[item.stage] = _is_building(store, item.stage)
+            held = busy[item.stage]
+        else:
+            held = _is_held(store, f"{store.root}/{item.stage}/{item.key}/lock.json")
+        if held:
+            continue
         for path in item.paths:
             if item.what == "artifact" and store.fs.exists(f"{path}/manifest.json"):
                 store.fs.rm_file(f"{path}/manifest.json")
@@ -147,11 +156,19 @@ def _same(path: str, keep: set[str]) -> bool:
     return path in keep or f"/{path.lstrip('/')}" in keep
 
 
+def _is_building(store: Store, stage: str) -> bool:
+    folder = f"{store.root}/{stage}"
+    return any(_is_held(store, f"{folder}/{key}/lock.json") for key in _folders(store, folder))
+
+
 def _is_held(store: Store, path: str) -> bool:
     owner = lock.read_owner(store.fs, path)
     if owner is None or lock.is_dead(owner):
         return False
-    modified = store.fs.modified(path).timestamp()
+    try:
+        modified = store.fs.modified(path).timestamp()
+    except FileNotFoundError:
+        return False
     return bool(time.time() - modified < 2 * lock.EXPIRY_SECONDS)
 
 

@@ -19,6 +19,8 @@ log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0
 #: A lock whose heartbeat has not moved for this long belonged to a builder that died.
 EXPIRY_SECONDS = 30.0
+#: Who takes over a dead lock waits this long for others who were about to, then looks whose it is.
+SETTLE_SECONDS = 0.25
 
 
 @contextmanager
@@ -78,8 +80,8 @@ def _acquire(
     waiting: Callable[[dict[str, Any]], None],
     expiry: float,
 ) -> None:
-    told, seen, since = False, None, time.monotonic()
-    while not _create(fs, path, mine):
+    told, seen, since, settle = False, None, time.monotonic(), 0.0
+    while not _create(fs, path, mine, settle):
         owner = read_owner(fs, path)
         if owner is None:
             continue
@@ -87,19 +89,21 @@ def _acquire(
             seen, since = owner, time.monotonic()
         if is_dead(owner) or time.monotonic() - since > expiry:
             _discard(fs, path, owner)
+            settle = SETTLE_SECONDS
             continue
-        if not told:
+        if owner and not told:  # one half written names nobody yet
             waiting(owner)
             told = True
         time.sleep(min(0.5, expiry / 4))
 
 
-def _create(fs: AbstractFileSystem, path: str, mine: dict[str, Any]) -> bool:
+def _create(fs: AbstractFileSystem, path: str, mine: dict[str, Any], settle: float) -> bool:
     try:
         fs.pipe_file(path, json.dumps(mine).encode(), mode="create")
     except FileExistsError:
         return False
     # Two who saw the same dead owner may both have removed a lock: the later one's token stands.
+    time.sleep(settle)
     owner = read_owner(fs, path)
     return owner is not None and owner.get("token") == mine["token"]
 
@@ -124,8 +128,10 @@ def _beat(
             if owner and owner.get("token") != mine["token"]:
                 return  # taken over while we slept past the expiry: it is theirs now
             mine["beat"] += 1
-            fs.pipe_file(path, json.dumps(mine).encode())
-        except OSError as error:  # one beat missed; the next may come through
+            # One that somebody has just removed as dead is not put back over the remover's own.
+            mode = "create" if owner is None else "overwrite"
+            fs.pipe_file(path, json.dumps(mine).encode(), mode=mode)
+        except Exception as error:  # of any kind, as stores have; the next beat may come through
             log.warning("lock %s: %s", path, error)
 
 

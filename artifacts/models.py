@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +15,15 @@ from artifacts.keys import canonical_json, digest_bytes, digest_json
 
 #: What changes nothing when it changes: documentation and version control.
 IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
+
+#: The weights diffusers and transformers would read: safetensors only, those of a pipeline's parts
+#: and, at the top, those of a model that stands alone; not a pipeline's single-file checkpoints.
+#: The hub's patterns are fnmatch's, whose * matches / too.
+HUB_FILES = ["*.json", "*.txt", "*.model", "*.md", "*/*.safetensors"]
+HUB_FILES += ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
+HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*"]
+#: Copies of the same weights, left out unless one is asked for.
+HUB_VARIANTS = ["*.fp16.safetensors", "*.non_ema.safetensors"]
 
 
 class ModelNotFound(ValueError):
@@ -62,33 +73,40 @@ def _digest_file(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def _fetch_url(url: str) -> Path:
-    fs, root = fsspec.core.url_to_fs(url)
-    files = {p: fs.checksum(p) for p in sorted(fs.find(root))}
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+        files = {p: fs.checksum(p) for p in sorted(fs.find(root))}
+    except FileNotFoundError:
+        files = {}
+    except (ImportError, ValueError) as error:
+        raise ModelNotFound(f"model {url}: {error}") from None
     if not files:
         raise ModelNotFound(f"model {url}: nothing is there")
     target = cache_folder() / "models" / digest_bytes(canonical_json([url, sorted(files.items())]))
     if not target.is_dir():
-        beside = target.with_suffix(f".{os.getpid()}.tmp")
-        fs.get(root, str(beside), recursive=True)
-        beside.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as beside:
+            whole = Path(beside, "model")
+            fs.get(root, str(whole), recursive=True)
+            try:
+                whole.rename(target)
+            except OSError:
+                if not target.is_dir():  # else another process has fetched the same meanwhile
+                    raise
     return target
 
 
 def _fetch_hub(repo: str, revision: str | None, variant: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    # The weights diffusers would read: safetensors only, and of two variants just the wanted one.
-    patterns = ["*.json", "*.txt", "*.model", "*.md", "*.safetensors"]
-    skip = [] if variant else ["*.fp16.safetensors", "*.non_ema.safetensors"]
-    skip += ["*/openvino*", "*/flax*", "*.onnx*"]
-    if "/" in repo:
-        # single-file checkpoints at the top of a pipeline repository are not read by diffusers
-        skip.append("*_base_*.safetensors")
+    skip = HUB_SKIPPED if variant else [*HUB_SKIPPED, *HUB_VARIANTS]
     try:
         folder = snapshot_download(
-            repo, revision=revision, allow_patterns=patterns, ignore_patterns=skip
+            repo, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=skip
         )
     except Exception as error:  # the hub's client raises a dozen unrelated types
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise  # a full disk here is no fault of the model's
         reason = str(error).split("\n")[0]
         raise ModelNotFound(
             f"model {repo}: no such folder, and the hub could not give it ({reason})"

@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -27,6 +27,7 @@ from artifacts.commit import (
     hash_local,
     put_atomic,
     read_record,
+    stamp,
     write_atomic,
     write_record,
 )
@@ -141,11 +142,11 @@ class Draft:
         """Name a shard's files; the shard stays where it is, shared."""
         for entry in shard.files:
             path = f"../{SHARDS}/{entry.path}"
-            self.files[path] = FileEntry(path, entry.size, entry.sha256, entry.meta)
+            self.files[path] = replace(entry, path=path)
 
     def commit(self, summary: dict[str, Any], run: dict[str, Any]) -> Artifact:
         """Write the manifest, which makes the artifact exist."""
-        files = [self.files[path] for path in sorted(self.files)]
+        files = [stamp(self.store.fs, self.path, self.files[p]) for p in sorted(self.files)]
         manifest = {
             "format": FORMAT,
             "key": self.recipe.key,
@@ -206,13 +207,13 @@ class Store:
         """The artifact as its manifest says, files unchecked. ValueError if that is damaged."""
         path = f"{self.root}/{stage}/{key}/{MANIFEST}"
         manifest = read_record(self.fs, path)
-        if manifest is not None and (manifest["stage"], manifest["key"]) != (stage, key):
+        if manifest and (manifest.get("stage"), manifest.get("key")) != (stage, key):
             raise ValueError(f"{path} is of another artifact")
         return None if manifest is None else Artifact(self, stage, key, manifest)
 
-    def fault(self, artifact: Artifact) -> str | None:
-        """Re-hash an artifact; say in words what is wrong with it, or None."""
-        return first_fault(self.fs, artifact.path, artifact.files)
+    def fault(self, artifact: Artifact, *, deep: bool = False) -> str | None:
+        """Say in words what is wrong with an artifact, or None; `deep` re-hashes every file."""
+        return first_fault(self.fs, artifact.path, artifact.files, deep=deep)
 
     def find(self, stage: str, key: str) -> Artifact | None:
         """The artifact if it is there and whole; a damaged one is a miss, with a warning."""
@@ -262,25 +263,22 @@ class Store:
         """
         # What is recorded is what this builder has: another may be at the same shard.
         root = self.shards_path(stage)
-        files = [hash_local(local[suffix], f"{key}{suffix}", meta) for suffix in sorted(local)]
-        for suffix, path in local.items():
-            put_atomic(self.fs, path, f"{root}/{key}{suffix}")
-        write_record(
-            self.fs, f"{root}/{key}.json", {"format": FORMAT, "files": files, "meta": meta}
-        )
+        files = []
+        for suffix, path in sorted(local.items()):
+            entry = hash_local(path, f"{key}{suffix}", meta)
+            put_atomic(self.fs, path, f"{root}/{entry.path}")
+            files.append(stamp(self.fs, root, entry))
+        record = {"format": FORMAT, "files": files, "meta": meta}
+        write_record(self.fs, f"{root}/{key}.json", record)
         return Shard(key, files, meta)
 
     def artifacts(self) -> Iterator[Artifact]:
         """Every artifact with a readable manifest, stage by stage."""
-        for _, _, found in self._walk():
-            if isinstance(found, Artifact):
-                yield found
+        return (found for _, _, found in self._walk() if isinstance(found, Artifact))
 
     def unreadable(self) -> Iterator[tuple[str, str, str]]:
         """(stage, key, what is wrong) of every artifact whose manifest is damaged."""
-        for stage, key, found in self._walk():
-            if isinstance(found, str):
-                yield stage, key, found
+        return ((stage, key, f) for stage, key, f in self._walk() if isinstance(f, str))
 
     def _walk(self) -> Iterator[tuple[str, str, Artifact | str | None]]:
         for stage in self._names(self.root):
@@ -296,7 +294,5 @@ class Store:
             entries = self.fs.ls(path, detail=True)
         except FileNotFoundError:
             return []
-        names = [
-            e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"
-        ]
-        return sorted(names)
+        folders = [e["name"].rstrip("/") for e in entries if e["type"] == "directory"]
+        return sorted(folder.rpartition("/")[2] for folder in folders)

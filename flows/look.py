@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from artifacts import gc
 from artifacts.commit import first_fault
 from artifacts.store import Artifact, Store
-from tasks.publish.registry import Registry, Version
+from tasks.publish.registry import Registry, RegistryError, Version
+
+log = logging.getLogger("kiln")
 
 
 class NotInStore(ValueError):
@@ -65,16 +68,23 @@ def verify_store(url: str, what: str | None, registry: str | None = None) -> boo
     """Re-hash and print; whether everything is whole."""
     store = Store(url)
     whole = True
-    for stage, key, error in [] if what else store.unreadable():
+    damaged = [found for found in store.unreadable() if _goes_by(what or "", *found[:2])]
+    for stage, key, error in damaged:
         print(f"{stage:9} {key[:12]}  {error}")
         whole = False
+    if what and damaged:
+        return whole
     for artifact in [_one(store, what)] if what else store.artifacts():
-        fault = store.fault(artifact)
+        fault = store.fault(artifact, deep=True)
         print(f"{artifact.stage:9} {artifact.key[:12]}  {fault or 'whole'}")
         whole &= fault is None
+    for model in [] if what else _registries(store, registry):
+        for name, error in model.unreadable():
+            print(f"model     {model.name} {name}  {error}")
+            whole = False
     for found, version, _ in [] if what else _models(store, registry):
         root = f"{found.root}/{version.name}"
-        fault = first_fault(found.fs, root, version.manifest["files"])
+        fault = first_fault(found.fs, root, version.manifest["files"], deep=True)
         print(f"model     {found.name} {version.name}  {fault or 'whole'}")
         whole &= fault is None
     return whole
@@ -89,6 +99,9 @@ def collect_garbage(url: str, registry: str | None = None, *, days: float, delet
         for stage, found in run["stages"].items()
     ]
     wanted = list(roots)
+    for model in _registries(store, registry):
+        for name, error in model.unreadable():
+            raise gc.GarbageUnsure(f"{model.name} {name}: {error}; restore or remove that version")
     roots += [("publish", version.manifest["key"]) for _, version, _ in _models(store, registry)]
     items = gc.garbage(store, gc.needed_by(store, roots), wanted)
     for item in items:
@@ -102,22 +115,34 @@ def collect_garbage(url: str, registry: str | None = None, *, days: float, delet
 
 
 def _one(store: Store, what: str) -> Artifact:
-    stage, _, key = what.rpartition("/")
-    found = [a for a in store.artifacts() if a.key.startswith(key) and stage in ("", a.stage)]
+    found = [a for a in store.artifacts() if _goes_by(what, a.stage, a.key)]
     if len(found) != 1:
         names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found) or "nothing"
         raise NotInStore(f"{what}: {names} goes by that; see `kiln ls`")
     return found[0]
 
 
-def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, bool]]:
+def _goes_by(what: str, stage: str, key: str) -> bool:
+    wanted_stage, _, start = what.rpartition("/")
+    return key.startswith(start) and wanted_stage in ("", stage)
+
+
+def _registries(store: Store, url: str | None) -> Iterator[Registry]:
     url = url or store.url_of("registry")
     place = Store(url)
     if not place.fs.exists(place.root):
         return
     for entry in sorted(place.fs.ls(place.root, detail=False)):
-        registry = Registry(url, entry.rstrip("/").rpartition("/")[2])
-        champion = registry.champion()
+        yield Registry(url, entry.rstrip("/").rpartition("/")[2])
+
+
+def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, bool]]:
+    for registry in _registries(store, url):
+        try:
+            champion = registry.champion()
+        except RegistryError as error:  # a damaged champion hides none of the others
+            log.warning("%s", error)
+            champion = None
         for version in registry.versions():
             yield registry, version, champion is not None and champion.name == version.name
 

@@ -12,17 +12,17 @@ import logging
 import os
 import re
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts import lock
 from artifacts.commit import first_fault, read_record, write_atomic
-from artifacts.store import MANIFEST, Artifact
+from artifacts.store import MANIFEST, Artifact, Store
 
 CHAMPION = "champion"
 ROLLED_BACK = "rolled back"
@@ -47,9 +47,10 @@ class Registry:
 
     def __init__(self, url: str, name: str) -> None:
         self.fs: AbstractFileSystem
-        self.fs, root = url_to_fs(url)
+        place = Store(url)  # raises StoreError
+        self.fs = place.fs
         self.name = name
-        self.root = f"{root.rstrip('/')}/{name}"
+        self.root = f"{place.root}/{name}"
 
     @property
     def is_local(self) -> bool:
@@ -63,15 +64,16 @@ class Registry:
     def versions(self) -> list[Version]:
         """Complete versions, oldest first."""
         found = []
-        for name in self._version_names():
-            try:
-                manifest = read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
-            except ValueError as error:
-                log.warning("registry %s/%s: %s", self.name, name, error)
-                continue
-            if manifest is not None:
+        for name, manifest in self._manifests():
+            if isinstance(manifest, str):
+                log.warning("registry %s/%s: %s", self.name, name, manifest)
+            else:
                 found.append(Version(name, self.url(name), manifest))
         return found
+
+    def unreadable(self) -> list[tuple[str, str]]:
+        """(version, what is wrong) of every version whose manifest is damaged."""
+        return [(name, fault) for name, fault in self._manifests() if isinstance(fault, str)]
 
     def champion(self) -> Version | None:
         """The version that the alias points to. Raises RegistryError if that cannot be read."""
@@ -134,11 +136,25 @@ class Registry:
     def history(self) -> list[dict[str, Any]]:
         """Moves of the alias, oldest first; one that was written but not made is left out."""
         try:
-            moves = list(json.loads(self.fs.cat_file(f"{self.root}/history.json")))
+            moves = json.loads(self.fs.cat_file(f"{self.root}/history.json"))
+            names = [move["version"] for move in moves]
         except FileNotFoundError:
             return []
-        made = bool(moves) and moves[-1]["version"] == self._read_alias()
-        return moves if made else moves[:-1]
+        except (KeyError, TypeError, ValueError):
+            raise RegistryError(f"{self.root}/history.json is damaged: restore it") from None
+        made = names[-1:] == [self._read_alias()]
+        return list(moves if made else moves[:-1])
+
+    def _manifests(self) -> Iterator[tuple[str, dict[str, Any] | str]]:
+        """(version, its manifest or what is wrong with it), oldest first."""
+        for name in self._version_names():
+            try:
+                manifest = read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
+            except ValueError as error:
+                yield name, str(error)
+            else:
+                if manifest is not None:
+                    yield name, manifest
 
     def _version_names(self) -> list[str]:
         try:
