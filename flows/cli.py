@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from typing import Annotated, Any
@@ -188,6 +189,7 @@ def main() -> None:
 
 def _fail(message: Any, code: int) -> None:
     print(f"kiln: {message}", file=sys.stderr)
+    logging.disable()  # what is said last is what went wrong, not how a server shuts down
     sys.exit(code)
 
 

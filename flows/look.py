@@ -78,10 +78,9 @@ def verify_store(url: str, what: str | None, registry: str | None = None) -> boo
         fault = store.fault(artifact, deep=True)
         print(f"{artifact.stage:9} {artifact.key[:12]}  {fault or 'whole'}")
         whole &= fault is None
-    for model in [] if what else _registries(store, registry):
-        for name, error in model.unreadable():
-            print(f"model     {model.name} {name}  {error}")
-            whole = False
+    for name, error in [] if what else _damage(store, registry):
+        print(f"model     {name}  {error}")
+        whole = False
     for found, version, _ in [] if what else _models(store, registry):
         root = f"{found.root}/{version.name}"
         fault = first_fault(found.fs, root, version.manifest["files"], deep=True)
@@ -99,9 +98,8 @@ def collect_garbage(url: str, registry: str | None = None, *, days: float, delet
         for stage, found in run["stages"].items()
     ]
     wanted = list(roots)
-    for model in _registries(store, registry):
-        for name, error in model.unreadable():
-            raise gc.GarbageUnsure(f"{model.name} {name}: {error}; restore or remove that version")
+    for name, error in _damage(store, registry):  # what it was made from is not known
+        raise gc.GarbageUnsure(f"{name}: {error}; nothing is deleted before that is mended")
     roots += [("publish", version.manifest["key"]) for _, version, _ in _models(store, registry)]
     items = gc.garbage(store, gc.needed_by(store, roots), wanted)
     for item in items:
@@ -134,6 +132,17 @@ def _registries(store: Store, url: str | None) -> Iterator[Registry]:
         return
     for entry in sorted(place.fs.ls(place.root, detail=False)):
         yield Registry(url, entry.rstrip("/").rpartition("/")[2])
+
+
+def _damage(store: Store, url: str | None) -> Iterator[tuple[str, str]]:
+    """(model and version, what is wrong) of what is published and cannot be read."""
+    for registry in _registries(store, url):
+        for version, error in registry.unreadable():
+            yield f"{registry.name} {version}", error
+        try:
+            registry.champion()
+        except RegistryError as error:
+            yield f"{registry.name} champion", str(error)
 
 
 def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, bool]]:

@@ -56,6 +56,42 @@ def test_what_a_recent_run_has_begun_stays(tmp_path: Path) -> None:
     assert gc.garbage(store, {}, wanted=[("train", parts.key)]) == []
 
 
+def test_checkpoints_go_once_their_training_is_finished_and_nobody_is_at_it(
+    tmp_path: Path,
+) -> None:
+    store = Store(str(tmp_path))
+    model = make(store, "train", 1)
+    store.fs.makedirs(f"{model.path}/checkpoints")
+    store.fs.pipe_file(f"{model.path}/checkpoints/step-1", b"12345")
+    keep = gc.needed_by(store, [("train", model.key)])
+    with store.lock("train", model.key, waiting=lambda owner: None):
+        assert gc.garbage(store, keep) == []
+    assert [(i.what, i.size > 0) for i in gc.garbage(store, keep)] == [("checkpoints", True)]
+    gc.delete(store, gc.garbage(store, keep))
+    assert store.find("train", model.key) is not None
+    assert not store.fs.exists(f"{model.path}/checkpoints")
+
+
+def test_what_somebody_began_to_build_after_it_was_listed_stays(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    model, other = make(store, "train", 1), make(store, "train", 2)
+    items = gc.garbage(store, {})
+    assert {i.what for i in items} == {"artifact", "shard"}
+    with store.lock("train", model.key, waiting=lambda owner: None):
+        gc.delete(store, items)
+    assert store.find("train", model.key) is not None
+    assert store.find("train", other.key) is None
+    assert store.shard("train", "shard2") is not None  # the builder may name it
+
+
+@pytest.mark.parametrize("stages", [None, [], {"train": {}}, {"train": {"key": 1}}])
+def test_a_run_that_does_not_say_what_it_needs_is_damaged(tmp_path: Path, stages: object) -> None:
+    store = Store(str(tmp_path))
+    gc.record_run(store, "r1", {"stages": stages})
+    with pytest.raises(gc.GarbageUnsure, match=r"r1\.json is damaged"):
+        list(gc.recent_runs(store, days=1))
+
+
 def test_nothing_is_deleted_when_a_damaged_file_hides_what_is_needed(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     model = make(store, "train", 1)

@@ -6,11 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from artifacts import lock
 
@@ -90,3 +93,74 @@ def test_a_beating_lock_elsewhere_does_not_expire(place) -> None:
     with lock.hold(fs, path, expiry=0.4):
         assert stop.is_set()
     other.join()
+
+
+def test_of_two_who_take_over_one_dead_lock_one_holds_it(tmp_path: Path) -> None:
+    """Both see the dead owner before either removes its lock; one removes late."""
+
+    class Late(LocalFileSystem):
+        both, turns = threading.Barrier(2), count()
+
+        def rm_file(self, path: str) -> None:
+            turn = next(self.turns)
+            if turn < 2:
+                self.both.wait(timeout=10)
+                time.sleep(0.1 * turn)
+            super().rm_file(path)
+
+    fs, path = Late(skip_instance_cache=True), str(tmp_path / "lock.json")
+    dead = {"token": "t", **lock._this_process(), "started": "long ago"}
+    fs.pipe_file(path, json.dumps(dead).encode())
+    inside, most = [0], [0]
+
+    def work() -> None:
+        with lock.hold(fs, path):
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.4)
+            inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert next(Late.turns) >= 4
+    assert most[0] == 1
+
+
+def test_a_heartbeat_outlives_a_store_that_fails(tmp_path: Path) -> None:
+    class Failing(LocalFileSystem):
+        failures = count()
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+            if mode == "overwrite" and next(self.failures) < 2:
+                raise RuntimeError("503 from the store, of no kind of OSError")
+            super().pipe_file(path, value, mode=mode, **more)
+
+    fs, path = Failing(skip_instance_cache=True), str(tmp_path / "lock.json")
+    with lock.hold(fs, path, heartbeat=0.02):
+        until = time.monotonic() + 5
+        while (lock.read_owner(fs, path) or {}).get("beat", 0) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert time.monotonic() < until
+    assert not fs.exists(path)
+
+
+def test_a_process_of_another_pid_namespace_is_not_known_dead() -> None:
+    gone = {**lock._this_process(), "started": "long ago"}
+    assert lock.is_dead(gone)
+    assert not lock.is_dead({**gone, "pids": "pid:[1]"})
+    assert not lock.is_dead({**gone, "host": "elsewhere"})
+    assert not lock.is_dead(lock._this_process())
+
+
+def test_a_lock_half_written_is_waited_for_and_names_nobody(place) -> None:
+    fs, path = place
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    fs.pipe_file(path, b"")
+    waited: list[dict[str, Any]] = []
+    started = time.monotonic()
+    with lock.hold(fs, path, waiting=waited.append, expiry=0.4):
+        assert time.monotonic() - started >= 0.4
+    assert waited == []

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import pytest
 
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, KeyParts, Store, StoreError
 from tasks.publish.registry import Registry, RegistryError
 
 
@@ -87,6 +87,52 @@ def test_a_move_that_was_only_written_down_was_none(registry: tuple[Store, Regis
     moves = [*found.history(), {"version": "v2", "why": "published", "at": ""}]
     found.fs.pipe_file(f"{found.root}/history.json", json.dumps(moves).encode())
     assert not found.was_champion("v2")
+    found.promote("v2")
+    assert [move["version"] for move in found.history()] == ["v1", "v2"]
+    assert found.was_champion("v2")
+
+
+def test_a_champion_without_its_manifest_is_said(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    found.promote(found.publish(model(store, 1)).name)
+    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    with pytest.raises(RegistryError, match="champion v1 is damaged"):
+        found.champion()
+
+
+def test_the_number_of_a_version_that_was_champion_is_not_given_again(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    found.fs.rm(f"{found.root}/v2", recursive=True)
+    assert found.publish(model(store, 3)).name == "v3"
+
+
+def test_asking_for_a_model_that_is_not_there_makes_no_folder(
+    registry: tuple[Store, Registry],
+) -> None:
+    _, found = registry
+    with pytest.raises(RegistryError, match="no such version"):
+        found.promote("v1")
+    with pytest.raises(RegistryError, match="no champion"):
+        found.rollback()
+    assert not found.fs.exists(found.root)
+
+
+def test_a_damaged_history_is_said(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    found.promote(found.publish(model(store, 1)).name)
+    for damaged in (b"[", b"{}x", b"[{}]", b"[1]", b"1"):
+        found.fs.pipe_file(f"{found.root}/history.json", damaged)
+        with pytest.raises(RegistryError, match=r"history\.json is damaged"):
+            found.was_champion("v1")
+
+
+def test_a_registry_that_cannot_be_is_said_in_one_line() -> None:
+    with pytest.raises(StoreError, match="foo://bar"):
+        Registry("foo://bar", "digits")
 
 
 def test_a_local_champion_is_a_folder_to_load_from(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""Looking at a store: damage is told, and what is published is kept wherever it is."""
+
+from pathlib import Path
+
+import pytest
+
+from artifacts.gc import GarbageUnsure
+from artifacts.store import Artifact, KeyParts, Store
+from flows.look import collect_garbage, list_store, verify_store
+from tasks.publish.registry import Registry
+
+
+def model(store: Store, n: int = 1) -> Artifact:
+    draft = store.draft(KeyParts("publish", 1, {"n": n}, {}))
+    draft.write("model_index.json", b"{}")
+    return draft.commit({}, {"created": "2026-01-01"})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture(params=["inside", "elsewhere"])
+def registry(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> str:
+    return f"{store.root}/registry" if request.param == "inside" else str(tmp_path / "models")
+
+
+def given(store: Store, registry: str) -> str | None:
+    """What `--registry` has to be: nothing when it is where it is by itself."""
+    return None if registry.startswith(store.root) else registry
+
+
+def test_published_models_are_listed(
+    store: Store, registry: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Registry(registry, "digits")
+    found.promote(found.publish(model(store)).name)
+    list_store(store.root, given(store, registry), as_json=False)
+    assert f"digits v1  {registry}/digits/v1  champion" in capsys.readouterr().out
+
+
+def test_an_unreadable_manifest_is_not_whole(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged, whole = model(store, 1), model(store, 2)
+    assert verify_store(store.root, None)
+    store.fs.pipe_file(f"{damaged.path}/manifest.json", b"{}")
+    capsys.readouterr()
+    assert not verify_store(store.root, None)
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in told] == [damaged.key[:12], whole.key[:12]]
+    assert "not a readable record" in told[0]
+    assert told[1].endswith("whole")
+    assert not verify_store(store.root, damaged.key[:12])
+    assert verify_store(store.root, f"publish/{whole.key[:12]}")
+
+
+@pytest.mark.parametrize("harm", ["file", "manifest", "no manifest"])
+def test_a_damaged_version_is_not_whole(store: Store, registry: str, harm: str) -> None:
+    found = Registry(registry, "digits")
+    found.promote(found.publish(model(store)).name)
+    assert verify_store(store.root, None, given(store, registry))
+    version = Path(found.root, "v1")
+    if harm == "no manifest":
+        (version / "manifest.json").unlink()
+    else:
+        name = "manifest.json" if harm == "manifest" else "model_index.json"
+        (version / name).write_bytes(b"[]")
+    assert not verify_store(store.root, None, given(store, registry))
+
+
+def test_what_is_published_is_no_garbage(store: Store, registry: str) -> None:
+    kept, gone = model(store, 1), model(store, 2)
+    Registry(registry, "digits").publish(kept)
+    collect_garbage(store.root, given(store, registry), days=1, delete=True)
+    assert store.find("publish", kept.key) is not None
+    assert store.find("publish", gone.key) is None
+
+
+@pytest.mark.parametrize("harmed", ["manifest.json", "v1"])
+def test_nothing_is_deleted_while_a_version_cannot_be_read(
+    store: Store, registry: str, harmed: str
+) -> None:
+    kept = model(store)
+    found = Registry(registry, "digits")
+    found.promote(found.publish(kept).name)
+    if harmed == "v1":
+        found.fs.rm(f"{found.root}/v1", recursive=True)
+    else:
+        found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
+    with pytest.raises(GarbageUnsure, match="nothing is deleted"):
+        collect_garbage(store.root, given(store, registry), days=1, delete=True)
+    assert store.find("publish", kept.key) is not None
