@@ -13,6 +13,7 @@ from prefect.context import FlowRunContext
 from prefect.states import Completed
 
 from artifacts import gc
+from artifacts.commit import write_atomic
 from artifacts.keys import digest_json
 from artifacts.store import Artifact, Draft, KeyParts
 from configs.load import dump, load_recipe
@@ -171,10 +172,9 @@ class _Run:
 
         Raises TransientError if the champion is no longer the one that the gate compared with.
         """
-        html = report.page(self.recipe, self.artifacts, self.results)
         registry = publish.registry_of(self.recipe)
         try:
-            self.store.fs.pipe_file(f"{published.path}/report.html", html.encode())
+            self._write_report(f"{published.path}/report.html")
             version = registry.publish(published)
             if not registry.was_champion(version.name):
                 now = self._publish_inputs(evaluated, self.artifacts[train.STAGE])
@@ -211,6 +211,13 @@ class _Run:
         self.results[module.STAGE] = result
         self.artifacts[module.STAGE] = artifact
         return artifact
+
+    def _write_report(self, path: str) -> None:
+        """The page of the run that made the model: one that reuses everything leaves it."""
+        built = self.results[publish.STAGE].outcome == "built"
+        if built or not self.store.fs.exists(path):
+            html = report.page(self.recipe, self.artifacts, self.results)
+            write_atomic(self.store.fs, path, html.encode())
 
     def _show_where(self, registry: Registry, version: Version) -> None:
         champion = registry.champion()

@@ -30,7 +30,11 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.api = f"http://127.0.0.1:{self.port}/api"
-        self.env = {**environment(folder), "PREFECT_API_URL": self.api}
+        self.env = {
+            **environment(folder),
+            "PREFECT_API_URL": self.api,
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+        }
         self.folder = folder
         self.children: list[subprocess.Popen[bytes]] = []
 
@@ -100,7 +104,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         found.wait("server", lambda: found.ask("/health"), 120)
         found.cli("work-pool", "create", "kiln", "--type", "process")
         found.cli("deploy", "--all", "--prefect-file", "deploy/prefect.yaml")
-        found.start("worker", "worker", "start", "--pool", "kiln", "--query-seconds", "1")
+        found.start("worker", "worker", "start", "--pool", "kiln")
         yield found
     finally:
         found.stop()
