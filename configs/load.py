@@ -155,9 +155,7 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(settings, dict):
             where = ".".join(parents[: depth + 1])
             raise RecipeError(f"override {dotted}: {where} is a value, not a section")
-    old = settings.get(last)
-    both = isinstance(old, dict) and isinstance(value, dict)
-    settings[last] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    settings.update(_merge({last: settings.get(last)}, {last: value}))
 
 
 def _explain(file: str, error: ValidationError, settings: dict[str, Any]) -> str:

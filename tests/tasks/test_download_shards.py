@@ -1,5 +1,6 @@
 """The download stage against a real server: outcomes, determinism, resume, damage and outages."""
 
+import errno
 import hashlib
 import json
 import os
@@ -354,7 +355,7 @@ def test_too_many_lasting_failures_are_refused_with_their_reasons(tmp_path: Path
 
 @pytest.mark.parametrize("mode", ["in_memory", "multi_threading"])
 def test_a_full_disk_says_so_and_costs_nothing_that_was_committed(
-    tmp_path: Path, web: Web, mode: str
+    tmp_path: Path, web: Web, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beam = {"direct_running_mode": mode, "direct_num_workers": 1}
     recipe = make_recipe(tmp_path, web, rows(), beam=beam)
@@ -363,11 +364,15 @@ def test_a_full_disk_says_so_and_costs_nothing_that_was_committed(
     folder = tmp_path / "store/download/shards"
     (folder / f"{key}.json").unlink()
     (folder / f"{key}.tar").unlink()
-    (folder / f"{key}.tar").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
-        build(recipe)
+
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("artifacts.commit.shutil.copyfile", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            build(recipe)
     assert not (folder / f"{key}.json").exists()
-    (folder / f"{key}.tar").unlink()
     web.asked.clear()
     assert build(recipe).digest == first.digest
     assert web.asked.total() == download.plan(recipe).shards[-1].rows

@@ -51,11 +51,14 @@ def test_when_we_are_interrupted_the_process_ends_with_us(tmp_path: Path, tiny_s
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # A test run in background may have been started with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             run_job(endless(tmp_path, tiny_sdxl), grace_seconds=1.0)
     finally:
+        signal.signal(signal.SIGINT, before)
         held.kill()
         held.wait()
     assert children() == []
