@@ -88,6 +88,7 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
     assert "would be deleted" in kiln(tmp_path, "gc", "--store", store)
 
 
+@pytest.mark.soak
 def test_damage_rebuilds_just_what_was_damaged(tmp_path: Path, small: Overrides) -> None:
     first = run_json(tmp_path, "digits", small)
     store = Path(str(small["store"]))
@@ -120,6 +121,7 @@ def test_a_model_the_gate_refuses_is_not_published(tmp_path: Path, small: Overri
     assert not (Path(str(small["store"])) / "registry").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("victim", ["training", "flow"])
 def test_killed_anywhere_the_next_run_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, small: Overrides, victim: str
