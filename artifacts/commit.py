@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -66,14 +68,8 @@ def put_atomic(fs: AbstractFileSystem, local: str, path: str) -> None:
     if not isinstance(fs, LocalFileSystem):
         fs.put_file(local, path)
         return
-    beside = f"{path}.{uuid.uuid4().hex}.tmp"
-    try:
+    with _replacing(path) as beside:
         shutil.copyfile(local, beside)
-        os.replace(beside, path)
-    except BaseException:
-        if os.path.exists(beside):
-            os.unlink(beside)
-        raise
 
 
 def write_atomic(fs: AbstractFileSystem, path: str, data: bytes) -> None:
@@ -85,11 +81,17 @@ def write_atomic(fs: AbstractFileSystem, path: str, data: bytes) -> None:
     if not isinstance(fs, LocalFileSystem):
         fs.pipe_file(path, data)
         return
+    with _replacing(path) as beside, open(beside, "wb") as stream:
+        stream.write(data)
+
+
+@contextmanager
+def _replacing(path: str) -> Iterator[str]:
+    """A name to write to that becomes `path` at the end, once its bytes are on the disk."""
     beside = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
-        with open(beside, "wb") as stream:
-            stream.write(data)
-            stream.flush()
+        yield beside
+        with open(beside, "rb") as stream:
             os.fsync(stream.fileno())
         os.replace(beside, path)
     except BaseException:
