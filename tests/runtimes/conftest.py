@@ -32,7 +32,7 @@ INFO = {
 Groups = Mapping[str, int]
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Models this small gain nothing from more, and lose much on a busy machine."""
     before = torch.get_num_threads()
