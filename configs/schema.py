@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
+
+from configs.section import Fraction, Section
+from configs.training import Train
 
 RUNTIMES_BUILT = ("torch",)
 RuntimeName = Literal["torch", "xla", "jax", "mindspore", "npu", "hpu"]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """A part of a recipe: unknown keys are errors, and values do not change once loaded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class Model(Section):
@@ -159,62 +155,6 @@ class Encode(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Compute precision of the encoders."
     )
-
-
-class Train(Section):
-    """The fine-tuning run."""
-
-    method: Literal["full", "lora"] = Field("full", description="What is trained of the UNet.")
-    steps: PositiveInt = Field(1000, description="Optimizer steps.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of order, noise, timesteps and dropout.")
-    global_batch_size: PositiveInt = Field(16, description="Samples a step, over all devices.")
-    micro_batch_size: PositiveInt | None = Field(
-        None,
-        description="Samples a forward pass; less than a device's share accumulates gradients.",
-    )
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of AdamW.")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Shape after warm-up; linear and cosine fall to `lr_final`."
-    )
-    lr_final: Fraction = Field(0.0, description="Learning rate at the end, as a share of the peak.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear rise from 0.")
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW's beta1 and beta2.")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Clip the gradient's L2 norm to this."
-    )
-    prediction_type: Literal["epsilon", "v_prediction"] | None = Field(
-        None, description="What the UNet predicts; null takes the base's scheduler's word."
-    )
-    snr_gamma: float | None = Field(
-        None,
-        gt=0,
-        description="Min-SNR weighting with this gamma (5.0 in the paper); null is none.",
-    )
-    noise_offset: float = Field(0.0, ge=0, description="Scale of a per-channel shift of the noise.")
-    caption_dropout: Fraction = Field(
-        0.0, description="Share of samples trained without a caption."
-    )
-    ema_decay: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the weight average that is published; null is none."
-    )
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Precision of forward and backward; weights stay float32."
-    )
-    gradient_checkpointing: bool = Field(False, description="Trade compute for activation memory.")
-    compile: bool = Field(False, description="torch.compile the UNet.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
-    shuffle_window: PositiveInt = Field(4, description="Shards whose samples are mixed at a time.")
-    prefetch: PositiveInt = Field(2, description="Batches made ready ahead of the device.")
-    cache_bytes: PositiveInt = Field(
-        20 * 2**30, description="Local bytes kept of a remote store's shards."
-    )
-    checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
-    log_every: PositiveInt = Field(10, description="Steps between metric lines.")
-    sample_every: int = Field(0, ge=0, description="Steps between sample pictures; 0 is none.")
-    grace_seconds: float = Field(60.0, gt=0, description="Seconds to checkpoint in when cancelled.")
 
 
 class PromptSet(Section):

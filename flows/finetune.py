@@ -121,7 +121,7 @@ class _Run:
             "images": images.digest,
             "latents": latents.digest,
             "base": trained.manifest["inputs"]["base"],
-            "trained UNet": trained.digest,
+            "trained weights": trained.digest,
             "evaluation": evaluated.digest,
         }
 

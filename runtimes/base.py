@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from runtimes.job import GenerateJob, TrainJob
 
-#: Named arrays by group: `unet` (fp32 masters), `exp_avg`, `exp_avg_sq`, `ema`; diffusers names.
+#: Named arrays by group: `weights` (fp32 masters of what is trained), `exp_avg`, `exp_avg_sq`,
+#: `ema`. A name is the pipeline's part and diffusers' name in it: `unet.conv_in.weight` or, of an
+#: adapter, `unet.mid_block.attentions.0.proj_in.lora_A.weight`.
 State = dict[str, dict[str, NDArray[np.float32]]]
 
 
@@ -30,10 +32,10 @@ class StepBatch:
 
     step: int
     noisy_latents: NDArray[np.float32]  # [B, C, h, w]
-    timesteps: NDArray[np.int32]  # [B]
+    timesteps: NDArray[np.int32] | NDArray[np.float32]  # [B]; f32 1000 sigma for a flow
     target: NDArray[np.float32]  # [B, C, h, w]
     weight: NDArray[np.float32]  # [B]
-    conditioning: dict[str, NDArray[np.float32]]  # keyword -> [B, ...], as families.py names them
+    conditioning: dict[str, NDArray[Any]]  # keyword -> [B, ...], as families.py names them
     denominator: int  # global batch size
 
 
@@ -72,16 +74,30 @@ class Runtime(Protocol):
     versions: dict[str, str]  # of the packages that numbers depend on
 
     def load(self, job: TrainJob) -> None:
-        """Put the base's UNet and fresh optimizer state on the device. Raises WrongInput."""
+        """Put what is trained, and fresh optimizer state, on the device. Raises WrongInput."""
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         """One AdamW update on a batch."""
 
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Mean squared error of each sample [B] (unweighted), by the average if one is kept."""
+
+    def flops(self, batch: StepBatch) -> float | None:
+        """Floating-point operations of a step on this rank's batch, none counted twice for
+        recomputing; None where they cannot be counted."""
+
+    def peak_flops(self) -> float | None:
+        """Most FLOP a second that one device can do at the compute dtype, if known."""
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so. Every rank calls it at the same place."""
+
     def state(self) -> State:
-        """Copies of weights, both moments and EMA, as named arrays."""
+        """Copies of weights, both moments and EMA, as named arrays: whole ones on rank 0, nothing
+        on the others. Every rank calls it at the same place."""
 
     def restore(self, state: State, step: int) -> None:
-        """Continue from a state as it was after `step` steps."""
+        """Continue from a state as it was after `step` steps. Every rank is given all of it."""
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         """Pictures [N, H, W, 3] by the weights so far (by their average, if one is kept).

@@ -37,6 +37,7 @@ class Family:
 
     name: str
     pipelines: tuple[str, ...]  # diffusers classes, as model_index.json names them
+    denoiser: str  # the pipeline's part that predicts, and its folder
     condition: Callable[[Sequence[Captioned]], Conditioning]  # samples -> keyword -> [B, ...]
     arguments: Callable[[Mapping[str, Any]], dict[str, Any]]  # the same -> the UNet's keywords
 
@@ -77,8 +78,8 @@ def _sdxl_arguments(conditioning: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES = {
     family.name: family
     for family in (
-        Family("sd", ("StableDiffusionPipeline",), _prompt_embeds, _sd_arguments),
-        Family("sdxl", ("StableDiffusionXLPipeline",), _sdxl_condition, _sdxl_arguments),
+        Family("sd", ("StableDiffusionPipeline",), "unet", _prompt_embeds, _sd_arguments),
+        Family("sdxl", ("StableDiffusionXLPipeline",), "unet", _sdxl_condition, _sdxl_arguments),
     )
 }
 

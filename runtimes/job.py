@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Fine-tune the UNet of `model` on `latents`; resume from `work` if it holds a checkpoint."""
+    """Fine-tune `model` on `latents`; resume from `work` if it holds a checkpoint."""
 
     runtime: str
     model: str  # local folder of the base pipeline
     latents: str  # URL of the latents artifact's folder
     train: dict[str, Any]  # configs.schema.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
-    out: str  # URL of the folder that the trained `unet/` and `history.jsonl` are written to
+    out: str  # URL of the folder that what was trained (see result.py) is written to
     sample_prompts: tuple[str, ...] = ()
     sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
     vae: str | None = None  # for sample pictures, as GenerateJob.vae
@@ -29,7 +29,9 @@ class Drawing:
     """One model's part of a GenerateJob."""
 
     out: str  # local folder: 00000.png, 00001.png, ... and losses.json
-    unet: str | None = None  # local folder of a UNet in place of the pipeline's own
+    # Local folders in place of the pipeline's own: part (unet, text_encoder, ...) -> folder.
+    parts: dict[str, str] = field(default_factory=dict)
+    lora: str | None = None  # local safetensors file of adapters, in diffusers' format
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import io
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from fsspec.core import url_to_fs
@@ -15,8 +14,8 @@ from pydantic import ValidationError
 
 from artifacts.commit import write_atomic
 from artifacts.latents import Latents, open_latents
-from configs.schema import Train
-from runtimes.base import Runtime, State, WrongInput
+from configs.training import CARRYING_OUT, Train
+from runtimes.base import Runtime, WrongInput
 from runtimes.checkpoint import Checkpoint, CheckpointNotWritten, Checkpoints
 from runtimes.events import Events
 from runtimes.families import detect_family
@@ -25,26 +24,9 @@ from runtimes.loader import Loader
 from runtimes.objective import LatentScale, NoiseSchedule, Objective
 from runtimes.recorder import Recorder
 from runtimes.registry import open_runtime
+from runtimes.result import write_result
 from runtimes.schedule import learning_rate
 from runtimes.stop import Stop
-from runtimes.tensors import write_arrays, writing
-
-#: How a run is carried out rather than what it computes: these may change at a resume.
-CARRYING_OUT = frozenset(
-    {
-        "cache_bytes",
-        "checkpoint_every",
-        "compile",
-        "device",
-        "grace_seconds",
-        "gradient_checkpointing",
-        "keep_checkpoints",
-        "log_every",
-        "micro_batch_size",
-        "prefetch",
-        "sample_every",
-    }
-)
 
 
 def train(job: TrainJob, events: Events, stop: Stop) -> bool:
@@ -230,23 +212,11 @@ class _Run:
 
     def finish(self) -> None:
         """Write the trained model."""
-        write_model(self._job, self._runtime.state(), self.recorder.history)
+        files = write_result(self._job, self._runtime.state(), self.recorder.history)
         self._events.emit(
             "result",
+            files=files,
             step=self._settings.steps,
             samples_seen=self._settings.steps * self._settings.global_batch_size,
             images_per_second=self.recorder.images_per_second,
         )
-
-
-def write_model(job: TrainJob, state: State, history: list[str]) -> None:
-    """Write `unet/` (fp32; the average, if one was kept) and `history.jsonl` to the job's `out`."""
-    fs, root = url_to_fs(job.out)
-    config: dict[str, Any] = json.loads((Path(job.model) / "unet" / "config.json").read_text())
-    config.pop("_name_or_path", None)  # where the base lay on the machine that made it
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_atomic(fs, f"{root}/unet/config.json", text.encode())
-    with writing(fs, root, "unet/diffusion_pytorch_model.safetensors", []) as sink:
-        write_arrays(sink, state.get("ema") or state["unet"])
-    lines = "".join(f"{line}\n" for line in history)
-    write_atomic(fs, f"{root}/history.jsonl", lines.encode())

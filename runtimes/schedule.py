@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from configs.schema import Train
+from configs.training import Train
 
 
 def learning_rate(step: int, settings: Train) -> float:

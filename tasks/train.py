@@ -12,8 +12,8 @@ from fsspec import AbstractFileSystem
 
 from artifacts.store import Artifact, Draft
 from configs.schema import Recipe
+from configs.training import CARRYING_OUT
 from runtimes.job import TrainJob
-from runtimes.loop import CARRYING_OUT
 from tasks.panels import Facts, Panel, Picture
 from tasks.process import Event, run_job
 from tasks.progress import Progress
@@ -66,9 +66,8 @@ def build(
     )
     watched = _Watch(progress, draft.store.fs)
     run_job(job, watched, grace_seconds=recipe.train.grace_seconds)
-    draft.add("unet/config.json")
-    draft.add("unet/diffusion_pytorch_model.safetensors")
-    draft.add("history.jsonl")
+    for path in watched.files:
+        draft.add(path)
     history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))
     tail = [line["loss"] for line in history[-max(1, len(history) // 10) :]]
     return {
@@ -124,6 +123,7 @@ class _Watch:
         self.progress = progress
         self.facts: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
+        self.files: list[str] = []  # what the run has written
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "start":
@@ -137,6 +137,7 @@ class _Watch:
             self.history.append(event)
             self.progress(event["step"], event["total"], _in_words(event))
         elif event["event"] == "result":
+            self.files = event["files"]
             self.facts["images_per_second"] = event["images_per_second"]
         elif event["event"] == "sample":
             heading = f"{STAGE}: step {event['step']}"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.utils import logging as diffusers_logging
 from fsspec.implementations.local import LocalFileSystem
 from PIL.Image import Image
@@ -29,7 +28,8 @@ from runtimes.loader import holdout_batches
 from runtimes.loop import open_job_latents, read_schedule
 from runtimes.objective import LatentScale, Objective
 from runtimes.torch.device import choose_device, make_deterministic
-from runtimes.torch.models import load_unet, weight_variant
+from runtimes.torch.models import load_denoiser, weight_variant
+from runtimes.torch.network import Network
 from runtimes.torch.runtime import Inputs
 
 LOSS_BATCH = 32
@@ -42,7 +42,7 @@ WEIGHTED = {
 
 
 class Sampler:
-    """A pipeline around a UNet. Start noise is drawn on the host, so every chip starts alike.
+    """A pipeline around given parts. Start noise is drawn on the host, so every chip starts alike.
 
     Raises:
         WrongInput: a part of the pipeline is missing or does not load.
@@ -51,13 +51,14 @@ class Sampler:
     def __init__(
         self,
         folder: Path,
-        unet: UNet2DConditionModel,
+        parts: dict[str, Any],
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         vae: Path | None = None,
     ) -> None:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-        parts: dict[str, Any] = {"unet": unet}
+        self._denoiser = detect_family(folder).denoiser
+        parts = dict(parts)
         if "safety_checker" in index:  # judging pictures is not its business
             parts |= {"safety_checker": None, "requires_safety_checker": False}
         if index["_class_name"] == "StableDiffusionXLPipeline":
@@ -67,7 +68,7 @@ class Sampler:
         transformers_logging.disable_progress_bar()
         try:
             for name, kind in WEIGHTED.items():
-                if (index.get(name) or [None])[0] is not None:
+                if name not in parts and (index.get(name) or [None])[0] is not None:
                     part = vae if name == "vae" and vae is not None else folder / name
                     variant = weight_variant(part)
                     parts[name] = kind.from_pretrained(part, variant=variant, **common)
@@ -78,9 +79,9 @@ class Sampler:
         self._pipe = pipe.to(device)
         self._pipe.set_progress_bar_config(disable=True)
 
-    def use(self, unet: UNet2DConditionModel) -> None:
-        """Put another UNet into the pipeline."""
-        self._pipe.register_modules(unet=unet)
+    def use(self, parts: dict[str, Any]) -> None:
+        """Put other parts into the pipeline."""
+        self._pipe.register_modules(**parts)
 
     @torch.inference_mode()
     def draw(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> list[Image]:
@@ -90,9 +91,10 @@ class Sampler:
         model's own) and batch_size.
         """
         scale = self._pipe.vae_scale_factor
-        own = self._pipe.unet.config.sample_size * scale
+        denoiser = getattr(self._pipe, self._denoiser)
+        own = denoiser.config.sample_size * scale
         height, width = sampler.get("height") or own, sampler.get("width") or own
-        shape = (self._pipe.unet.config.in_channels, height // scale, width // scale)
+        shape = (denoiser.config.in_channels, height // scale, width // scale)
         size, pictures = sampler["batch_size"], list[Image]()
         for start in range(0, len(prompts), size):
             part = list(prompts[start : start + size])
@@ -107,7 +109,7 @@ class Sampler:
                 width=width,
                 num_inference_steps=sampler["num_inference_steps"],
                 guidance_scale=sampler["guidance_scale"],
-                latents=torch.from_numpy(noise).to(self._pipe.unet.dtype),
+                latents=torch.from_numpy(noise).to(denoiser.dtype),
                 generator=later,
             ).images
         return pictures
@@ -123,30 +125,31 @@ def generate(job: GenerateJob, events: Events) -> None:
     model, vae = Path(job.model), None if job.vae is None else Path(job.vae)
     detect_family(model)
     sampler: Sampler | None = None
-    missing = {drawing: _missing(Path(drawing.out), job) for drawing in job.drawings}
+    missing = [_missing(Path(drawing.out), job) for drawing in job.drawings]
     total = len(job.drawings) * len(job.prompts)
-    done = total - sum(len(numbers) for batches in missing.values() for numbers in batches)
+    done = total - sum(len(numbers) for batches in missing for numbers in batches)
     events.emit("drawn", done=done, total=total)
-    for drawing, batches in missing.items():
+    for drawing, batches in zip(job.drawings, missing, strict=True):
         out = Path(drawing.out)
         out.mkdir(parents=True, exist_ok=True)
         losses = _losses_file(out, job)
         if not batches and losses is None:
             continue
-        unet = _load(drawing, model, dtype, device)
+        network = _load(drawing, model, dtype, device)
+        parts = dict(network.named_children())
         for numbers in batches:
-            sampler = sampler or Sampler(model, unet, device, dtype, vae)
-            sampler.use(unet)
+            sampler = sampler or Sampler(model, parts, device, dtype, vae)
+            sampler.use(parts)
             _draw_batch(sampler, job, numbers, out)
             done += len(numbers)
             events.emit("drawn", done=done, total=total)
         if losses is not None:
-            values = holdout_losses(unet, job, open_job_latents(str(job.latents)), device)
+            values = holdout_losses(network, job, open_job_latents(str(job.latents)), device)
             _write(losses, json.dumps({"losses": values}).encode())
 
 
 def holdout_losses(
-    unet: UNet2DConditionModel, job: GenerateJob, latents: Latents, device: torch.device
+    network: Network, job: GenerateJob, latents: Latents, device: torch.device
 ) -> list[float]:
     """Each held-out sample's unweighted mean squared error, averaged over its noise draws."""
     model, holdout = Path(job.model), job.holdout
@@ -160,22 +163,23 @@ def holdout_losses(
     )
     samples, draws = holdout["samples"], holdout["draws"]
     sums: dict[int, float] = {}
+    dtype = network.denoiser.dtype
     with torch.inference_mode():
         for numbers, batch in holdout_batches(
             latents, family, objective, samples=samples, draws=draws, batch_size=LOSS_BATCH
         ):
-            errors = Inputs(batch, slice(None), device, unet.dtype).errors(unet, family)
+            errors = Inputs(batch, slice(None), device, dtype).errors(network)
             for number, error in zip(numbers, errors.tolist(), strict=True):
                 sums[number] = sums.get(number, 0.0) + error
     return [sums[number] / draws for number in sorted(sums)]
 
 
-def _load(
-    drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device
-) -> UNet2DConditionModel:
-    unet = load_unet(Path(drawing.unet) if drawing.unet else model / "unet", dtype)
-    torch.nn.Module.to(unet, device)
-    return unet.eval()
+def _load(drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device) -> Network:
+    family = detect_family(model)
+    folder = Path(drawing.parts.get(family.denoiser, model / family.denoiser))
+    network = Network(family, {family.denoiser: load_denoiser(folder, dtype)})
+    network.to(device)
+    return network.requires_grad_(False).eval()
 
 
 def _missing(out: Path, job: GenerateJob) -> list[range]:

@@ -1,4 +1,4 @@
-"""Load a UNet from a diffusers folder: every weight there, every shape right, in float32."""
+"""Load a denoiser from a diffusers folder: every weight there, every shape right, in float32."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PIECE = r"(?:-\d+-of-\d+)?"
 VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
 
 
-def load_unet(folder: Path, dtype: torch.dtype = torch.float32) -> UNet2DConditionModel:
-    """The UNet in `folder` on the CPU, whatever precision it is stored in.
+def load_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The denoiser in `folder` on the CPU, whatever precision it is stored in.
 
     Raises:
         WrongInput: a file is missing or damaged, or the weights are not those of the config.
@@ -27,16 +27,16 @@ def load_unet(folder: Path, dtype: torch.dtype = torch.float32) -> UNet2DConditi
     config = _read_json(folder / "config.json")
     try:
         with torch.device("meta"):  # no time spent on weights that are replaced at once
-            unet = UNet2DConditionModel.from_config(config)
+            denoiser = UNet2DConditionModel.from_config(config)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise WrongInput(f"{folder / 'config.json'}: not a UNet's config: {error}") from None
+        raise WrongInput(f"{folder / 'config.json'}: not a denoiser's config: {error}") from None
     files = _weight_files(folder)
     weights: dict[str, torch.Tensor] = {}
     for path in files:
         weights |= _read_weights(path, dtype)
-    _check_fit(files[0], unet.state_dict(), weights)
-    unet.load_state_dict(weights, assign=True)
-    return unet.requires_grad_(True)
+    _check_fit(files[0], denoiser.state_dict(), weights)
+    denoiser.load_state_dict(weights, assign=True)
+    return denoiser
 
 
 def weight_variant(folder: Path) -> str | None:
@@ -63,7 +63,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if index.exists():
             names = sorted(set(_read_json(index)["weight_map"].values()))
             return [folder / name for name in names]
-    raise WrongInput(f"{folder / _names('')[0]} is missing: the UNet's weights are needed")
+    raise WrongInput(f"{folder / _names('')[0]} is missing: the denoiser's weights are needed")
 
 
 def _read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -1,9 +1,9 @@
-"""The PyTorch runtime: forward, backward and update of a diffusers UNet on a CPU or CUDA device."""
+"""The PyTorch runtime: forward, backward and update of a diffusers denoiser on CPU or CUDA."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.schema import Train
+from configs.training import Train
 from runtimes.base import State, StepBatch, StepOutput
 from runtimes.events import Events
-from runtimes.families import Family, detect_family
 from runtimes.job import GenerateJob, TrainJob
 from runtimes.torch.device import (
     choose_device,
@@ -24,7 +23,7 @@ from runtimes.torch.device import (
     probe,
     versions,
 )
-from runtimes.torch.models import load_unet
+from runtimes.torch.network import Network
 from runtimes.torch.update import Update
 
 __all__ = ["TheRuntime", "probe"]
@@ -43,14 +42,13 @@ class TheRuntime:
         make_deterministic()
         self._device = choose_device(self._settings.device)
         self.device = describe(self._device)
-        self._family = detect_family(Path(job.model))
-        unet: torch.nn.Module = load_unet(Path(job.model) / "unet")
-        unet.to(self._device, memory_format=torch.channels_last)
-        self._unet: Any = unet.train()
-        if self._settings.gradient_checkpointing:
-            self._unet.enable_gradient_checkpointing()
-        self._forward = torch.compile(self._unet) if self._settings.compile else self._unet
-        self._update = Update(dict(self._unet.named_parameters()), self._settings)
+        network = Network.load(job, self._settings)
+        network.to(self._device, memory_format=torch.channels_last)
+        self._network = network.train()
+        self._forward: Any = network
+        if self._settings.compile:
+            self._forward = torch.compile(network)
+        self._update = Update(network.trained(), self._settings)
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         size = len(batch.timesteps)
@@ -59,11 +57,20 @@ class TheRuntime:
         for start in range(0, size, micro):
             inputs = Inputs(batch, slice(start, start + micro), self._device)
             with self._autocast():
-                errors = inputs.errors(self._forward, self._family)
+                errors = inputs.errors(self._forward)
             part = (inputs.weight * errors).sum() / batch.denominator
             part.backward()
             loss += part.detach()
         return StepOutput(loss, self._update.apply(learning_rate))
+
+    def flops(self, batch: StepBatch) -> float | None:
+        return None
+
+    def peak_flops(self) -> float | None:
+        return None
+
+    def any_rank(self, flag: bool) -> bool:
+        return flag
 
     def state(self) -> State:
         return self._update.state()
@@ -76,15 +83,26 @@ class TheRuntime:
 
         if self._sampler is None:
             vae = None if self._job.vae is None else Path(self._job.vae)
-            model = Path(self._job.model)
-            self._sampler = Sampler(model, self._unet, self._device, vae=vae)
-        self._unet.eval()
+            parts = dict(self._network.named_children())
+            self._sampler = Sampler(Path(self._job.model), parts, self._device, vae=vae)
+        with self._evaluating():
+            pictures = self._sampler.draw(prompts, sampler, first=0)
+        return np.stack([np.asarray(picture) for picture in pictures])
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        with self._evaluating(), torch.inference_mode():
+            errors = Inputs(batch, slice(None), self._device).errors(self._network)
+        return errors.cpu().numpy()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Within, the network has its average, if one is kept, and drops nothing."""
+        self._network.eval()
         try:
             with self._update.averaged(), self._autocast():
-                pictures = self._sampler.draw(prompts, sampler, first=0)
+                yield
         finally:
-            self._unet.train()
-        return np.stack([np.asarray(picture) for picture in pictures])
+            self._network.train()
 
     def memory_bytes(self) -> int:
         return peak_bytes(self._device)
@@ -125,8 +143,7 @@ class Inputs:
             for name, array in batch.conditioning.items()
         }
 
-    def errors(self, unet: Any, family: Family) -> torch.Tensor:
+    def errors(self, network: Any) -> torch.Tensor:
         """Mean squared error of each sample [B], in float32."""
-        arguments = family.arguments(self.conditioning)
-        prediction = unet(self.noisy_latents, self.timesteps, **arguments, return_dict=False)[0]
+        prediction = network(self.noisy_latents, self.timesteps, self.conditioning)
         return (prediction.float() - self.target).square().mean(dim=(1, 2, 3))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.schema import Train
+from configs.training import Train
 from runtimes.base import State, WrongInput
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -99,7 +99,7 @@ class Update:
 
     def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         names = list(self._parameters)
-        groups = {"unet": dict(zip(names, (p.detach() for p in self._masters), strict=True))}
+        groups = {"weights": dict(zip(names, (p.detach() for p in self._masters), strict=True))}
         for moment in ("exp_avg", "exp_avg_sq"):
             held = (self._optimizer.state[p][moment] for p in self._masters)
             groups[moment] = dict(zip(names, held, strict=True))

@@ -19,6 +19,7 @@ from artifacts.keys import digest_json
 from artifacts.models import digest_model
 from artifacts.store import Shard, Store
 from runtimes.job import Drawing, GenerateJob, Job
+from tasks.tuned import BASE, Tuned
 
 STAGE = "evaluate"
 #: Raised when the meaning of drawn pictures, or of the metrics, changes.
@@ -30,8 +31,11 @@ DRAWING_PARTS = (
     "scheduler",
     "text_encoder",
     "text_encoder_2",
+    "text_encoder_3",
     "tokenizer",
     "tokenizer_2",
+    "tokenizer_3",
+    "transformer",
     "unet",
     "vae",
 )
@@ -41,11 +45,11 @@ Run = Callable[[Job, Callable[[Event], None]], Any]
 
 @dataclass(frozen=True)
 class Painter:
-    """A model that draws: a pipeline folder, perhaps with another UNet or VAE in it."""
+    """A model that draws: a pipeline folder, perhaps with other parts, a VAE or adapters in it."""
 
     digest: str  # of everything that changes its pictures
     folder: Path
-    unet: Path | None = None
+    tuned: Tuned = BASE
     vae: Path | None = None
 
 
@@ -126,7 +130,7 @@ def _job(painters: dict[str, Painter], outs: dict[str, Path], sitting: Sitting) 
     if any((p.folder, p.vae) != (first.folder, first.vae) for p in painters.values()):
         raise ValueError("painters of one job must share their pipeline folder and VAE")
     drawings = (
-        Drawing(out=str(outs[key]), unet=None if p.unet is None else str(p.unet))
+        Drawing(str(outs[key]), p.tuned.part_names(), p.tuned.lora_name())
         for key, p in painters.items()
     )
     sampler = {name: value for name, value in sitting.sampler.items() if name != "dtype"}

@@ -47,6 +47,7 @@ from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.panels import Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
+from tasks.tuned import local_tuned, tuned_content
 
 METRICS = "metrics.json"
 GRID = "before_after.png"
@@ -120,9 +121,9 @@ def build(
     """Draw with both models, measure, and put metrics, pictures and the grid into the draft."""
     conditions = sitting(recipe, latents)
     base = Painter(_digest(model_folder, vae_folder, None), model_folder, vae=vae_folder)
-    with _scratch(draft) as scratch, _local_unet(trained) as unet:
+    with _scratch(draft) as scratch, local_tuned(trained) as tuned:
         digest = _digest(model_folder, vae_folder, trained)
-        painters = [base, Painter(digest, model_folder, unet=unet, vae=vae_folder)]
+        painters = [base, Painter(digest, model_folder, tuned, vae_folder)]
         shards = draw(painters, conditions, draft.store, scratch, run, _shown(progress))
     log.info("evaluate: measuring %d pictures a model", len(conditions.prompts))
     yardstick = Yardstick.of(recipe, images, latents, clip_folder)
@@ -196,9 +197,7 @@ def _digest(model_folder: Path, vae_folder: Path | None, trained: Artifact | Non
         {
             "pipeline": digest_pipeline(model_folder),
             "vae": None if vae_folder is None else digest_model(vae_folder),
-            "unet": None
-            if trained is None
-            else [entry.content() for entry in trained.files if entry.path.startswith("unet/")],
+            "tuned": None if trained is None else tuned_content(trained),
         }
     )
 
@@ -222,21 +221,6 @@ def _scratch(draft: Draft) -> Iterator[Path]:
     else:
         with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as scratch:
             yield Path(scratch)
-
-
-@contextmanager
-def _local_unet(trained: Artifact) -> Iterator[Path]:
-    """The trained UNet's folder on this machine."""
-    if trained.store.is_local:
-        yield Path(trained.path) / "unet"
-        return
-    with tempfile.TemporaryDirectory(prefix="kiln-unet-") as folder:
-        for entry in trained.files:
-            if entry.path.startswith("unet/"):
-                target = Path(folder) / entry.path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                trained.store.fs.get_file(f"{trained.path}/{entry.path}", str(target))
-        yield Path(folder) / "unet"
 
 
 def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:

@@ -1,28 +1,26 @@
-"""Put a diffusers pipeline folder together: the base's parts around the tuned UNet."""
+"""Put a diffusers pipeline folder together: the base's parts around the tuned ones."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 
 
-def assemble(
-    base: Path, unet: Path, out: Path, *, dtype: str, vae: Path | None = None
-) -> list[str]:
+def assemble(base: Path, instead: Mapping[str, Path], out: Path, *, dtype: str) -> list[str]:
     """Write a folder that `DiffusionPipeline.from_pretrained` loads; return its file paths.
 
     Every part named in the base's model_index.json is copied, its weights cast to `dtype` in one
-    file under the standard name; `unet` (and `vae`, if given) take the place of the base's own.
+    file under the standard name; the folders `instead` take the place of the base's own.
     Raises FileNotFoundError naming a part whose weights are missing.
     """
     out.mkdir(parents=True, exist_ok=True)
     index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
-    instead = {"unet": unet, **({"vae": vae} if vae else {})}
     for part, spec in index.items():
         is_part = isinstance(spec, list) and len(spec) == 2 and spec[0] is not None
         if is_part:

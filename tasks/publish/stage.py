@@ -16,6 +16,7 @@ from tasks.progress import Progress
 from tasks.publish import card, gate
 from tasks.publish.assemble import assemble
 from tasks.publish.registry import Registry, Version
+from tasks.tuned import local_tuned
 
 STAGE = "publish"
 VERSION = 1
@@ -67,10 +68,13 @@ def build(
     if not all(v.passed for v in verdicts):
         raise Rejected(verdicts)
     progress(1, 3, "gate passed")
-    with tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch,
+        local_tuned(trained) as tuned,
+    ):
         out = Path(scratch) / "model"
-        unet = _local_unet(trained, Path(scratch) / "unet")
-        assemble(base, unet, out, dtype=recipe.publish.dtype, vae=vae)
+        instead = tuned.parts | ({} if vae is None else {"vae": vae})
+        assemble(base, instead, out, dtype=recipe.publish.dtype)
         text = card.write_card(recipe, base, measured["metrics"], verdicts, lineage)
         (out / "README.md").write_text(text, encoding="utf-8")
         (out / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
@@ -108,13 +112,6 @@ def _values(metrics: dict[str, Any]) -> dict[str, dict[str, float]]:
         name: {model: found["value"] for model, found in models.items()}
         for name, models in metrics.items()
     }
-
-
-def _local_unet(trained: Artifact, folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for name in ("config.json", "diffusion_pytorch_model.safetensors"):
-        trained.store.fs.get_file(f"{trained.path}/unet/{name}", str(folder / name))
-    return folder
 
 
 def _in_words(verdict: gate.Verdict) -> str:

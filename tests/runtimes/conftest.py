@@ -12,7 +12,7 @@ import torch
 
 from artifacts.latents import LatentSample, Texts, write_latent_shard
 from artifacts.store import KeyParts, Store
-from configs.schema import Train
+from configs.training import Train
 from runtimes.job import TrainJob
 
 TOKENS, PROMPT_DIM, POOLED_DIM = 6, 64, 24

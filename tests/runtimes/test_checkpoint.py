@@ -20,7 +20,7 @@ FACTS = {"seed": 1, "train": {}}
 
 def state(value: float, size: int = 1000) -> State:
     arrays = {"b.weight": np.full((2, size), value, np.float32), "a.bias": np.ones(3, np.float32)}
-    return {"unet": arrays, "exp_avg": arrays, "exp_avg_sq": arrays, "ema": arrays}
+    return {"weights": arrays, "exp_avg": arrays, "exp_avg_sq": arrays, "ema": arrays}
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:
@@ -41,7 +41,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path, kind: str) -> None:
 def test_safetensors_itself_reads_the_weights(tmp_path: Path) -> None:
     save(Checkpoints(str(tmp_path), keep=2), 3)
     path = tmp_path / "checkpoints/step-00000003/unet.safetensors"
-    np.testing.assert_equal(load_file(path), state(3)["unet"])
+    np.testing.assert_equal(load_file(path), state(3)["weights"])
 
 
 def test_none_yet(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert kept == ["step-00000003", "step-00000012"]
 
 
-@pytest.mark.parametrize("name", ["unet", "exp_avg", "ema", "history", "state", "manifest"])
+@pytest.mark.parametrize("name", ["weights", "exp_avg", "ema", "history", "state", "manifest"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
 def test_a_broken_one_is_skipped(
     tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture

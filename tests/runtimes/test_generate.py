@@ -56,7 +56,10 @@ def job(tiny_sdxl: Path, tuned: Path, latents_url: str, tmp_path: Path) -> Gener
     return GenerateJob(
         runtime="torch",
         model=str(tiny_sdxl),
-        drawings=(Drawing(str(tmp_path / "base")), Drawing(str(tmp_path / "tuned"), str(tuned))),
+        drawings=(
+            Drawing(str(tmp_path / "base")),
+            Drawing(str(tmp_path / "tuned"), {"unet": str(tuned)}),
+        ),
         prompts=PROMPTS,
         sampler=SAMPLER,
         device="cpu",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers.optimization import get_scheduler
 
-from configs.schema import Train
+from configs.training import Train
 from runtimes.schedule import learning_rate
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 
 from artifacts.latents import LatentShard, open_latents
-from configs.schema import Train
+from configs.training import Train
 from runtimes.base import State, WrongInput
 from runtimes.draws import Stream, generator
 from runtimes.events import Events
@@ -144,7 +144,7 @@ def test_bfloat16_computes_in_half_and_keeps_float32_weights(make_job: MakeJob) 
     half, runtime = run(make_job(compute_dtype="bfloat16"))
     np.testing.assert_allclose(half, full, rtol=3e-2)
     assert half != full
-    assert {array.dtype for array in runtime.state()["unet"].values()} == {np.dtype("f4")}
+    assert {array.dtype for array in runtime.state()["weights"].values()} == {np.dtype("f4")}
 
 
 def test_the_norm_is_reported_before_clipping(make_job: MakeJob) -> None:
@@ -160,11 +160,11 @@ def test_the_norm_is_reported_before_clipping(make_job: MakeJob) -> None:
 def test_the_average_warms_up(make_job: MakeJob) -> None:
     """Its decay at step s is min(decay, (1 + s) / (10 + s)): EMAModel's from the second step on."""
     runtime, batch = start(make_job(ema_decay=0.15))
-    average = runtime.state()["unet"]
+    average = runtime.state()["weights"]
     for step in range(3):
         runtime.step(batch(step), 1e-3)
         decay = EMAModel([torch.zeros(1)], decay=0.15).get_decay(step + 1) or 1 / 10
-        for name, weight in runtime.state()["unet"].items():
+        for name, weight in runtime.state()["weights"].items():
             average[name] = decay * average[name] + (1 - decay) * weight
     for name, expected in average.items():
         np.testing.assert_allclose(runtime.state()["ema"][name], expected, atol=1e-6)
@@ -192,9 +192,9 @@ def test_a_restored_runtime_goes_on_to_the_bit(make_job: MakeJob) -> None:
 def test_state_is_a_copy(make_job: MakeJob) -> None:
     runtime, batch = start(make_job())
     before = runtime.state()
-    kept = {name: array.copy() for name, array in before["unet"].items()}
+    kept = {name: array.copy() for name, array in before["weights"].items()}
     runtime.step(batch(0), 1e-3)
-    np.testing.assert_equal(before["unet"], kept)
+    np.testing.assert_equal(before["weights"], kept)
 
 
 def test_sampling_draws_with_the_average_and_leaves_the_state_alone(make_job: MakeJob) -> None:
@@ -210,7 +210,7 @@ def test_sampling_draws_with_the_average_and_leaves_the_state_alone(make_job: Ma
     assert_equal(before, runtime.state())
     assert (later != first).any()
     averaged, _ = start(job)
-    averaged.restore({**before, "unet": before["ema"]}, 2)
+    averaged.restore({**before, "weights": before["ema"]}, 2)
     np.testing.assert_array_equal(averaged.sample(["a", "b"], sampler), later)
     other, _ = start(job)
     other.restore(before, 2)
@@ -237,7 +237,7 @@ def test_weights_stored_in_half_are_trained_in_float32(make_job: MakeJob, copied
     path.unlink()
     save_file(half, path.with_name("diffusion_pytorch_model.fp16.safetensors"))
     runtime, _ = start(make_job(model=str(copied)))
-    for name, array in runtime.state()["unet"].items():
+    for name, array in runtime.state()["weights"].items():
         np.testing.assert_array_equal(array, half[name].float().numpy())
 
 

@@ -119,4 +119,4 @@ def test_a_part_without_weights_is_named(tmp_path: Path, tiny_sdxl: Path, tuned:
     shutil.copytree(tiny_sdxl, base)
     (base / "vae/diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="vae has no"):
-        assemble(base, tuned, tmp_path / "out", dtype="float16")
+        assemble(base, {"unet": tuned}, tmp_path / "out", dtype="float16")

@@ -1,0 +1,246 @@
+"""Every setting of the section `train`: what is trained, towards what, how, and how it is watched.
+
+`CARRYING_OUT` names those that say how a run is carried out rather than what it computes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from configs.section import Fraction, Section
+
+
+class Lora(Section):
+    """Low-rank adapters beside frozen weights (arXiv 2106.09685)."""
+
+    rank: PositiveInt = Field(16, description="Rank of the adapters.")
+    alpha: float | None = Field(
+        None, gt=0, description="Adapters are scaled by alpha / rank; null takes alpha = rank."
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapters' input.")
+    targets: Literal["attention", "linear", "all"] | tuple[str, ...] = Field(
+        "attention",
+        description="Layers of the denoiser with an adapter: attention projections, all linear "
+        "layers, all linear and convolution layers, or the ends of layer names.",
+    )
+    dora: bool = Field(
+        False, description="Train magnitude and direction apart (DoRA, arXiv 2402.09353)."
+    )
+
+
+class TimestepSampling(Section):
+    """How timesteps are drawn."""
+
+    distribution: Literal["uniform", "logit_normal"] = Field(
+        "uniform", description="Of u in (0, 1); logit_normal is SD3's (arXiv 2403.03206)."
+    )
+    mean: float = Field(0.0, description="Mean of the logit-normal's normal.")
+    std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal's normal.")
+    bias: Literal["none", "earlier", "later", "range"] = Field(
+        "none",
+        description="Timesteps drawn more often (or less): the least noisy, the noisiest, or those "
+        "from `begin` to `end`.",
+    )
+    multiplier: float = Field(1.0, gt=0, description="How many times more often.")
+    portion: Fraction = Field(0.25, description="Share of all timesteps, for earlier and later.")
+    begin: int = Field(0, ge=0, description="First timestep of the range.")
+    end: PositiveInt = Field(1000, description="Timestep after the last of the range.")
+
+
+class Validation(Section):
+    """The loss on held-out samples with fixed noise, taken while training."""
+
+    every: int = Field(0, ge=0, description="Steps between; 0 is never.")
+    samples: PositiveInt = Field(64, description="Most held-out samples it is taken on.")
+    draws: PositiveInt = Field(1, description="Noise draws a sample.")
+
+
+class OnDivergence(Section):
+    """What to do at a loss that is no number, or far above what it was."""
+
+    action: Literal["stop", "skip"] = Field(
+        "stop",
+        description="stop ends the run with a clear word; skip goes back to the newest checkpoint "
+        "and leaves the batch out.",
+    )
+    factor: float | None = Field(
+        None, gt=1, description="Times the recent mean loss that count as diverged; null: only NaN."
+    )
+    patience: PositiveInt = Field(1, description="Steps in a row above it before it counts.")
+    most: PositiveInt = Field(5, description="Batches left out before the run is stopped.")
+
+
+class Profile(Section):
+    """A trace of some steps, for TensorBoard or chrome://tracing."""
+
+    start: int = Field(10, ge=0, description="First step traced.")
+    steps: int = Field(0, ge=0, description="How many; 0 is none.")
+
+
+class Wandb(Section):
+    """Weights & Biases; its key is taken from WANDB_API_KEY."""
+
+    project: str = Field(description="Project that runs are filed in.")
+    entity: str | None = Field(None, description="User or team; null is the default one.")
+    mode: Literal["online", "offline"] = Field("online", description="offline writes files only.")
+
+
+class Train(Section):
+    """The training run."""
+
+    method: Literal["full", "lora"] = Field(
+        "full", description="Train all weights of the denoiser, or adapters beside them."
+    )
+    lora: Lora = Lora()
+    text_encoders: bool = Field(
+        False,
+        description="Train the CLIP text encoders too, by the same method; captions are then "
+        "encoded in the step.",
+    )
+    text_encoder_learning_rate: float | None = Field(
+        None, gt=0, description="Their peak learning rate; null is the denoiser's."
+    )
+    init: Literal["base", "random"] = Field(
+        "base", description="Start from the base's weights, or from scratch."
+    )
+    denoiser_config: str | None = Field(
+        None,
+        description="With `init: random`: a config.json of another denoiser of the base's class.",
+    )
+    steps: PositiveInt = Field(1000, description="Optimizer steps.")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Seed of order, noise, timesteps, dropout and fresh weights."
+    )
+    global_batch_size: PositiveInt = Field(16, description="Samples a step, over all devices.")
+    micro_batch_size: PositiveInt | None = Field(
+        None,
+        description="Samples a forward pass; less than a device's share accumulates gradients.",
+    )
+
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+        "adamw",
+        description="AdamW (arXiv 1711.05101), with 8-bit moments (arXiv 2110.02861), or Adafactor "
+        "(arXiv 1804.04235).",
+    )
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    lr_schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
+        Field("constant", description="Shape after warm-up; all but constant end at `lr_final`.")
+    )
+    lr_final: Fraction = Field(0.0, description="Learning rate at the end, as a share of the peak.")
+    lr_cycles: PositiveInt = Field(1, description="Falls of cosine_with_restarts.")
+    lr_power: float = Field(1.0, gt=0, description="Exponent of polynomial.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear rise from 0.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW's beta1 and beta2.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Clip the gradient's L2 norm to this."
+    )
+    ema_decay: float | None = Field(
+        None, ge=0, lt=1, description="Decay of the weight average that is published; null is none."
+    )
+
+    prediction_type: Literal["epsilon", "v_prediction", "sample", "flow"] | None = Field(
+        None, description="What the denoiser predicts; null takes the base's scheduler's word."
+    )
+    zero_terminal_snr: bool | None = Field(
+        None,
+        description="Rescale the noise schedule so that it ends in pure noise (arXiv 2305.08891); "
+        "null takes the base's scheduler's word.",
+    )
+    snr_gamma: float | None = Field(
+        None,
+        gt=0,
+        description="Min-SNR weighting with this gamma (5.0 in the paper); null is none.",
+    )
+    debiased: bool = Field(
+        False, description="Weight by 1 / sqrt(SNR) (arXiv 2310.08442); not with snr_gamma."
+    )
+    flow_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
+        "none", description="Loss weights of flow matching (arXiv 2403.03206)."
+    )
+    noise_offset: float = Field(0.0, ge=0, description="Scale of a per-channel shift of the noise.")
+    input_perturbation: float = Field(
+        0.0, ge=0, description="Scale of noise on the noise given to the model (arXiv 2301.11706)."
+    )
+    timesteps: TimestepSampling = TimestepSampling()
+    caption_dropout: Fraction = Field(
+        0.0, description="Share of samples trained without a caption."
+    )
+
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of forward and backward; weights stay float32."
+    )
+    gradient_checkpointing: bool = Field(False, description="Trade compute for activation memory.")
+    compile: bool = Field(False, description="torch.compile the denoiser.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    processes: PositiveInt = Field(1, description="Processes of this machine; a GPU each.")
+    parallel: Literal["data", "fsdp"] = Field(
+        "data", description="A whole model in each process, or a share of it (FSDP)."
+    )
+
+    shuffle_window: PositiveInt = Field(4, description="Shards whose samples are mixed at a time.")
+    prefetch: PositiveInt = Field(2, description="Batches made ready ahead of the device.")
+    cache_bytes: PositiveInt = Field(
+        20 * 2**30, description="Local bytes kept of a remote store's shards."
+    )
+
+    checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints.")
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    keep_best: int = Field(
+        0, ge=0, description="Checkpoints of the lowest validation loss kept beside the newest."
+    )
+    checkpoint_shard_bytes: PositiveInt = Field(
+        5 * 10**9, description="Largest file of a checkpoint; what is larger is split."
+    )
+    grace_seconds: float = Field(60.0, gt=0, description="Seconds to checkpoint in when cancelled.")
+
+    log_every: PositiveInt = Field(10, description="Steps between metric lines.")
+    sample_every: int = Field(0, ge=0, description="Steps between sample pictures; 0 is none.")
+    validation: Validation = Validation()
+    divergence: OnDivergence = OnDivergence()
+    profile: Profile = Profile()
+    peak_tflops: float | None = Field(
+        None, gt=0, description="Peak of one chip for MFU, in TFLOP/s; null takes the known one."
+    )
+    wandb: Wandb | None = Field(None, description="Weights & Biases; null is none.")
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Train:
+        if self.snr_gamma is not None and self.debiased:
+            raise ValueError("snr_gamma and debiased are two weightings: give one")
+        if self.method == "lora" and self.init == "random":
+            raise ValueError("init: random trains all weights: method must be full")
+        if self.denoiser_config is not None and self.init != "random":
+            raise ValueError("denoiser_config is for init: random")
+        if self.keep_best and not self.validation.every:
+            raise ValueError("keep_best needs validation.every")
+        return self
+
+
+#: How a run is carried out rather than what it computes: these may change at a resume.
+CARRYING_OUT = frozenset(
+    {
+        "cache_bytes",
+        "checkpoint_every",
+        "checkpoint_shard_bytes",
+        "compile",
+        "device",
+        "grace_seconds",
+        "gradient_checkpointing",
+        "keep_best",
+        "keep_checkpoints",
+        "log_every",
+        "micro_batch_size",
+        "parallel",
+        "peak_tflops",
+        "prefetch",
+        "processes",
+        "profile",
+        "sample_every",
+        "validation",
+        "wandb",
+    }
+)
