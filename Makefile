@@ -9,12 +9,11 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input
 
-.PHONY: help demo setup test soak lint format ui clean
+.PHONY: help demo setup test lint format ui clean
 
 help:
 	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
 	@echo "make test    lint, types and all tests"
-	@echo "make soak    whole runs killed and damaged at every stage (many minutes)"
 	@echo "make setup   the environment alone (about 4 minutes, once)"
 	@echo "make ui      Prefect's server on http://127.0.0.1:4200, with the runs so far"
 	@echo "make lint    ruff and mypy;  make format  ruff format"
@@ -26,9 +25,6 @@ demo: setup
 test: $(VENV)/dev.stamp
 	$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest
-
-soak: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m soak
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -1,9 +1,11 @@
 """Latent shards: VAE moments and text embeddings in one safetensors file, read by mmap.
 
-Tensors of a shard (see `write_latent_shard`), with split `train` or `holdout`:
+Tensors of a shard (see `write_latent_shard`), with split `train`, `holdout` or, where pictures may
+be mirrored, `flipped`: sample i of `flipped/8x8` is sample i of `train/8x8`, mirrored.
 
     text/prompt_embeds         [K, T, D] bf16   row 0 is the empty caption's, then each distinct
     text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2
+    text/input_ids             [K, n, T] i32    tokens, padded, of each of n CLIP tokenizers
     <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
     .../id                     [N, 32]   u8     sha256 of the picture's bytes
     .../original_size, target_size  [N, 2] i32  (height, width) in pixels
@@ -37,6 +39,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _PAIRS = ("original_size", "crop_top_left", "target_size")
 
 
+def flipped_group(group: str) -> str:
+    """The group with the mirrored variants of a group of the split `train`."""
+    return group.replace("train/", "flipped/", 1)
+
+
 @dataclass(frozen=True)
 class LatentSample:
     """One encoded picture. Moments are f32; on their way to a file they may be bf16 bits (u16)."""
@@ -47,16 +54,17 @@ class LatentSample:
     original_size: tuple[int, int]  # (height, width), pixels
     crop_top_left: tuple[int, int]  # (top, left), pixels
     target_size: tuple[int, int]  # (height, width), pixels
-    flip: bool
+    flip: bool  # mirrored left to right
     caption_rows: tuple[int, ...]  # rows of the shard's text tensors; (0,) is the empty caption
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Embeddings of a shard's captions, row by row; f32, or bf16 bits (u16)."""
+    """What a shard's captions are, row by row; embeddings are f32, or bf16 bits (u16)."""
 
     prompt_embeds: Sequence[NDArray[Any]]  # K of [T, D]
     pooled_prompt_embeds: Sequence[NDArray[Any]] | None  # K of [P]
+    input_ids: NDArray[Any]  # [K, n, T], of each of n CLIP tokenizers
 
 
 def to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
@@ -129,7 +137,10 @@ def _whole(dtype: str, array: NDArray[Any]) -> _Tensor:
 
 
 def _text_tensors(texts: Texts) -> dict[str, _Tensor]:
-    tensors = {"text/prompt_embeds": _bf16_rows(texts.prompt_embeds)}
+    tensors = {
+        "text/prompt_embeds": _bf16_rows(texts.prompt_embeds),
+        "text/input_ids": _whole("I32", texts.input_ids),
+    }
     if texts.pooled_prompt_embeds is not None:
         tensors["text/pooled_prompt_embeds"] = _bf16_rows(texts.pooled_prompt_embeds)
     return tensors
@@ -169,7 +180,7 @@ class LatentShard:
             self.close()
             raise ValueError(f"{self.path} is not a readable latent shard: {error}") from None
         ends = "/mean"
-        #: Samples of each `<split>/<h>x<w>`.
+        #: Samples of each `<split>/<h>x<w>`, mirrored variants among them.
         self.groups: dict[str, int] = {
             name.removesuffix(ends): shape[0]
             for name, (_, shape, _) in sorted(self._tensors.items())
@@ -225,6 +236,10 @@ class LatentShard:
         """Pooled embedding [P] of caption `row`; None for SD 1 and 2."""
         name = "text/pooled_prompt_embeds"
         return from_bfloat16(self._row(name, row)) if name in self._tensors else None
+
+    def input_ids(self, row: int) -> NDArray[np.int32]:
+        """Token ids [n, T] of caption `row`, by each of n CLIP tokenizers."""
+        return self._row("text/input_ids", row)
 
     def close(self) -> None:
         """Unmap the file; what `sample` returned stays valid."""

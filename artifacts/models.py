@@ -21,9 +21,9 @@ IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
 #: The hub's patterns are fnmatch's, whose * matches / too.
 HUB_FILES = ["*.json", "*.txt", "*.model", "*.md", "*/*.safetensors"]
 HUB_FILES += ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
-HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*"]
+HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*", "text_encoders/*"]
 #: Copies of the same weights, left out unless one is asked for.
-HUB_VARIANTS = ["*.fp16.safetensors", "*.non_ema.safetensors"]
+HUB_VARIANTS = ["*.fp16.safetensors", "*.fp16-*.safetensors", "*.non_ema.safetensors"]
 
 
 class ModelNotFound(ValueError):

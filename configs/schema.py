@@ -136,11 +136,11 @@ class Encode(Section):
     max_aspect: float = Field(2.0, ge=1.0, description="Longest side over shortest, at most.")
     crop: Literal["center", "random"] = Field("center", description="Where an overhang is cut off.")
     flip: bool = Field(
-        False, description="Mirror each picture left-right with probability one half."
+        False,
+        description="Mirror pictures left-right with probability one half, drawn anew each time "
+        "that one is trained on; both variants are stored.",
     )
-    seed: int = Field(
-        0, ge=0, description="Seed of crops and flips, keyed with the picture's bytes."
-    )
+    seed: int = Field(0, ge=0, description="Seed of crops, keyed with the picture's bytes.")
     holdout: Fraction = Field(
         0.05,
         description="Share of pictures, chosen by their bytes, kept from training to measure on.",
@@ -217,6 +217,11 @@ class Publish(Section):
     )
     dtype: Literal["float32", "float16", "bfloat16"] = Field(
         "float16", description="Precision of the published weights."
+    )
+    merge: bool = Field(
+        False,
+        description="Of adapters: publish a whole pipeline with them merged into its weights, and "
+        "them in `lora/`; else them alone.",
     )
     license: str | None = Field(None, description="Licence; null takes the base's from its card.")
 

@@ -36,7 +36,7 @@ class TimestepSampling(Section):
     distribution: Literal["uniform", "logit_normal"] = Field(
         "uniform", description="Of u in (0, 1); logit_normal is SD3's (arXiv 2403.03206)."
     )
-    mean: float = Field(0.0, description="Mean of the logit-normal's normal.")
+    mean: float = Field(0.0, description="Mean of the logit-normal's normal; above 0 is noisier.")
     std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal's normal.")
     bias: Literal["none", "earlier", "later", "range"] = Field(
         "none",

@@ -10,15 +10,15 @@ from artifacts.store import Store
 from configs.load import RecipeError
 from configs.schema import Recipe
 from runtimes.encoders import describe_encoders, vae_path
-from runtimes.loop import read_schedule
-from runtimes.registry import probe_runtime
-from tasks import download, evaluate
+from runtimes.families import detect_family
+from runtimes.objective import LatentScale, Objective
+from runtimes.registry import check_installed, probe_runtime
+from runtimes.scheduler import read_schedule, trained_scheduler
+from tasks import download, evaluate, targets
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.publish.assemble import missing_weights
-from tasks.publish.gate import check_rules
+from tasks.publish.gate import check_rules, parse_rule
 from tasks.stage import storage_error
-
-TRAINED = ("unet", "scheduler")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Prepared:
 
     def base_digest(self) -> str:
         """Fingerprint of the weights that training starts from."""
-        return digest_model(self.model, TRAINED)
+        return digest_model(self.model, (detect_family(self.model).denoiser, "scheduler"))
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -69,13 +69,16 @@ def _check_places(recipe: Recipe) -> Store:
 
 
 def _check_runtime(recipe: Recipe) -> None:
+    check_installed(recipe.runtime)
+    asked = {s: getattr(recipe, s).device for s in ("encode", "train", "evaluate")}
+    if set(asked.values()) <= {"auto", "cpu"}:
+        return  # always there; looking for others imports the runtime, which takes seconds
     found = probe_runtime(recipe.runtime)
     if not found.available:
         raise RecipeError(f"runtime {recipe.runtime}: {found.reason}")
     names = {words.split()[0] for words in found.devices}  # cpu, cuda:0, ...
     names |= {name.partition(":")[0] for name in names}
-    for section in ("encode", "train", "evaluate"):
-        device = getattr(recipe, section).device
+    for section, device in asked.items():
         if device not in {"auto", *names}:
             known = ", ".join(found.devices)
             raise RecipeError(f"{section}.device: {device} is not on this machine ({known})")
@@ -86,11 +89,12 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     model = resolve_model(recipe.model.path, revision=recipe.model.revision)
     vae = resolve_model(recipe.model.vae) if recipe.model.vae else None
     # Raises for a folder of another family, or without its configs.
-    factor = describe_encoders(model, vae)["vae_scale_factor"]
+    factor = describe_encoders(model, vae)["size_step"]
     bucket_sizes(TransformSettings.of(recipe), factor)
     evaluate.check_size(recipe, model, vae)
     _check_weights(model, vae)
-    _check_prediction_type(recipe, model)
+    _check_objective(recipe, model)
+    targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
 
 
@@ -100,11 +104,15 @@ def _check_weights(model: Path, vae: Path | None) -> None:
         raise ModelNotFound(f"model {model}: no .safetensors weights in {', '.join(missing)}")
 
 
-def _check_prediction_type(recipe: Recipe, model: Path) -> None:
-    wanted = recipe.train.prediction_type
-    found = read_schedule(model).prediction_type
-    if wanted not in (None, found):
-        raise RecipeError(
-            f"train.prediction_type: {wanted}, but the base's scheduler says {found}; training a "
-            "model over to another prediction type is not built yet: leave it null"
-        )
+def _check_objective(recipe: Recipe, model: Path) -> None:
+    """Raise WrongInput for train settings that do not go with the base or with each other."""
+    folder = model / "scheduler"
+    Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0))
+    if trained_scheduler(folder, recipe.train) is None:
+        return
+    for rule in map(parse_rule, recipe.publish.gate):
+        if (rule.metric, rule.model) == ("holdout_loss", "base"):
+            raise RecipeError(
+                f"publish.gate: {rule.text!r} compares errors of different predictions, as "
+                "train.prediction_type or train.zero_terminal_snr is not the base's: leave it out"
+            )

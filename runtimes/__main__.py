@@ -1,6 +1,9 @@
 """`python -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
 
 Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with no step lost; 1 anything else.
+
+Where the job asks for more processes, this one is the first and starts the others; or torchrun
+starts all of them. The first one alone speaks, and writes.
 """
 
 from __future__ import annotations
@@ -8,21 +11,25 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from runtimes.base import WrongInput
+from runtimes.divergence import Diverged
 from runtimes.events import Events
 from runtimes.job import Job, TrainJob, read_job
-from runtimes.loop import train
-from runtimes.recorder import Diverged
+from runtimes.loop import read_settings, train
+from runtimes.others import LostRank, Others
+from runtimes.ranks import Ranks, follows
 from runtimes.registry import open_runtime
 from runtimes.stop import STOPPED, Stop
 
@@ -45,36 +52,83 @@ def main(arguments: list[str]) -> int:
         return 2
     events, stop = Events(), Stop()
     stop.listen()
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    speaker = f"process {Ranks.here().rank}: " if follows() else ""
+    logging.basicConfig(format=f"{speaker}%(message)s", level=logging.WARNING)
     logging.getLogger("kiln").addHandler(_ToEvents(events))
     try:
-        return _do(read_job(Path(arguments[0])), events, stop)
+        return _do(read_job(Path(arguments[0])), Path(arguments[0]), events, stop)
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
     except OSError as error:
         return _fail(events, str(error), 1, errno=error.errno)
     except Diverged as error:
         return _fail(events, str(error), 1)
+    except LostRank as error:
+        return _fail_for(error, events)
     except Exception as error:
-        traceback.print_exc()
-        return _fail(events, f"{type(error).__name__}: {error}", 1)
+        return _fail(events, f"{type(error).__name__}: {error}", 1, trace=traceback.format_exc())
 
 
-def _do(job: Job, events: Events, stop: Stop) -> int:
+def _do(job: Job, path: Path, events: Events, stop: Stop) -> int:
     if not isinstance(job, TrainJob):
         open_runtime(job.runtime, events).generate(job)
         events.emit("result")
         return 0
-    with only_writer(job.work):
+    if not Ranks.here().first:
         done = train(job, events, stop)
+        events.emit("result")  # to the first process, which alone can tell that we are not lost
+    else:
+        with only_writer(job.work), Others(path, _processes(job), partial(_give_up, events)):
+            done = train(job, events, stop)
     return 0 if done else STOPPED
 
 
+def _processes(job: TrainJob) -> int:
+    """How many this one and those that it starts are to be. Raises WrongInput."""
+    settings = read_settings(job)
+    started = "RANK" in os.environ  # by torchrun, which knows how many
+    count = Ranks.here().world if started else settings.processes
+    if settings.global_batch_size % count:
+        raise WrongInput(
+            f"train.global_batch_size {settings.global_batch_size} cannot be shared by {count} "
+            "processes: make it a multiple"
+        )
+    return 1 if started else count
+
+
+def _give_up(events: Events, lost: LostRank) -> None:
+    """End this process from another thread: its own waits for a process that is no more."""
+    code = _fail_for(lost, events)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fail_for(lost: LostRank, events: Events) -> int:
+    if lost.code == STOPPED:  # it was asked to before it had anything to save
+        return STOPPED
+    return _fail(
+        events,
+        str(lost),
+        lost.code,
+        wrong_input=lost.wrong_input,
+        errno=lost.errno,
+        trace=lost.traceback,
+    )
+
+
 def _fail(
-    events: Events, message: str, code: int, *, wrong_input: bool = False, errno: int | None = None
+    events: Events,
+    message: str,
+    code: int,
+    *,
+    wrong_input: bool = False,
+    errno: int | None = None,
+    trace: str = "",
 ) -> int:
-    events.emit("error", message=message, wrong_input=wrong_input, errno=errno)
-    print(f"error: {message}", file=sys.stderr)
+    """Say it once: the first process tells what has failed in another, if that was the cause."""
+    events.emit("error", message=message, wrong_input=wrong_input, errno=errno, traceback=trace)
+    if not follows():
+        print(f"{trace}error: {message}", file=sys.stderr)
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
     from runtimes.job import GenerateJob, TrainJob
 
 #: Named arrays by group: `weights` (fp32 masters of what is trained), `exp_avg`, `exp_avg_sq`,
-#: `ema`. A name is the pipeline's part and diffusers' name in it: `unet.conv_in.weight` or, of an
-#: adapter, `unet.mid_block.attentions.0.proj_in.lora_A.weight`.
+#: `ema`, and `constants` (what a trained part has beside weights, if anything). A name is the
+#: pipeline's part and diffusers' name in it: `unet.conv_in.weight` or, of an adapter,
+#: `unet.mid_block.attentions.0.proj_in.lora_A.weight`.
 State = dict[str, dict[str, NDArray[np.float32]]]
 
 
@@ -91,6 +93,12 @@ class Runtime(Protocol):
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Every rank calls it at the same place."""
+
+    def broadcast(self, number: int) -> int:
+        """Rank 0's number, on every rank. Every rank calls it at the same place."""
+
+    def profile(self, folder: str) -> AbstractContextManager[None]:
+        """Trace the steps within, into files below a local folder; on rank 0 alone."""
 
     def state(self) -> State:
         """Copies of weights, both moments and EMA, as named arrays: whole ones on rank 0, nothing

@@ -1,8 +1,9 @@
 """Checkpoints that any runtime reads: safetensors by diffusers' names, committed by a record.
 
-<work>/checkpoints/step-00000100/unet.safetensors        fp32 weights
+<work>/checkpoints/step-00000100/weights.safetensors     fp32 weights
 .../exp_avg.safetensors, exp_avg_sq.safetensors           AdamW's moments
 .../ema.safetensors                                       if an average is kept
+.../ema-00001-of-00003.safetensors, ...                   what would be too large is split
 .../state.json                                            step, seed, settings, versions
 .../history.jsonl                                         one line a step
 .../manifest.json                                         written last: it exists with this
@@ -20,9 +21,10 @@ from fsspec.core import url_to_fs
 
 from artifacts.commit import FileEntry, first_fault, read_record, write_record
 from runtimes.base import State
-from runtimes.tensors import read_arrays, write_arrays, writing
+from runtimes.tensors import Arrays, read_arrays, write_arrays, writing
 
 MANIFEST = "manifest.json"
+_FILE = re.compile(r"(?P<group>.+?)(-\d{5}-of-\d{5})?\.safetensors")
 log = logging.getLogger("kiln")
 
 
@@ -46,31 +48,66 @@ class Checkpoint:
     facts: dict[str, Any]  # state.json
 
 
+def split(group: str, arrays: Arrays, shard_bytes: int) -> list[tuple[str, Arrays]]:
+    """The files that a group is written to, each with its arrays, named as diffusers does."""
+    parts: list[Arrays] = [{}]
+    room = shard_bytes
+    for name in sorted(arrays):
+        if parts[-1] and arrays[name].nbytes > room:
+            parts.append({})
+            room = shard_bytes
+        parts[-1][name] = arrays[name]
+        room -= arrays[name].nbytes
+    if len(parts) == 1:
+        return [(f"{group}.safetensors", arrays)]
+    count = len(parts)
+    return [(f"{group}-{n:05d}-of-{count:05d}.safetensors", p) for n, p in enumerate(parts, 1)]
+
+
 class Checkpoints:
     """The checkpoints of one run, below a folder at any fsspec URL.
 
     Args:
         keep: how many of the newest are kept.
+        best: how many of the lowest `validation_loss` are kept beside them.
+        shard_bytes: the largest file of arrays; a larger array is a file of its own.
     """
 
-    def __init__(self, work: str, keep: int) -> None:
+    def __init__(
+        self, work: str, keep: int, *, best: int = 0, shard_bytes: int = 5 * 10**9
+    ) -> None:
         self._fs, root = url_to_fs(work)
         self._root, self._keep = f"{root.rstrip('/')}/checkpoints", keep
+        self._best, self._shard_bytes = best, shard_bytes
 
-    def latest(self) -> Checkpoint | None:
-        """The newest that verifies; a broken one is skipped with a warning."""
+    def latest(self, before: int | None = None) -> Checkpoint | None:
+        """The newest that verifies (of a step below `before`); a broken one is skipped with a
+        warning."""
         for step in reversed(self._steps()):
-            path = self._path(step)
+            if before is not None and step >= before:
+                continue
             try:
-                return self._read(step, path)
+                return self.read(step, verify=True)
             except (ValueError, OSError, KeyError, TypeError) as error:
-                log.warning("checkpoint %s is skipped: %s", path, error)
+                log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
 
     def save(
-        self, step: int, state: State, history: list[str], facts: dict[str, Any]
+        self,
+        step: int,
+        state: State,
+        history: list[str],
+        facts: dict[str, Any],
+        *,
+        prune: bool = True,
     ) -> tuple[str, int]:
-        """Commit a checkpoint, then delete the oldest. Returns its path and its bytes.
+        """Commit a checkpoint, then delete those that need not be kept.
+
+        Args:
+            facts: for `state.json`; its `validation_loss`, if any, says which are the best.
+
+        Returns:
+            Its path and its bytes.
 
         Raises:
             CheckpointNotWritten: the disk is full, say; the message names the last good one.
@@ -79,17 +116,21 @@ class Checkpoints:
         try:
             self._discard(path)  # what a run that was killed left half written
             for group, arrays in state.items():
-                with writing(self._fs, path, f"{group}.safetensors", files) as sink:
-                    write_arrays(sink, arrays)
+                for name, part in split(group, arrays, self._shard_bytes):
+                    with writing(self._fs, path, name, files) as sink:
+                        write_arrays(sink, part)
             with writing(self._fs, path, "history.jsonl", files) as sink:
                 sink.write("".join(f"{line}\n" for line in history).encode())
             with writing(self._fs, path, "state.json", files) as sink:
                 sink.write(json.dumps({"step": step, **facts}, indent=1).encode())
-            write_record(self._fs, f"{path}/{MANIFEST}", {"files": files})
+            loss = facts.get("validation_loss")
+            record = {"files": files, "validation_loss": loss}
+            write_record(self._fs, f"{path}/{MANIFEST}", record)
         except OSError as error:
             raise CheckpointNotWritten(error.errno, self._complaint(path, error)) from None
         try:
-            self._prune(step)
+            if prune:
+                self._prune(step)
         except OSError as error:
             log.warning("old checkpoints could not be deleted: %s", error)
         return path, sum(entry.size for entry in files)
@@ -104,28 +145,59 @@ class Checkpoints:
         reason = error.strerror or str(error)
         return f"checkpoint {path} could not be written: {reason}; {kept}"
 
-    def _read(self, step: int, path: str) -> Checkpoint:
+    def read(self, step: int, *, verify: bool = False) -> Checkpoint:
+        """The checkpoint of a step.
+
+        Raises:
+            ValueError, OSError, KeyError, TypeError: it is broken. Not every broken one is noticed,
+                unless it is to be verified.
+        """
+        path = self._path(step)
         record = read_record(self._fs, f"{path}/{MANIFEST}")
         if record is None:
             raise ValueError("it was never finished")
-        fault = first_fault(self._fs, path, record["files"])
+        fault = first_fault(self._fs, path, record["files"]) if verify else None
         if fault is not None:
             raise ValueError(fault)
-        groups = [f.path.removesuffix(".safetensors") for f in record["files"]]
-        groups = [g for g in groups if "." not in g]
+        state: State = {}
+        for entry in record["files"]:
+            if match := _FILE.fullmatch(entry.path):
+                arrays = read_arrays(self._fs, f"{path}/{entry.path}")
+                state.setdefault(match["group"], {}).update(arrays)
         return Checkpoint(
             step=step,
-            state={g: read_arrays(self._fs, f"{path}/{g}.safetensors") for g in groups},
+            state=state,
             history=self._fs.cat_file(f"{path}/history.jsonl").decode().splitlines(),
             facts=json.loads(self._fs.cat_file(f"{path}/state.json")),
         )
 
+    def discard_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps."""
+        for later in self._folders("step-*"):
+            if later > step:
+                self._discard(self._path(later))
+
     def _prune(self, newest: int) -> None:
         committed = [step for step in self._steps() if step <= newest]
-        kept = committed[-self._keep :]
+        kept = {*committed[-self._keep :], *self._best_of(committed)}
         for step in self._folders("step-*"):  # those that a killed run left half written too
             if step < newest and step not in kept:
                 self._discard(self._path(step))
+
+    def _best_of(self, steps: list[int]) -> list[int]:
+        """Those of the lowest validation loss; of equal ones the later."""
+        if not self._best:
+            return []
+        losses = {step: self._validation_loss(step) for step in steps}
+        known = [(loss, -step) for step, loss in losses.items() if loss is not None]
+        return [-step for _, step in sorted(known)[: self._best]]
+
+    def _validation_loss(self, step: int) -> float | None:
+        try:
+            record = read_record(self._fs, f"{self._path(step)}/{MANIFEST}")
+        except ValueError:
+            return None
+        return None if record is None else record.get("validation_loss")
 
     def _discard(self, path: str) -> None:
         """Delete a checkpoint, its record first: half deleted, it must not look whole."""

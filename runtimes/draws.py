@@ -6,22 +6,26 @@ it: key = (seed, stream), and the block counter's upper words are ours, the lowe
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, unique
 
 import numpy as np
 
 
+@unique
 class Stream(IntEnum):
     """What a number is drawn for. Streams share nothing: turning one off moves no other."""
 
     POSTERIOR = 1  # (sample) the VAE posterior
     NOISE = 2  # (sample) the diffusion noise
     NOISE_OFFSET = 3  # (sample) its per-channel shift
-    CHOICES = 4  # (sample) timestep, caption, dropout: three uniforms, in this order
+    CHOICES = 4  # (sample) timestep, caption, dropout, flip: four uniforms, in this order
     BATCHES = 5  # (epoch) the order of buckets
     SHARDS = 6  # (epoch, bucket) the order of shards
     WINDOW = 7  # (epoch, bucket, window) the order of samples
     PICTURE = 8  # (picture) the start noise of sampling
+    INPUT_PERTURBATION = 9  # (sample) noise on the noise given to the model
+    ADAPTERS = 20  # (an adapter's name, as a number) where it starts
+    ADAPTER_DROPOUT = 21  # (step, first sample of the micro batch, rank) a seed of dropout
 
 
 def generator(seed: int, stream: Stream, *counter: int) -> np.random.Generator:

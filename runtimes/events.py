@@ -4,8 +4,10 @@
 |------------|----------------------------------------------------------------------------------|
 | start      | runtime, device, versions, step, total                                           |
 | progress   | step, total, loss, learning_rate, grad_norm, images_per_second, data_wait (share  |
-|            | of the time), eta_seconds, memory_bytes                                          |
-| checkpoint | step, path, seconds, bytes                                                       |
+|            | of the time), eta_seconds, memory_bytes; tflops (of one device) and mfu, or null |
+| validation | step, loss, error (standard error, or null)                                      |
+| checkpoint | step, path, seconds (in all), blocked (of them the run stood still), bytes       |
+| back       | step (gone back to), left_out (number of the batch)                              |
 | sample     | step, path                                                                       |
 | drawn      | done, total                                                                      |
 | warning    | message                                                                          |
@@ -42,3 +44,10 @@ class Events:
                 self._stream.write(line + "\n")
             except (BrokenPipeError, ValueError):
                 self._stream = None
+
+
+class Muted(Events):
+    """Says nothing: of the processes of a run the first one speaks for all."""
+
+    def __init__(self) -> None:
+        self._stream = None

@@ -21,14 +21,20 @@ from runtimes.base import WrongInput
 
 @dataclass(frozen=True)
 class Captioned:
-    """A sample with the embeddings of the caption that was chosen for it."""
+    """A sample with what the caption that was chosen for it is conditioned on.
+
+    With `input_ids`, the CLIP encoders are run in the step, and the embeddings are left out but
+    for a family with T5, whose rows are below CLIP's.
+    """
 
     sample: LatentSample
-    prompt_embeds: NDArray[np.float32]  # [T, D]
+    prompt_embeds: NDArray[np.float32] | None  # [T, D]
     pooled_prompt_embeds: NDArray[np.float32] | None  # [P]
+    input_ids: NDArray[np.int32] | None = None  # [n, T], a row for each CLIP encoder
+    dropped: bool = False  # with input_ids: the embeddings are to be zeros
 
 
-Conditioning = dict[str, NDArray[np.float32]]
+Conditioning = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -38,23 +44,53 @@ class Family:
     name: str
     pipelines: tuple[str, ...]  # diffusers classes, as model_index.json names them
     denoiser: str  # the pipeline's part that predicts, and its folder
+    clip_encoders: tuple[str, ...]  # parts whose token ids are kept, and which may be trained
     condition: Callable[[Sequence[Captioned]], Conditioning]  # samples -> keyword -> [B, ...]
-    arguments: Callable[[Mapping[str, Any]], dict[str, Any]]  # the same -> the UNet's keywords
+    arguments: Callable[[Mapping[str, Any]], dict[str, Any]]  # the same -> the denoiser's keywords
+    has_t5: bool = False  # rows below CLIP's in prompt_embeds are T5's, which is never trained
 
 
-def _prompt_embeds(samples: Sequence[Captioned]) -> Conditioning:
-    return {"prompt_embeds": np.stack([s.prompt_embeds for s in samples])}  # [B, T, D]
+def _text_condition(samples: Sequence[Captioned]) -> Conditioning:
+    """Prompt embeddings [B, T, D] or, where captions are encoded in the step, token ids [B, n, T].
+
+    With token ids goes `dropped` [B] f32: 1 where the embeddings are to be zeros.
+    """
+    if samples[0].input_ids is None:
+        return {"prompt_embeds": _stack("prompt_embeds", samples)}
+    return {
+        "input_ids": _stack("input_ids", samples),
+        "dropped": np.array([s.dropped for s in samples], np.float32),
+    }
+
+
+def _pooled_condition(samples: Sequence[Captioned]) -> Conditioning:
+    """Adds pooled embeddings [B, P], unless they too are made in the step."""
+    found = _text_condition(samples)
+    if "prompt_embeds" in found:
+        found["pooled_prompt_embeds"] = _stack("pooled_prompt_embeds", samples)
+    return found
 
 
 def _sdxl_condition(samples: Sequence[Captioned]) -> Conditioning:
-    """Adds pooled embeddings [B, P] and sizes [B, 6] (SDXL, arXiv 2307.01952, section 2.2)."""
-    pooled = [s.pooled_prompt_embeds for s in samples]
-    if any(row is None for row in pooled):
-        raise WrongInput("the latents have no pooled embeddings, which SDXL needs: encode again")
-    return _prompt_embeds(samples) | {
-        "pooled_prompt_embeds": np.stack([row for row in pooled if row is not None]),
-        "add_time_ids": np.array([add_time_ids(s.sample) for s in samples], np.float32),
-    }
+    """Adds sizes [B, 6] (SDXL, arXiv 2307.01952, section 2.2)."""
+    sizes = np.array([add_time_ids(s.sample) for s in samples], np.float32)
+    return _pooled_condition(samples) | {"add_time_ids": sizes}
+
+
+def _sd3_condition(samples: Sequence[Captioned]) -> Conditioning:
+    """With token ids, adds the rows of T5 [B, T5, D] (SD3, arXiv 2403.03206, section 4.2)."""
+    found = _pooled_condition(samples)
+    if "input_ids" in found:
+        tokens = found["input_ids"].shape[-1]
+        found["t5_prompt_embeds"] = _stack("prompt_embeds", samples)[:, tokens:]
+    return found
+
+
+def _stack(name: str, samples: Sequence[Captioned]) -> NDArray[Any]:
+    rows = [getattr(sample, name) for sample in samples]
+    if any(row is None for row in rows):
+        raise WrongInput(f"the latents have no {name}, which this model needs: encode again")
+    return np.stack(rows)
 
 
 def add_time_ids(sample: LatentSample) -> tuple[int, ...]:
@@ -75,11 +111,40 @@ def _sdxl_arguments(conditioning: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _sd3_arguments(conditioning: Mapping[str, Any]) -> dict[str, Any]:
+    return _sd_arguments(conditioning) | {
+        "pooled_projections": conditioning["pooled_prompt_embeds"]
+    }
+
+
 FAMILIES = {
     family.name: family
     for family in (
-        Family("sd", ("StableDiffusionPipeline",), "unet", _prompt_embeds, _sd_arguments),
-        Family("sdxl", ("StableDiffusionXLPipeline",), "unet", _sdxl_condition, _sdxl_arguments),
+        Family(
+            "sd",
+            ("StableDiffusionPipeline",),
+            "unet",
+            ("text_encoder",),
+            _text_condition,
+            _sd_arguments,
+        ),
+        Family(
+            "sdxl",
+            ("StableDiffusionXLPipeline",),
+            "unet",
+            ("text_encoder", "text_encoder_2"),
+            _sdxl_condition,
+            _sdxl_arguments,
+        ),
+        Family(
+            "sd3",
+            ("StableDiffusion3Pipeline",),
+            "transformer",
+            ("text_encoder", "text_encoder_2"),
+            _sd3_condition,
+            _sd3_arguments,
+            has_t5=True,
+        ),
     )
 }
 

@@ -1,13 +1,16 @@
 """Which of the processes of a run this one is.
 
-The names are torchrun's, so a run may also be started by it: RANK, WORLD_SIZE, LOCAL_RANK, and
-MASTER_ADDR and MASTER_PORT to meet at.
+The names are torchrun's, so a run may also be started by it: RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT to meet at.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+
+#: Set for a process that the first one has started (others.py); torchrun does not set it.
+FOLLOWER = "KILN_FOLLOWER"
 
 
 @dataclass(frozen=True)
@@ -17,15 +20,20 @@ class Ranks:
     rank: int = 0  # of this process, from 0
     world: int = 1  # processes in all
     local_rank: int = 0  # of this process, among those of its machine
+    local_world: int = 1  # processes of its machine
 
     @classmethod
     def here(cls) -> Ranks:
         """As the environment says; one process alone without."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        rank, world, local_rank = (os.environ.get(name) for name in names)
-        return cls(int(rank or 0), int(world or 1), int(local_rank or 0))
+        place = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        return cls(*(int(os.environ.get(name) or default) for name, default in place))
 
     @property
     def first(self) -> bool:
         """Whether this is the process that speaks and writes for all."""
         return self.rank == 0
+
+
+def follows() -> bool:
+    """Whether this process was started by the first of its run, and ends with it."""
+    return FOLLOWER in os.environ

@@ -3,6 +3,7 @@
 <out>/unet/config.json, diffusion_pytorch_model.safetensors    method full: each trained part
 <out>/text_encoder/config.json, model.safetensors
 <out>/pytorch_lora_weights.safetensors                         method lora, as diffusers loads it
+<out>/scheduler/scheduler_config.json                          if it is not the base's any more
 <out>/history.jsonl                                            one line a step
 """
 
@@ -16,13 +17,15 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from artifacts.commit import write_atomic
+from configs.training import Train
 from runtimes.base import State
 from runtimes.job import TrainJob
+from runtimes.lora import LORA_WEIGHTS, as_stored, metadata
+from runtimes.scheduler import SCHEDULER_FILE, trained_scheduler
 from runtimes.tensors import Arrays, write_arrays, writing
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXT_WEIGHTS = "model.safetensors"  # transformers' name
-LORA_WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
 def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
@@ -32,8 +35,19 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
     """
     fs, root = url_to_fs(job.out)
     files = ["history.jsonl"]
-    for part, arrays in by_part(state.get("ema") or state["weights"]).items():
-        files += _write_part(fs, root, Path(job.model), part, arrays)
+    settings, trained = Train(**job.train), state.get("ema") or state["weights"]
+    if settings.method == "lora":
+        files.append(LORA_WEIGHTS)
+        with writing(fs, root, LORA_WEIGHTS, []) as sink:
+            write_arrays(sink, as_stored(trained), metadata(trained, settings.lora))
+    else:
+        for part, arrays in by_part(trained | state.get("constants", {})).items():
+            files += _write_part(fs, root, _config(job, settings, part), part, arrays)
+    scheduler = trained_scheduler(Path(job.model) / "scheduler", settings)
+    if scheduler is not None:
+        files.append(f"scheduler/{SCHEDULER_FILE}")
+        text = json.dumps(scheduler, indent=2, sort_keys=True) + "\n"
+        write_atomic(fs, f"{root}/{files[-1]}", text.encode())
     lines = "".join(f"{line}\n" for line in history)
     write_atomic(fs, f"{root}/history.jsonl", lines.encode())
     return sorted(files)
@@ -48,10 +62,17 @@ def by_part(arrays: Arrays) -> dict[str, Arrays]:
     return parts
 
 
+def _config(job: TrainJob, settings: Train, part: str) -> Path:
+    """The config that a part was made by."""
+    if settings.denoiser_config is not None and not part.startswith("text_encoder"):
+        return Path(settings.denoiser_config)
+    return Path(job.model) / part / "config.json"
+
+
 def _write_part(
-    fs: AbstractFileSystem, root: str, model: Path, part: str, arrays: Arrays
+    fs: AbstractFileSystem, root: str, path: Path, part: str, arrays: Arrays
 ) -> list[str]:
-    config: dict[str, Any] = json.loads((model / part / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)  # where the base lay on the machine that made it
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     write_atomic(fs, f"{root}/{part}/config.json", text.encode())

@@ -1,4 +1,4 @@
-"""When a process must stop: SIGTERM or Ctrl-C, or the death of the stage that started it."""
+"""When a process must stop: SIGTERM or Ctrl-C, or the death of the process that started it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from types import FrameType
 
 from runtimes.events import EVENT_FD
+from runtimes.ranks import follows
 
 #: Exit code of a process that stopped when asked to: 128 + SIGTERM.
 STOPPED = 143
@@ -26,7 +27,7 @@ class Stop:
         self._deferred = False
 
     def listen(self) -> None:
-        """Take over this process's signals; watch the stage that started it, if one did."""
+        """Take over this process's signals; watch the process that started it, if one did."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         if EVENT_FD in os.environ:
@@ -53,5 +54,7 @@ def _watch(stop: Stop, parent: int) -> None:
     while alive and os.getppid() == parent:
         readable, _, _ = select.select([stdin], [], [], 1.0)
         alive = not readable or bool(os.read(stdin, 4096))
+    if follows():  # the first process is gone, and only it could have saved anything
+        os._exit(STOPPED)
     if not stop.requested:  # a stage that dies after it has asked does not ask again
         os.kill(os.getpid(), signal.SIGTERM)

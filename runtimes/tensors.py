@@ -41,9 +41,14 @@ def writing(
     files.append(FileEntry(path, sink.size, sink.digest.hexdigest()))
 
 
-def write_arrays(sink: _Hashing | IO[bytes], arrays: Mapping[str, NDArray[np.float32]]) -> None:
+def write_arrays(
+    sink: _Hashing | IO[bytes],
+    arrays: Mapping[str, NDArray[np.float32]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write a safetensors file: the same arrays give the same bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # diffusers asks for it
+    described = {"format": "pt", **(metadata or {})}  # diffusers asks for the format
+    header: dict[str, object] = {"__metadata__": described}
     offset = 0
     for name in sorted(arrays):
         end = offset + arrays[name].nbytes

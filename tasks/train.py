@@ -22,6 +22,8 @@ from tasks.show import show_in_prefect
 STAGE = "train"
 VERSION = 1
 SAMPLE_PROMPTS = 8
+#: What is kept of the progress that a run makes; those not known are null.
+FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
 log = logging.getLogger("kiln")
 
 
@@ -30,7 +32,11 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 
     Not among them is how the run is carried out, which may change at a resume; nor the runtime.
     """
-    return recipe.train.model_dump(mode="json", exclude=set(CARRYING_OUT))
+    settings = recipe.train.model_dump(mode="json", exclude=set(CARRYING_OUT))
+    if recipe.train.denoiser_config is not None:  # what it says, wherever it lies
+        text = Path(recipe.train.denoiser_config).read_text(encoding="utf-8")
+        settings["denoiser_config"] = json.loads(text)
+    return settings
 
 
 def build(
@@ -70,10 +76,14 @@ def build(
         draft.add(path)
     history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))
     tail = [line["loss"] for line in history[-max(1, len(history) // 10) :]]
+    validated = [line for line in history if "validation_loss" in line]
+    left_out = sum(len(line.get("skipped", ())) for line in history)
     return {
         "steps": len(history),
         "samples_seen": len(history) * recipe.train.global_batch_size,
         "loss_last_tenth": sum(tail) / len(tail),
+        **({"validation_loss": validated[-1]["validation_loss"]} if validated else {}),
+        **({"batches_left_out": left_out} if left_out else {}),
         "run": {"runtime": recipe.runtime, **watched.facts},
     }
 
@@ -82,8 +92,9 @@ def show(artifact: Artifact) -> list[Panel]:
     """The loss curve, the last sample pictures, and the figures of the run."""
     history = _history(artifact.read("history.jsonl"))
     run = artifact.manifest["run"]
-    kept = ("runtime", "device", "images_per_second", "data_wait", "memory_bytes", "seconds")
-    facts = {name.replace("_", " "): run[name] for name in kept if name in run}
+    kept = ("runtime", "device", *FIGURES, "seconds")
+    facts = {name.replace("_", " "): run[name] for name in kept if run.get(name) is not None}
+    facts["TensorBoard"] = f"{artifact.uri}/tensorboard"
     panels: list[Panel] = [
         Facts("Run", {**artifact.summary, **facts}),
         Picture("Loss", loss_curve(history)),
@@ -94,7 +105,7 @@ def show(artifact: Artifact) -> list[Panel]:
 
 
 def loss_curve(history: list[dict[str, Any]]) -> bytes:
-    """A PNG of the loss of every step, with its running mean, and of the learning rate."""
+    """A PNG of the loss of every step, its running mean, the held-out loss, the learning rate."""
     from matplotlib.figure import Figure
 
     steps = [line["step"] for line in history]
@@ -103,6 +114,9 @@ def loss_curve(history: list[dict[str, Any]]) -> bytes:
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#c9b8a8", linewidth=0.8, label="loss")
     axes.plot(steps, _running_mean(losses), color="#b5451b", linewidth=1.8, label="running mean")
+    if held_out := [line for line in history if "validation_loss" in line]:
+        points = [(line["step"], line["validation_loss"]) for line in held_out]
+        axes.plot(*zip(*points, strict=True), color="#4a7a3f", marker=".", label="held out")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.set_ylim(bottom=0)
@@ -132,8 +146,7 @@ class _Watch:
             if event["step"]:
                 log.info("train: resuming from step %d", event["step"])
         elif event["event"] == "progress":
-            for name in ("images_per_second", "data_wait", "memory_bytes"):
-                self.facts[name] = event[name]
+            self.facts |= {name: event[name] for name in FIGURES}
             self.history.append(event)
             self.progress(event["step"], event["total"], _in_words(event))
         elif event["event"] == "result":
@@ -142,6 +155,12 @@ class _Watch:
         elif event["event"] == "sample":
             heading = f"{STAGE}: step {event['step']}"
             show_in_prefect(STAGE, heading, lambda: self._so_far(event["path"]))
+        elif event["event"] == "validation":
+            log.info("train: held-out loss %.4f at step %d", event["loss"], event["step"])
+            if self.history and self.history[-1]["step"] == event["step"]:
+                self.history[-1] = {**self.history[-1], "validation_loss": event["loss"]}
+        elif event["event"] == "back":
+            self.history = [line for line in self.history if line["step"] <= event["step"]]
         elif event["event"] == "checkpoint":
             log.debug("train: checkpoint at step %d", event["step"])
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
-from runtimes.result import LORA_WEIGHTS
+from runtimes.lora import LORA_WEIGHTS
+from runtimes.scheduler import SCHEDULER_FILE
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ def tuned_content(trained: Artifact) -> list[Any]:
 
 
 def _weights(trained: Artifact) -> list[str]:
+    """Paths of everything that takes part in drawing."""
     paths = [entry.path for entry in trained.files]
-    return [path for path in paths if "/" in path or path == LORA_WEIGHTS]
+    configs = (path for path in paths if path.endswith(("/config.json", f"/{SCHEDULER_FILE}")))
+    parts = {path.rpartition("/")[0] for path in configs}
+    return [path for path in paths if path == LORA_WEIGHTS or path.rpartition("/")[0] in parts]
 
 
 def _tuned(folder: Path, trained: Artifact) -> Tuned:

@@ -16,8 +16,12 @@ def command(*words: str, overrides: dict[str, Any] | None = None) -> list[str]:
     return [sys.executable, "-m", "flows.cli", *words, *extra]
 
 
-def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment with Prefect's files and our cache below `tmp_path`."""
+def environment(tmp_path: Path, api: str | None = None) -> dict[str, str]:
+    """An environment with Prefect's files and our cache below `tmp_path`.
+
+    Args:
+        api: URL of the Prefect server to use; each run starts its own without.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "KILN_"))}
     return {
         **env,
@@ -25,16 +29,21 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "KILN_CACHE": str(tmp_path / "cache"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
+        **({} if api is None else {"PREFECT_API_URL": api}),
     }
 
 
 def kiln(
-    tmp_path: Path, *words: str, overrides: dict[str, Any] | None = None, code: int = 0
+    tmp_path: Path,
+    *words: str,
+    overrides: dict[str, Any] | None = None,
+    code: int = 0,
+    api: str | None = None,
 ) -> str:
     """Run `kiln`, expect its exit code, and return what it printed."""
     done = subprocess.run(
         command(*words, overrides=overrides),
-        env=environment(tmp_path),
+        env=environment(tmp_path, api),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -44,8 +53,10 @@ def kiln(
     return done.stdout if code == 0 else done.stderr
 
 
-def run_json(tmp_path: Path, recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def run_json(
+    tmp_path: Path, recipe: str, overrides: dict[str, Any], api: str | None = None
+) -> dict[str, Any]:
     """`kiln run RECIPE --json`: the report on its last line."""
-    out = kiln(tmp_path, "run", recipe, "--json", overrides=overrides)
+    out = kiln(tmp_path, "run", recipe, "--json", overrides=overrides, api=api)
     report: dict[str, Any] = json.loads(out.splitlines()[-1])
     return report

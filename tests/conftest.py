@@ -8,6 +8,9 @@ import torch
 from diffusers import (
     AutoencoderKL,
     EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
@@ -21,6 +24,9 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
 )
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -50,17 +56,40 @@ def make_text_config() -> CLIPTextConfig:
     )
 
 
-def make_vae() -> AutoencoderKL:
-    """Shrinks by four."""
-    return AutoencoderKL(
-        block_out_channels=(8, 16, 16),
-        down_block_types=["DownEncoderBlock2D"] * 3,
-        up_block_types=["UpDecoderBlock2D"] * 3,
-        latent_channels=4,
-        norm_num_groups=4,
-        sample_size=32,
-        scaling_factor=0.5,
+def make_t5_tokenizer() -> T5TokenizerFast:
+    """T5's unigrams: a token a letter, and of a caption the first 20."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -1.0)]
+    letters = [(chr(code), -2.0) for code in range(33, 383)]
+    return T5TokenizerFast(vocab=special + letters, extra_ids=0, model_max_length=20)
+
+
+def make_t5() -> T5EncoderModel:
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=400,
+            d_model=80,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+        )
     )
+
+
+def make_vae(**more: object) -> AutoencoderKL:
+    """Shrinks by four."""
+    settings = {
+        "block_out_channels": (8, 16, 16),
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+        "sample_size": 32,
+        "scaling_factor": 0.5,
+        **more,
+    }
+    return AutoencoderKL(**settings)  # type: ignore[arg-type]
 
 
 def make_unet(**more: object) -> UNet2DConditionModel:
@@ -129,6 +158,54 @@ def tiny_sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("tiny-sd")
     pipeline.save_pretrained(folder)
+    return folder
+
+
+def make_sd3(t5: bool) -> StableDiffusion3Pipeline:
+    """32 x 32 pictures, eight latent channels; CLIP gives 64 numbers a token, T5 80."""
+    torch.manual_seed(4)
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=8,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=80,
+            caption_projection_dim=32,
+            pooled_projection_dim=48,
+            out_channels=8,
+            pos_embed_max_size=12,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=make_vae(
+            latent_channels=8, shift_factor=0.06, use_quant_conv=False, use_post_quant_conv=False
+        ),
+        text_encoder=CLIPTextModelWithProjection(make_text_config()),
+        tokenizer=make_tokenizer(),
+        text_encoder_2=CLIPTextModelWithProjection(make_text_config()),
+        tokenizer_2=make_tokenizer("!"),
+        text_encoder_3=make_t5() if t5 else None,
+        tokenizer_3=make_t5_tokenizer() if t5 else None,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A StableDiffusion3Pipeline folder, as Stable Diffusion 3 and 3.5 have it."""
+    folder = tmp_path_factory.mktemp("tiny-sd3")
+    make_sd3(t5=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3_without_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without its third text encoder, as it is often used to save memory."""
+    folder = tmp_path_factory.mktemp("tiny-sd3-without-t5")
+    make_sd3(t5=False).save_pretrained(folder)
     return folder
 
 

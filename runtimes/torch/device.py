@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 
 from runtimes.base import Probe, WrongInput
+from runtimes.ranks import Ranks
+
+ALONE = Ranks()
 
 
 def make_deterministic() -> None:
@@ -29,18 +32,32 @@ def make_deterministic() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA when there is one, else the CPU. Raises WrongInput if it is not there."""
+def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
+    """`auto` is CUDA when there is one, else the CPU; each process of a machine has a CUDA device
+    of its own.
+
+    Raises:
+        WrongInput: it is not there, or there are fewer than processes.
+    """
+    there = torch.cuda.device_count()
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if there else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise WrongInput(f"device {name!r} is not known (auto, cpu, cuda or cuda:N)") from None
     if device.type not in ("cpu", "cuda"):
         raise WrongInput(f"device {name!r} is not for this runtime (auto, cpu, cuda or cuda:N)")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        there = torch.cuda.device_count()
+    if device.type == "cuda" and ranks.world > 1:
+        if device.index is not None:
+            raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or cuda")
+        if ranks.local_world > there:
+            raise WrongInput(
+                f"{ranks.local_world} processes want a CUDA device each, this machine has {there}: "
+                "lower train.processes, or set device cpu"
+            )
+        device = torch.device("cuda", ranks.local_rank)
+    if device.type == "cuda" and (device.index or 0) >= there:
         raise WrongInput(f"device {name}: this machine has {there} CUDA devices; set auto or cpu")
     return device
 

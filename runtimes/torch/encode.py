@@ -1,4 +1,4 @@
-"""Encode pictures and captions with a pipeline's VAE and text encoders, without its UNet."""
+"""Encode pictures and captions with a pipeline's VAE and text encoders, without its denoiser."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from numpy.typing import NDArray
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import CLIPTokenizer, T5TokenizerFast
 
 from runtimes.base import WrongInput
-from runtimes.encoders import describe_encoders, vae_path
+from runtimes.encoders import describe_encoders, has_t5, t5_length, vae_path
+from runtimes.families import FAMILIES
 from runtimes.torch.device import choose_device, make_deterministic
-from runtimes.torch.models import weight_variant
+from runtimes.torch.models import SAFE, load_text_encoder, weight_variant
+from runtimes.torch.texts import encode_ids, join_t5
 
 Float32 = NDArray[np.float32]
 #: Tokens that spell any text: CLIP's byte alphabet. Fewer means that a vocabulary was not read.
 LEAST_VOCABULARY = 256
-#: Nothing is fetched and nothing is unpickled.
-SAFE = {"local_files_only": True, "use_safetensors": True}
 
 
 class Encoder:
-    """The encoders of a Stable Diffusion 1, 2 or XL folder on one device.
+    """The encoders of a pipeline folder of a family known here, on one device.
 
     Args:
         model_folder: local diffusers pipeline folder.
@@ -69,13 +68,26 @@ class Encoder:
         self._vae = vae.to(self.device).eval().requires_grad_(False)
 
     def _load_texts(self, folder: Path) -> None:
-        disable_progress_bar()  # loading is announced by the stage, not by transformers
-        self._texts = [_load_text(CLIPTextModel, folder, "", self.device, self.dtype)]
-        if self.info["family"] == "sdxl":
-            second = _load_text(CLIPTextModelWithProjection, folder, "_2", self.device, self.dtype)
-            self._texts.append(second)
+        self._clip = [
+            self._load_text(CLIPTokenizer, folder, part)
+            for part in FAMILIES[self.info["family"]].clip_encoders
+        ]
+        self._t5, self._t5_length = None, t5_length(folder)
+        if has_t5(folder):
+            self._t5 = self._load_text(T5TokenizerFast, folder, "text_encoder_3")
         # The tokenizers keep padding and truncation as state, which threads must not share.
         self._tokenizing = threading.Lock()
+
+    def _load_text(self, kind: Any, folder: Path, part: str) -> tuple[Any, Any]:
+        model = load_text_encoder(folder, part, self.dtype).to(self.device).requires_grad_(False)
+        name = part.replace("text_encoder", "tokenizer")
+        tokenizer = kind.from_pretrained(folder / name, local_files_only=True)
+        # transformers 5 may read no vocabulary and say nothing; every caption would be the same.
+        if not LEAST_VOCABULARY < len(tokenizer) <= model.config.vocab_size:
+            raise ValueError(
+                f"{name} has {len(tokenizer)} tokens, its text encoder {model.config.vocab_size}"
+            )
+        return tokenizer, model
 
     @torch.inference_mode()
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
@@ -89,52 +101,41 @@ class Encoder:
 
     @torch.inference_mode()
     def texts(self, captions: Sequence[str]) -> tuple[Float32, Float32 | None]:
-        """Prompt embeddings [K, T, D] and, for SDXL, pooled ones [K, P]; f32.
+        """Prompt embeddings [K, T, D] and, but for SD 1 and 2, pooled ones [K, P]; f32.
 
-        The same as `encode_prompt` of diffusers' pipelines: SDXL concatenates the penultimate
-        hidden states of both encoders (Podell et al. 2023, section 2.1); SD 1 and 2 take the last
-        hidden state after the final layer norm.
+        The same as `encode_prompt` of diffusers' pipelines, except that what SD3's has of zeros
+        where there is no T5 (rows below, columns to the right) is left out: a loader adds it.
         """
-        states, pooled = [], None
-        for tokenizer, model in self._texts:
-            ids = self._ids(tokenizer, captions).to(self.device)
-            if self.info["family"] == "sd":
-                states.append(model(ids, attention_mask=None)[0])
-                continue
-            output = model(ids, output_hidden_states=True)
-            states.append(output.hidden_states[-2])
-            pooled = output[0]
-        embeds = torch.concat(states, dim=-1).float().cpu().numpy()
+        ids = torch.from_numpy(self.input_ids(captions)).to(self.device)
+        models = [model for _, model in self._clip]
+        states, pooled = encode_ids(self.info["family"], models, ids)
+        if self._t5 is not None:
+            tokenizer, model = self._t5
+            t5_ids = self._ids(tokenizer, captions, self._t5_length)
+            states = join_t5(states, model(torch.from_numpy(t5_ids).to(self.device))[0])
+        embeds = states.float().cpu().numpy()
         return embeds, None if pooled is None else pooled.float().cpu().numpy()
 
+    def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
+        """Token ids [K, n, T] of captions, padded and truncated, by each of n CLIP tokenizers."""
+        rows = [self._ids(t, captions, t.model_max_length) for t, _ in self._clip]
+        return np.stack(rows, axis=1)
+
     def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """Tokens of each caption before truncation, with the start and end mark."""
-        tokenizer = self._texts[0][0]
+        """Tokens of each caption before truncation, with marks, as the longest reader has them."""
+        tokenizer = (self._t5 or self._clip[0])[0]
         with self._tokenizing:
             return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]
 
-    def _ids(self, tokenizer: CLIPTokenizer, captions: Sequence[str]) -> torch.Tensor:
+    def _ids(self, tokenizer: Any, captions: Sequence[str], length: int) -> NDArray[np.int64]:
         with self._tokenizing:
-            return tokenizer(
-                list(captions),
-                padding="max_length",
-                max_length=tokenizer.model_max_length,
-                truncation=True,
-                return_tensors="pt",
-            ).input_ids
-
-
-def _load_text(
-    kind: Any, folder: Path, suffix: str, device: torch.device, dtype: torch.dtype
-) -> tuple[CLIPTokenizer, Any]:
-    weights = folder / f"text_encoder{suffix}"
-    variant = weight_variant(weights)
-    model = kind.from_pretrained(weights, torch_dtype=dtype, variant=variant, **SAFE)
-    tokenizer = CLIPTokenizer.from_pretrained(folder / f"tokenizer{suffix}", local_files_only=True)
-    # transformers 5 may read no vocabulary and say nothing; every caption would be the same.
-    if not LEAST_VOCABULARY < len(tokenizer) <= model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer{suffix} has {len(tokenizer)} tokens, its text encoder "
-            f"{model.config.vocab_size}"
-        )
-    return tokenizer, model.to(device).eval().requires_grad_(False)
+            return np.asarray(
+                tokenizer(
+                    list(captions),
+                    padding="max_length",
+                    max_length=length,
+                    truncation=True,
+                    return_tensors="np",
+                ).input_ids,
+                np.int64,
+            )

@@ -14,31 +14,31 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from fsspec.implementations.local import LocalFileSystem
 from PIL.Image import Image
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from transformers.utils import logging as transformers_logging
 
 from artifacts.commit import write_atomic
 from artifacts.latents import Latents
 from runtimes.base import WrongInput
 from runtimes.draws import Stream, generator
+from runtimes.encoders import t5_length
 from runtimes.events import Events
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
 from runtimes.loader import holdout_batches
-from runtimes.loop import open_job_latents, read_schedule
+from runtimes.loop import open_job_latents
+from runtimes.lora import read_adapters
+from runtimes.noise import Schedule
 from runtimes.objective import LatentScale, Objective
+from runtimes.scheduler import read_config, read_schedule
 from runtimes.torch.device import choose_device, make_deterministic
-from runtimes.torch.models import load_denoiser, weight_variant
+from runtimes.torch.lora import lay_over
+from runtimes.torch.models import load_denoiser, load_text_encoder, weight_variant
 from runtimes.torch.network import Network
 from runtimes.torch.runtime import Inputs
+from runtimes.torch.schedulers import make_scheduler
 
 LOSS_BATCH = 32
-#: Parts with weights beside the UNet: each may be stored in another variant than the others.
-WEIGHTED = {
-    "vae": AutoencoderKL,
-    "text_encoder": CLIPTextModel,
-    "text_encoder_2": CLIPTextModelWithProjection,
-}
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 class Sampler:
@@ -57,8 +57,12 @@ class Sampler:
         vae: Path | None = None,
     ) -> None:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-        self._denoiser = detect_family(folder).denoiser
-        parts = dict(parts)
+        family = detect_family(folder)
+        self._denoiser = family.denoiser
+        # Exactly as many tokens as the model was trained with.
+        self._more = {"max_sequence_length": t5_length(folder)} if family.has_t5 else {}
+        # diffusers wants to be told of parts that are left out.
+        parts = {name: None for name, spec in index.items() if spec == [None, None]} | parts
         if "safety_checker" in index:  # judging pictures is not its business
             parts |= {"safety_checker": None, "requires_safety_checker": False}
         if index["_class_name"] == "StableDiffusionXLPipeline":
@@ -67,23 +71,28 @@ class Sampler:
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
         try:
-            for name, kind in WEIGHTED.items():
-                if name not in parts and (index.get(name) or [None])[0] is not None:
-                    part = vae if name == "vae" and vae is not None else folder / name
-                    variant = weight_variant(part)
-                    parts[name] = kind.from_pretrained(part, variant=variant, **common)
+            # Each part may be stored in another variant than the others.
+            for name in ENCODERS:
+                if name in index and name not in parts:
+                    parts[name] = load_text_encoder(folder, name, dtype)
+            if "vae" not in parts:
+                part = folder / "vae" if vae is None else vae
+                variant = weight_variant(part)
+                parts["vae"] = AutoencoderKL.from_pretrained(part, variant=variant, **common)
             pipe = DiffusionPipeline.from_pretrained(folder, **parts, **common)
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise WrongInput(f"model {folder}: the pipeline does not load: {reason}") from None
         self._pipe = pipe.to(device)
         self._pipe.set_progress_bar_config(disable=True)
+        swapped = ("scheduler", *family.clip_encoders)
+        self._own = {name: getattr(pipe, name) for name in swapped}
 
     def use(self, parts: dict[str, Any]) -> None:
-        """Put other parts into the pipeline."""
-        self._pipe.register_modules(**parts)
+        """Put other parts into the pipeline; where none is given it has its own again."""
+        self._pipe.register_modules(**{**self._own, **parts})
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: what FSDP gathers here it trains with later
     def draw(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> list[Image]:
         """Pictures of `prompts`, `batch_size` at a time; the first one's noise is number `first`.
 
@@ -111,6 +120,7 @@ class Sampler:
                 guidance_scale=sampler["guidance_scale"],
                 latents=torch.from_numpy(noise).to(denoiser.dtype),
                 generator=later,
+                **self._more,
             ).images
         return pictures
 
@@ -138,27 +148,34 @@ def generate(job: GenerateJob, events: Events) -> None:
         network = _load(drawing, model, dtype, device)
         parts = dict(network.named_children())
         for numbers in batches:
-            sampler = sampler or Sampler(model, parts, device, dtype, vae)
-            sampler.use(parts)
+            if sampler is None:  # with encoders of its own: the next model may have none
+                denoiser = {detect_family(model).denoiser: network.denoiser}
+                sampler = Sampler(model, denoiser, device, dtype, vae)
+            sampler.use(parts | _own_scheduler(drawing))
             _draw_batch(sampler, job, numbers, out)
             done += len(numbers)
             events.emit("drawn", done=done, total=total)
         if losses is not None:
-            values = holdout_losses(network, job, open_job_latents(str(job.latents)), device)
+            schedule = read_schedule(Path(drawing.parts.get("scheduler", model / "scheduler")))
+            latents = open_job_latents(str(job.latents))
+            values = holdout_losses(network, schedule, job, latents, device)
             _write(losses, json.dumps({"losses": values}).encode())
 
 
 def holdout_losses(
-    network: Network, job: GenerateJob, latents: Latents, device: torch.device
+    network: Network,
+    schedule: Schedule,
+    job: GenerateJob,
+    latents: Latents,
+    device: torch.device,
 ) -> list[float]:
     """Each held-out sample's unweighted mean squared error, averaged over its noise draws."""
-    model, holdout = Path(job.model), job.holdout
-    family = detect_family(model)
+    holdout = job.holdout
+    family = detect_family(Path(job.model))
     objective = Objective(
-        schedule=read_schedule(model),
+        schedule=schedule,
         scale=LatentScale.from_info(latents.info),
         seed=holdout["seed"],
-        prediction_type=holdout.get("prediction_type"),
         noise_offset=holdout.get("noise_offset", 0.0),
     )
     samples, draws = holdout["samples"], holdout["draws"]
@@ -166,7 +183,13 @@ def holdout_losses(
     dtype = network.denoiser.dtype
     with torch.inference_mode():
         for numbers, batch in holdout_batches(
-            latents, family, objective, samples=samples, draws=draws, batch_size=LOSS_BATCH
+            latents,
+            family,
+            objective,
+            samples=samples,
+            draws=draws,
+            batch_size=LOSS_BATCH,
+            text_encoders=bool(network.text_encoders),
         ):
             errors = Inputs(batch, slice(None), device, dtype).errors(network)
             for number, error in zip(numbers, errors.tolist(), strict=True):
@@ -175,11 +198,37 @@ def holdout_losses(
 
 
 def _load(drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device) -> Network:
+    """The model's own parts: its denoiser, and its text encoders if they were trained too.
+
+    Adapters are merged in float32 before the weights are cast.
+    """
     family = detect_family(model)
-    folder = Path(drawing.parts.get(family.denoiser, model / family.denoiser))
-    network = Network(family, {family.denoiser: load_denoiser(folder, dtype)})
+    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
+    known = (family.denoiser, *family.clip_encoders)
+    if strange := adapters.keys() - set(known):
+        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
+    parts = {}
+    for name in known:
+        if name != family.denoiser and name not in adapters.keys() | drawing.parts.keys():
+            continue
+        folder = Path(drawing.parts.get(name, model / name))
+        first = torch.float32 if name in adapters else dtype
+        if name == family.denoiser:
+            parts[name] = load_denoiser(folder, first)
+        else:
+            parts[name] = load_text_encoder(model, name, first, folder)
+        lay_over(name, parts[name], adapters.get(name, {}))
+        parts[name].to(dtype)
+    network = Network(family, parts)
     network.to(device)
     return network.requires_grad_(False).eval()
+
+
+def _own_scheduler(drawing: Drawing) -> dict[str, Any]:
+    """The scheduler of a model that was trained over to other noise than the pipeline's."""
+    if "scheduler" not in drawing.parts:
+        return {}
+    return {"scheduler": make_scheduler(read_config(Path(drawing.parts["scheduler"])))}
 
 
 def _missing(out: Path, job: GenerateJob) -> list[range]:

@@ -1,4 +1,4 @@
-"""Load a denoiser from a diffusers folder: every weight there, every shape right, in float32."""
+"""Load the parts of a diffusers folder that are trained or encode: all there, all of one shape."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+import transformers
 from safetensors import SafetensorError, safe_open
+from transformers.utils.logging import disable_progress_bar
 
 from runtimes.base import WrongInput
+from runtimes.encoders import text_class
 
+#: Classes of diffusers, as a denoiser's config.json names them.
+DENOISERS = ("UNet2DConditionModel", "SD3Transformer2DModel")
+#: Nothing is fetched and nothing is unpickled.
+SAFE = {"local_files_only": True, "use_safetensors": True}
 WEIGHTS = "diffusion_pytorch_model"
 _PIECE = r"(?:-\d+-of-\d+)?"
 VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
@@ -25,9 +32,15 @@ def load_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         WrongInput: a file is missing or damaged, or the weights are not those of the config.
     """
     config = _read_json(folder / "config.json")
+    kind = config.get("_class_name", DENOISERS[0])
+    if kind not in DENOISERS:
+        raise WrongInput(
+            f"{folder / 'config.json'}: a denoiser of class {kind} is not known here (known: "
+            f"{', '.join(DENOISERS)})"
+        )
     try:
         with torch.device("meta"):  # no time spent on weights that are replaced at once
-            denoiser = UNet2DConditionModel.from_config(config)
+            denoiser = getattr(diffusers, kind).from_config(config)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         raise WrongInput(f"{folder / 'config.json'}: not a denoiser's config: {error}") from None
     files = _weight_files(folder)
@@ -37,6 +50,39 @@ def load_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     _check_fit(files[0], denoiser.state_dict(), weights)
     denoiser.load_state_dict(weights, assign=True)
     return denoiser
+
+
+def load_text_encoder(
+    model_folder: Path,
+    part: str,
+    dtype: torch.dtype = torch.float32,
+    folder: Path | None = None,
+) -> Any:
+    """A text encoder of a pipeline on the CPU, of the class that its model_index.json names.
+
+    Args:
+        folder: where its weights are, if not in the pipeline's own folder of it.
+
+    Raises:
+        WrongInput: its weights are missing or damaged, or not those of its config.
+    """
+    folder = folder or model_folder / part
+    kind = getattr(transformers, text_class(model_folder, part))
+    disable_progress_bar()  # loading is announced by the stage, not by transformers
+    try:
+        model, loaded = kind.from_pretrained(
+            folder,
+            torch_dtype=dtype,
+            variant=weight_variant(folder),
+            output_loading_info=True,
+            **SAFE,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise WrongInput(f"{folder} does not load: {reason}") from None
+    if missing := sorted(loaded["missing_keys"]):
+        raise WrongInput(f"{folder} lacks {len(missing)} weights, such as {missing[0]}")
+    return model.eval()
 
 
 def weight_variant(folder: Path) -> str | None:

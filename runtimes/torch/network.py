@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.families import Family, detect_family
 from runtimes.job import TrainJob
-from runtimes.torch.models import load_denoiser
+from runtimes.torch.fresh import fresh_denoiser
+from runtimes.torch.lora import add_adapters, state_name
+from runtimes.torch.models import load_denoiser, load_text_encoder
+from runtimes.torch.texts import encode_in_step
 
 
 class Network(torch.nn.Module):
@@ -27,22 +32,61 @@ class Network(torch.nn.Module):
 
     @classmethod
     def load(cls, job: TrainJob, settings: Train) -> Network:
-        """The parts that the settings train, in float32 on the CPU. Raises WrongInput."""
+        """The parts that the settings train, on the CPU. Raises WrongInput.
+
+        What is trained is in float32; what adapters are laid over, in the compute precision.
+        """
         folder = Path(job.model)
         family = detect_family(folder)
-        denoiser = load_denoiser(folder / family.denoiser).requires_grad_(True)
-        if settings.gradient_checkpointing:
-            denoiser.enable_gradient_checkpointing()
-        return cls(family, {family.denoiser: denoiser})
+        full = settings.method == "full"
+        dtype = torch.float32 if full else getattr(torch, settings.compute_dtype)
+        parts = {family.denoiser: _denoiser(folder / family.denoiser, settings, dtype)}
+        if settings.text_encoders:
+            names = family.clip_encoders
+            parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
+        for name, part in parts.items():
+            part.requires_grad_(full)
+            if not full:
+                add_adapters(name, part, settings.lora, settings.seed)
+            if settings.gradient_checkpointing:
+                _checkpoint(part)
+        return cls(family, parts)
+
+    def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
+        """Put everything on a device; weights of convolutions in a memory format."""
+        self.to(device, memory_format=memory_format)
+        for name, parameter in self.named_parameters():
+            if "lora_" in name:  # PEFT's DoRA takes a view of them as matrices
+                parameter.data = parameter.data.contiguous()
 
     @property
     def denoiser(self) -> Any:
         """The diffusers model that predicts."""
         return self.get_submodule(self.family.denoiser)
 
+    @property
+    def text_encoders(self) -> list[torch.nn.Module]:
+        """The CLIP encoders, if captions are encoded here, in the family's order."""
+        children = dict(self.named_children())
+        return [children[name] for name in self.family.clip_encoders if name in children]
+
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """What the optimizer updates, by the names that State has."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+        return {
+            state_name(part, name): parameter
+            for part, module in self.named_children()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def constants(self) -> dict[str, NDArray[np.float32]]:
+        """What the parts hold beside weights, such as a table of positions, by State's names."""
+        return {
+            f"{prefix}.{name}": buffer.float().cpu().numpy()
+            for prefix, module in self.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
 
     def forward(
         self,
@@ -51,5 +95,22 @@ class Network(torch.nn.Module):
         conditioning: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """The denoiser's prediction [B, C, h, w]."""
+        if "input_ids" in conditioning:
+            conditioning = encode_in_step(self.family.name, self.text_encoders, conditioning)
         arguments = self.family.arguments(conditioning)
-        return self.denoiser(noisy_latents, timesteps, **arguments, return_dict=False)[0]
+        return self.denoiser(noisy_latents, timestep=timesteps, **arguments, return_dict=False)[0]
+
+
+def _denoiser(folder: Path, settings: Train, dtype: torch.dtype) -> Any:
+    if settings.init == "random":
+        config = settings.denoiser_config
+        return fresh_denoiser(folder, settings.seed, None if config is None else Path(config))
+    return load_denoiser(folder, dtype)
+
+
+def _checkpoint(part: Any) -> None:
+    """Have a part forget its activations and compute them again in the backward pass."""
+    if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
+        part.enable_gradient_checkpointing()
+    else:  # transformers
+        part.gradient_checkpointing_enable({"use_reentrant": False})

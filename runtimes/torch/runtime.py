@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from configs.training import Train
 from runtimes.base import State, StepBatch, StepOutput
 from runtimes.events import Events
 from runtimes.job import GenerateJob, TrainJob
+from runtimes.ranks import Ranks
+from runtimes.scheduler import trained_scheduler
 from runtimes.torch.device import (
     choose_device,
     describe,
@@ -23,7 +25,12 @@ from runtimes.torch.device import (
     probe,
     versions,
 )
+from runtimes.torch.flops import FlopCounter, peak_flops
+from runtimes.torch.lora import seed_dropout
 from runtimes.torch.network import Network
+from runtimes.torch.parallel import open_parallel
+from runtimes.torch.profile import tracing
+from runtimes.torch.schedulers import make_scheduler
 from runtimes.torch.update import Update
 
 __all__ = ["TheRuntime", "probe"]
@@ -40,15 +47,19 @@ class TheRuntime:
     def load(self, job: TrainJob) -> None:
         self._job, self._settings = job, Train(**job.train)
         make_deterministic()
-        self._device = choose_device(self._settings.device)
+        ranks = Ranks.here()
+        self._rank = ranks.rank
+        self._device = choose_device(self._settings.device, ranks)
+        self._parallel = open_parallel(self._settings, ranks, self._device)
         self.device = describe(self._device)
         network = Network.load(job, self._settings)
-        network.to(self._device, memory_format=torch.channels_last)
+        self._counter = FlopCounter(network)
+        network.place(self._device, self._parallel.memory_format)
         self._network = network.train()
-        self._forward: Any = network
         if self._settings.compile:
-            self._forward = torch.compile(network)
-        self._update = Update(network.trained(), self._settings)
+            network.denoiser.compile()
+        self._forward = self._parallel.wrap(network)
+        self._update = Update(self._parallel.masters(), self._settings, self._parallel)
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         size = len(batch.timesteps)
@@ -56,24 +67,40 @@ class TheRuntime:
         loss = torch.zeros((), device=self._device)
         for start in range(0, size, micro):
             inputs = Inputs(batch, slice(start, start + micro), self._device)
-            with self._autocast():
-                errors = inputs.errors(self._forward)
-            part = (inputs.weight * errors).sum() / batch.denominator
-            part.backward()
+            seed_dropout(self._settings, batch.step, start, self._rank)
+            with self._parallel.accumulating(last=start + micro >= size):
+                with self._autocast():
+                    errors = inputs.errors(self._forward)
+                part = (inputs.weight * errors).sum() / batch.denominator
+                # Gradients are averaged over the processes where their sum is wanted.
+                (part * self._parallel.world).backward()
             loss += part.detach()
-        return StepOutput(loss, self._update.apply(learning_rate))
+        self._parallel.gather_gradients()
+        return StepOutput(self._parallel.total(loss), self._update.apply(learning_rate))
 
     def flops(self, batch: StepBatch) -> float | None:
-        return None
+        return self._counter.of(batch)
 
     def peak_flops(self) -> float | None:
-        return None
+        return peak_flops(self._device, self._settings.compute_dtype)
 
     def any_rank(self, flag: bool) -> bool:
-        return flag
+        return self._parallel.any(flag)
+
+    def broadcast(self, number: int) -> int:
+        return self._parallel.broadcast(number)
+
+    def profile(self, folder: str) -> AbstractContextManager[None]:
+        if not self._parallel.first:
+            return nullcontext()
+        return tracing(Path(folder), self._device)
 
     def state(self) -> State:
-        return self._update.state()
+        state = self._update.state()
+        constants = self._network.constants()
+        if state and constants and self._settings.method == "full":
+            state["constants"] = constants
+        return state
 
     def restore(self, state: State, step: int) -> None:
         self._update.restore(state, step)
@@ -83,14 +110,17 @@ class TheRuntime:
 
         if self._sampler is None:
             vae = None if self._job.vae is None else Path(self._job.vae)
-            parts = dict(self._network.named_children())
-            self._sampler = Sampler(Path(self._job.model), parts, self._device, vae=vae)
+            model, parts = Path(self._job.model), dict(self._network.named_children())
+            self._sampler = Sampler(model, parts, self._device, vae=vae)
+            changed = trained_scheduler(model / "scheduler", self._settings)
+            if changed is not None:
+                self._sampler.use({"scheduler": make_scheduler(changed)})
         with self._evaluating():
             pictures = self._sampler.draw(prompts, sampler, first=0)
         return np.stack([np.asarray(picture) for picture in pictures])
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        with self._evaluating(), torch.inference_mode():
+        with self._evaluating(), torch.no_grad():  # what is gathered must stay fit for training
             errors = Inputs(batch, slice(None), self._device).errors(self._network)
         return errors.cpu().numpy()
 
@@ -137,9 +167,9 @@ class Inputs:
         self.noisy_latents = put(batch.noisy_latents).to(dtype)
         self.timesteps = put(batch.timesteps)
         self.target, self.weight = put(batch.target), put(batch.weight)
-        # Sizes stay float32: half precision loses integers above 2048.
+        # Sizes and token ids stay as they are: half precision loses integers above 2048.
         self.conditioning = {
-            name: put(array).to(torch.float32 if name == "add_time_ids" else dtype)
+            name: put(array) if name in ("add_time_ids", "input_ids") else put(array).to(dtype)
             for name, array in batch.conditioning.items()
         }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.images import Sample
-from artifacts.latents import LatentSample, Texts, to_bfloat16, write_latent_shard
+from artifacts.latents import (
+    LatentSample,
+    Texts,
+    flipped_group,
+    to_bfloat16,
+    write_latent_shard,
+)
 from tasks.encode.transform import (
     BadSample,
     Transformed,
@@ -36,6 +42,8 @@ class Encodes(Protocol):
 
     def texts(self, captions: list[str]) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
 
+    def input_ids(self, captions: list[str]) -> NDArray[np.int64]: ...
+
     def token_counts(self, captions: list[str]) -> list[int]: ...
 
 
@@ -45,14 +53,17 @@ class _Encoded:
 
     group: str
     captions: tuple[str, ...]
-    latent: LatentSample
+    variants: list[LatentSample]  # as it is and, perhaps, mirrored
 
 
 @dataclass
-class _Waiting:
-    """Pictures of one bucket that wait for a full batch."""
+class _Picture:
+    """A picture that waits for a full batch of its bucket."""
 
-    pictures: list[tuple[int, Sample, bytes, Transformed]] = field(default_factory=list)
+    place: int  # in the shard
+    captions: tuple[str, ...]
+    sha256: bytes
+    variants: list[Transformed]
 
 
 def encode_shard(
@@ -74,7 +85,7 @@ def encode_shard(
     encoded = dict(_encode_pictures(samples, encoder, settings, batch_size, bad))
     in_order = [encoded[place] for place in sorted(encoded)]
     texts, rows = _encode_captions(in_order, encoder)
-    groups: dict[str, list[LatentSample]] = {}
+    groups: dict[str, list[LatentSample]] = defaultdict(list)
     kept: list[str] = []
     for sample in in_order:
         captions = [caption for caption in sample.captions if caption in rows]
@@ -82,11 +93,14 @@ def encode_shard(
             bad["NaN embedding"] += 1
             continue
         kept += captions
-        latent = replace(sample.latent, caption_rows=tuple(rows[c] for c in captions))
-        groups.setdefault(sample.group, []).append(latent)
+        for latent in sample.variants:
+            group = flipped_group(sample.group) if latent.flip else sample.group
+            caption_rows = tuple(rows[c] for c in captions)
+            groups[group].append(replace(latent, caption_rows=caption_rows))
     write_latent_shard(path, groups, texts)
+    counts = {group: len(groups[group]) for group in sorted(groups)}
     return {
-        "groups": {group: len(groups[group]) for group in sorted(groups)},
+        "groups": {g: count for g, count in counts.items() if not g.startswith("flipped/")},
         "bad": bad.total(),
         "bad_reasons": dict(sorted(bad.items())),
         "captions": len(set(kept) - {""}),
@@ -102,60 +116,78 @@ def _encode_pictures(
     bad: Counter[str],
 ) -> Iterator[tuple[int, _Encoded]]:
     """(place in the shard, sample) for every picture that gives finite moments."""
-    buckets = bucket_sizes(settings, encoder.info["vae_scale_factor"])
-    waiting = {bucket: _Waiting() for bucket in buckets}
+    buckets = bucket_sizes(settings, encoder.info["size_step"])
+    waiting: dict[tuple[int, int], list[_Picture]] = {bucket: [] for bucket in buckets}
     for place, sample in enumerate(samples):
         sha256 = hashlib.sha256(sample.image).digest()
         try:
-            picture = transform(sample.image, sha256, sample.meta, settings, buckets)
+            variants = transform(sample.image, sha256, sample.meta, settings, buckets)
         except BadSample as error:
             bad[error.reason] += 1
             continue
-        batch = waiting[picture.target_size].pictures
-        batch.append((place, replace(sample, image=b""), sha256, picture))
+        batch = waiting[variants[0].target_size]
+        batch.append(_Picture(place, sample.captions, sha256, variants))
         if len(batch) == batch_size:
             yield from _encode_batch(batch, encoder, settings.holdout, bad)
             batch.clear()
     for bucket in buckets:
-        if waiting[bucket].pictures:
-            yield from _encode_batch(waiting[bucket].pictures, encoder, settings.holdout, bad)
+        if waiting[bucket]:
+            yield from _encode_batch(waiting[bucket], encoder, settings.holdout, bad)
 
 
 def _encode_batch(
-    batch: list[tuple[int, Sample, bytes, Transformed]],
-    encoder: Encodes,
-    holdout: float,
-    bad: Counter[str],
+    batch: list[_Picture], encoder: Encodes, holdout: float, bad: Counter[str]
 ) -> Iterator[tuple[int, _Encoded]]:
-    means, logvars = encoder.images(np.stack([picture.pixels for *_, picture in batch]))
-    for (place, sample, sha256, picture), mean, logvar in zip(batch, means, logvars, strict=True):
-        if not (np.isfinite(mean).all() and np.isfinite(logvar).all()):
+    """Mirrored variants go through the VAE after the pictures as they are, in a batch of theirs."""
+    found: dict[int, list[LatentSample]] = defaultdict(list)
+    for turn in range(2):
+        turned = [picture for picture in batch if len(picture.variants) > turn]
+        if turned:
+            for picture, latent in zip(turned, _moments(turned, turn, encoder), strict=True):
+                found[picture.place].append(latent)
+    for picture in batch:
+        variants = found[picture.place]
+        if not all(np.isfinite(v.mean).all() and np.isfinite(v.logvar).all() for v in variants):
             bad["NaN latent"] += 1
             continue
-        split = "holdout" if is_holdout(sha256, holdout) else "train"
-        latent = LatentSample(
-            mean=to_bfloat16(mean),
-            logvar=to_bfloat16(logvar),
-            id=sha256,
-            original_size=picture.original_size,
-            crop_top_left=picture.crop_top_left,
-            target_size=picture.target_size,
-            flip=picture.flip,
+        split = "holdout" if is_holdout(picture.sha256, holdout) else "train"
+        height, width = variants[0].mean.shape[1:]
+        rounded = [
+            replace(v, mean=to_bfloat16(v.mean), logvar=to_bfloat16(v.logvar)) for v in variants
+        ]
+        yield picture.place, _Encoded(f"{split}/{height}x{width}", picture.captions, rounded)
+
+
+def _moments(pictures: list[_Picture], turn: int, encoder: Encodes) -> list[LatentSample]:
+    """Variant `turn` of each picture, in f32."""
+    seen = [picture.variants[turn] for picture in pictures]
+    means, logvars = encoder.images(np.stack([variant.pixels for variant in seen]))
+    return [
+        LatentSample(
+            mean=mean,
+            logvar=logvar,
+            id=picture.sha256,
+            original_size=variant.original_size,
+            crop_top_left=variant.crop_top_left,
+            target_size=variant.target_size,
+            flip=variant.flip,
             caption_rows=(),
         )
-        group = f"{split}/{mean.shape[1]}x{mean.shape[2]}"
-        yield place, _Encoded(group, sample.captions, latent)
+        for picture, variant, mean, logvar in zip(pictures, seen, means, logvars, strict=True)
+    ]
 
 
 def _encode_captions(samples: list[_Encoded], encoder: Encodes) -> tuple[Texts, dict[str, int]]:
-    """Embeddings of the empty and every distinct caption, and the row of each that is finite."""
+    """Texts of the empty and every distinct caption, and the row of each that is finite."""
     distinct = list(dict.fromkeys(["", *(c for sample in samples for c in sample.captions)]))
     embeds: list[NDArray[np.uint16]] = []
     pooled: list[NDArray[np.uint16]] = []
+    ids: list[NDArray[np.int64]] = []
     rows: dict[str, int] = {}
     for start in range(0, len(distinct), TEXT_BATCH):
         captions = distinct[start : start + TEXT_BATCH]
         states, summaries = encoder.texts(captions)
+        tokens = encoder.input_ids(captions)
         for index, caption in enumerate(captions):
             summary = None if summaries is None else summaries[index]
             finite = np.isfinite(states[index]).all()
@@ -165,9 +197,10 @@ def _encode_captions(samples: list[_Encoded], encoder: Encodes) -> tuple[Texts, 
                 continue
             rows[caption] = len(embeds)
             embeds.append(to_bfloat16(states[index]))
+            ids.append(tokens[index])
             if summary is not None:
                 pooled.append(to_bfloat16(summary))
-    return Texts(embeds, pooled or None), rows
+    return Texts(embeds, pooled or None, np.stack(ids)), rows
 
 
 def _caption_lengths(captions: list[str], encoder: Encodes) -> dict[str, Any]:
@@ -177,6 +210,6 @@ def _caption_lengths(captions: list[str], encoder: Encodes) -> dict[str, Any]:
     for start in range(0, len(captions), TEXT_BATCH):
         for tokens in encoder.token_counts(captions[start : start + TEXT_BATCH]):
             lengths[tokens // TOKEN_BIN * TOKEN_BIN] += 1
-            truncated += tokens > encoder.info["tokens"]
+            truncated += tokens > encoder.info["caption_tokens"]
     histogram = {str(lowest): count for lowest, count in sorted(lengths.items())}
     return {"caption_tokens": histogram, "truncated": truncated}

@@ -49,7 +49,7 @@ def build(
 
     info = describe_encoders(model_folder, vae_folder)
     settings = TransformSettings.of(recipe)
-    bucket_sizes(settings, info["vae_scale_factor"])
+    bucket_sizes(settings, info["size_step"])
     encoders = digest_encoders(model_folder, vae_folder)
     dtype = recipe.encode.dtype
     works = {}

@@ -53,29 +53,29 @@ class Transformed:
 
     pixels: NDArray[np.float32]  # [3, H, W], -1..1
     original_size: Size
-    crop_top_left: tuple[int, int]  # in the resized and flipped picture
+    crop_top_left: tuple[int, int]  # in the resized picture, mirrored if it is
     target_size: Size
     flip: bool
 
 
 def bucket_sizes(settings: TransformSettings, factor: int) -> list[Size]:
-    """Sizes that pictures are brought to, for a VAE that shrinks by `factor`.
+    """Sizes that pictures are brought to, for a model whose sides are multiples of `factor`.
 
-    Buckets keep the square's area or a little less, with sides in steps that suit the VAE, as
+    Buckets keep the square's area or a little less, with sides in steps that suit the model, as
     SDXL's do (appendix I of its paper).
 
     Raises:
-        WrongInput: the resolution suits neither the VAE nor the step.
+        WrongInput: the resolution suits neither the model nor the step.
     """
     side = settings.resolution
     if not settings.aspect_buckets:
         if side % factor:
-            raise WrongInput(f"encode.resolution: {side} is no multiple of the VAE's {factor}")
+            raise WrongInput(f"encode.resolution: {side} is no multiple of the model's {factor}")
         return [(side, side)]
     step = math.lcm(settings.bucket_step, factor)
     if side < step:
         raise WrongInput(
-            f"encode.bucket_step: steps of {step} pixels (with the VAE's factor of {factor}) are "
+            f"encode.bucket_step: steps of {step} pixels (with the model's of {factor}) are "
             f"more than encode.resolution ({side})"
         )
     pairs = {(a, side**2 // a // step * step) for a in range(step, side + 1, step)}
@@ -111,11 +111,15 @@ def transform(
     meta: Mapping[str, Any],
     settings: TransformSettings,
     buckets: list[Size],
-) -> Transformed:
-    """Resize a picture to cover its bucket (Lanczos), mirror it, and cut the overhang off.
+) -> list[Transformed]:
+    """Resize a picture to cover its bucket (Lanczos) and cut the overhang off.
 
-    Where the picture had another size before the download stage resized it, `original_size` is
-    that one: SDXL conditions on the size before any rescaling. Raises BadSample.
+    A picture to train on comes mirrored too if the settings say so: mirrored first, then cut at
+    the same place. Where the picture had another size before the download stage resized it,
+    `original_size` is that one: SDXL conditions on the size before any rescaling.
+
+    Raises:
+        BadSample: the picture cannot be used.
     """
     image = decode(data, settings.max_pixels)
     height, width = nearest_bucket((image.height, image.width), buckets)
@@ -124,16 +128,26 @@ def transform(
     original_size = _original_size(meta, image)
     if resized != image.size:
         image = image.resize(resized, Image.Resampling.LANCZOS)
-    flip, at = _draw(settings, sha256)
-    if flip:
-        image = ImageOps.mirror(image)
+    at = _crop_place(settings, sha256)
     top = _round_half_up((image.height - height) * at[0])
     left = _round_half_up((image.width - width) * at[1])
-    image = image.crop((left, top, left + width, top + height))
+    box = (left, top, left + width, top + height)
+    is_mirrored = settings.flip and not is_holdout(sha256, settings.holdout)
+    return [
+        Transformed(
+            _pixels((ImageOps.mirror(image) if flip else image).crop(box)),
+            original_size,
+            (top, left),
+            (height, width),
+            flip,
+        )
+        for flip in ((False, True) if is_mirrored else (False,))
+    ]
+
+
+def _pixels(image: Image.Image) -> NDArray[np.float32]:
     pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / 255.0 * 2.0 - 1.0
-    return Transformed(
-        np.ascontiguousarray(pixels), original_size, (top, left), (height, width), flip
-    )
+    return np.ascontiguousarray(pixels)
 
 
 def is_holdout(sha256: bytes, share: float) -> bool:
@@ -141,12 +155,13 @@ def is_holdout(sha256: bytes, share: float) -> bool:
     return int.from_bytes(sha256[:8], "big") / 2**64 < share
 
 
-def _draw(settings: TransformSettings, sha256: bytes) -> tuple[bool, tuple[float, float]]:
-    """Flip, and where the overhang is cut off (0 top or left, 1 bottom or right)."""
+def _crop_place(settings: TransformSettings, sha256: bytes) -> tuple[float, float]:
+    """Where the overhang is cut off (0 top or left, 1 bottom or right)."""
+    if settings.crop != "random":
+        return 0.5, 0.5
     key = np.random.SeedSequence([settings.seed, int.from_bytes(sha256, "big")])
-    flip, top, left = np.random.Generator(np.random.Philox(key)).random(3)
-    at = (float(top), float(left)) if settings.crop == "random" else (0.5, 0.5)
-    return bool(settings.flip and flip < 0.5), at
+    top, left = np.random.Generator(np.random.Philox(key)).random(2)
+    return float(top), float(left)
 
 
 def _round_half_up(value: float) -> int:

@@ -46,7 +46,7 @@ class Yardstick:
     def of(cls, recipe: Recipe, images: Artifact, latents: Artifact, clip: Path) -> Yardstick:
         sets = prompt_sets(recipe)
         scorer = ClipFeatures(clip, recipe.evaluate.device)
-        factor = open_latents(latents.uri).info["vae_scale_factor"]
+        factor = open_latents(latents.uri).info["size_step"]
         held_out = reference_pictures(images, TransformSettings.of(recipe), factor)
         return cls(
             sets=sets,
@@ -113,7 +113,6 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
             "samples": given.holdout_samples,
             "draws": given.holdout_draws,
             "seed": given.seed,
-            "prediction_type": recipe.train.prediction_type,
             "noise_offset": recipe.train.noise_offset,
         },
     )

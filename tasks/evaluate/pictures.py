@@ -64,7 +64,7 @@ class Sitting:
     sampler: dict[str, Any]  # seed, num_inference_steps, guidance_scale, height, width, dtype
     latents: str | None  # URL of the latents whose held-out loss is taken; None takes none
     latents_digest: str
-    holdout: dict[str, Any]  # samples, draws, seed, prediction_type, noise_offset
+    holdout: dict[str, Any]  # samples, draws, seed, noise_offset
 
     def facts(self) -> dict[str, Any]:
         """What makes two sittings comparable; where and how fast it happened is no part of it."""

@@ -25,9 +25,10 @@ MOST = 2000
 def reference_pictures(
     images: Artifact, settings: TransformSettings, factor: int, most: int = MOST
 ) -> Iterator[NDArray[np.uint8]]:
-    """The first `most` held-out pictures [H, W, 3], as the VAE (shrinking by `factor`) saw them.
+    """The first `most` held-out pictures [H, W, 3], as the VAE saw them.
 
-    The same predicate and transform as the encode stage's, so that no picture trained on is here.
+    The same predicate and transform as the encode stage's, so that no picture trained on is here;
+    `factor` is what sides are multiples of.
     """
     buckets = bucket_sizes(settings, factor)
     count = 0
@@ -39,10 +40,11 @@ def reference_pictures(
             if not is_holdout(sha256, settings.holdout):
                 continue
             try:
-                pixels = transform(sample.image, sha256, sample.meta, settings, buckets).pixels
+                seen = transform(sample.image, sha256, sample.meta, settings, buckets)
             except BadSample:
                 continue
-            yield ((pixels.transpose(1, 2, 0) + 1.0) * 127.5).round().astype(np.uint8)
+            pixels = seen[0].pixels.transpose(1, 2, 0)
+            yield ((pixels + 1.0) * 127.5).round().astype(np.uint8)
             count += 1
             if count == most:
                 return

@@ -44,6 +44,7 @@ from tasks.evaluate.pictures import (
     read_pictures,
 )
 from tasks.evaluate.prompts import PromptSets, prompt_sets
+from tasks.evaluate.published import published_painter
 from tasks.panels import Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
@@ -65,7 +66,6 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
         "compared": compared_sets(recipe),
         "reference": vars(TransformSettings.of(recipe)),
-        "prediction_type": recipe.train.prediction_type,
         "noise_offset": recipe.train.noise_offset,
     }
 
@@ -97,8 +97,8 @@ def check(recipe: Recipe) -> None:
 
 def check_size(recipe: Recipe, model_folder: Path, vae_folder: Path | None = None) -> None:
     """Raise WrongInput for a picture size that the model cannot draw."""
-    # Diffusers' pipelines take multiples of 8 only, whatever their VAE shrinks by.
-    step = math.lcm(8, describe_encoders(model_folder, vae_folder)["vae_scale_factor"])
+    # Diffusers' pipelines take multiples of 8 only, whatever the model would.
+    step = math.lcm(8, describe_encoders(model_folder, vae_folder)["size_step"])
     for name in ("height", "width"):
         pixels = getattr(recipe.evaluate, name)
         if pixels is not None and pixels % step:
@@ -143,7 +143,7 @@ def build(
 
 def evaluate_model(
     recipe: Recipe,
-    model_folder: Path,
+    painter: Painter,
     images: Artifact,
     latents: Artifact,
     clip_folder: Path,
@@ -151,8 +151,7 @@ def evaluate_model(
     *,
     run: Run = run_job,
 ) -> dict[str, Metric]:
-    """Metrics of the whole model in a folder, measured the way `build` measures the tuned one."""
-    painter = Painter(digest_pipeline(model_folder), model_folder)
+    """Metrics of what a model draws, measured the way `build` measures the tuned one."""
     with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as scratch:
         shards = draw([painter], sitting(recipe, latents), store, Path(scratch), run)
     return Yardstick.of(recipe, images, latents, clip_folder).measure(store, shards[0])
@@ -178,9 +177,9 @@ def metrics_of_published(
     if published.get("fingerprint") == wanted:
         return {name: {"tuned": m["tuned"]} for name, m in published["metrics"].items()}
     log.info("evaluate: measuring the champion again, as prompts or data have changed")
-    folder = resolve_model(uri)
+    painter = published_painter(resolve_model(uri))
     store = evaluated.store
-    found = evaluate_model(recipe, folder, images, latents, clip_folder, store, run=run)
+    found = evaluate_model(recipe, painter, images, latents, clip_folder, store, run=run)
     return {name: {"tuned": metric} for name, metric in found.items()}
 
 

@@ -9,27 +9,67 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from runtimes.lora import Adapter, Adapters, stored_name
+from runtimes.scheduler import SCHEDULER_FILE
+
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 
 
-def assemble(base: Path, instead: Mapping[str, Path], out: Path, *, dtype: str) -> list[str]:
+def assemble(
+    base: Path,
+    instead: Mapping[str, Path],
+    out: Path,
+    *,
+    dtype: str,
+    adapters: Adapters | None = None,
+) -> list[str]:
     """Write a folder that `DiffusionPipeline.from_pretrained` loads; return its file paths.
 
     Every part named in the base's model_index.json is copied, its weights cast to `dtype` in one
-    file under the standard name; the folders `instead` take the place of the base's own.
-    Raises FileNotFoundError naming a part whose weights are missing.
+    file under the standard name; the folders `instead` take the place of the base's own, and
+    adapters are merged into the weights, in float32.
+
+    Raises:
+        FileNotFoundError: naming a part whose weights are missing.
+        ValueError: adapters are for a layer that a part does not have.
     """
+    adapters = adapters or {}
     out.mkdir(parents=True, exist_ok=True)
     index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    if "scheduler" in instead:  # perhaps of another class
+        config = json.loads((instead["scheduler"] / SCHEDULER_FILE).read_text(encoding="utf-8"))
+        index["scheduler"] = ["diffusers", config["_class_name"]]
     for part, spec in index.items():
         is_part = isinstance(spec, list) and len(spec) == 2 and spec[0] is not None
         if is_part:
-            _copy_part(instead.get(part, base / part), out / part, dtype)
+            source = instead.get(part, base / part)
+            merging = _Merging(part, adapters.get(part, {}))
+            _copy_part(source, out / part, dtype, merging)
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
 
 
-def _copy_part(source: Path, target: Path, dtype: str) -> None:
+class _Merging:
+    """Merges a part's adapters into its weights as these pass by."""
+
+    def __init__(self, part: str, adapters: Mapping[str, Adapter]) -> None:
+        self._part, self._left = part, dict(adapters)
+
+    def __call__(self, name: str, tensor: Any) -> Any:
+        adapter = self._left.pop(stored_name(self._part, name.removesuffix(".weight")), None)
+        if adapter is None or not name.endswith(".weight"):
+            return tensor
+        import torch
+
+        return torch.from_numpy(adapter.merged(tensor.float().numpy()))
+
+    def finish(self) -> None:
+        """Raise ValueError if adapters are left over."""
+        if self._left:
+            raise ValueError(f"the adapters are for another model: no {min(self._left)} here")
+
+
+def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> None:
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is missing: the base's model_index.json names it")
     target.mkdir(parents=True, exist_ok=True)
@@ -40,7 +80,8 @@ def _copy_part(source: Path, target: Path, dtype: str) -> None:
     weights = weight_files(source)
     if weights:
         stem = re.split(r"[.-]", weights[0].name, maxsplit=1)[0]
-        _cast(weights, target / f"{stem}.safetensors", dtype)
+        _cast(weights, target / f"{stem}.safetensors", dtype, merging)
+        merging.finish()
     elif _wants_weights(source):
         raise FileNotFoundError(f"{source} has no .safetensors weights")
 
@@ -72,8 +113,19 @@ def _wants_weights(folder: Path) -> bool:
     return not folder.is_dir() or (folder / "config.json").is_file()
 
 
-def _cast(sources: list[Path], target: Path, dtype: str) -> None:
+def cast(name: str, tensor: Any, dtype: str) -> Any:
+    """A tensor of floats in another precision. Raises OverflowError for what it cannot hold."""
     import torch
+
+    if not tensor.is_floating_point():
+        return tensor.contiguous()
+    half = tensor.to(getattr(torch, dtype))
+    if tensor.isfinite().all() and not half.isfinite().all():
+        raise OverflowError(f"{name} does not fit {dtype}: publish.dtype=bfloat16")
+    return half.contiguous()
+
+
+def _cast(sources: list[Path], target: Path, dtype: str, merging: _Merging) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -81,11 +133,5 @@ def _cast(sources: list[Path], target: Path, dtype: str) -> None:
     for source in sources:
         with safe_open(source, framework="pt") as stream:
             for name in stream.keys():  # noqa: SIM118 (not a dict)
-                tensor = stream.get_tensor(name)
-                if tensor.is_floating_point():
-                    cast = tensor.to(getattr(torch, dtype))
-                    if tensor.isfinite().all() and not cast.isfinite().all():
-                        raise OverflowError(f"{name} does not fit {dtype}: publish.dtype=bfloat16")
-                    tensor = cast
-                tensors[name] = tensor.contiguous()
+                tensors[name] = cast(name, merging(name, stream.get_tensor(name)), dtype)
     save_file(dict(sorted(tensors.items())), target, metadata={"format": "pt"})

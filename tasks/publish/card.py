@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,23 @@ from configs.load import dump
 from configs.schema import Recipe
 from tasks.panels import escape_markdown, human
 from tasks.publish.gate import Verdict, as_rows
+from tasks.tuned import Tuned
 
 UNKNOWN_LICENSE = "other"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What of a model's weights lies beside its card."""
+
+    pipeline: bool  # a whole pipeline, or else adapters alone
+    adapters: bool = False
+    scheduler: bool = False  # of its own, beside adapters alone
+
+    @classmethod
+    def of(cls, tuned: Tuned, *, merged: bool) -> Weights:
+        has_lora = tuned.lora is not None
+        return cls(merged or not has_lora, has_lora, "scheduler" in tuned.parts)
 
 
 def base_card(base: Path) -> dict[str, Any]:
@@ -41,6 +57,7 @@ def write_card(
     metrics: dict[str, Any],
     verdicts: list[Verdict],
     lineage: dict[str, Any],
+    weights: Weights,
 ) -> str:
     """README.md of the published folder, with the metadata that model hubs read."""
     found = base_card(base)
@@ -48,16 +65,17 @@ def write_card(
         "license": license_of(recipe, base),
         **{k: found[k] for k in ("license_name", "license_link") if k in found},
         "base_model": recipe.model.path,
+        "base_model_relation": "finetune" if weights.pipeline else "adapter",
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
-        "tags": ["kilnworks", "diffusers", "text-to-image"],
+        "tags": ["kilnworks", "diffusers", "text-to-image", *["lora"][: weights.adapters]],
     }
     parts = [
         "---\n" + yaml.safe_dump(head, sort_keys=False) + "---",
         f"# {escape_markdown(recipe.publish.name)}",
         escape_markdown(recipe.description),
         "![The same prompts and noise: base above, tuned below](before_after.png)",
-        _use(recipe),
+        _use(recipe, weights),
         "## Measured\n\n" + _metric_table(metrics),
         "## Gate\n\n" + _rule_table(verdicts),
         "## Lineage\n\n" + _lineage_table(lineage),
@@ -85,15 +103,42 @@ def _with_interval(measured: dict[str, Any] | None) -> str:
     return f"{human(float(measured['value']))} [{human(float(low))}, {human(float(high))}]"
 
 
-def _use(recipe: Recipe) -> str:
+def _use(recipe: Recipe, weights: Weights) -> str:
     prompt = next((s.prompts[0] for s in recipe.evaluate.prompts.values() if s.prompts), "a prompt")
     return (
         "```python\n"
         "from diffusers import DiffusionPipeline\n\n"
-        'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder")\n'
+        f"{_load(recipe, weights)}"
         f"pipe({prompt!r}, num_inference_steps={recipe.evaluate.num_inference_steps}, "
         f"guidance_scale={recipe.evaluate.guidance_scale}).images[0]\n"
         "```"
+    ) + _about_adapters(recipe, weights)
+
+
+def _load(recipe: Recipe, weights: Weights) -> str:
+    if weights.pipeline:
+        return 'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder")\n'
+    text = (
+        f"pipe = DiffusionPipeline.from_pretrained({recipe.model.path!r})\n"
+        'pipe.load_lora_weights("path/to/this/folder")\n'
+    )
+    if recipe.model.vae is not None:
+        text += f"# Measured with the VAE {recipe.model.vae!r}.\n"
+    if weights.scheduler:
+        text += "# It was trained for the scheduler in scheduler/: give the pipeline that one.\n"
+    return text
+
+
+def _about_adapters(recipe: Recipe, weights: Weights) -> str:
+    if not weights.adapters:
+        return ""
+    lora, where = recipe.train.lora, ""
+    if weights.pipeline:
+        where = "They are merged into the weights here; `lora/` has them alone. "
+    return (
+        f"\n\nAdapters of rank {lora.rank}{' with DoRA' if lora.dora else ''}. {where}"
+        "`pytorch_lora_weights.safetensors` is in diffusers' format; the file ending in "
+        "`_kohya.safetensors`, where there is one, for programs that read kohya's layout."
     )
 
 

@@ -11,12 +11,14 @@ from typing import Any
 from artifacts.store import Artifact, Draft
 from configs.load import dump
 from configs.schema import Recipe
+from runtimes.lora import read_adapters
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.progress import Progress
 from tasks.publish import card, gate
+from tasks.publish.adapters import write_adapters
 from tasks.publish.assemble import assemble
 from tasks.publish.registry import Registry, Version
-from tasks.tuned import local_tuned
+from tasks.tuned import Tuned, local_tuned
 
 STAGE = "publish"
 VERSION = 1
@@ -59,23 +61,16 @@ def build(
     """
     measured = json.loads(evaluated.read("metrics.json"))
     champion = registry_of(recipe).champion()
-    values = _values(measured["metrics"])
-    if champion is not None and gate.needs_champion(recipe.publish.gate):
-        for name, models in champion_metrics(champion).items():
-            if "tuned" in models:
-                values.setdefault(name, {})["champion"] = models["tuned"]["value"]
-    verdicts = gate.judge(recipe.publish.gate, values)
-    if not all(v.passed for v in verdicts):
-        raise Rejected(verdicts)
+    verdicts = _judge(recipe, measured["metrics"], champion, champion_metrics)
     progress(1, 3, "gate passed")
     with (
         tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch,
         local_tuned(trained) as tuned,
     ):
         out = Path(scratch) / "model"
-        instead = tuned.parts | ({} if vae is None else {"vae": vae})
-        assemble(base, instead, out, dtype=recipe.publish.dtype)
-        text = card.write_card(recipe, base, measured["metrics"], verdicts, lineage)
+        _put_together(recipe, tuned, base, vae, out)
+        facts = card.Weights.of(tuned, merged=recipe.publish.merge)
+        text = card.write_card(recipe, base, measured["metrics"], verdicts, lineage, facts)
         (out / "README.md").write_text(text, encoding="utf-8")
         (out / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
         (out / "metrics.json").write_bytes(evaluated.read("metrics.json"))
@@ -91,6 +86,42 @@ def build(
         "lineage": lineage,
         "compared_with": champion.name if champion else None,
     }
+
+
+def _judge(
+    recipe: Recipe,
+    metrics: dict[str, Any],
+    champion: Version | None,
+    champion_metrics: Callable[[Version], dict[str, Any]],
+) -> list[gate.Verdict]:
+    values = _values(metrics)
+    if champion is not None and gate.needs_champion(recipe.publish.gate):
+        for name, models in champion_metrics(champion).items():
+            if "tuned" in models:
+                values.setdefault(name, {})["champion"] = models["tuned"]["value"]
+    verdicts = gate.judge(recipe.publish.gate, values)
+    if not all(v.passed for v in verdicts):
+        raise Rejected(verdicts)
+    return verdicts
+
+
+def _put_together(recipe: Recipe, tuned: Tuned, base: Path, vae: Path | None, out: Path) -> None:
+    """The weights: a pipeline's folder; adapters alone; or one with them merged, and them in it."""
+    dtype, lora = recipe.publish.dtype, tuned.lora
+    alone = lora is not None and not recipe.publish.merge
+    if not alone:
+        instead = tuned.parts | ({} if vae is None else {"vae": vae})
+        adapters = None if lora is None else read_adapters(lora)
+        assemble(base, instead, out, dtype=dtype, adapters=adapters)
+    if lora is not None:
+        write_adapters(
+            lora,
+            base,
+            out if alone else out / "lora",
+            name=recipe.publish.name,
+            dtype=dtype,
+            scheduler=tuned.parts.get("scheduler"),
+        )
 
 
 def show(artifact: Artifact) -> list[Panel]:

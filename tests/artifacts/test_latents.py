@@ -15,6 +15,7 @@ from artifacts.latents import (
     LatentSample,
     LatentShard,
     Texts,
+    flipped_group,
     from_bfloat16,
     open_latents,
     to_bfloat16,
@@ -47,7 +48,9 @@ def content() -> tuple[dict[str, list[LatentSample]], Texts]:
         "holdout/8x8": [_sample(rng, 8, 8, (3,))],
     }
     texts = Texts(
-        rng.normal(size=(4, 77, 16)).astype(np.float32), rng.normal(size=(4, 12)).astype(np.float32)
+        rng.normal(size=(4, 77, 16)).astype(np.float32),
+        rng.normal(size=(4, 12)).astype(np.float32),
+        rng.integers(49408, size=(4, 2, 77)),
     )
     return groups, texts
 
@@ -68,6 +71,8 @@ def test_a_sample_comes_back_as_it_was_written_up_to_bf16(content, tmp_path: Pat
     np.testing.assert_allclose(
         shard.pooled_prompt_embeds(3), texts.pooled_prompt_embeds[3], rtol=2**-8
     )
+    np.testing.assert_array_equal(shard.input_ids(1), texts.input_ids[1])
+    assert shard.input_ids(1).dtype == np.int32
 
 
 def test_safetensors_itself_reads_the_file(content, tmp_path: Path) -> None:
@@ -90,8 +95,18 @@ def test_order_of_groups_does_not_change_the_bytes(content, tmp_path: Path) -> N
 
 def test_a_shard_without_pooled_embeddings_says_none(content, tmp_path: Path) -> None:
     groups, texts = content
-    write_latent_shard(tmp_path / "a", groups, Texts(texts.prompt_embeds, None))
+    write_latent_shard(tmp_path / "a", groups, replace(texts, pooled_prompt_embeds=None))
     assert LatentShard(tmp_path / "a").pooled_prompt_embeds(0) is None
+
+
+def test_mirrored_variants_are_a_group_of_their_own(content, tmp_path: Path) -> None:
+    groups, texts = content
+    mirrored = flipped_group("train/8x8")
+    assert mirrored == "flipped/8x8" and flipped_group("holdout/8x8") == "holdout/8x8"
+    write_latent_shard(tmp_path / "a", {**groups, mirrored: groups["train/8x8"][::-1]}, texts)
+    shard = LatentShard(tmp_path / "a")
+    assert shard.groups[mirrored] == 3
+    assert shard.sample(mirrored, 0).id == groups["train/8x8"][2].id
 
 
 def test_bfloat16_rounds_as_torch_does() -> None:

@@ -84,6 +84,20 @@ def test_what_is_not_there_is_said_in_one_line(url: str, words: str) -> None:
             SDXL,
         ),
         (
+            {
+                "text_encoder_3/model-00001-of-00002.safetensors",
+                "text_encoder_3/model.fp16-00001-of-00002.safetensors",
+                "tokenizer_3/spiece.model",
+                "text_encoders/t5xxl_fp16.safetensors",
+                "transformer/diffusion_pytorch_model.safetensors",
+            },
+            {
+                "text_encoder_3/model-00001-of-00002.safetensors",
+                "tokenizer_3/spiece.model",
+                "transformer/diffusion_pytorch_model.safetensors",
+            },
+        ),
+        (
             {"config.json", "model.safetensors", "pytorch_model.bin"},
             {"config.json", "model.safetensors"},
         ),

@@ -1,8 +1,21 @@
 """A small, fast recipe over the real base and real digits, in a store of its own."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server import Server
+
+
+@pytest.fixture(scope="session")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server that runs may share: an own one costs each some ten seconds."""
+    server = Server(tmp_path_factory.mktemp("prefect-server"))
+    try:
+        server.serve()
+        yield server.api
+    finally:
+        server.stop()
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from command import kiln
         (["run", "digits", "-o", "train.stpes=3"], "did you mean train.steps?"),
         (["run", "digits", "-o", "train.steps=x"], "train.steps: Input should be a valid integer"),
         (["run", "digits", "-o", "train.steps"], "write it as key=value"),
-        (["run", "sdxl-lora"], "train.method: lora is not built yet (built: full)"),
         (["run", "digits", "-o", "runtime=xla"], "runtime: xla is not built yet (built: torch)"),
         (["show", "abc", "--store", "nowhere"], "abc: nothing goes by that"),
         (["promote", "digits", "v1", "--store", "nowhere"], "no such version"),
@@ -48,9 +47,9 @@ def test_what_is_found_without_starting_anything(
     ],
 )
 def test_what_is_found_before_any_stage(
-    tmp_path: Path, small: dict[str, Any], overrides: dict[str, Any], line: str
+    tmp_path: Path, small: dict[str, Any], api: str, overrides: dict[str, Any], line: str
 ) -> None:
-    said = kiln(tmp_path, "run", "digits", overrides={**small, **overrides}, code=2)
+    said = kiln(tmp_path, "run", "digits", overrides={**small, **overrides}, code=2, api=api)
     last = said.strip().splitlines()[-1]
     assert last.startswith("kiln: ")
     assert line in last
@@ -58,20 +57,23 @@ def test_what_is_found_before_any_stage(
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_said(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_a_port_in_use_is_said(tmp_path: Path, small: dict[str, Any], api: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = kiln(tmp_path, "run", "digits", overrides={**small, "source.port": port}, code=2)
+        taking = {**small, "source.port": port}
+        said = kiln(tmp_path, "run", "digits", overrides=taking, code=2, api=api)
     assert f"{port}" in said.strip().splitlines()[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_store_that_cannot_be_written_is_said(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_a_store_that_cannot_be_written_is_said(
+    tmp_path: Path, small: dict[str, Any], api: str
+) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
     overrides = {**small, "store": str(locked / "store")}
-    said = kiln(tmp_path, "run", "digits", overrides=overrides, code=2)
+    said = kiln(tmp_path, "run", "digits", overrides=overrides, code=2, api=api)
     assert "no permission to write" in said

@@ -88,9 +88,8 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
     assert "would be deleted" in kiln(tmp_path, "gc", "--store", store)
 
 
-@pytest.mark.soak
-def test_damage_rebuilds_just_what_was_damaged(tmp_path: Path, small: Overrides) -> None:
-    first = run_json(tmp_path, "digits", small)
+def test_damage_rebuilds_just_what_was_damaged(tmp_path: Path, small: Overrides, api: str) -> None:
+    first = run_json(tmp_path, "digits", small, api)
     store = Path(str(small["store"]))
     for stage, pattern in {
         "download": "shards/*.tar",
@@ -102,7 +101,7 @@ def test_damage_rebuilds_just_what_was_damaged(tmp_path: Path, small: Overrides)
         victim = sorted((store / stage).glob(pattern))[0]
         before = {p: p.stat().st_mtime_ns for p in (store / stage).glob("shards/*")}
         damage(victim)
-        report = run_json(tmp_path, "digits", small)
+        report = run_json(tmp_path, "digits", small, api)
         assert outcomes(report) == expect(stage), stage
         assert weights(report) == weights(first)
         rebuilt = {
@@ -111,34 +110,35 @@ def test_damage_rebuilds_just_what_was_damaged(tmp_path: Path, small: Overrides)
         assert rebuilt <= {victim.name.partition(".")[0]}, stage
     manifest = Path(first["stages"]["encode"]["uri"]) / "manifest.json"
     manifest.unlink()
-    assert outcomes(run_json(tmp_path, "digits", small)) == expect("encode")
+    assert outcomes(run_json(tmp_path, "digits", small, api)) == expect("encode")
 
 
-def test_a_model_the_gate_refuses_is_not_published(tmp_path: Path, small: Overrides) -> None:
+def test_a_model_the_gate_refuses_is_not_published(
+    tmp_path: Path, small: Overrides, api: str
+) -> None:
     strict = {**small, "publish.gate": ["digit/new >= 1.1"]}
-    out = kiln(tmp_path, "run", "digits", "--json", overrides=strict, code=3)
+    out = kiln(tmp_path, "run", "digits", "--json", overrides=strict, code=3, api=api)
     assert "refused by the gate" in out
     assert not (Path(str(small["store"])) / "registry").exists()
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("victim", ["training", "flow"])
 def test_killed_anywhere_the_next_run_ends_where_an_uninterrupted_one_does(
-    tmp_path: Path, small: Overrides, victim: str
+    tmp_path: Path, small: Overrides, api: str, victim: str
 ) -> None:
     longer = {**small, "train.steps": 40, "train.checkpoint_every": 3}
-    whole = run_json(tmp_path, "digits", {**longer, "store": str(tmp_path / "whole")})
+    whole = run_json(tmp_path, "digits", {**longer, "store": str(tmp_path / "whole")}, api)
     chance = random.Random(victim)
     for _ in range(3):
         child = subprocess.Popen(
             command("run", "digits", "--json", overrides=longer),
-            env=environment(tmp_path),
+            env=environment(tmp_path, api),
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         _kill(child, victim, Path(str(small["store"])), chance.uniform(0.0, 2.0))
-    report = run_json(tmp_path, "digits", longer)
+    report = run_json(tmp_path, "digits", longer, api)
     assert weights(report) == weights(whole)
     assert report["stages"]["train"]["key"] == whole["stages"]["train"]["key"]
 

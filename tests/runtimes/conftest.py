@@ -20,12 +20,14 @@ INFO = {
     "family": "sdxl",
     "latent_channels": 4,
     "vae_scale_factor": 4,
+    "size_step": 4,
     "scaling_factor": 0.5,
     "shift_factor": 0.0,
     "latents_mean": None,
     "latents_std": None,
     "empty_prompt": "zeros",
     "tokens": TOKENS,
+    "caption_tokens": TOKENS,
     "prompt_dim": PROMPT_DIM,
     "pooled_dim": POOLED_DIM,
 }
@@ -41,10 +43,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_sample(rng: np.random.Generator, height: int, width: int, captions: int) -> LatentSample:
+def make_sample(
+    rng: np.random.Generator, height: int, width: int, captions: int, channels: int = 4
+) -> LatentSample:
     return LatentSample(
-        mean=rng.normal(size=(4, height, width)).astype(np.float32),
-        logvar=rng.normal(-4, 1, size=(4, height, width)).astype(np.float32),
+        mean=rng.normal(size=(channels, height, width)).astype(np.float32),
+        logvar=rng.normal(-4, 1, size=(channels, height, width)).astype(np.float32),
         id=rng.bytes(32),
         original_size=(int(rng.integers(32, 4001)), int(rng.integers(32, 4001))),
         crop_top_left=(int(rng.integers(9)), int(rng.integers(9))),
@@ -63,13 +67,19 @@ def _write_latents(url: str, shards: Sequence[Groups], scratch: Path, **info: An
         rng = np.random.default_rng(number)
         samples = {
             group: [
-                make_sample(rng, *map(int, group.split("/")[1].split("x")), 5) for _ in range(count)
+                make_sample(
+                    rng, *map(int, group.split("/")[1].split("x")), 5, info["latent_channels"]
+                )
+                for _ in range(count)
             ]
             for group, count in groups.items()
         }
         texts = Texts(
-            rng.normal(size=(6, TOKENS, info["prompt_dim"])).astype(np.float32),
-            rng.normal(size=(6, POOLED_DIM)).astype(np.float32) if info["pooled_dim"] else None,
+            rng.normal(size=(6, info["tokens"], info["prompt_dim"])).astype(np.float32),
+            rng.normal(size=(6, info["pooled_dim"])).astype(np.float32)
+            if info["pooled_dim"]
+            else None,
+            rng.integers(512, size=(6, 1 if info["family"] == "sd" else 2, TOKENS)),
         )
         path = scratch / "shard.safetensors"
         write_latent_shard(path, samples, texts)

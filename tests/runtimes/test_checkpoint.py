@@ -40,7 +40,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path, kind: str) -> None:
 
 def test_safetensors_itself_reads_the_weights(tmp_path: Path) -> None:
     save(Checkpoints(str(tmp_path), keep=2), 3)
-    path = tmp_path / "checkpoints/step-00000003/unet.safetensors"
+    path = tmp_path / "checkpoints/step-00000003/weights.safetensors"
     np.testing.assert_equal(load_file(path), state(3)["weights"])
 
 
@@ -78,7 +78,7 @@ def test_a_broken_one_is_skipped(
 def test_a_half_written_one_is_written_anew(tmp_path: Path) -> None:
     checkpoints = Checkpoints(str(tmp_path), keep=2)
     save(checkpoints, 1)
-    left = tmp_path / "checkpoints/step-00000002/unet.safetensors"
+    left = tmp_path / "checkpoints/step-00000002/weights.safetensors"
     left.parent.mkdir()
     left.write_bytes(b"killed while writing")
     latest = checkpoints.latest()
@@ -91,12 +91,57 @@ def test_a_half_written_one_is_written_anew(tmp_path: Path) -> None:
 def test_what_was_left_half_written_long_ago_is_deleted(tmp_path: Path) -> None:
     checkpoints = Checkpoints(str(tmp_path), keep=2)
     for step in (2, 9):
-        left = tmp_path / f"checkpoints/step-0000000{step}/unet.safetensors"
+        left = tmp_path / f"checkpoints/step-0000000{step}/weights.safetensors"
         left.parent.mkdir(parents=True)
         left.write_bytes(b"killed while writing")
     save(checkpoints, 1, 3)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-00000001", "step-00000003", "step-00000009"]
+
+
+def steps_kept(tmp_path: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_the_best_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=1, best=2)
+    losses = {1: 0.5, 2: 0.2, 3: None, 4: 0.3, 5: 0.3, 6: 0.9, 7: None}
+    for step, loss in losses.items():
+        checkpoints.save(step, state(step), [], {**FACTS, "validation_loss": loss})
+    assert steps_kept(tmp_path) == [2, 5, 7], "of equal ones the later"
+    (tmp_path / "checkpoints/step-00000002/manifest.json").write_text("damaged")
+    checkpoints.save(8, state(8), [], {**FACTS, "validation_loss": 0.4})
+    assert steps_kept(tmp_path) == [5, 8]
+
+
+def test_what_may_be_needed_is_not_pruned(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    save(checkpoints, 1)
+    checkpoints.save(2, state(2), [], FACTS, prune=False)
+    assert steps_kept(tmp_path) == [1, 2]
+    before = checkpoints.latest(before=2)
+    assert before is not None and before.step == 1
+    checkpoints.discard_after(1)
+    assert steps_kept(tmp_path) == [1]
+
+
+def test_large_groups_are_split_and_read_back_the_same(tmp_path: Path) -> None:
+    arrays = {f"unet.{n}.weight": np.full((n, 5), n, np.float32) for n in range(1, 8)}
+    whole = {"weights": arrays, "ema": arrays, "constants": {}}
+    checkpoints = Checkpoints(str(tmp_path), keep=1, shard_bytes=130)
+    checkpoints.save(1, whole, [], FACTS)
+    folder = tmp_path / "checkpoints/step-00000001"
+    files = sorted(folder.glob("weights*"))
+    assert [path.name for path in files] == [
+        f"weights-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    parts = [load_file(path) for path in files]
+    assert len(parts) == 5 and sum(map(len, parts)) == 7
+    sizes = [sum(array.nbytes for array in part.values()) for part in parts]
+    assert all(size <= 130 or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
+    latest = checkpoints.latest()
+    assert latest is not None
+    np.testing.assert_equal(latest.state, whole)
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from artifacts.latents import LatentShard, open_latents
+from artifacts.latents import Latents, LatentShard, open_latents
 from runtimes.base import StepBatch, WrongInput
 from runtimes.families import FAMILIES
 from runtimes.loader import Loader, holdout_batches
-from runtimes.objective import LatentScale, NoiseSchedule, Objective
+from runtimes.noise import NoiseSchedule
+from runtimes.objective import LatentScale, Objective
 
 WriteLatents = Callable[..., str]
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
@@ -101,6 +102,94 @@ def test_a_dropped_caption_is_what_the_pipeline_takes_for_none(
         np.testing.assert_array_equal(batch.conditioning["pooled_prompt_embeds"][row], pooled)
 
 
+@pytest.mark.parametrize("empty_prompt", ["zeros", "encoded"])
+def test_with_text_encoders_batches_have_token_ids_in_place_of_embeddings(
+    tmp_path: Path, empty_prompt: str, write_latents: WriteLatents
+) -> None:
+    url = write_latents(str(tmp_path), [{"train/8x8": 8}], empty_prompt=empty_prompt)
+    loader = make_loader(url, caption_dropout=0.5, text_encoders=True)
+    plain = make_loader(url, caption_dropout=0.5)
+    shard = LatentShard(open_latents(url).shards[0].url)
+    embeds = {shard.prompt_embeds(row).tobytes(): row for row in range(6)}
+    dropped = []
+    for step in range(6):
+        batch, embedded = loader.batch(step), plain.batch(step)
+        assert set(batch.conditioning) == {"input_ids", "dropped", "add_time_ids"}
+        assert batch.conditioning["input_ids"].dtype == np.int32
+        np.testing.assert_array_equal(batch.noisy_latents, embedded.noisy_latents)
+        rows = [embeds.get(e.tobytes(), 0) for e in embedded.conditioning["prompt_embeds"]]
+        ids = np.stack([shard.input_ids(row) for row in rows])
+        np.testing.assert_array_equal(batch.conditioning["input_ids"], ids)
+        zeros = [not e.any() for e in embedded.conditioning["prompt_embeds"]]
+        np.testing.assert_array_equal(batch.conditioning["dropped"], np.float32(zeros))
+        dropped += [row == 0 for row in rows]
+    assert 4 < sum(dropped) < 20
+    assert batch.conditioning["dropped"].dtype == np.float32
+
+
+SD3 = {"family": "sd3", "latent_channels": 8, "pooled_dim": 48, "empty_prompt": "encoded"}
+
+
+def test_sd3_s_zeros_that_are_not_stored_are_added(
+    tmp_path: Path, write_latents: WriteLatents
+) -> None:
+    url = write_latents(str(tmp_path), [{"train/8x8": 8}], **SD3)
+    info = {**open_latents(url).info, "tokens": 10, "prompt_dim": 80}
+    latents = Latents(info, open_latents(url).shards)
+    shard = LatentShard(latents.shards[0].url)
+    for text_encoders in (False, True):
+        loader = Loader(
+            latents,
+            FAMILIES["sd3"],
+            objective(caption_dropout=1.0),
+            batch_size=2,
+            seed=0,
+            window=1,
+            text_encoders=text_encoders,
+        )
+        found = loader.batch(0).conditioning
+        if text_encoders:
+            assert set(found) == {"input_ids", "dropped", "t5_prompt_embeds"}
+            assert found["t5_prompt_embeds"].shape == (2, 4, 80)
+            assert not found["t5_prompt_embeds"].any() and not found["dropped"].any()
+            continue
+        assert set(found) == {"prompt_embeds", "pooled_prompt_embeds"}
+        whole = np.zeros((10, 80), np.float32)
+        whole[:6, :64] = shard.prompt_embeds(0)
+        np.testing.assert_array_equal(found["prompt_embeds"][0], whole)
+
+
+def test_pictures_are_mirrored_half_of_the_time_anew_at_each_sight(
+    tmp_path: Path, write_latents: WriteLatents
+) -> None:
+    groups = {"train/8x8": 8, "flipped/8x8": 8, "holdout/8x8": 2, "train/4x12": 4}
+    url = write_latents(str(tmp_path), [groups])
+    shard = LatentShard(open_latents(url).shards[0].url)
+    loader, seen = make_loader(url), dict[int, list[bool]]()
+    assert loader.order.total == 12, "a mirrored picture is no other picture"
+    for step in range(150):
+        batch = loader.batch(step)
+        for row, place in enumerate(loader.order.batch(step)):
+            counter = step * 4 + row
+            sizes = {
+                split: (*s.original_size, *s.crop_top_left, *s.target_size)
+                for split in ("train", "flipped")
+                if f"{split}/{place.group[6:]}" in shard.groups
+                for s in [shard.sample(f"{split}/{place.group[6:]}", place.row)]
+            }
+            flipped = objective().choices(counter).flip < 0.5 and "flipped" in sizes
+            got = tuple(batch.conditioning["add_time_ids"][row])
+            assert got == sizes["flipped" if flipped else "train"]
+            if place.group == "train/8x8":
+                seen.setdefault(place.row, []).append(flipped)
+    assert all(0.25 < np.mean(flips) < 0.75 for flips in seen.values())
+    for _, batch in holdout_batches(
+        open_latents(url), FAMILIES["sdxl"], objective(), samples=2, draws=9, batch_size=18
+    ):
+        held = {shard.sample("holdout/8x8", row).original_size for row in range(2)}
+        assert {tuple(ids[:2]) for ids in batch.conditioning["add_time_ids"]} == held
+
+
 def test_ranks_concatenate_to_the_global_batch(latents_url: str) -> None:
     whole = make_loader(latents_url)
     ranks = [make_loader(latents_url, rank=rank, world=2) for rank in range(2)]
@@ -139,7 +228,7 @@ def test_it_ends_when_asked_to_even_while_a_batch_is_long_in_coming(
     loader, released = make_loader(latents_url), threading.Event()
     batch = loader.batch
     monkeypatch.setattr(loader, "batch", lambda step: (step and released.wait(60), batch(step))[1])
-    monkeypatch.setattr("runtimes.loader.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("runtimes.prefetch.JOIN_SECONDS", 0.1)
     asked: list[float] = []
     with loader.ahead(0, 6, 1, lambda: bool(asked)) as batches:
         for _ in batches:

@@ -13,11 +13,11 @@ import torch
 
 from runtimes.base import WrongInput
 from runtimes.checkpoint import CheckpointNotWritten, Checkpoints
+from runtimes.divergence import Diverged
 from runtimes.events import Events
 from runtimes.job import TrainJob
 from runtimes.loader import Loader
 from runtimes.loop import train
-from runtimes.recorder import Diverged
 from runtimes.stop import Stop
 
 MakeJob = Callable[..., TrainJob]
@@ -159,7 +159,7 @@ def test_it_stops_while_the_loader_stalls(
         return batch(loader, step) if step < 3 or released.wait(60) else None
 
     monkeypatch.setattr(Loader, "batch", stall)
-    monkeypatch.setattr("runtimes.loader.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("runtimes.prefetch.JOIN_SECONDS", 0.1)
     stop = Stop()
     asking = threading.Timer(0.3, lambda: setattr(stop, "requested", True))
     heard = Heard(lambda event, fields: asking.start() if event == "progress" else None)

@@ -139,10 +139,10 @@ import sys, time
 from runtimes.__main__ import main
 from runtimes.checkpoint import Checkpoints
 save = Checkpoints.save
-def slow(*arguments):
+def slow(*arguments, **more):
     print("saving", flush=True)
     time.sleep(2)
-    return save(*arguments)
+    return save(*arguments, **more)
 Checkpoints.save = slow
 sys.exit(main(sys.argv[1:]))
 """

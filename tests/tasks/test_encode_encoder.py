@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    AutoencoderKL,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
+from diffusers.utils import logging as diffusers_logging
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTokenizer
 
 from runtimes.base import WrongInput
 from runtimes.encoders import describe_encoders, digest_encoders
@@ -53,9 +61,56 @@ def test_sd_texts_equal_encode_prompt(tiny_sd: Path) -> None:
     np.testing.assert_allclose(embeds, theirs.numpy(), atol=1e-6)
 
 
+def test_sd3_texts_equal_encode_prompt(tiny_sd3: Path) -> None:
+    embeds, pooled = Encoder(tiny_sd3, device="cpu").texts(CAPTIONS)
+    theirs, their_pooled = _sd3_prompt(StableDiffusion3Pipeline.from_pretrained(tiny_sd3), 20)
+    np.testing.assert_allclose(embeds, theirs, atol=1e-6)
+    np.testing.assert_allclose(pooled, their_pooled, atol=1e-6)
+    assert embeds.shape == (4, 77 + 20, 80) and pooled.shape == (4, 48)
+    assert np.abs(embeds[0] - embeds[2])[77:].max() > 0.1, "T5 reads the caption too"
+
+
+def test_sd3_without_t5_leaves_only_zeros_out(tiny_sd3_without_t5: Path) -> None:
+    embeds, pooled = Encoder(tiny_sd3_without_t5, device="cpu").texts(CAPTIONS)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(
+        tiny_sd3_without_t5, text_encoder_3=None, tokenizer_3=None
+    )
+    theirs, their_pooled = _sd3_prompt(pipeline, 256)
+    info = describe_encoders(tiny_sd3_without_t5)
+    assert theirs.shape[1:] == (info["tokens"], info["prompt_dim"]) == (77 + 256, 80)
+    np.testing.assert_allclose(embeds, theirs[:, :77, :64], atol=1e-6)
+    assert not theirs[:, 77:].any() and not theirs[:, :, 64:].any()
+    np.testing.assert_allclose(pooled, their_pooled, atol=1e-6)
+
+
+def _sd3_prompt(pipeline: StableDiffusion3Pipeline, length: int) -> list[np.ndarray]:
+    diffusers_logging.set_verbosity_error()  # it prints what it truncates, pads and all
+    with torch.no_grad():
+        found = pipeline.encode_prompt(
+            CAPTIONS, None, None, do_classifier_free_guidance=False, max_sequence_length=length
+        )
+    return [found[0].numpy(), found[2].numpy()]
+
+
+def test_input_ids_are_the_tokenizers_own(tiny_sdxl: Path, tiny_sd: Path) -> None:
+    ids = Encoder(tiny_sdxl, device="cpu").input_ids(CAPTIONS)
+    for row, name in enumerate(("tokenizer", "tokenizer_2")):
+        tokenizer = CLIPTokenizer.from_pretrained(tiny_sdxl / name)
+        theirs = tokenizer(CAPTIONS, padding="max_length", max_length=77, truncation=True)
+        np.testing.assert_array_equal(ids[:, row], theirs.input_ids)
+    assert not np.array_equal(ids[:, 0], ids[:, 1]), "they pad with different tokens"
+    assert Encoder(tiny_sd, device="cpu").input_ids(CAPTIONS).shape == (4, 1, 77)
+
+
 def test_token_counts_are_those_before_truncation(tiny_sdxl: Path) -> None:
     # letters without merges: one token each, spaces none, and the two marks
     assert Encoder(tiny_sdxl, device="cpu").token_counts(["a cat", "", "long " * 60]) == [6, 2, 242]
+
+
+def test_t5_counts_tokens_where_it_reads_farthest(tiny_sd3: Path) -> None:
+    # a mark before each word, and one at the end
+    assert Encoder(tiny_sd3, device="cpu").token_counts(["a cat", ""]) == [7, 1]
+    assert describe_encoders(tiny_sd3)["caption_tokens"] == 20
 
 
 def test_info_tells_what_a_trainer_must_know(tiny_sdxl: Path, tiny_sd: Path) -> None:
@@ -64,17 +119,37 @@ def test_info_tells_what_a_trainer_must_know(tiny_sdxl: Path, tiny_sd: Path) -> 
         "family": "sdxl",
         "latent_channels": 4,
         "vae_scale_factor": 4,
+        "size_step": 4,
         "scaling_factor": 0.5,
         "shift_factor": 0.0,
         "latents_mean": None,
         "latents_std": None,
         "empty_prompt": "zeros",
         "tokens": 77,
+        "caption_tokens": 77,
         "prompt_dim": 64,
         "pooled_dim": 24,
     }
     sd = describe_encoders(tiny_sd)
     assert (sd["family"], sd["empty_prompt"], sd["pooled_dim"]) == ("sd", "encoded", None)
+
+
+def test_info_of_sd3(tiny_sd3: Path) -> None:
+    assert describe_encoders(tiny_sd3) == {
+        "family": "sd3",
+        "latent_channels": 8,
+        "vae_scale_factor": 4,
+        "size_step": 8,
+        "scaling_factor": 0.5,
+        "shift_factor": 0.06,
+        "latents_mean": None,
+        "latents_std": None,
+        "empty_prompt": "encoded",
+        "tokens": 97,
+        "caption_tokens": 20,
+        "prompt_dim": 80,
+        "pooled_dim": 48,
+    }
 
 
 def test_another_vae_is_used_and_counts(
@@ -94,6 +169,20 @@ def test_the_digest_leaves_the_unet_out(tiny_sdxl: Path, tmp_path: Path) -> None
     data[-1] ^= 1
     weights.write_bytes(data)
     assert digest_encoders(copy) != digest_encoders(tiny_sdxl)
+
+
+def test_the_digest_has_the_third_encoder_and_never_a_transformer_s_weights(
+    tiny_sd3: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(tiny_sd3, tmp_path / "copy"))
+    (copy / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    assert digest_encoders(copy) == digest_encoders(tiny_sd3)
+    for name in ("text_encoder_3/model.safetensors", "tokenizer_3/tokenizer.json"):
+        before = digest_encoders(copy)
+        data = bytearray((copy / name).read_bytes())
+        data[-2] ^= 1
+        (copy / name).write_bytes(data)
+        assert digest_encoders(copy) != before
 
 
 def test_a_lone_fp16_variant_is_loaded(tiny_sdxl: Path, tmp_path: Path) -> None:
@@ -117,10 +206,31 @@ def test_wrong_folders_are_told_in_one_line(tiny_sdxl: Path, tmp_path: Path) -> 
         Encoder(copy)
 
 
+@pytest.mark.parametrize("part", ["text_encoder_2", "text_encoder_3"])
+def test_widths_that_do_not_fit_the_transformer_are_told(
+    tiny_sd3: Path, tmp_path: Path, part: str
+) -> None:
+    copy = Path(shutil.copytree(tiny_sd3, tmp_path / "copy"))
+    path = copy / part / "config.json"
+    config = json.loads(path.read_text())
+    config[{"text_encoder_2": "hidden_size", "text_encoder_3": "d_model"}[part]] = 96
+    path.write_text(json.dumps(config))
+    with pytest.raises(WrongInput, match="numbers a token, its transformer takes 80"):
+        describe_encoders(copy)
+
+
+def test_weights_that_are_left_out_of_a_file_are_told(tiny_sd: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_sd, tmp_path / "copy"))
+    path = copy / "text_encoder" / "model.safetensors"
+    weights = load_file(path)
+    name = next(name for name in weights if name.endswith("fc1.weight"))
+    save_file({n: t for n, t in weights.items() if n != name}, path, {"format": "pt"})
+    with pytest.raises(WrongInput, match=r"lacks 1 weights, such as .*fc1\.weight"):
+        Encoder(copy, device="cpu")
+
+
 def test_a_vocabulary_that_was_not_read_is_refused(tiny_sdxl: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_sdxl, tmp_path / "copy"))
-    from transformers import CLIPTokenizer
-
     CLIPTokenizer().save_pretrained(copy / "tokenizer")
     with pytest.raises(WrongInput, match="tokenizer has 2 tokens"):
         Encoder(copy, device="cpu")

@@ -3,6 +3,7 @@
 import io
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,8 @@ def test_every_sample_arrives_with_its_moments_captions_and_split(
                         shard.pooled_prompt_embeds(row), pool, rtol=0.01, atol=1e-3
                     )
                     assert (row == 0) == (texts == ("",))
+                ids = np.stack([shard.input_ids(row) for row in sample.caption_rows])
+                np.testing.assert_array_equal(ids, encoder.input_ids(list(texts)))
                 assert sample.original_size == (32, 40) and sample.target_size == (32, 32)
                 assert sample.crop_top_left == (0, 4)
                 is_held_out = int(sample.id.hex()[:16], 16) / 2**64 < 0.25
@@ -171,6 +174,52 @@ def test_another_vae_transform_or_batch_size_changes_every_shard(
     assert not _shards(make(_pictures(), vae=tiny_vae)).keys() & before.keys()
     assert not _shards(make(_pictures(), flip=True)).keys() & before.keys()
     assert not _shards(make(_pictures(), batch_size=2)).keys() & before.keys()
+
+
+def test_with_flip_both_variants_are_there_and_count_once(
+    make: Callable[..., Artifact], tiny_sdxl: Path
+) -> None:
+    shards = _pictures(2, 9)
+    shards[0]["00004"] = (_picture(77), ("one", "two"))
+    plain, artifact = make(shards), make(shards, flip=True)
+    latents = open_latents(artifact.uri)
+    assert latents.groups() == open_latents(plain.uri).groups()
+    assert artifact.summary["samples"] == plain.summary["samples"] == 18
+    encoder, pictures = Encoder(tiny_sdxl, device="cpu"), {}
+    for data, _ in (item for shard in shards for item in shard.values()):
+        pixels = np.asarray(Image.open(io.BytesIO(data)), np.float32)[:, ::-1][:, 4:36]
+        pictures[digest_bytes(data)] = pixels.transpose(2, 0, 1) / 127.5 - 1
+    for ref, before in zip(latents.shards, open_latents(plain.uri).shards, strict=True):
+        shard = LatentShard(ref.url)
+        count = ref.groups["train/8x8"]
+        assert shard.groups == {**ref.groups, "flipped/8x8": count}
+        assert before.size < ref.size < 2 * before.size
+        for index in range(count):
+            sample, mirrored = (shard.sample(f"{s}/8x8", index) for s in ("train", "flipped"))
+            assert not sample.flip and mirrored.flip
+            same = {"mean": 0, "logvar": 0, "flip": None}
+            assert replace(sample, **same) == replace(mirrored, **same)
+            mean, _ = encoder.images(pictures[mirrored.id.hex()][None])
+            np.testing.assert_allclose(mirrored.mean, mean[0], rtol=0.01, atol=1e-3)
+
+
+def test_sd3_shards_hold_what_its_pipeline_would_encode(
+    tiny_sd3: Path, tiny_sd3_without_t5: Path, tmp_path: Path
+) -> None:
+    for model, shape in ((tiny_sd3, (97, 80)), (tiny_sd3_without_t5, (77, 64))):
+        images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
+        latents = open_latents(_encode(_recipe(tmp_path / "s", model), images).uri)
+        assert latents.info == Encoder(model, device="cpu").info
+        shard = LatentShard(latents.shards[0].url)
+        assert shard.prompt_embeds(1).shape == shape
+        assert shard.sample("train/8x8", 0).mean.shape == (8, 8, 8)
+        assert (shard.pooled_prompt_embeds(1).shape, shard.input_ids(1).shape) == ((48,), (2, 77))
+
+
+def test_sizes_suit_the_patches_of_a_transformer(tiny_sd3: Path, tmp_path: Path) -> None:
+    images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
+    with pytest.raises(WrongInput, match="no multiple of the model's 8"):
+        _encode(_recipe(tmp_path / "s", tiny_sd3, resolution=36), images)
 
 
 def test_what_changes_no_latent_changes_no_key(tiny_sdxl: Path) -> None:
@@ -224,7 +273,7 @@ def test_nothing_left_is_said_so(make: Callable[..., Artifact]) -> None:
 
 
 def test_wrong_settings_are_refused_before_any_work(make: Callable[..., Artifact]) -> None:
-    with pytest.raises(WrongInput, match="no multiple of the VAE's 4"):
+    with pytest.raises(WrongInput, match="no multiple of the model's 4"):
         make(_pictures(1), resolution=34)
 
 

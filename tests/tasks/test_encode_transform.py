@@ -47,7 +47,12 @@ def _gradient(width: int, height: int) -> bytes:
 
 def _apply(data: bytes, settings: TransformSettings, meta: dict | None = None):
     sha256 = hashlib.sha256(data).digest()
-    return transform(data, sha256, meta or {}, settings, bucket_sizes(settings, 4))
+    return transform(data, sha256, meta or {}, settings, bucket_sizes(settings, 4))[0]
+
+
+def _mirrored(data: bytes, settings: TransformSettings):
+    sha256 = hashlib.sha256(data).digest()
+    return transform(data, sha256, {}, settings, bucket_sizes(settings, 4))[1]
 
 
 def test_sdxl_buckets_are_those_of_its_paper() -> None:
@@ -62,7 +67,7 @@ def test_sdxl_buckets_are_those_of_its_paper() -> None:
 
 def test_sides_suit_the_vae_too() -> None:
     assert all(h % 48 == 0 for h, _ in bucket_sizes(replace(BUCKETS, resolution=96), 12))
-    with pytest.raises(WrongInput, match=r"encode\.resolution: 64 is no multiple of the VAE's 12"):
+    with pytest.raises(WrongInput, match=r"no multiple of the model's 12"):
         bucket_sizes(SQUARE, 12)
     with pytest.raises(WrongInput, match=r"encode\.bucket_step"):
         bucket_sizes(replace(BUCKETS, bucket_step=128), 8)
@@ -85,17 +90,17 @@ def test_the_crop_is_where_it_says_and_covers_the_target() -> None:
     np.testing.assert_allclose(wide.pixels[1, [0, -1], 0], [-1, 1], atol=0.03)
 
 
-def test_random_crops_and_flips_hang_on_bytes_and_seed_alone() -> None:
-    settings = replace(SQUARE, crop="random", flip=True)
+def test_random_crops_hang_on_bytes_and_seed_alone() -> None:
+    settings = replace(SQUARE, crop="random", flip=True, holdout=0.0)
     pictures = [_gradient(200 + i, 100) for i in range(40)]
     first = [_apply(data, settings) for data in pictures]
     again = [_apply(data, settings) for data in reversed(pictures)][::-1]
-    assert [(p.crop_top_left, p.flip) for p in first] == [(p.crop_top_left, p.flip) for p in again]
-    assert 8 < sum(p.flip for p in first) < 32
+    assert [p.crop_top_left for p in first] == [p.crop_top_left for p in again]
     assert len({p.crop_top_left for p in first}) > 20
     other = [_apply(data, replace(settings, seed=1)) for data in pictures]
     assert [p.crop_top_left for p in first] != [p.crop_top_left for p in other]
-    for picture in first:
+    mirrored = [_mirrored(data, settings) for data in pictures]
+    for picture in first + mirrored:
         left = picture.crop_top_left[1]
         rising = picture.pixels[0, 0, -1] > picture.pixels[0, 0, 0]
         assert rising != picture.flip and left >= 0
@@ -103,6 +108,21 @@ def test_random_crops_and_flips_hang_on_bytes_and_seed_alone() -> None:
         expected = left / width * 2 - 1
         expected = -expected if picture.flip else expected
         assert abs(picture.pixels[0, 0, 0] - expected) < 0.05
+    assert [p.flip for p in first + mirrored] == [False] * 40 + [True] * 40
+
+
+def test_pictures_to_train_on_come_mirrored_too_and_held_out_ones_never() -> None:
+    settings = replace(SQUARE, flip=True, holdout=0.3)
+    for width in range(100, 140):
+        data = _gradient(width, 90)
+        sha256 = hashlib.sha256(data).digest()
+        variants = transform(data, sha256, {}, settings, bucket_sizes(settings, 4))
+        assert [v.flip for v in variants] == ([False] if is_holdout(sha256, 0.3) else [False, True])
+        if len(variants) == 2:  # cut in the middle, one is the mirror image of the other
+            apart = abs(variants[0].pixels[:, :, ::-1] - variants[1].pixels)
+            assert apart.max() < 0.05
+    without = transform(data, sha256, {}, SQUARE, bucket_sizes(SQUARE, 4))
+    assert [v.flip for v in without] == [False]
 
 
 def test_original_size_is_the_one_before_the_download_resized() -> None:

@@ -1,0 +1,1 @@
+"""Side-by-side benchmarks: `python -m bench.NAME` prints a table and, last, one JSON object."""

@@ -1,0 +1,89 @@
+"""The losses of a diffusers script's own steps against ours, on what the script drew.
+
+    python -m bench.equal JOB.json RECORD_FOLDER
+
+The folder holds what peer_hooks.py recorded of the script's steps: latents, noise, timesteps and
+conditioning go into our objective and our runtime, which start from the same weights; loss and
+gradient norm are compared step by step. The last line printed is a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.training import Train
+from runtimes.base import StepBatch
+from runtimes.events import Events
+from runtimes.job import TrainJob, read_job
+from runtimes.objective import LatentScale, Objective
+from runtimes.registry import open_runtime
+from runtimes.schedule import learning_rate
+from runtimes.scheduler import read_schedule
+
+CONDITIONING = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
+Arrays = dict[str, NDArray[np.float32]]
+
+
+def compare(job: TrainJob, record: Path) -> dict[str, Any]:
+    """Largest relative difference over all recorded steps, of the loss and of the gradient norm."""
+    settings = Train(**job.train)
+    schedule = read_schedule(Path(job.model) / "scheduler", settings)
+    objective = Objective.of(settings, schedule, LatentScale(1.0))
+    runtime = open_runtime(job.runtime, Events())
+    runtime.load(job)
+    losses, norms = [], []
+    for step, arrays in enumerate(_recorded(record)):
+        output = runtime.step(_batch(step, arrays, objective), learning_rate(step, settings))
+        losses.append(_difference(float(output.loss), arrays["loss"]))
+        norms.append(_difference(float(output.grad_norm), arrays["grad_norm"]))
+    if not losses:
+        raise ValueError(f"{record}: nothing was recorded")
+    return {
+        "steps": len(losses),
+        "max_relative_loss_difference": max(losses),
+        "max_relative_grad_norm_difference": max(norms),
+    }
+
+
+def _recorded(folder: Path) -> Iterator[Arrays]:
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path, allow_pickle=False) as file:
+            yield {name: file[name] for name in file.files}
+
+
+def _batch(step: int, arrays: Arrays, objective: Objective) -> StepBatch:
+    """The recorded draws, noised, targeted and weighted by our objective."""
+    latents, noise = arrays["latents"], arrays["noise"]
+    levels = arrays["timesteps"].astype(np.int32)
+    schedule = objective.schedule
+    return StepBatch(
+        step=step,
+        noisy_latents=schedule.add_noise(latents, noise, levels),
+        timesteps=schedule.timesteps(levels),
+        target=schedule.target(latents, noise, levels),
+        weight=objective.weight(levels),
+        conditioning={name: arrays[name] for name in CONDITIONING},
+        denominator=len(levels),
+    )
+
+
+def _difference(ours: float, theirs: NDArray[np.float32]) -> float:
+    return abs(ours - float(theirs)) / abs(float(theirs))
+
+
+def main(arguments: list[str]) -> None:
+    """Compare, and print."""
+    job = read_job(Path(arguments[0]))
+    assert isinstance(job, TrainJob)
+    print(json.dumps(compare(job, Path(arguments[1]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""What both sides of a comparison are given: the same pictures, the same weights in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+BASE = Path(__file__).parents[1] / "demo" / "base"
+#: An SDXL-layout UNet of 39.9 M parameters: between the demo's (2.7 M) and the real one (2,567 M).
+MIDDLE_UNET: dict[str, Any] = {
+    "sample_size": 16,
+    "block_out_channels": (128, 256, 256),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 2,
+    "transformer_layers_per_block": 1,
+    "attention_head_dim": (2, 4, 4),  # heads, as diffusers misnames them: 64 channels each
+    "use_linear_projection": True,
+    "cross_attention_dim": 128,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 32,
+    "projection_class_embeddings_input_dim": 6 * 32 + 64,
+}
+
+
+def write_images(folder: Path, count: int, size: int) -> Path:
+    """The demo's first `count` pictures, `size` pixels a side, as diffusers' scripts read them.
+
+    PNG files beside a `metadata.jsonl` with `file_name` and `text`.
+    """
+    import pyarrow.parquet as pq
+
+    from demo import dataset
+
+    rows = pq.read_table(dataset.write(folder.with_name(f"{folder.name}-list"))).to_pylist()
+    folder.mkdir(parents=True)
+    with (folder / "metadata.jsonl").open("w", encoding="utf-8") as lines:
+        for number, row in enumerate(rows[:count]):
+            name = f"{number:05d}.png"
+            with Image.open(folder.with_name(f"{folder.name}-list") / row["url"]) as picture:
+                picture.resize((size, size), Image.Resampling.NEAREST).save(folder / name)
+            lines.write(json.dumps({"file_name": name, "text": row["caption"]}) + "\n")
+    return folder
+
+
+def write_pipeline(folder: Path, unet: dict[str, Any] | None = None) -> Path:
+    """The demo's base in float32; around a UNet of random weights, if its config is given."""
+    import torch
+    from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+
+    parts = {}
+    if unet is not None:
+        torch.manual_seed(0)
+        parts["unet"] = UNet2DConditionModel(**unet)
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        BASE, torch_dtype=torch.float32, add_watermarker=False, **parts
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters of the UNet in a pipeline folder."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "unet" / "diffusion_pytorch_model.safetensors", "np") as file:
+        slices = (file.get_slice(name).get_shape() for name in file.keys())  # noqa: SIM118
+        return sum(_product(shape) for shape in slices)
+
+
+def _product(shape: list[int]) -> int:
+    total = 1
+    for side in shape:
+        total *= side
+    return total
+
+
+def write_true_size(folder: Path, config: Path) -> Path:
+    """A pipeline around a UNet of random weights (stored in bf16) by the config.json `config`.
+
+    The VAE (f = 8) and the text encoders are small stand-ins that give latents and embeddings of
+    the true shapes: what a step trains is the same, what encoding costs is not.
+    """
+    import torch
+    from diffusers import (
+        DDPMScheduler,
+        StableDiffusionPipeline,
+        StableDiffusionXLPipeline,
+        UNet2DConditionModel,
+    )
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel.from_config(json.loads(config.read_text(encoding="utf-8")))
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+    tokenizer = CLIPTokenizer.from_pretrained(BASE / "tokenizer", local_files_only=True)
+    width = unet.config.cross_attention_dim
+    parts: dict[str, Any] = {"unet": unet, "vae": _small_vae(), "scheduler": scheduler}
+    if unet.config.addition_embed_type == "text_time":
+        first = width * 3 // 8  # SDXL: 768 of 2048
+        sizes = 6 * unet.config.addition_time_embed_dim
+        pooled = unet.config.projection_class_embeddings_input_dim - sizes
+        pipeline: Any = StableDiffusionXLPipeline(
+            **parts,
+            text_encoder=CLIPTextModel(_text_config(tokenizer, first, first)),
+            text_encoder_2=CLIPTextModelWithProjection(
+                _text_config(tokenizer, width - first, pooled)
+            ),
+            tokenizer=tokenizer,
+            tokenizer_2=tokenizer,
+            add_watermarker=False,
+        )
+    else:
+        pipeline = StableDiffusionPipeline(
+            **parts,
+            text_encoder=CLIPTextModel(_text_config(tokenizer, width, width)),
+            tokenizer=tokenizer,
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+    pipeline.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def _small_vae() -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        mid_block_add_attention=False,
+        latent_channels=4,
+        norm_num_groups=4,
+        scaling_factor=0.18215,
+    )
+
+
+def _text_config(tokenizer: Any, width: int, projection: int) -> Any:
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
+        hidden_size=width,
+        intermediate_size=width,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        projection_dim=projection,
+    )

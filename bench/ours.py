@@ -1,0 +1,96 @@
+"""Our side of a comparison: training jobs through the whole loop, and whole runs, as processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from artifacts.latents import open_latents
+from bench.stages import Stages, recipe_overrides
+from configs.load import load_recipe
+from configs.training import Train
+from runtimes.job import TrainJob
+
+NEVER = 10**9
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class LoopTime:
+    """What a run's progress events say of the steps after the warm-up."""
+
+    seconds: float  # a step, from one event's clock to another's: nothing is left out
+    data_wait: float  # share of the time that the device waited for data
+    images_per_second: float
+    memory_bytes: int
+    mfu: float | None  # share of the chip's peak, where both are known
+
+    @classmethod
+    def from_events(cls, events: Sequence[dict[str, Any]], batch_size: int) -> LoopTime:
+        """From progress events; the first one ends the warm-up."""
+        progress = [event for event in events if event["event"] == "progress"]
+        first, last = progress[0], progress[-1]
+        seconds = (last["time"] - first["time"]) / (last["step"] - first["step"])
+        waits = [event["data_wait"] for event in progress[1:]]
+        memory = max(event["memory_bytes"] for event in progress)
+        mfu = last.get("mfu")
+        return cls(seconds, sum(waits) / len(waits), batch_size / seconds, memory, mfu)
+
+
+def encode(images: Path, model: Path, store: Path, size: int) -> str:
+    """URL of the latents artifact of a folder of pictures, encoded by the stages themselves."""
+    recipe = load_recipe("digits", recipe_overrides(images, model, store, size))
+    return Stages(recipe).latents().uri
+
+
+def make_job(model: Path, latents: str, folder: Path, warm_up: int, **train: Any) -> TrainJob:
+    """A job that reports every `warm_up` steps, and neither checkpoints nor draws."""
+    open_latents(latents)
+    settings = Train(**{"log_every": warm_up, "checkpoint_every": NEVER, **train})
+    return TrainJob(
+        runtime="torch",
+        model=str(model),
+        latents=latents,
+        train=settings.model_dump(mode="json"),
+        work=str(folder / "work"),
+        out=str(folder / "out"),
+    )
+
+
+def time_loop(job: TrainJob) -> LoopTime:
+    """Run `python -m runtimes` on a job and time its steps."""
+    from tasks.process import run_job
+
+    events: list[dict[str, Any]] = []
+    run_job(job, events.append)
+    return LoopTime.from_events(events, job.train["global_batch_size"])
+
+
+def whole_run(
+    images: Path, model: Path, folder: Path, size: int, train: dict[str, Any]
+) -> tuple[float, dict[str, float]]:
+    """Seconds from a process's start to its end, a folder of pictures to weights; each stage's."""
+    overrides = recipe_overrides(images, model, folder / "store", size, **train)
+    path = folder / "overrides.json"
+    path.write_text(json.dumps(overrides), encoding="utf-8")
+    seconds, stages = run_module("bench.stages", str(path))
+    return seconds, dict(stages)
+
+
+def run_module(module: str, *arguments: str) -> tuple[float, Any]:
+    """Seconds that `python -m module` takes, and the JSON in its last line."""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return time.perf_counter() - begin, json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,182 @@
+"""Run a diffusers example script as it is, and note when its steps begin and what they draw.
+
+    python peer_hooks.py NOTES.json RECORD_FOLDER|- SCRIPT ARGUMENTS...
+
+Runs in the peer's environment: it imports nothing of ours. The script's file is not touched; what
+is wrapped are library calls that it makes:
+
+* accelerate's data loader: seconds spent in fetching a batch, and seconds until the next fetch;
+* the VAE's `encode` and the text encoders' `forward`: seconds spent in them;
+* where a record folder is given, `add_noise`, the UNet's `forward`, `Accelerator.backward` and
+  `clip_grad_norm_`: the arrays of each step, as `00000.npz`, ... in that folder.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def _allow_foreign_torchvision() -> None:
+    """torchvision's registry build registers CUDA operators that a CPU torch does not know."""
+    import torch
+
+    if torch.version.cuda is None:
+        name = "torchvision._meta_registrations"
+        sys.modules[name] = types.ModuleType(name)
+
+
+class Stopwatch:
+    """Seconds of each step: fetching its batch, encoding within it, and all of it without fetching.
+
+    On CUDA the device is waited for wherever the clock is read.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        self.steps: list[dict[str, float]] = []
+        self.encoding = 0.0
+
+    def now(self) -> float:
+        """The time, once the device is idle."""
+        self._wait()
+        return time.perf_counter()
+
+    def batches(self, original: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+        """The data loader's `__iter__`, timed."""
+
+        def timed(loader: Any) -> Iterator[Any]:
+            batches = original(loader)
+            while True:
+                asked = self.now()
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                given, self.encoding = self.now(), 0.0
+                yield batch
+                done = self.now()
+                step = {"fetch": given - asked, "encode": self.encoding, "body": done - given}
+                self.steps.append(step)
+
+        return timed
+
+    def encoder(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An encoder's method, timed."""
+
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            begin = self.now()
+            try:
+                return original(*arguments, **keywords)
+            finally:
+                self.encoding += self.now() - begin
+
+        return timed
+
+
+class Recorder:
+    """Writes the arrays that determine each step, and what came of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+        self._arrays: dict[str, Any] = {}
+
+    def add_noise(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The scheduler's `add_noise(latents, noise, timesteps)`."""
+
+        def recorded(scheduler: Any, latents: Any, noise: Any, timesteps: Any) -> Any:
+            self._keep(latents=latents, noise=noise, timesteps=timesteps)
+            return original(scheduler, latents, noise, timesteps)
+
+        return recorded
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The UNet's `forward`."""
+
+        def recorded(unet: Any, sample: Any, timestep: Any, embeds: Any, **more: Any) -> Any:
+            added = more["added_cond_kwargs"]
+            self._keep(
+                prompt_embeds=embeds,
+                pooled_prompt_embeds=added["text_embeds"],
+                add_time_ids=added["time_ids"],
+            )
+            return original(unet, sample, timestep, embeds, **more)
+
+        return recorded
+
+    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The accelerator's `backward(loss)`."""
+
+        def recorded(accelerator: Any, loss: Any, **more: Any) -> Any:
+            self._keep(loss=loss)
+            return original(accelerator, loss, **more)
+
+        return recorded
+
+    def clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The accelerator's `clip_grad_norm_`: the last call of a step that is recorded."""
+        import numpy as np
+
+        def recorded(*arguments: Any, **keywords: Any) -> Any:
+            norm = original(*arguments, **keywords)
+            self._keep(grad_norm=norm)
+            np.savez(self._folder / f"{self._count:05d}.npz", **self._arrays)
+            self._arrays, self._count = {}, self._count + 1
+            return norm
+
+        return recorded
+
+    def _keep(self, **tensors: Any) -> None:
+        for name, tensor in tensors.items():
+            self._arrays[name] = tensor.detach().float().cpu().numpy().copy()
+
+
+def _peak_bytes() -> int:
+    """Most bytes in use so far: of the device's memory, or of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def main(arguments: list[str]) -> None:
+    """Install the wrappers, run the script, write the notes."""
+    notes, record, script, *rest = arguments
+    _allow_foreign_torchvision()
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+    watch = Stopwatch()
+    _wrap(DataLoaderShard, "__iter__", watch.batches)
+    _wrap(AutoencoderKL, "encode", watch.encoder)
+    for kind in (CLIPTextModel, CLIPTextModelWithProjection):
+        _wrap(kind, "forward", watch.encoder)
+    if record != "-":
+        recorder = Recorder(Path(record))
+        _wrap(DDPMScheduler, "add_noise", recorder.add_noise)
+        _wrap(UNet2DConditionModel, "forward", recorder.forward)
+        _wrap(Accelerator, "backward", recorder.backward)
+        _wrap(Accelerator, "clip_grad_norm_", recorder.clip)
+    sys.argv = [script, *rest]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+    Path(notes).write_text(json.dumps({"steps": watch.steps, "memory_bytes": _peak_bytes()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""Our side of a whole run: a folder of pictures to trained weights, without Prefect.
+
+    python -m bench.stages OVERRIDES.json
+
+OVERRIDES.json holds dotted settings of the recipe `digits`. The last line printed is a JSON object
+with the seconds of each stage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from artifacts.store import Artifact, Draft, KeyParts, Store
+from configs.load import load_recipe
+from configs.schema import Recipe
+
+Build = Callable[[Draft], dict[str, Any]]
+
+
+def silent(done: int, total: int, text: str = "") -> None:
+    """Progress that nobody watches."""
+
+
+class Stages:
+    """The first three stages of a recipe, each built unless its artifact is there."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._store = recipe, Store(recipe.store)
+        self._model = Path(recipe.model.path)
+        self.seconds: dict[str, float] = {}
+
+    def latents(self) -> Artifact:
+        """The recipe's pictures, encoded."""
+        from tasks import download, encode
+
+        plan = download.plan(self._recipe)
+        images = self._stage(
+            download,
+            {"source": plan.source_digest},
+            lambda draft: download.build(self._recipe, plan, draft, silent),
+        )
+        return self._stage(
+            encode,
+            encode.inputs(images, self._model, None),
+            lambda draft: encode.build(self._recipe, images, self._model, None, draft, silent),
+        )
+
+    def trained(self) -> Artifact:
+        """The weights that the recipe trains."""
+        from tasks import train
+
+        latents = self.latents()
+        return self._stage(
+            train,
+            {"latents": latents.digest},
+            lambda draft: train.build(
+                self._recipe, latents, self._model, None, (), draft, cast(Any, silent)
+            ),
+        )
+
+    def _stage(self, module: Any, inputs: dict[str, str], build: Build) -> Artifact:
+        from tasks.stage import build_or_reuse
+
+        parts = KeyParts(
+            module.STAGE, module.VERSION, module.settings_for_key(self._recipe), inputs
+        )
+        result = build_or_reuse(self._store, parts, build, parents={})
+        self.seconds[module.STAGE] = result.seconds
+        artifact = self._store.load(result.stage, result.key)
+        assert artifact is not None, "just built or found"
+        return artifact
+
+
+def recipe_overrides(
+    images: Path, model: Path, store: Path, size: int, **train: Any
+) -> dict[str, Any]:
+    """Overrides of the recipe `digits`: all pictures of a folder, none held out, none resized."""
+    return {
+        "source.kind": "folder",
+        "source.path": str(images),
+        "model.path": str(model),
+        "store": str(store),
+        "download.image_size": size,
+        "encode.resolution": size,
+        "encode.holdout": 0.0,
+        **{f"train.{name}": value for name, value in train.items()},
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Do the run that the one argument describes."""
+    stages = Stages(load_recipe("digits", json.loads(Path(arguments[0]).read_text())))
+    stages.trained()
+    print(json.dumps(stages.seconds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

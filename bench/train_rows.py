@@ -1,0 +1,101 @@
+"""The rows of `bench.train` that every machine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from bench import inputs, ours
+from bench.peer import SCRIPTS
+from bench.report import Row, spread
+from bench.steps import COMMON, OURS, Context, Scale, step_row
+from bench.train_cuda import CUDA_ROWS
+from runtimes.job import write_job
+
+EQUAL_STEPS, EQUAL_BATCH, EQUAL_WITHIN = 50, 8, 1e-5
+TINY = Scale("tiny", inputs.write_pipeline, pictures=512, size=32, batch=32)
+MIDDLE = Scale(
+    "mid",
+    partial(inputs.write_pipeline, unet=inputs.MIDDLE_UNET),
+    pictures=128,
+    size=64,
+    batch=8,
+    part=4,
+)
+RUN = replace(TINY, name="run", pictures=1000)
+
+
+def run_row(context: Context, name: str) -> Row:
+    """Seconds of a whole run: from a folder of pictures to saved weights."""
+    script = SCRIPTS["sdxl", "full"]
+    if reason := context.without(script):
+        return Row(name, left_out=reason)
+    peer, steps, ready = context.peer, 5 * context.steps, context.ready(RUN)
+    assert peer is not None
+
+    def theirs(folder: Path) -> float:
+        options = {"resolution": RUN.size, "train_batch_size": RUN.batch, **COMMON}
+        ended = peer.run(
+            script, ready.model, ready.images, folder, max_train_steps=steps, **options
+        )
+        return ended.seconds
+
+    def mine(folder: Path) -> tuple[float, dict[str, float]]:
+        train = {**OURS, "steps": steps, "global_batch_size": RUN.batch}
+        return ours.whole_run(ready.images, ready.model, folder, RUN.size, train)
+
+    their, our = context.in_turns(theirs, mine)
+    ratio = spread([a / b for a, (b, _) in zip(their, our, strict=True)])
+    figures = {
+        "ratio": ratio,
+        "peer_seconds": spread(their),
+        "seconds": spread([seconds for seconds, _ in our]),
+        **{f"{stage}_seconds": spread([by[stage] for _, by in our]) for stage in our[0][1]},
+        "pictures": RUN.pictures,
+        "steps": steps,
+    }
+    return Row(name, {name: ratio["median"]}, figures)
+
+
+def equal_row(context: Context, name: str) -> Row:
+    """The script's losses against ours on the same draws; fails if they are too far apart."""
+    script = SCRIPTS["sdxl", "full"]
+    if reason := context.without(script):
+        return Row(name, left_out=reason)
+    peer, ready = context.peer, context.ready(TINY)
+    assert peer is not None
+    with context.scratch() as folder:
+        record, job = folder / "record", folder / "job.json"
+        record.mkdir()
+        options = {"train_batch_size": EQUAL_BATCH, "max_train_steps": EQUAL_STEPS, **COMMON}
+        options |= {"resolution": TINY.size, "record": record}
+        peer.run(script, ready.model, ready.images, folder, **options)
+        settings = {"steps": EQUAL_STEPS, "global_batch_size": EQUAL_BATCH}
+        write_job(context.job(TINY, "full", folder, **settings), job)
+        _, found = ours.run_module("bench.equal", str(job), str(record))
+    difference = found["max_relative_loss_difference"]
+    failed = f"losses differ by {difference:.2g}" if difference > EQUAL_WITHIN else ""
+    return Row(name, figures=found, failed=failed)
+
+
+def overhead_row(context: Context, name: str) -> Row:
+    """A bare step's seconds over those of a step of the loop."""
+    with context.scratch() as folder:
+        job, rounds, steps = folder / "job.json", context.rounds, context.timed_steps(TINY)
+        write_job(context.job(TINY, "full", folder), job)
+        _, found = ours.run_module("bench.overhead", str(job), str(rounds), str(steps))
+    return Row(name, {name: found["ratio"]["median"]}, found)
+
+
+ROWS: dict[str, Callable[[Context, str], Row]] = {
+    "step_vs_diffusers_full": partial(step_row, scale=TINY, method="full"),
+    "step_vs_diffusers_lora": partial(step_row, scale=TINY, method="lora"),
+    "step_vs_diffusers_full_mid": partial(step_row, scale=MIDDLE, method="full"),
+    "step_vs_diffusers_lora_mid": partial(step_row, scale=MIDDLE, method="lora"),
+    "run_vs_diffusers": run_row,
+    "equal_losses": equal_row,
+    "bare_over_loop": overhead_row,
+    **CUDA_ROWS,
+}

@@ -1,0 +1,110 @@
+"""Low-rank adapters on diffusers and transformers models, through PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from configs.training import Lora, Train
+from runtimes.base import WrongInput
+from runtimes.draws import Stream, generator
+from runtimes.lora import Adapter, Layer, alpha, choose_layers, initial_down, stored_name
+
+#: PEFT's name of our adapter, which State leaves out.
+ADAPTER = "default"
+
+
+def add_adapters(part: str, model: torch.nn.Module, lora: Lora, seed: int) -> None:
+    """Freeze a part of the pipeline and put fresh float32 adapters beside its layers.
+
+    They change nothing yet: `up` is zero, and DoRA's magnitudes are the lengths that there are.
+
+    Raises:
+        WrongInput: the targets name no layer.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # seconds to import
+
+    chosen = choose_layers(part, _layers(model), lora)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=alpha(lora),  # type: ignore[arg-type]  # takes any number
+        lora_dropout=lora.dropout,
+        target_modules=chosen,
+        use_dora=lora.dora,
+    )
+    model.requires_grad_(False)
+    with torch.random.fork_rng():  # what PEFT draws is drawn again below
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    adapted = dict(_adapted(model))
+    if adapted.keys() != set(chosen):  # a name that is the end of another's
+        odd = min(adapted.keys() ^ set(chosen))
+        raise WrongInput(f"train.lora.targets: {odd} of the {part} cannot be told from others")
+    for name, layer in adapted.items():
+        _start(f"{part}.{stored_name(part, name)}", layer, seed)
+
+
+def state_name(part: str, name: str) -> str:
+    """The name in State of a parameter of a part: the stored name, without PEFT's additions."""
+    name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
+    return f"{part}.{stored_name(part, name.replace(f'.{ADAPTER}.', '.'))}"
+
+
+@torch.no_grad()
+def lay_over(part: str, model: torch.nn.Module, adapters: Mapping[str, Adapter]) -> None:
+    """Merge adapters into the weights of a part, in float32.
+
+    Raises:
+        WrongInput: they are for layers that it does not have, or of another size.
+    """
+    layers = {stored_name(part, n): m for n, m in model.named_modules() if _kind(m)}
+    for name, adapter in adapters.items():
+        if name not in layers:
+            raise WrongInput(f"the adapters are for another model: the {part} here has no {name}")
+        weight: torch.Tensor = layers[name].weight
+        try:
+            merged = adapter.merged(weight.float().numpy())
+        except ValueError:
+            raise WrongInput(f"the adapters are for another model: {name} differs") from None
+        weight.copy_(torch.from_numpy(merged))
+
+
+def seed_dropout(settings: Train, step: int, first: int, rank: int) -> None:
+    """Fix what the adapters' dropout draws next, so that a resumed run drops the same.
+
+    Args:
+        first: the first sample of the micro batch, among those of this rank.
+    """
+    if settings.method == "lora" and settings.lora.dropout:
+        rng = generator(settings.seed, Stream.ADAPTER_DROPOUT, step, first, rank)
+        torch.manual_seed(int(rng.integers(2**63)))
+
+
+def _layers(model: torch.nn.Module) -> dict[str, Layer]:
+    kinds = ((name, _kind(module)) for name, module in model.named_modules())
+    return {name: kind for name, kind in kinds if kind is not None}
+
+
+def _kind(module: torch.nn.Module) -> Layer | None:
+    if isinstance(module, torch.nn.Linear):
+        return "linear"
+    return "conv" if isinstance(module, torch.nn.Conv2d) else None
+
+
+def _adapted(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+
+
+@torch.no_grad()
+def _start(name: str, layer: Any, seed: int) -> None:
+    """Give one layer's adapter its first values, in float32 whatever the base is kept in."""
+    down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    down.weight.data = torch.from_numpy(initial_down(seed, name, down.weight.shape))
+    up.weight.data = torch.zeros_like(up.weight, dtype=torch.float32)
+    if ADAPTER in layer.lora_magnitude_vector:
+        magnitude = layer.lora_magnitude_vector[ADAPTER].weight
+        lengths = torch.linalg.vector_norm(layer.weight.float().flatten(1), dim=1)
+        magnitude.data = lengths.view(magnitude.shape)

@@ -1,0 +1,217 @@
+"""Several processes at one run: who holds which weights, and how gradients come together.
+
+Every process computes its share of a batch. With `data` each holds all weights
+(DistributedDataParallel); with `fsdp` each holds a share of every array, and a block's weights are
+gathered while it is in use (FSDP2, `fully_shard`). Either way the update works on plain float32
+tensors of this process, the `masters`, and on gradients that are sums over all processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from configs.training import Train
+from runtimes.base import WrongInput
+from runtimes.ranks import Ranks
+from runtimes.torch.network import Network
+
+#: How long a process waits for another: loading, or a pause for pictures, is shorter.
+TIMEOUT = timedelta(minutes=20)
+#: What is gathered at a time, by class: the blocks that diffusers' and transformers' models repeat.
+BLOCKS = ("BasicTransformerBlock", "CLIPEncoderLayer", "JointTransformerBlock", "ResnetBlock2D")
+Masters = dict[str, torch.nn.Parameter]
+
+
+class Alone:
+    """One process that holds everything; the others' base."""
+
+    world = 1
+    first = True  # whether this process keeps what is whole
+    memory_format = torch.channels_last  # of the weights: what convolutions compute in fastest
+
+    def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
+        """Take over a network that is on its device; what to call for a training forward."""
+        self._masters = network.trained()
+        return network
+
+    def masters(self) -> Masters:
+        """What this process updates, by the names that State has."""
+        return self._masters
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of each micro-batch; gradients come together in the last."""
+        return nullcontext()
+
+    def gather_gradients(self) -> None:
+        """Hand the gradients of a whole step to the masters."""
+
+    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The L2 norm of all gradients, from that of this process's."""
+        return norm
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes."""
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process says so."""
+        return flag
+
+    def broadcast(self, number: int) -> int:
+        """The first process's number."""
+        return number
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """An array of master `name`'s shape, whole, on every process."""
+        return tensor
+
+    def share(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What this process holds of a whole array of master `name`'s shape."""
+        return tensor
+
+
+class Data(Alone):
+    """Every process holds everything and updates it alike."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.world, self.first = ranks.world, ranks.first
+
+    def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
+        """Weights are not broadcast: all processes have read, or drawn, the same.
+
+        To look for unused parameters at every step costs little, lets a text encoder's last layer
+        be unused, and keeps the buckets as they are: DDP would else rearrange them after a first
+        step, and a run that resumes would add up in another order.
+        """
+        self._masters = network.trained()
+        self._replica = DistributedDataParallel(
+            network,
+            find_unused_parameters=True,
+            forward_sync_buffers=False,
+            init_sync=False,
+            gradient_as_bucket_view=True,
+        )
+        return self._replica
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self._replica.no_sync()
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        said = torch.tensor(int(flag))  # on the host: the device is not waited for
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        return bool(said)
+
+    def broadcast(self, number: int) -> int:
+        said = torch.tensor(number)
+        dist.broadcast(said, 0)
+        return int(said)
+
+
+class Sharded(Data):
+    """Every process holds a share of every array: rows, as torch.chunk cuts them."""
+
+    memory_format = torch.contiguous_format  # rows are cut off
+
+    def __init__(self, ranks: Ranks, settings: Train, device: torch.device) -> None:
+        super().__init__(ranks)
+        self._rank = ranks.rank
+        self._mesh = init_device_mesh(device.type, (ranks.world,))
+        half = settings.compute_dtype == "bfloat16"
+        # Inputs are cast where autocast does so: sizes and timesteps stay float32.
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if half else None,
+            reduce_dtype=torch.float32 if half else None,
+            cast_forward_inputs=False,
+        )
+
+    def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
+        """Each part of the pipeline is a root: it is called alone when pictures are drawn.
+
+        Nothing stays gathered after a forward without backward: the weights may change before the
+        next.
+        """
+        for part in network.children():
+            for module in (*(m for m in part.modules() if type(m).__name__ in BLOCKS), part):
+                fully_shard(
+                    module, mesh=self._mesh, mp_policy=self._policy, reshard_after_forward=True
+                )
+            if isinstance(part, PreTrainedModel):
+                # It knows by its class's name which hidden states to give: that is another now.
+                _CAN_RECORD_REGISTRY[part] = part._can_record_outputs
+        self._arrays = network.trained()
+        self._masters = {name: torch.nn.Parameter(_local(p)) for name, p in self._arrays.items()}
+        return network
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()  # each micro-batch is reduced: only shares of gradients are kept
+
+    def gather_gradients(self) -> None:
+        for name, array in self._arrays.items():
+            self._masters[name].grad = None if array.grad is None else _local(array.grad)
+            array.grad = None
+
+    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        return self.total(norm.square()).sqrt()
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        like = self._arrays[name]
+        array = DTensor.from_local(
+            tensor.detach(),
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+        return array.full_tensor()
+
+    def share(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        parts = tensor.chunk(self.world)
+        return parts[self._rank] if self._rank < len(parts) else tensor[:0]
+
+
+def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
+    """Meet the other processes, if there are any.
+
+    Raises:
+        WrongInput: the settings do not go together with several processes.
+    """
+    if ranks.world == 1:
+        return Alone()
+    if settings.parallel == "fsdp" and settings.optimizer != "adamw":
+        raise WrongInput(
+            f"train.optimizer {settings.optimizer} needs whole arrays: with train.parallel fsdp "
+            "it must be adamw"
+        )
+    if not dist.is_initialized():
+        if os.environ.get("MASTER_ADDR") == "127.0.0.1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # gloo is for what lies on the host, which NCCL cannot pass on.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=TIMEOUT)
+    return Sharded(ranks, settings, device) if settings.parallel == "fsdp" else Data(ranks)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's share of a DTensor, in the same memory."""
+    assert isinstance(tensor, DTensor)
+    return tensor.detach().to_local()

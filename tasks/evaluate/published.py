@@ -1,0 +1,55 @@
+"""A published model as one that draws: a whole pipeline, or adapters and the base they are for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from artifacts.keys import digest_json
+from artifacts.models import ModelNotFound, digest_model, resolve_model
+from runtimes.base import WrongInput
+from runtimes.encoders import vae_path
+from runtimes.lora import LORA_WEIGHTS
+from tasks.evaluate.pictures import Painter, digest_pipeline
+from tasks.tuned import Tuned
+
+
+def published_painter(folder: Path) -> Painter:
+    """The model in a published folder on this machine.
+
+    Raises:
+        ModelNotFound: the base that adapters are for is not there any more.
+        WrongInput: there is no model in it.
+    """
+    if (folder / "model_index.json").is_file():
+        return Painter(digest_pipeline(folder), folder)
+    lora = folder / LORA_WEIGHTS
+    if not lora.is_file():
+        raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
+    base, vae = _base_of(folder)
+    own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
+    digest = digest_json(
+        {
+            "pipeline": digest_pipeline(base),
+            "vae": None if vae is None else digest_model(vae),
+            "tuned": digest_model(folder, (LORA_WEIGHTS, *own)),
+        }
+    )
+    return Painter(digest, base, Tuned(own, lora), vae)
+
+
+def _base_of(folder: Path) -> tuple[Path, Path | None]:
+    """The pipeline, and perhaps another VAE, that its recipe says adapters were trained with."""
+    path = folder / "recipe.yaml"
+    try:
+        model: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        base = resolve_model(model["path"], revision=model.get("revision"))
+        given = model.get("vae")
+        vae = None if given is None else vae_path(base, resolve_model(given))
+    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise WrongInput(f"{path} does not say which base its adapters are for: {error}") from None
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{folder} holds adapters, and their base is gone: {error}") from None
+    return base, vae

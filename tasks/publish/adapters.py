@@ -1,0 +1,72 @@
+"""Adapters as they are published: in diffusers' format, and in the layout of kohya's scripts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from runtimes import kohya
+from runtimes.families import detect_family
+from runtimes.lora import LORA_WEIGHTS, read_adapters
+from runtimes.tensors import Arrays
+from tasks.publish.assemble import cast
+
+log = logging.getLogger("kiln")
+KOHYA_SUFFIX = "_kohya.safetensors"
+
+
+def write_adapters(
+    lora: Path, base: Path, out: Path, *, name: str, dtype: str, scheduler: Path | None
+) -> None:
+    """Write `pytorch_lora_weights.safetensors` and, if it can be, `<name>_kohya.safetensors`.
+
+    Args:
+        out: the folder that they are written to.
+        lora: the file that training has left.
+        base: the pipeline's folder that it is for.
+        scheduler: the folder of the scheduler to draw with, if it is not the base's any more.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    out.mkdir(parents=True, exist_ok=True)
+    with safe_open(lora, framework="pt") as stream:
+        metadata = stream.metadata()
+        tensors = {n: cast(n, stream.get_tensor(n), dtype) for n in stream.keys()}  # noqa: SIM118
+    save_file(tensors, out / LORA_WEIGHTS, metadata=metadata)
+    if scheduler is not None:
+        shutil.copytree(scheduler, out / "scheduler", dirs_exist_ok=True)
+    arrays = _as_kohya(lora, base)
+    if arrays:
+        _save(arrays, out / f"{name}{KOHYA_SUFFIX}", dtype)
+
+
+def _as_kohya(lora: Path, base: Path) -> Arrays:
+    """The adapters in kohya's layout; nothing, and a word why, where it has no names for them."""
+    family = detect_family(base)
+    if family.name not in kohya.FAMILIES:
+        log.warning("publish: no file in kohya's layout: it is not made for %s", family.name)
+        return {}
+    unet = json.loads((base / family.denoiser / "config.json").read_text(encoding="utf-8"))
+    try:
+        return kohya.to_kohya(read_adapters(lora), family.name, unet)
+    except ValueError as error:
+        log.warning("publish: no file in kohya's layout: %s", error)
+        return {}
+
+
+def _save(arrays: Mapping[str, object], path: Path, dtype: str) -> None:
+    import numpy as np
+    import torch
+    from safetensors.torch import save_file
+
+    whole = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
+    tensors = {
+        # What adapters are scaled by may be no number of half precision.
+        name: tensor if name.endswith(".alpha") else cast(name, tensor, dtype)
+        for name, tensor in whole.items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})

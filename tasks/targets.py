@@ -1,0 +1,41 @@
+"""Whether what a recipe asks to train is in its base: told from files, before any work starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from configs.schema import Recipe
+from runtimes.base import WrongInput
+from runtimes.families import detect_family
+from runtimes.lora import Layer, choose_layers
+from tasks.publish.assemble import weight_files
+
+KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
+
+
+def check(recipe: Recipe, model: Path) -> None:
+    """Raise WrongInput for adapters' targets, or for a denoiser's config, that are not there."""
+    settings, denoiser = recipe.train, detect_family(model).denoiser
+    if settings.method == "lora":
+        choose_layers(denoiser, _layers(model / denoiser), settings.lora)
+    if settings.denoiser_config is not None:
+        path = Path(settings.denoiser_config)
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise WrongInput(f"train.denoiser_config: {path}: {error}") from None
+
+
+def _layers(folder: Path) -> dict[str, Layer]:
+    """Linear and convolution layers, as the shapes of their weights tell them."""
+    from safetensors import safe_open
+
+    found: dict[str, Layer] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="np") as stream:
+            for name in stream.keys():  # noqa: SIM118 (not a dict)
+                kind = KINDS.get(len(stream.get_slice(name).get_shape()))
+                if kind is not None and name.endswith(".weight"):
+                    found[name.removesuffix(".weight")] = kind
+    return found

@@ -1,0 +1,192 @@
+"""The parts of `python -m bench.train` at toy size, without the scripts that it compares with."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import inputs, ours
+from bench.equal import compare as compare_losses
+from bench.options import measure
+from bench.overhead import compare as compare_loop
+from bench.peer import SCRIPTS, Peer, PeerFailed, PeerTime
+from bench.peer_hooks import Stopwatch
+from bench.report import Row, publish
+from bench.steps import Context, Scale, compare_steps
+from bench.train_rows import ROWS, TINY
+from runtimes.families import detect_family
+
+FULL, LORA = SCRIPTS["sdxl", "full"], SCRIPTS["sdxl", "lora"]
+TOY = replace(TINY, pictures=6, batch=2)
+#: A script with the calls that the real ones make, on latents of its own.
+TOY_SCRIPT = """
+import argparse, torch
+from accelerate import Accelerator
+from diffusers import DDPMScheduler, UNet2DConditionModel
+parser = argparse.ArgumentParser()
+parser.add_argument("--pretrained_model_name_or_path")
+parser.add_argument("--max_train_steps", type=int)
+parser.add_argument("--learning_rate", type=float)
+options, _ = parser.parse_known_args()
+torch.manual_seed(0)
+accelerator = Accelerator()
+folder = options.pretrained_model_name_or_path
+schedule = DDPMScheduler.from_pretrained(folder, subfolder="scheduler")
+unet = UNet2DConditionModel.from_pretrained(folder, subfolder="unet").train()
+optimizer = torch.optim.AdamW(unet.parameters(), lr=options.learning_rate)
+data = torch.utils.data.DataLoader(torch.randn(2 * options.max_train_steps, 4, 8, 8), batch_size=2)
+unet, optimizer, data = accelerator.prepare(unet, optimizer, data)
+for latents in data:
+    noise = torch.randn_like(latents)
+    timesteps = torch.randint(0, 1000, (len(latents),))
+    added = {"text_embeds": torch.randn(2, 64), "time_ids": torch.rand(2, 6) * 32}
+    noisy = schedule.add_noise(latents, noise, timesteps)
+    prediction = unet(
+        noisy, timesteps, torch.randn(2, 77, 128), added_cond_kwargs=added, return_dict=False
+    )[0]
+    target = schedule.get_velocity(latents, noise, timesteps)
+    loss = torch.nn.functional.mse_loss(prediction, target)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(unet.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_step_is_parted_into_fetching_encoding_and_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = Stopwatch()
+    clock = 0.0
+    monkeypatch.setattr(watch, "now", lambda: clock)
+
+    def work(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    def fetch(loader: object) -> Iterator[int]:
+        for number in range(3):
+            work(1)
+            yield number
+
+    encode = watch.encoder(lambda: work(2))
+    for _ in watch.batches(fetch)(None):
+        encode()
+        work(4)
+    assert watch.steps == [{"fetch": 1, "encode": 2, "body": 6}] * 3
+    slow_first = [{"fetch": 9.0, "encode": 9.0, "body": 9.0}, *watch.steps]
+    time = PeerTime.from_steps(slow_first, warm_up=1)
+    assert (time.iteration, time.training) == (7, 4)
+
+
+def test_our_step_is_timed_from_clock_to_clock_after_the_warm_up() -> None:
+    progress = {"event": "progress", "memory_bytes": 7}
+    events = [
+        {"event": "start", "time": 0.0},
+        {**progress, "step": 5, "time": 100.0, "data_wait": 0.9},
+        {**progress, "step": 10, "time": 102.0, "data_wait": 0.1},
+        {**progress, "step": 15, "time": 105.0, "data_wait": 0.3},
+    ]
+    time = ours.LoopTime.from_events(events, batch_size=4)
+    assert time == ours.LoopTime(0.5, 0.2, 8.0, 7, None)
+
+
+@pytest.mark.parametrize(("script", "main", "other"), [(FULL, 3.0, 1.0), (LORA, 1.0, 3.0)])
+def test_what_a_script_does_ahead_for_us_decides_what_is_compared(
+    script: object, main: float, other: float
+) -> None:
+    theirs = [PeerTime(fetch=2.0, encode=2.0, body=4.0)] * 3
+    mine = [ours.LoopTime(2.0, 0.0, 1.0, 1, None)] * 3
+    row = compare_steps("step", script, theirs, mine)  # type: ignore[arg-type]
+    assert row.ratios["step"] == main
+    assert [ratio for name, ratio in row.ratios.items() if name != "step"] == [other]
+    assert row.figures["peer_encode_seconds"]["rounds"] == 3
+
+
+def test_the_last_line_is_json_and_says_what_was_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [Row("fast", {"fast": 1.5}, {"steps": 3}), Row("none", left_out="no device")]
+    publish("toy", rows, {"machine": {}}, tmp_path / "toy.json")
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == json.loads((tmp_path / "toy.json").read_text())
+    assert last["ratios"] == {"fast": 1.5}
+    assert last["left_out"] == {"none": "no device"}
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if "vs_diffusers" in name])
+def test_rows_against_the_scripts_are_left_out_without_them(name: str, tmp_path: Path) -> None:
+    row = Context(tmp_path, None, rounds=1, steps=2).row(name, ROWS[name])
+    assert "--diffusers-examples" in row.left_out
+    assert not row.failed
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    examples = tmp_path_factory.mktemp("examples")
+    (examples / FULL.name).write_text(TOY_SCRIPT)
+    (examples / LORA.name).write_text("raise SystemExit('out of luck')")
+    peer = Peer(examples, sys.executable)
+    return Context(tmp_path_factory.mktemp("bench"), peer, rounds=1, steps=2)
+
+
+@pytest.mark.slow
+def test_the_loop_and_its_choices_are_timed(context: Context, tmp_path: Path) -> None:
+    job = context.job(TOY, "full", tmp_path)
+    found = compare_loop(job, rounds=2, steps=2)
+    assert found["ratio"]["rounds"] == 2
+    assert found["loop_seconds"]["min"] > 0
+    seconds = measure(job, 1, 1, only=frozenset({"as_it_is", "not_fused_adamw", "attention_math"}))
+    assert all(case["median"] > 0 for case in seconds.values()), seconds
+
+
+@pytest.mark.slow
+def test_recorded_steps_of_a_script_give_the_losses_that_it_had(
+    context: Context, tmp_path: Path
+) -> None:
+    assert context.peer is not None
+    ready, record = context.ready(TOY), tmp_path / "record"
+    record.mkdir()
+    options = {"max_train_steps": 4, "learning_rate": 1e-3}
+    ended = context.peer.run(FULL, ready.model, ready.images, tmp_path, record=record, **options)
+    assert len(ended.steps) == 4
+    assert ended.memory_bytes > 0
+    job = context.job(TOY, "full", tmp_path, steps=4, learning_rate=1e-3, snr_gamma=None)
+    found = compare_losses(job, record)
+    assert found["steps"] == 4
+    assert found["max_relative_loss_difference"] < 1e-5
+    weighted = context.job(TOY, "full", tmp_path, steps=4, learning_rate=1e-3, snr_gamma=0.5)
+    assert compare_losses(weighted, record)["max_relative_loss_difference"] > 1e-2
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_quoted(context: Context, tmp_path: Path) -> None:
+    assert context.peer is not None
+    with pytest.raises(PeerFailed, match="out of luck"):
+        context.peer.run(LORA, tmp_path, tmp_path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_a_pipeline_of_true_shapes_encodes_and_steps(
+    family: str, context: Context, tmp_path: Path
+) -> None:
+    config = {**inputs.MIDDLE_UNET, "block_out_channels": (32, 32, 32), "attention_head_dim": 2}
+    if family == "sd":
+        config = {name: value for name, value in config.items() if "addition" not in name}
+        del config["projection_class_embeddings_input_dim"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    scale = Scale(
+        f"true-{family}",
+        lambda folder: inputs.write_true_size(folder, path),
+        pictures=2,
+        size=64,
+        batch=2,
+        family=family,
+    )
+    assert detect_family(context.ready(scale).model).name == family
+    assert ours.time_loop(context.job(scale, "full", tmp_path)).seconds > 0

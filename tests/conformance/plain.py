@@ -1,0 +1,101 @@
+"""The reference: forward, backward and update written out in float32 PyTorch on the CPU.
+
+Nothing of a runtime is used here, only the host's batches (which are tested on their own) and
+diffusers' models. Every runtime must follow the trajectories that this loop makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from configs.training import Train
+from runtimes.base import StepBatch
+from runtimes.job import TrainJob
+from runtimes.loop import make_loader, open_job_latents
+from runtimes.schedule import learning_rate
+
+Weights = dict[str, NDArray[np.float32]]
+
+
+class Plain:
+    """A training run, step by step.
+
+    Args:
+        denoiser: a diffusers model in float32; what of it requires a gradient is trained.
+    """
+
+    def __init__(self, job: TrainJob, denoiser: torch.nn.Module) -> None:
+        self.settings = Train(**job.train)
+        self.batch = make_loader(job, self.settings, open_job_latents(job.latents)).batch
+        self.denoiser = denoiser.train()
+        self.trained = {n: p for n, p in denoiser.named_parameters() if p.requires_grad}
+        self.average = {name: p.detach().clone() for name, p in self.trained.items()}
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(),
+            betas=self.settings.betas,
+            eps=self.settings.epsilon,
+            weight_decay=self.settings.weight_decay,
+            foreach=False,
+            fused=False,
+        )
+
+    def losses(self) -> list[float]:
+        """Train to the end; the loss of every step."""
+        return [self.step(step) for step in range(self.settings.steps)]
+
+    def step(self, step: int) -> float:
+        """One optimizer step on the whole batch at once; its loss."""
+        batch = self.batch(step)
+        prediction = predict(self.denoiser, batch)
+        errors = (prediction - torch.from_numpy(batch.target)).square().mean(dim=(1, 2, 3))
+        loss = (errors * torch.from_numpy(batch.weight)).mean()
+        loss.backward()
+        if self.settings.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.trained.values(), self.settings.max_grad_norm)
+        self.optimizer.param_groups[0]["lr"] = learning_rate(step, self.settings)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._follow(step)
+        return loss.item()
+
+    def _follow(self, step: int) -> None:
+        """The weight average, its decay warmed up as (1 + step) / (10 + step)."""
+        decay = min(self.settings.ema_decay or 0.0, (1 + step) / (10 + step))
+        for name, parameter in self.trained.items():
+            average = self.average[name]
+            average.copy_(decay * average + (1 - decay) * parameter.detach())
+
+    def weights(self) -> Weights:
+        """What is published: the average if one is kept, else the weights."""
+        kept = self.trained if self.settings.ema_decay is None else self.average
+        return {name: tensor.detach().numpy() for name, tensor in kept.items()}
+
+
+def predict(denoiser: torch.nn.Module, batch: StepBatch) -> torch.Tensor:
+    """The model's prediction for a batch, called as the diffusers pipelines call it."""
+    given = {name: torch.from_numpy(array) for name, array in batch.conditioning.items()}
+    noisy, timesteps = torch.from_numpy(batch.noisy_latents), torch.from_numpy(batch.timesteps)
+    return denoiser(noisy, timestep=timesteps, **_keywords(given)).sample
+
+
+def _keywords(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    keywords: dict[str, Any] = {"encoder_hidden_states": given["prompt_embeds"]}
+    if "add_time_ids" in given:  # SDXL
+        added = {"text_embeds": given["pooled_prompt_embeds"], "time_ids": given["add_time_ids"]}
+        return keywords | {"added_cond_kwargs": added}
+    if "pooled_prompt_embeds" in given:  # SD3
+        return keywords | {"pooled_projections": given["pooled_prompt_embeds"]}
+    return keywords
+
+
+def read_weights(path: Path) -> Weights:
+    """A safetensors file as arrays."""
+    from safetensors.numpy import load_file
+
+    return load_file(path)

@@ -1,0 +1,226 @@
+"""What every runtime must do alike: the same losses, resumes, pictures and complaints.
+
+Each job runs as a stage runs it: in a process of the runtime's own environment. A new runtime is
+a name in `runtimes.registry.RUNTIMES`; one that is not installed here is skipped, and says so.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conformance.conftest import MakeJob
+from conformance.plain import Plain, Weights, read_weights
+from diffusers import DiffusionPipeline
+from numpy.typing import NDArray
+from peft import LoraConfig
+from PIL import Image
+
+from configs.training import Train
+from runtimes.base import WrongInput
+from runtimes.draws import Stream, generator
+from runtimes.families import detect_family
+from runtimes.job import Drawing, GenerateJob, TrainJob
+from runtimes.lora import LORA_WEIGHTS, initial_down
+from runtimes.registry import RUNTIMES, probe_runtime
+from runtimes.torch.models import load_denoiser
+from tasks.process import run_job
+
+pytestmark = pytest.mark.slow
+LOSS = 1e-4  # relative, over 20 steps
+WEIGHTS = 1e-3  # relative to the largest weight of a tensor
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "sd": {"prediction_type": "v_prediction", "zero_terminal_snr": True, "snr_gamma": 5.0},
+    "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0},
+    "sd3": {"timesteps": {"distribution": "logit_normal"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models this small gain nothing from more."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(params=RUNTIMES)
+def runtime(request: pytest.FixtureRequest) -> str:
+    found = probe_runtime(request.param)
+    if not found.available:
+        pytest.skip(found.reason)
+    return str(request.param)
+
+
+def history(job: TrainJob) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(job.out) / "history.jsonl").read_text().splitlines()]
+
+
+def result(job: TrainJob) -> dict[str, Weights]:
+    """What a run has left: file -> arrays."""
+    out = Path(job.out)
+    files = sorted([*out.glob("*.safetensors"), *out.glob("*/*.safetensors")])
+    return {str(path.relative_to(job.out)): read_weights(path) for path in files}
+
+
+def reference(job: TrainJob) -> Plain:
+    folder = Path(job.model)
+    denoiser = load_denoiser(folder / detect_family(folder).denoiser)
+    return Plain(job, denoiser.requires_grad_(True))
+
+
+def assert_close(found: Weights, expected: Weights, tolerance: float) -> None:
+    """What was trained is the same; what else a part needs (SD3's positions) is there beside it."""
+    assert found.keys() >= expected.keys()
+    for name, array in expected.items():
+        furthest = np.abs(found[name] - array).max()
+        assert furthest <= tolerance * max(np.abs(array).max(), 1e-3), name
+
+
+def forget_after(job: TrainJob, step: int) -> None:
+    """Leave a work folder as it was when the process was killed after the checkpoint of `step`."""
+    for path in sorted((Path(job.work) / "checkpoints").iterdir()):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    (Path(job.out) / "history.jsonl").unlink()
+    for name in result(job):
+        (Path(job.out) / name).unlink()
+
+
+@pytest.mark.parametrize("family", OBJECTIVES)
+def test_twenty_steps_follow_the_reference_and_resume(
+    runtime: str, family: str, make_job: MakeJob
+) -> None:
+    job = make_job(runtime, family, micro_batch_size=4, **OBJECTIVES[family])
+    plain = reference(job)
+    expected = plain.losses()
+    run_job(job)
+    assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
+    whole, lines = result(job), history(job)
+    assert_close(next(iter(whole.values())), plain.weights(), WEIGHTS)
+
+    forget_after(job, 8)
+    run_job(job)
+    assert history(job) == lines
+    resumed = result(job)
+    for name, weights in whole.items():
+        np.testing.assert_equal(resumed[name], weights)
+
+
+def lora_reference(job: TrainJob) -> Plain:
+    """PEFT's adapters on the attention layers, started as every runtime starts them."""
+    lora = Train(**job.train).lora
+    denoiser = load_denoiser(Path(job.model) / "unet").requires_grad_(False)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    denoiser.add_adapter(config)
+    for name, parameter in denoiser.named_parameters():
+        if name.endswith(".lora_A.default.weight"):
+            layer = f"unet.{name.removesuffix('.lora_A.default.weight')}"
+            start = initial_down(job.train["seed"], layer, parameter.shape)
+            parameter.data = torch.from_numpy(start)
+    return Plain(job, denoiser)
+
+
+def test_adapters_follow_the_reference_and_resume(runtime: str, make_job: MakeJob) -> None:
+    job = make_job(runtime, method="lora", lora={"rank": 4, "alpha": 8.0}, learning_rate=1e-2)
+    plain = lora_reference(job)
+    expected = plain.losses()
+    run_job(job)
+    assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
+    weights = {f"unet.{n.replace('.default.', '.')}": a for n, a in plain.weights().items()}
+    whole = result(job)[LORA_WEIGHTS]
+    assert len(whole) == len(weights) > 0
+    assert_close(whole, weights, WEIGHTS)
+
+    forget_after(job, 8)
+    run_job(job)
+    np.testing.assert_equal(result(job)[LORA_WEIGHTS], whole)
+
+
+def test_two_processes_follow_the_reference(runtime: str, make_job: MakeJob) -> None:
+    job = make_job(runtime, processes=2)
+    expected = reference(job).losses()
+    run_job(job)
+    assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
+
+
+@pytest.mark.parametrize("first", RUNTIMES)
+def test_a_run_goes_on_on_another_runtime(runtime: str, first: str, make_job: MakeJob) -> None:
+    if first == runtime:
+        pytest.skip("resuming on itself is held to the bit above")
+    if not probe_runtime(first).available:
+        pytest.skip(f"{first} is not installed here")
+    job = make_job(first, snr_gamma=5.0)
+    plain = reference(job)
+    expected = plain.losses()
+    run_job(job)
+    forget_after(job, 8)
+    run_job(replace(job, runtime=runtime))
+    assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
+    assert_close(next(iter(result(job).values())), plain.weights(), WEIGHTS)
+
+
+SAMPLER = {
+    "seed": 5,
+    "num_inference_steps": 4,
+    "guidance_scale": 3.0,
+    "height": None,
+    "width": None,
+    "batch_size": 2,
+}
+
+
+def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> list[NDArray[np.uint8]]:
+    """The pipeline called as its users call it, on the start noise that every runtime draws."""
+    pipe = DiffusionPipeline.from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+    # SD3: as many T5 tokens as were trained on, which is all that so small a T5 takes.
+    longest = getattr(getattr(pipe, "tokenizer_3", None), "model_max_length", None)
+    channels = pipe.components[detect_family(model).denoiser].config.in_channels
+    noise = [
+        generator(SAMPLER["seed"], Stream.PICTURE, number).standard_normal(
+            (channels, 8, 8), dtype=np.float32
+        )
+        for number in range(len(prompts))
+    ]
+    pictures = pipe(
+        list(prompts),
+        height=32,
+        width=32,
+        num_inference_steps=SAMPLER["num_inference_steps"],
+        guidance_scale=SAMPLER["guidance_scale"],
+        latents=torch.from_numpy(np.stack(noise)),
+        **({} if longest is None else {"max_sequence_length": longest}),
+    ).images
+    return [np.asarray(picture) for picture in pictures]
+
+
+@pytest.mark.parametrize("family", OBJECTIVES)
+def test_the_same_noise_gives_the_same_pictures(
+    runtime: str, family: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    prompts = ("a red cat", "a blue dog")
+    drawings = (Drawing(str(tmp_path / "drawn")),)
+    run_job(GenerateJob(runtime, str(models[family]), drawings, prompts, SAMPLER, device="cpu"))
+    for number, expected in enumerate(drawn_plainly(models[family], prompts)):
+        data = (tmp_path / "drawn" / f"{number:05d}.png").read_bytes()
+        found = np.asarray(Image.open(io.BytesIO(data)))
+        assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1  # of 255 levels
+        assert expected.std() > 1
+
+
+def test_wrong_weights_are_named_before_anything_is_written(
+    runtime: str, make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(runtime)
+    broken = Path(shutil.copytree(job.model, tmp_path / "broken"))
+    (broken / "unet/diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(WrongInput, match="diffusion_pytorch_model"):
+        run_job(replace(job, model=str(broken)))
+    assert not (Path(job.work) / "checkpoints").exists()

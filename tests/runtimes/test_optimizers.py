@@ -1,0 +1,154 @@
+"""Adafactor is PyTorch's and resumes to the bit; what cannot be had is refused in a line."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from configs.training import Train
+from runtimes.base import WrongInput
+from runtimes.job import TrainJob
+from runtimes.torch.optimizers import _KINDS, Optimizer
+from runtimes.torch.runtime import TheRuntime
+from runtimes.torch.update import Update
+
+MakeJob = Callable[..., TrainJob]
+SHAPES = {"unet.conv": (6, 4, 3, 3), "unet.linear": (5, 7), "text_encoder.bias": (5,)}
+
+
+def parameters(seed: int = 0) -> dict[str, torch.nn.Parameter]:
+    drawn = torch.Generator().manual_seed(seed)
+    return {n: torch.nn.Parameter(torch.randn(s, generator=drawn)) for n, s in SHAPES.items()}
+
+
+def give_gradients(given: dict[str, torch.nn.Parameter], step: int) -> None:
+    drawn = torch.Generator().manual_seed(100 + step)
+    for parameter in given.values():
+        parameter.grad = torch.randn(parameter.shape, generator=drawn)
+
+
+def settings(optimizer: str, **more: object) -> Train:
+    return Train(optimizer=optimizer, weight_decay=0.1, max_grad_norm=None, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_updates_are_pytorch_s(name: str) -> None:
+    ours, theirs = parameters(), parameters()
+    update = Update(ours, settings(name, ema_decay=0.5))
+    kind = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}[name]
+    plain = kind(theirs.values(), lr=1e-2, weight_decay=0.1)
+    for step in range(4):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        update.apply(1e-2)
+        plain.step()
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, theirs[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("adamw", {"exp_avg", "exp_avg_sq"}),
+        ("adafactor", {"row_var", "col_var", "variance"}),
+    ],
+)
+def test_state_goes_out_and_in_to_the_bit(name: str, memory: set[str]) -> None:
+    one, other = parameters(), parameters(1)
+    first = Update(one, settings(name, ema_decay=0.5))
+    empty = {group: set(arrays) for group, arrays in first.state().items()}
+    for step in range(3):
+        give_gradients(one, step)
+        first.apply(1e-2)
+    state = first.state()
+    assert {group: set(arrays) for group, arrays in state.items()} == empty
+    assert state.keys() == {"weights", "ema", *memory}
+    second = Update(other, settings(name, ema_decay=0.5))
+    second.restore(state, 3)
+    for step in range(3, 6):
+        for update, given in ((first, one), (second, other)):
+            give_gradients(given, step)
+            update.apply(1e-2)
+    for group, arrays in first.state().items():
+        np.testing.assert_equal(arrays, second.state()[group])
+
+
+def test_adafactor_remembers_rows_and_columns(make_job: MakeJob) -> None:
+    state = Update(parameters(), settings("adafactor")).state()
+    shapes = {g: {n: a.shape for n, a in state[g].items()} for g in ("row_var", "col_var")}
+    assert shapes["row_var"] == {"unet.conv": (6, 4, 3, 1), "unet.linear": (5, 1)}
+    assert shapes["col_var"] == {"unet.conv": (6, 4, 1, 3), "unet.linear": (1, 7)}
+    assert state["variance"].keys() == {"text_encoder.bias"}
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    state = Update(parameters(), settings("adamw")).state()
+    with pytest.raises(WrongInput, match="row_var"):
+        Update(parameters(), settings("adafactor")).restore(state, 1)
+
+
+def test_each_part_has_its_learning_rate() -> None:
+    given = parameters()
+    ratio = {"learning_rate": 1e-2, "text_encoder_learning_rate": 1e-3}
+    optimizer = Optimizer(given, Train(**ratio, weight_decay=0.0))
+    before = {name: p.detach().clone() for name, p in given.items()}
+    give_gradients(given, 0)
+    optimizer.step(5e-3)
+    moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in given.items()}
+    assert moved["unet.linear"] == pytest.approx(5e-3, rel=1e-3)
+    assert moved["text_encoder.bias"] == pytest.approx(5e-4, rel=1e-3)
+
+
+def test_what_has_no_gradient_is_left_alone() -> None:
+    """The last layer of SDXL's first text encoder, whose output nothing reads."""
+    for name in ("adamw", "adafactor"):
+        given = parameters()
+        update = Update(given, settings(name))
+        before = given["unet.linear"].detach().clone()
+        give_gradients(given, 0)
+        given["unet.linear"].grad = None
+        assert torch.isfinite(update.apply(1e-2))
+        assert torch.equal(given["unet.linear"], before)
+
+
+def test_eight_bits_need_a_gpu(make_job: MakeJob) -> None:
+    job = make_job(optimizer="adamw_8bit")
+    with pytest.raises(WrongInput, match="adamw_8bit needs a CUDA device; take adamw or adafactor"):
+        TheRuntime(None).load(job)  # type: ignore[arg-type]
+
+
+def test_codes_of_eight_bits_go_out_and_in_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory as bitsandbytes lays it out, without its kernels, which need a GPU."""
+
+    class Codes(torch.optim.SGD):
+        def __init__(self, groups: list[dict], settings: Train) -> None:
+            super().__init__(groups, lr=1.0)
+
+    def fill(optimizer: Codes, parameter: torch.nn.Parameter, at: int, index: int) -> None:
+        if parameter.numel() > 100:
+            codes = torch.arange(parameter.numel()) % 256
+            optimizer.state[parameter] |= {
+                "state1": codes.to(torch.uint8).view(parameter.shape),
+                "absmax1": torch.full((1,), 0.3),
+            }
+        else:
+            optimizer.state[parameter] |= {"state1": torch.full_like(parameter, 0.25)}
+
+    from dataclasses import replace
+
+    codes = replace(_KINDS["adamw_8bit"], make=Codes, start=fill)
+    monkeypatch.setitem(_KINDS, "adamw_8bit", codes)
+    given = parameters()
+    update = Update(given, settings("adamw_8bit"))
+    state = update.state()
+    assert all(a.dtype == np.float32 for arrays in state.values() for a in arrays.values())
+    assert state["state1"]["unet.conv"].max() == 215 and state["absmax1"].keys() == {"unet.conv"}
+    held = update._optimizer.memory()
+    for tensors in held.values():
+        for tensor in tensors.values():
+            tensor.zero_()
+    update.restore(state, 2)
+    assert held["state1"]["unet.conv"].dtype == torch.uint8
+    for group, arrays in state.items():
+        np.testing.assert_equal(update.state()[group], arrays)

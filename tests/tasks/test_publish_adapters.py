@@ -1,0 +1,219 @@
+"""Adapters are published alone, or merged into a pipeline with them beside; both load."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from artifacts.models import ModelNotFound
+from artifacts.store import Artifact, KeyParts, Store
+from configs.load import load_recipe
+from configs.schema import Recipe
+from configs.training import Lora
+from runtimes.base import WrongInput
+from runtimes.lora import LORA_WEIGHTS, metadata, read_adapters
+from runtimes.tensors import write_arrays
+from tasks.evaluate.published import published_painter
+from tasks.publish import build
+from tasks.publish.assemble import assemble
+from tasks.publish.card import base_card
+from tasks.publish.stage import registry_of, show
+from tasks.train import STAGE as TRAIN
+from tasks.tuned import local_tuned, tuned_content
+
+RANK = 2
+#: Layers of the tiny SDXL: outputs, and the shape of what goes in.
+LAYERS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "unet.conv_in": (16, (4, 3, 3)),
+    "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q": (32, (32,)),
+} | {
+    f"text_encoder{which}.text_model.encoder.layers.{number}.{layer}": (out, (32,))
+    for which in ("", "_2")
+    for number in range(2)
+    for layer, out in (("self_attn.q_proj", 32), ("mlp.fc1", 48))
+}
+METRIC = {"value": 1.0, "n": 10, "ci": [0.5, 1.5]}
+
+
+def make_lora(path: Path) -> Path:
+    """Adapters of random numbers, with a scale of 5 / 2."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for name, (out, into) in LAYERS.items():
+        ones = (1,) * (len(into) - 1)
+        arrays[f"{name}.lora_A.weight"] = rng.normal(size=(RANK, *into)).astype(np.float32)
+        arrays[f"{name}.lora_B.weight"] = rng.normal(size=(out, RANK, *ones)).astype(np.float32)
+    with path.open("wb") as stream:
+        write_arrays(stream, arrays, metadata(arrays, Lora(rank=RANK, alpha=5.0)))
+    return path
+
+
+def digits(folder: Path, base: Path, **more: Any) -> Recipe:
+    return load_recipe(
+        "digits",
+        {
+            "store": str(folder / "store"),
+            "model.path": str(base),
+            "train.method": "lora",
+            "train.lora.rank": RANK,
+            "publish.gate": [],
+            **more,
+        },
+    )
+
+
+def commit(store: Store, stage: str, files: dict[str, bytes]) -> Artifact:
+    draft = store.draft(KeyParts(stage, 1, {}, {}))
+    for path, data in files.items():
+        draft.write(path, data)
+    return draft.commit({}, {"parents": {}})
+
+
+def train(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
+    lora = make_lora(folder / "lora.safetensors").read_bytes()
+    files = {LORA_WEIGHTS: lora, "history.jsonl": b"", "boards/events": b"", **more}
+    return commit(Store(recipe.store), TRAIN, files)
+
+
+def publish(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
+    store = Store(recipe.store)
+    metrics = {"metrics": {"cmmd": {"base": METRIC, "tuned": METRIC}}, "fingerprint": "f"}
+    measured = json.dumps(metrics).encode()
+    evaluated = commit(store, "evaluate", {"metrics.json": measured, "before_after.png": b"png"})
+    draft = store.draft(KeyParts("publish", 1, {}, {}))
+    base = Path(recipe.model.path)
+    trained = train(folder, recipe, **more)
+    summary = build(
+        recipe, trained, evaluated, {"base": "b"}, base, None, lambda v: {}, draft, lambda *a: None
+    )
+    return draft.commit(summary, {"parents": {}})
+
+
+def files(artifact: Artifact) -> set[str]:
+    return {entry.path for entry in artifact.files}
+
+
+def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl: Path) -> None:
+    recipe = digits(tmp_path, tiny_sdxl)
+    artifact = publish(tmp_path, recipe)
+    assert files(artifact) == {
+        "README.md",
+        "before_after.png",
+        "digits_kohya.safetensors",
+        "gate.json",
+        "metrics.json",
+        LORA_WEIGHTS,
+        "recipe.yaml",
+    }
+    version = registry_of(recipe).publish(artifact)
+    pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
+    pipe.load_lora_weights(version.uri)
+    layer = pipe.unet.conv_in
+    assert layer.scaling["default_0"] == 2.5
+    stored = load_file(Path(version.uri) / LORA_WEIGHTS)["unet.conv_in.lora_A.weight"]
+    assert stored.dtype == torch.float16
+    assert torch.equal(layer.lora_A["default_0"].weight, stored.float())
+    assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
+
+
+def test_the_card_says_which_base_and_how_to_load(tmp_path: Path, tiny_sdxl: Path) -> None:
+    alone = publish(tmp_path, digits(tmp_path, tiny_sdxl))
+    card = alone.read("README.md").decode()
+    head = base_card(Path(alone.path))
+    assert head["base_model"] == str(tiny_sdxl) and head["base_model_relation"] == "adapter"
+    assert "lora" in head["tags"]
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
+    assert code and "load_lora_weights" in code[1]
+    text = code[1].replace("path/to/this/folder", alone.path)
+    text = text.replace("num_inference_steps=20", "num_inference_steps=1")
+    exec(text)
+    recipe = digits(tmp_path / "merged", tiny_sdxl, **{"publish.merge": True})
+    (tmp_path / "merged").mkdir()
+    merged = publish(tmp_path / "merged", recipe).read("README.md").decode()
+    assert "load_lora_weights" not in merged and "`lora/`" in merged
+
+
+def test_merged_they_make_a_whole_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
+    more = {"publish.merge": True, "publish.dtype": "float32"}
+    artifact = publish(tmp_path, digits(tmp_path, tiny_sdxl, **more))
+    assert {f"lora/{LORA_WEIGHTS}", "lora/digits_kohya.safetensors"} < files(artifact)
+    whole = StableDiffusionXLPipeline.from_pretrained(artifact.path)
+    base = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
+    base.load_lora_weights(f"{artifact.path}/lora")
+    base.fuse_lora()
+    base.unload_lora_weights()
+    for part in ("unet", "text_encoder", "text_encoder_2"):
+        expected = getattr(base, part).state_dict()
+        for name, weight in getattr(whole, part).state_dict().items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_what_they_are_scaled_by_is_exact_in_half_precision(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    artifact = publish(tmp_path, digits(tmp_path, tiny_sdxl))
+    kohya = load_file(Path(artifact.path) / "digits_kohya.safetensors")
+    alphas = {tensor.item() for name, tensor in kohya.items() if name.endswith(".alpha")}
+    kinds = {tensor.dtype for name, tensor in kohya.items() if not name.endswith(".alpha")}
+    assert alphas == {5.0} and kinds == {torch.float16}
+    with safe_open(Path(artifact.path) / LORA_WEIGHTS, "pt") as stream:
+        assert json.loads(stream.metadata()["lora_adapter_metadata"])["unet.lora_alpha"] == 5.0
+
+
+def test_adapters_of_another_base_are_not_merged(
+    tmp_path: Path, tiny_sd: Path, tiny_sdxl: Path
+) -> None:
+    adapters = read_adapters(make_lora(tmp_path / "lora.safetensors"))
+    adapters["unet"]["conv_out_of_place"] = adapters["unet"].pop("conv_in")
+    with pytest.raises(ValueError, match="no conv_out_of_place here"):
+        assemble(tiny_sdxl, {}, tmp_path / "out", dtype="float32", adapters=adapters)
+
+
+def test_a_champion_of_adapters_draws_with_the_base_that_it_names(
+    tmp_path: Path, tiny_sdxl: Path, tiny_vae: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_sdxl, tmp_path / "base"))
+    alone = publish(tmp_path, digits(tmp_path, base, **{"model.vae": str(tiny_vae)}))
+    painter = published_painter(Path(alone.path))
+    assert (painter.folder, painter.vae) == (base, tiny_vae)
+    assert painter.tuned.lora == Path(alone.path) / LORA_WEIGHTS and not painter.tuned.parts
+    card = Path(alone.path) / "README.md"
+    card.write_text("other words", encoding="utf-8")
+    assert published_painter(Path(alone.path)).digest == painter.digest
+    shutil.rmtree(base)
+    with pytest.raises(ModelNotFound, match="their base is gone"):
+        published_painter(Path(alone.path))
+    with pytest.raises(WrongInput, match="neither a pipeline nor adapters"):
+        published_painter(tmp_path)
+
+
+def test_a_merged_champion_is_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
+    merged = publish(tmp_path, digits(tmp_path, tiny_sdxl, **{"publish.merge": True}))
+    painter = published_painter(Path(merged.path))
+    assert painter.folder == Path(merged.path) and painter.tuned.lora is None
+
+
+def test_a_scheduler_of_their_own_goes_with_them(tmp_path: Path, tiny_sdxl: Path) -> None:
+    name = "scheduler/scheduler_config.json"
+    config = json.loads((tiny_sdxl / name).read_text())
+    own = json.dumps({**config, "prediction_type": "v_prediction"}).encode()
+    alone = publish(tmp_path, digits(tmp_path, tiny_sdxl), **{name: own})
+    assert alone.read(name) == own
+    assert "scheduler/" in alone.read("README.md").decode()
+    painter = published_painter(Path(alone.path))
+    assert painter.tuned.part_names() == {"scheduler": f"{alone.path}/scheduler"}
+
+
+def test_only_weights_are_what_training_left(tmp_path: Path, tiny_sdxl: Path) -> None:
+    trained = train(tmp_path, digits(tmp_path, tiny_sdxl))
+    assert [entry["path"] for entry in tuned_content(trained)] == [LORA_WEIGHTS]
+    with local_tuned(trained) as tuned:
+        assert tuned.lora_name() == f"{trained.path}/{LORA_WEIGHTS}" and not tuned.parts

@@ -1,0 +1,35 @@
+"""Targets and configs that are not there are found before any work starts."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.load import load_recipe
+from runtimes.base import WrongInput
+from tasks import train
+from tasks.targets import check
+
+
+def test_adapters_targets_are_looked_for_in_the_base_s_files(tiny_sdxl: Path) -> None:
+    lora = {"train.method": "lora"}
+    for targets in ("attention", "linear", "all", ["conv1", "to_q"]):
+        check(load_recipe("digits", {**lora, "train.lora.targets": targets}), tiny_sdxl)
+    recipe = load_recipe("digits", {**lora, "train.lora.targets": ["to_x"]})
+    with pytest.raises(WrongInput, match=r"no layer of the unet ends in to_x \(there are: "):
+        check(recipe, tiny_sdxl)
+
+
+def test_a_denoiser_s_config_counts_by_its_content(tiny_sdxl: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    recipe = load_recipe("digits", {"train.init": "random", "train.denoiser_config": str(path)})
+    with pytest.raises(WrongInput, match=r"train\.denoiser_config"):
+        check(recipe, tiny_sdxl)
+    path.write_text('{"a": 1}')
+    check(recipe, tiny_sdxl)
+    one = train.settings_for_key(recipe)
+    moved = tmp_path / "moved.json"
+    moved.write_text('{ "a": 1 }')
+    named = {"train.init": "random", "train.denoiser_config": str(moved)}
+    assert train.settings_for_key(load_recipe("digits", named)) == one
+    path.write_text('{"a": 2}')
+    assert train.settings_for_key(recipe) != one

@@ -1,0 +1,36 @@
+"""What the train stage makes of a run's history and events."""
+
+import io
+import logging
+
+import fsspec
+import pytest
+from PIL import Image
+
+from tasks.progress import Progress
+from tasks.train import _Watch, loss_curve
+
+LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
+
+
+def test_the_picture_has_the_held_out_loss() -> None:
+    with_it = [*LINES[:4], {**LINES[4], "validation_loss": 0.4}, *LINES[5:]]
+    pictures = [loss_curve(lines) for lines in (LINES, with_it)]
+    assert pictures[0] != pictures[1]
+    assert Image.open(io.BytesIO(pictures[1])).size == (700, 320)
+
+
+def test_progress_that_the_run_has_gone_back_from_is_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = _Watch(Progress("train"), fsspec.filesystem("memory"))
+    figures = {"images_per_second": 1.0, "data_wait": 0.0, "memory_bytes": 1, "eta_seconds": 1.0}
+    with caplog.at_level(logging.INFO, "kiln"):
+        for line in LINES:
+            work = {"tflops": 0.5, "mfu": None}
+            watch({"event": "progress", "total": 8, **line, **figures, **work})
+        watch({"event": "validation", "step": 8, "loss": 0.25, "error": None})
+        watch({"event": "back", "step": 5, "left_out": 6})
+    assert [line["step"] for line in watch.history] == [1, 2, 3, 4, 5]
+    assert watch.facts["tflops"] == 0.5 and watch.facts["mfu"] is None
+    assert "held-out loss 0.2500 at step 8" in caplog.text
