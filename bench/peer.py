@@ -135,7 +135,7 @@ class Peer:
         command = [self.python, "-c", f"{code}; print(json.dumps(found))"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise PeerFailed(f"{self.python}: {_last_words(done)}")
+            raise PeerFailed(_last_words(done))
         return dict(json.loads(done.stdout))
 
 

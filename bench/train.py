@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROUNDS = 5
 STEPS = 40
+WRONG_INPUT = 2
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -57,12 +58,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rows asked for; 1 if one of them failed."""
+    """Run the rows asked for; 1 if one of them failed, 2 if the peer cannot be run at all."""
     os.environ.setdefault(THREADS, str(len(os.sched_getaffinity(0))))
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     options = parse(arguments)
     from bench import report
-    from bench.peer import Peer
+    from bench.peer import Peer, PeerFailed
     from bench.steps import Context
     from bench.train_rows import ROWS
 
@@ -70,7 +71,11 @@ def main(arguments: list[str]) -> int:
     peer = None
     if options.diffusers_examples is not None:
         peer = Peer(options.diffusers_examples.resolve(), options.peer_python)
-        facts["peer_versions"] = peer.versions()
+        try:
+            facts["peer_versions"] = peer.versions()
+        except (OSError, PeerFailed) as error:
+            report.say(f"error: --peer-python {options.peer_python}: {error}")
+            return WRONG_INPUT
     rows = []
     with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
         context = Context(Path(folder), peer, options.rounds, options.steps)

@@ -14,6 +14,7 @@ from bench.steps import Context, Scale, loop_figures, step_row
 from runtimes.job import write_job
 
 MODELS = Path(__file__).with_name("models")
+SD2_UNET, SDXL_UNET = MODELS / "sd2-base-unet.json", MODELS / "sdxl-unet.json"
 BF16: dict[str, Any] = {"compute_dtype": "bfloat16"}
 PEER_BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 OPTION_STEPS = 20
@@ -22,13 +23,13 @@ LARGE = 120 * 2**30  # bytes of device memory from which batches are doubled
 
 def sd2(batch: int) -> Scale:
     """Stable Diffusion 2 base, 512 x 512."""
-    write = partial(inputs.write_true_size, config=MODELS / "sd2-base.json")
+    write = partial(inputs.write_true_size, config=SD2_UNET)
     return Scale("sd2", write, 256, 512, batch, family="sd", train=BF16, peer=PEER_BF16)
 
 
 def sdxl(batch: int) -> Scale:
     """Stable Diffusion XL, 1024 x 1024."""
-    write = partial(inputs.write_true_size, config=MODELS / "sdxl.json")
+    write = partial(inputs.write_true_size, config=SDXL_UNET)
     return Scale("sdxl", write, 64, 1024, batch, train=BF16, peer=PEER_BF16)
 
 
@@ -40,6 +41,8 @@ def cuda_row(
 
     if not torch.cuda.is_available():
         return Row(name, left_out="no CUDA device")
+    if missing := [path.name for path in (SD2_UNET, SDXL_UNET) if not path.is_file()]:
+        return Row(name, left_out=f"{MODELS} has no {missing[0]}")
     if torch.cuda.get_device_properties(0).total_memory >= LARGE:
         batch *= 2
     return true_size_row(context, name, scale(batch), method)

@@ -14,6 +14,7 @@ from runtimes.families import detect_family
 from runtimes.objective import LatentScale, Objective
 from runtimes.registry import check_installed, probe_runtime
 from runtimes.scheduler import read_schedule, trained_scheduler
+from runtimes.wandb_board import check_wandb
 from tasks import download, evaluate, targets
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.publish.assemble import missing_weights
@@ -45,6 +46,7 @@ def prepare(recipe: Recipe) -> Prepared:
     check_rules(recipe.publish.gate, evaluate.metric_names(recipe))
     store = _check_places(recipe)
     _check_runtime(recipe)
+    _check_watching(recipe)
     download.check(recipe)
     evaluate.check(recipe)
     if recipe.beam:
@@ -82,6 +84,13 @@ def _check_runtime(recipe: Recipe) -> None:
         if device not in {"auto", *names}:
             known = ", ".join(found.devices)
             raise RecipeError(f"{section}.device: {device} is not on this machine ({known})")
+
+
+def _check_watching(recipe: Recipe) -> None:
+    """Raise for what training is to be watched by, and cannot be."""
+    check_wandb(recipe.train.wandb)
+    if recipe.train.validation.every and not recipe.encode.holdout:
+        raise RecipeError("train.validation needs held-out samples: raise encode.holdout")
 
 
 def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:

@@ -40,7 +40,7 @@ class Alone:
 
     world = 1
     first = True  # whether this process keeps what is whole
-    memory_format = torch.channels_last  # of the weights: what convolutions compute in fastest
+    memory_format = torch.channels_last  # of weights: what convolutions compute in fastest
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
         """Take over a network that is on its device; what to call for a training forward."""
@@ -127,7 +127,7 @@ class Data(Alone):
 class Sharded(Data):
     """Every process holds a share of every array: rows, as torch.chunk cuts them."""
 
-    memory_format = torch.contiguous_format  # rows are cut off
+    memory_format = torch.contiguous_format  # FSDP cuts rows off what lies row by row
 
     def __init__(self, ranks: Ranks, settings: Train, device: torch.device) -> None:
         super().__init__(ranks)

@@ -20,6 +20,7 @@ from runtimes.scheduler import trained_scheduler
 from runtimes.torch.device import (
     choose_device,
     describe,
+    keep_freed_memory,
     make_deterministic,
     peak_bytes,
     probe,
@@ -27,6 +28,7 @@ from runtimes.torch.device import (
 )
 from runtimes.torch.flops import FlopCounter, peak_flops
 from runtimes.torch.lora import seed_dropout
+from runtimes.torch.layout import keep_channels_last, to_training
 from runtimes.torch.network import Network
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
@@ -50,12 +52,17 @@ class TheRuntime:
         ranks = Ranks.here()
         self._rank = ranks.rank
         self._device = choose_device(self._settings.device, ranks)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._parallel = open_parallel(self._settings, ranks, self._device)
         self.device = describe(self._device)
         network = Network.load(job, self._settings)
         self._counter = FlopCounter(network)
         network.place(self._device, self._parallel.memory_format)
-        self._network = network.train()
+        if self._parallel.memory_format == torch.channels_last:
+            keep_channels_last(network)
+        to_training(network)
+        self._network = network
         if self._settings.compile:
             network.denoiser.compile()
         self._forward = self._parallel.wrap(network)
@@ -132,7 +139,7 @@ class TheRuntime:
             with self._update.averaged(), self._autocast():
                 yield
         finally:
-            self._network.train()
+            to_training(self._network)
 
     def memory_bytes(self) -> int:
         return peak_bytes(self._device)

@@ -19,6 +19,7 @@ from runtimes.job import TrainJob
 from runtimes.loader import Loader
 from runtimes.loop import train
 from runtimes.stop import Stop
+from runtimes.torch.runtime import TheRuntime
 
 MakeJob = Callable[..., TrainJob]
 SETTINGS = {
@@ -32,6 +33,12 @@ SETTINGS = {
     "lr_schedule": "cosine",
     "warmup_steps": 5,
 }
+
+
+@pytest.fixture(autouse=True)
+def _known_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting them takes longer than all steps of these tests."""
+    monkeypatch.setattr(TheRuntime, "flops", lambda runtime, batch: 2e9)
 
 
 class Heard(Events):
@@ -95,7 +102,7 @@ def test_a_broken_checkpoint_costs_steps_not_the_result(make_job: MakeJob) -> No
 def test_events_say_how_it_goes(make_job: MakeJob) -> None:
     heard = Heard()
     sampler = {"seed": 0, "num_inference_steps": 1, "guidance_scale": 1.0, "batch_size": 2}
-    job = make_job(steps=5, log_every=2, checkpoint_every=2, sample_every=4)
+    job = make_job(steps=5, log_every=2, checkpoint_every=2, sample_every=4, peak_tflops=0.5)
     assert train(replace(job, sample_prompts=("a", "b"), sampler=sampler), heard, Stop())
     assert heard.events[0][0] == "start" and heard.events[-1][0] == "result"
     assert heard.events[0][1]["versions"]["torch"] == torch.__version__
@@ -105,6 +112,8 @@ def test_events_say_how_it_goes(make_job: MakeJob) -> None:
     last = heard.of("progress")[-1]
     assert last["images_per_second"] > 0 and 0 <= last["data_wait"] <= 1
     assert last["eta_seconds"] == 0 and last["memory_bytes"] > 10**6
+    assert last["tflops"] == pytest.approx(2e9 * last["images_per_second"] / 4 / 1e12)
+    assert last["mfu"] == pytest.approx(last["tflops"] / 0.5)
 
 
 def test_a_loss_of_nan_ends_the_run_before_it_is_saved(make_job: MakeJob) -> None:

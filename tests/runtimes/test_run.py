@@ -22,6 +22,7 @@ from runtimes.loop import train
 from runtimes.stop import Stop
 from runtimes.tensors import write_arrays
 from runtimes.torch.runtime import TheRuntime
+from tasks.process import JobFailed, run_job
 
 MakeJob = Callable[..., TrainJob]
 VALIDATION = {"every": 3, "samples": 4, "draws": 2}
@@ -273,3 +274,29 @@ def test_weights_and_biases_without_a_key_is_wrong_input(
     monkeypatch.setattr("runtimes.loop.open_runtime", lambda *_: pytest.fail("work has started"))
     with pytest.raises(WrongInput, match="WANDB_API_KEY"):
         run(make_job(wandb={"project": "p"}))
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(make_job: MakeJob) -> None:
+    settings = {"steps": 6, "log_every": 1, "checkpoint_every": 4, "validation": VALIDATION}
+    one, two = make_job("one", **settings), make_job("two", **settings, processes=2)
+    heard: list[dict[str, Any]] = []
+    run(one)
+    run_job(two, heard.append)
+    for line, expected in zip(history(two), history(one), strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+    steps = [(event["event"], event["step"]) for event in heard if "step" in event]
+    assert steps.count(("checkpoint", 4)) == steps.count(("progress", 4)) == 1
+    assert curve(two, "loss") == list(range(1, 7))
+
+
+@pytest.mark.slow
+def test_two_processes_go_back_together(make_job: MakeJob) -> None:
+    policy = {"action": "skip", "most": 1}
+    job = make_job(
+        steps=9, log_every=2, processes=2, divergence=policy, learning_rate=1e18, max_grad_norm=None
+    )
+    heard: list[dict[str, Any]] = []
+    with pytest.raises(JobFailed, match="1 batches have been left out already"):
+        run_job(job, heard.append)
+    assert [event["left_out"] for event in heard if event["event"] == "back"] == [1]

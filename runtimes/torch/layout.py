@@ -1,0 +1,49 @@
+"""Keep a UNet's activations channels-last (NHWC), in which its convolutions are fastest.
+
+diffusers' blocks bring them back to NCHW in two places, which costs a copy there and another one
+before the next convolution, forward and backward.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+
+
+def keep_channels_last(network: torch.nn.Module) -> None:
+    """Have attention blocks give back what they computed as it lies: channels last."""
+    for module in network.modules():
+        if isinstance(module, Transformer2DModel):
+            module._get_output_for_continuous_inputs = MethodType(_output, module)
+
+
+def to_training(network: torch.nn.Module) -> None:
+    """Put a network into training mode, except for the copy that a ResnetBlock2D then makes of its
+    shortcut's input: nothing else in it looks at its own flag (its children have theirs)."""
+    network.train()
+    for module in network.modules():
+        if isinstance(module, ResnetBlock2D):
+            module.training = False
+
+
+def _output(
+    self: Any,
+    hidden_states: torch.Tensor,  # [B, h * w, D]
+    residual: torch.Tensor,  # [B, C, h, w]
+    batch_size: int,
+    height: int,
+    width: int,
+    inner_dim: int,
+) -> torch.Tensor:
+    """Transformer2DModel's own, without its `contiguous()`."""
+
+    def to_picture(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)
+
+    if self.use_linear_projection:
+        return to_picture(self.proj_out(hidden_states)) + residual
+    return self.proj_out(to_picture(hidden_states)) + residual
