@@ -27,8 +27,8 @@ from runtimes.torch.device import (
     versions,
 )
 from runtimes.torch.flops import FlopCounter, peak_flops
-from runtimes.torch.lora import seed_dropout
 from runtimes.torch.layout import keep_channels_last, to_training
+from runtimes.torch.lora import seed_dropout
 from runtimes.torch.network import Network
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
