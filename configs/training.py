@@ -1,15 +1,17 @@
 """Every setting of the section `train`: what is trained, towards what, how, and how it is watched.
 
-`CARRYING_OUT` names those that say how a run is carried out rather than what it computes.
+`computing` gives those that the weights depend on, and leaves out how a run is carried out.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from configs.section import Fraction, Section
+
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Lora(Section):
@@ -133,7 +135,7 @@ class Train(Section):
     lr_power: float = Field(1.0, gt=0, description="Exponent of polynomial.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear rise from 0.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW's beta1 and beta2.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's beta1 and beta2.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Clip the gradient's L2 norm to this."
@@ -215,8 +217,20 @@ class Train(Section):
             raise ValueError("init: random trains all weights: method must be full")
         if self.denoiser_config is not None and self.init != "random":
             raise ValueError("denoiser_config is for init: random")
-        if self.keep_best and not self.validation.every:
-            raise ValueError("keep_best needs validation.every")
+        if self.keep_best and self.checkpoint_every % (self.validation.every or 2**63):
+            raise ValueError(
+                "keep_best needs a validation at every checkpoint: validation.every "
+                "must divide checkpoint_every"
+            )
+        if self.global_batch_size % self.processes:
+            raise ValueError(
+                f"processes: {self.processes} do not share a global_batch_size of "
+                f"{self.global_batch_size}: make it a multiple"
+            )
+        if self.parallel == "fsdp" and self.processes > 1 and self.optimizer != "adamw":
+            raise ValueError(
+                f"optimizer {self.optimizer} needs whole arrays: parallel must be data"
+            )
         return self
 
 
@@ -244,3 +258,21 @@ CARRYING_OUT = frozenset(
         "wandb",
     }
 )
+
+
+def computing(settings: Train) -> dict[str, Any]:
+    """The settings that the trained weights depend on: those without effect are left out."""
+    left_out = set(CARRYING_OUT)
+    if settings.method == "full":
+        left_out.add("lora")
+    elif settings.lora.dropout:  # drawn anew for each forward pass of each process
+        left_out -= {"micro_batch_size", "processes"}
+    if not settings.text_encoders:
+        left_out.add("text_encoder_learning_rate")
+    if settings.lr_schedule == "constant":
+        left_out.add("lr_final")
+    if settings.lr_schedule != "cosine_with_restarts":
+        left_out.add("lr_cycles")
+    if settings.lr_schedule != "polynomial":
+        left_out.add("lr_power")
+    return settings.model_dump(mode="json", exclude=left_out)

@@ -136,12 +136,13 @@ class Checkpoints:
         return path, sum(entry.size for entry in files)
 
     def _complaint(self, path: str, error: OSError) -> str:
+        kept = "there is none before it"
         try:
             self._discard(path)  # makes room again
+            if steps := self._steps():
+                kept = f"the last good one is of step {steps[-1]}"
         except OSError:
-            log.warning("%s is half written and cannot be removed", path)
-        steps = self._steps()
-        kept = f"the last good one is of step {steps[-1]}" if steps else "there is none before it"
+            kept = "it is half written and cannot be removed"
         reason = error.strerror or str(error)
         return f"checkpoint {path} could not be written: {reason}; {kept}"
 

@@ -25,7 +25,7 @@ class Stream(IntEnum):
     PICTURE = 8  # (picture) the start noise of sampling
     INPUT_PERTURBATION = 9  # (sample) noise on the noise given to the model
     ADAPTERS = 20  # (an adapter's name, as a number) where it starts
-    ADAPTER_DROPOUT = 21  # (step, first sample of the micro batch, rank) a seed of dropout
+    DROPOUT = 21  # (step, first sample of the micro batch, rank) a seed of dropout
 
 
 def generator(seed: int, stream: Stream, *counter: int) -> np.random.Generator:

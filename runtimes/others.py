@@ -97,7 +97,10 @@ class Others:
 
     def _attend(self, other: _Other) -> None:
         for line in other.events:
-            event = json.loads(line)
+            try:
+                event = json.loads(line)
+            except ValueError:  # cut off: it was killed
+                continue
             other.finished |= event["event"] == "result"
             if event["event"] == "error":
                 other.error = event

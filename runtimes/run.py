@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from configs.training import CARRYING_OUT, Train
+from configs.training import Train, computing
 from runtimes.base import Runtime, StepBatch, WrongInput
 from runtimes.boards import Boards
 from runtimes.checkpoint import Checkpoint, Checkpoints
@@ -275,10 +275,10 @@ class Run:
         self.recorder.begin(saved.history)
 
     def _check_same_run(self, saved: Checkpoint) -> None:
-        before, now = saved.facts["train"], self._settings.model_dump(mode="json")
-        for name in sorted(set(now) - CARRYING_OUT):
-            if before.get(name) != now[name]:
+        before, now = computing(Train(**saved.facts["train"])), computing(self._settings)
+        for name in sorted({*before, *now} - {"denoiser_config"}):  # a path: its file may move
+            if before.get(name) != now.get(name):
                 raise WrongInput(
                     f"{self._job.work} holds a run with train.{name}={before.get(name)}, this one "
-                    f"asks for {now[name]}: give it a work folder of its own"
+                    f"asks for {now.get(name)}: give it a work folder of its own"
                 )

@@ -53,7 +53,8 @@ def debiased_weight(snr: Array, prediction_type: str) -> Array:
     """
     root: Array = np.sqrt(snr, dtype=np.float32)
     if prediction_type == "v_prediction":
-        return np.divide(root, snr + 1, dtype=np.float32)
+        divided = np.divide(root, snr + 1, dtype=np.float32)
+        return np.where(np.isinf(snr), np.float32(0), divided)
     return root if prediction_type == "sample" else np.reciprocal(root)
 
 

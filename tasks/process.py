@@ -116,7 +116,10 @@ def _read_events(
     events: IO[str], kept: dict[str, Event], on_event: Callable[[Event], None]
 ) -> None:
     for line in events:
-        event = json.loads(line)
+        try:
+            event = json.loads(line)
+        except ValueError:  # cut off: the process was killed
+            continue
         kept[event["event"]] = event
         if event["event"] == "warning":
             log.warning("%s", event["message"])

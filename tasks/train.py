@@ -1,4 +1,4 @@
-"""The train stage: latent shards in, a fine-tuned UNet out, by a runtime in its own process."""
+"""The train stage: latent shards in, fine-tuned weights out, by a runtime in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 
 from artifacts.store import Artifact, Draft
 from configs.schema import Recipe
-from configs.training import CARRYING_OUT
+from configs.training import computing
 from runtimes.job import TrainJob
 from tasks.panels import Facts, Panel, Picture
 from tasks.process import Event, run_job
@@ -32,7 +32,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 
     Not among them is how the run is carried out, which may change at a resume; nor the runtime.
     """
-    settings = recipe.train.model_dump(mode="json", exclude=set(CARRYING_OUT))
+    settings = computing(recipe.train)
     if recipe.train.denoiser_config is not None:  # what it says, wherever it lies
         text = Path(recipe.train.denoiser_config).read_text(encoding="utf-8")
         settings["denoiser_config"] = json.loads(text)

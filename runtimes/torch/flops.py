@@ -50,8 +50,8 @@ class FlopCounter:
     """
 
     def __init__(self, network: torch.nn.Module) -> None:
-        self._network = without_weights(network).train()
-        for part in self._network.children():
+        self.network = without_weights(network).train()
+        for part in self.network.children():
             if getattr(part, "is_gradient_checkpointing", False):
                 names = ("disable_gradient_checkpointing", "gradient_checkpointing_disable")
                 next(getattr(part, name) for name in names if hasattr(part, name))()
@@ -71,11 +71,11 @@ class FlopCounter:
 
         conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
         with FlopCounterMode(display=False) as counter:
-            predicted = self._network(
+            predicted = self.network(
                 empty(batch.noisy_latents), empty(batch.timesteps), conditioning
             )
             predicted.square().mean().backward()
-        self._network.zero_grad(set_to_none=True)
+        self.network.zero_grad(set_to_none=True)
         return int(counter.get_total_flops())
 
 

@@ -101,8 +101,9 @@ class Sampler:
         """
         scale = self._pipe.vae_scale_factor
         denoiser = getattr(self._pipe, self._denoiser)
-        own = denoiser.config.sample_size * scale
-        height, width = sampler.get("height") or own, sampler.get("width") or own
+        height, width = (
+            sampler.get(side) or denoiser.config.sample_size * scale for side in ("height", "width")
+        )
         shape = (denoiser.config.in_channels, height // scale, width // scale)
         size, pictures = sampler["batch_size"], list[Image]()
         for start in range(0, len(prompts), size):
@@ -188,7 +189,7 @@ def holdout_losses(
             objective,
             samples=samples,
             draws=draws,
-            batch_size=LOSS_BATCH,
+            batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # what there is memory for
             text_encoders=bool(network.text_encoders),
         ):
             errors = Inputs(batch, slice(None), device, dtype).errors(network)

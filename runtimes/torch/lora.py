@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from configs.training import Lora, Train
+from configs.training import Lora
 from runtimes.base import WrongInput
-from runtimes.draws import Stream, generator
 from runtimes.lora import Adapter, Layer, alpha, choose_layers, initial_down, stored_name
 
 #: PEFT's name of our adapter, which State leaves out.
@@ -35,7 +34,7 @@ def add_adapters(part: str, model: torch.nn.Module, lora: Lora, seed: int) -> No
         use_dora=lora.dora,
     )
     model.requires_grad_(False)
-    with torch.random.fork_rng():  # what PEFT draws is drawn again below
+    with torch.random.fork_rng(devices=[]):  # what PEFT draws is drawn again below
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     adapted = dict(_adapted(model))
     if adapted.keys() != set(chosen):  # a name that is the end of another's
@@ -68,17 +67,6 @@ def lay_over(part: str, model: torch.nn.Module, adapters: Mapping[str, Adapter])
         except ValueError:
             raise WrongInput(f"the adapters are for another model: {name} differs") from None
         weight.copy_(torch.from_numpy(merged))
-
-
-def seed_dropout(settings: Train, step: int, first: int, rank: int) -> None:
-    """Fix what the adapters' dropout draws next, so that a resumed run drops the same.
-
-    Args:
-        first: the first sample of the micro batch, among those of this rank.
-    """
-    if settings.method == "lora" and settings.lora.dropout:
-        rng = generator(settings.seed, Stream.ADAPTER_DROPOUT, step, first, rank)
-        torch.manual_seed(int(rng.integers(2**63)))
 
 
 def _layers(model: torch.nn.Module) -> dict[str, Layer]:

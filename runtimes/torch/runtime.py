@@ -26,9 +26,9 @@ from runtimes.torch.device import (
     probe,
     versions,
 )
+from runtimes.torch.dropout import drops, seed_dropout
 from runtimes.torch.flops import FlopCounter, peak_flops
 from runtimes.torch.layout import keep_channels_last, to_training
-from runtimes.torch.lora import seed_dropout
 from runtimes.torch.network import Network
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
@@ -62,6 +62,7 @@ class TheRuntime:
         if self._parallel.memory_format == torch.channels_last:
             keep_channels_last(network)
         to_training(network)
+        self._drops = drops(network)
         self._network = network
         if self._settings.compile:
             network.denoiser.compile()
@@ -74,7 +75,8 @@ class TheRuntime:
         loss = torch.zeros((), device=self._device)
         for start in range(0, size, micro):
             inputs = Inputs(batch, slice(start, start + micro), self._device)
-            seed_dropout(self._settings, batch.step, start, self._rank)
+            if self._drops:
+                seed_dropout(self._settings.seed, batch.step, start, self._rank)
             with self._parallel.accumulating(last=start + micro >= size):
                 with self._autocast():
                     errors = inputs.errors(self._forward)

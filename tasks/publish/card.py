@@ -10,6 +10,7 @@ import yaml
 
 from configs.load import dump
 from configs.schema import Recipe
+from configs.urls import without_secrets
 from tasks.panels import escape_markdown, human
 from tasks.publish.gate import Verdict, as_rows
 from tasks.tuned import Tuned
@@ -64,7 +65,7 @@ def write_card(
     head: dict[str, Any] = {
         "license": license_of(recipe, base),
         **{k: found[k] for k in ("license_name", "license_link") if k in found},
-        "base_model": recipe.model.path,
+        "base_model": without_secrets(recipe.model.path),
         "base_model_relation": "finetune" if weights.pipeline else "adapter",
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
@@ -119,11 +120,11 @@ def _load(recipe: Recipe, weights: Weights) -> str:
     if weights.pipeline:
         return 'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder")\n'
     text = (
-        f"pipe = DiffusionPipeline.from_pretrained({recipe.model.path!r})\n"
+        f"pipe = DiffusionPipeline.from_pretrained({without_secrets(recipe.model.path)!r})\n"
         'pipe.load_lora_weights("path/to/this/folder")\n'
     )
     if recipe.model.vae is not None:
-        text += f"# Measured with the VAE {recipe.model.vae!r}.\n"
+        text += f"# Measured with the VAE {without_secrets(recipe.model.vae)!r}.\n"
     if weights.scheduler:
         text += "# It was trained for the scheduler in scheduler/: give the pipeline that one.\n"
     return text

@@ -1,6 +1,12 @@
 """Latents artifacts of random numbers, and jobs over the tiny models."""
 
+import fcntl
 import json
+import os
+import subprocess
+import sys
+import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +19,8 @@ import torch
 from artifacts.latents import LatentSample, Texts, write_latent_shard
 from artifacts.store import KeyParts, Store
 from configs.training import Train
-from runtimes.job import TrainJob
+from runtimes.events import EVENT_FD
+from runtimes.job import TrainJob, write_job
 
 TOKENS, PROMPT_DIM, POOLED_DIM = 6, 64, 24
 INFO = {
@@ -132,3 +139,80 @@ def make_job(tiny_sdxl: Path, latents_url: str, tmp_path: Path) -> MakeJob:
         return replace(job, **fields)
 
     return make
+
+
+class Child:
+    """A runtime's process, started as a stage starts it; it is killed when it takes too long.
+
+    Args:
+        program: what is run, before the path of the job's file.
+        pipe: bytes of events that it may be ahead of us: it waits until we have read them.
+        more: variables of its environment.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        folder: Path,
+        program: Sequence[str] = ("-m", "runtimes"),
+        pipe: int = 4096,
+        **more: str,
+    ) -> None:
+        path = folder / f"{uuid.uuid4().hex}.json"
+        write_job(job, path)
+        events, write = os.pipe()
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, pipe)
+        self.process = subprocess.Popen(
+            [sys.executable, *program, str(path)],
+            env={
+                **os.environ,
+                EVENT_FD: str(write),
+                "OMP_NUM_THREADS": str(torch.get_num_threads()),
+                **more,
+            },
+            pass_fds=(write,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.deadline = threading.Timer(100, self.process.kill)
+        self.deadline.start()
+        os.close(write)
+        self.stream = os.fdopen(events)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What it says from now on."""
+        for line in self.stream:
+            yield json.loads(line)
+
+    def step_of_first(self, kind: str) -> int:
+        """The step that the first event of a kind from now on tells of."""
+        return next(event["step"] for event in self.events() if event["event"] == kind)
+
+    def end(self) -> int:
+        """Its exit code, once it has ended by itself."""
+        for _ in self.stream:
+            pass
+        try:
+            return self.process.wait(60)
+        finally:
+            self.deadline.cancel()
+
+
+StartJob = Callable[..., Child]
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[StartJob]:
+    """Starts a job in a process of its own; none is left behind."""
+    children: list[Child] = []
+
+    def start(job: TrainJob, *arguments: Any, **more: Any) -> Child:
+        children.append(Child(job, tmp_path, *arguments, **more))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.deadline.cancel()
+        child.process.kill()
+        child.process.wait()

@@ -11,13 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from runtimes.__main__ import main, only_writer
 from runtimes.checkpoint import Checkpoints
@@ -27,6 +26,7 @@ from runtimes.loop import train
 from runtimes.stop import Stop
 
 MakeJob = Callable[..., TrainJob]
+StartJob = Callable[..., Any]  # of conftest.py: a Child
 SETTINGS = {
     "steps": 60,
     "checkpoint_every": 7,
@@ -45,72 +45,23 @@ def outputs(job: TrainJob) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
-class Child:
-    """A runtime's process, started as a stage starts it; it is killed when it takes too long.
-
-    Args:
-        pipe: bytes of events that it may be ahead of us: it waits until we have read them.
-    """
-
-    def __init__(
-        self,
-        job: TrainJob,
-        folder: Path,
-        program: Sequence[str] = ("-m", "runtimes"),
-        pipe: int = 4096,
-    ) -> None:
-        path = folder / "job.json"
-        write_job(job, path)
-        events, write = os.pipe()
-        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, pipe)
-        self.process = subprocess.Popen(
-            [sys.executable, *program, str(path)],
-            env={
-                **os.environ,
-                EVENT_FD: str(write),
-                "OMP_NUM_THREADS": str(torch.get_num_threads()),
-            },
-            pass_fds=(write,),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.deadline = threading.Timer(100, self.process.kill)
-        self.deadline.start()
-        os.close(write)
-        self.stream = os.fdopen(events)
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        for line in self.stream:
-            yield json.loads(line)
-
-    def step_of_first(self, kind: str) -> int:
-        return next(event["step"] for event in self.events() if event["event"] == kind)
-
-    def end(self) -> int:
-        for _ in self.stream:
-            pass
-        try:
-            return self.process.wait(60)
-        finally:
-            self.deadline.cancel()
-
-
 @pytest.mark.slow
-def test_killed_and_stopped_it_ends_with_the_same_bytes(make_job: MakeJob, tmp_path: Path) -> None:
+def test_killed_and_stopped_it_ends_with_the_same_bytes(
+    make_job: MakeJob, start_job: StartJob
+) -> None:
     # Three are stopped early. Each is at most a full pipe ahead of us, which is less than 35 lines.
     settings = {**SETTINGS, "steps": 120, "log_every": 1}
     whole = make_job("whole", **settings)
     assert train(whole, Events(), Stop())
 
     job = make_job("broken", **settings)
-    killed = Child(job, tmp_path)
+    killed = start_job(job)
     assert killed.step_of_first("checkpoint") == 7
     time.sleep(random.random() / 3)
     killed.process.kill()
     assert killed.end() == -signal.SIGKILL
 
-    stopped = Child(job, tmp_path)
+    stopped = start_job(job)
     assert stopped.step_of_first("start") >= 7
     stopped.step_of_first("progress")
     stopped.process.terminate()
@@ -118,13 +69,13 @@ def test_killed_and_stopped_it_ends_with_the_same_bytes(make_job: MakeJob, tmp_p
     saved = Checkpoints(job.work, 9).latest()
     assert saved is not None
 
-    orphaned = Child(job, tmp_path)
+    orphaned = start_job(job)
     assert orphaned.step_of_first("start") == saved.step
     orphaned.step_of_first("progress")
     orphaned.process.stdin.close()  # type: ignore[union-attr]
     assert orphaned.end() == 143
 
-    last = Child(job, tmp_path)
+    last = start_job(job)
     assert last.end() == 0
     assert outputs(job) == outputs(whole)
     assert sorted(outputs(job)) == [
@@ -150,10 +101,10 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_stage_that_asks_and_then_dies_does_not_kill_the_save(
-    make_job: MakeJob, tmp_path: Path
+    make_job: MakeJob, start_job: StartJob
 ) -> None:
     job = make_job(steps=5000, checkpoint_every=5000, log_every=10)
-    child = Child(job, tmp_path, ("-c", SLOW_SAVE), pipe=2**16)
+    child = start_job(job, ("-c", SLOW_SAVE), pipe=2**16)
     child.step_of_first("progress")
     child.process.terminate()
     assert child.process.stdout and child.process.stdin

@@ -286,3 +286,15 @@ def test_stable_diffusion_trains_without_sizes(
     url = write_latents(tmp_path / "sd", [{"train/8x8": 6}], **info)
     losses, _ = run(make_job(model=str(tiny_sd), latents=url), 8)
     assert np.isfinite(losses).all()
+
+
+def test_a_base_with_dropout_resumes_to_the_bit(make_job: MakeJob, copied: Path) -> None:
+    path = copied / "unet/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dropout": 0.3}))
+    job = make_job(model=str(copied))
+    (plain, _), (dropping, runtime) = run(make_job(), 2), run(job, 2)
+    assert dropping != plain
+    torch.manual_seed(123)  # what another process would start with
+    other, batch = start(job)
+    other.restore(runtime.state(), 2)
+    assert float(other.step(batch(2), 1e-3).loss) == float(runtime.step(batch(2), 1e-3).loss)

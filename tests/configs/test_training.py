@@ -1,0 +1,55 @@
+"""Which settings of a training run count, and which do not go together."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from configs.training import Train, computing
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"lora": {"rank": 4}}),
+        ({}, {"text_encoder_learning_rate": 1e-5}),
+        ({}, {"lr_power": 2.0, "lr_cycles": 3, "lr_final": 0.1}),
+        ({"processes": 2}, {"micro_batch_size": 4, "device": "cpu", "checkpoint_every": 7}),
+        ({"method": "lora"}, {"method": "lora", "processes": 2}),
+    ],
+)
+def test_what_has_no_effect_does_not_count(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert computing(Train(**one)) == computing(Train(**other))
+
+
+@pytest.mark.parametrize(
+    ("common", "change"),
+    [
+        ({}, {"learning_rate": 1.0}),
+        ({}, {"divergence": {"action": "skip"}}),
+        ({"method": "lora"}, {"lora": {"rank": 4}}),
+        ({"method": "lora", "lora": {"dropout": 0.1}}, {"processes": 2}),
+        ({"method": "lora", "lora": {"dropout": 0.1}}, {"micro_batch_size": 2}),
+        ({"lr_schedule": "polynomial"}, {"lr_power": 2.0}),
+        ({"text_encoders": True}, {"text_encoder_learning_rate": 1e-6}),
+    ],
+)
+def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any]) -> None:
+    assert computing(Train(**common)) != computing(Train(**common, **change))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"processes": 3}, "processes"),
+        ({"processes": 2, "parallel": "fsdp", "optimizer": "adafactor"}, "parallel must be data"),
+        ({"keep_best": 1}, "keep_best"),
+        ({"keep_best": 1, "checkpoint_every": 100, "validation": {"every": 70}}, "must divide"),
+        ({"snr_gamma": 5.0, "debiased": True}, "give one"),
+        ({"method": "lora", "init": "random"}, "method must be full"),
+        ({"betas": [0.9, 1.0]}, "less than 1"),
+    ],
+)
+def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Train(**settings)
