@@ -14,7 +14,7 @@ from bench.steps import Context, Scale, loop_figures, step_row
 from runtimes.job import write_job
 
 MODELS = Path(__file__).with_name("models")
-SD2_UNET, SDXL_UNET = MODELS / "sd2-base-unet.json", MODELS / "sdxl-unet.json"
+SD2_UNET, SDXL_UNET = MODELS / "sd2-base.json", MODELS / "sdxl.json"
 BF16: dict[str, Any] = {"compute_dtype": "bfloat16"}
 PEER_BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 OPTION_STEPS = 20

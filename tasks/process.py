@@ -41,9 +41,10 @@ def run_job(
 ) -> Event:
     """Run `python -m runtimes JOB.json` and return the fields of its `result` event.
 
-    The process has its own session, so that only we signal it. When we are interrupted (Ctrl-C, a
-    cancelled Prefect run) it gets SIGTERM, `grace_seconds` to checkpoint in, then SIGKILL. When we
-    are killed, its standard input ends, which it takes for SIGTERM.
+    The process, and those it starts, have a session of their own, so that only we signal them. When
+    we are interrupted (Ctrl-C, a cancelled Prefect run) they get SIGTERM, `grace_seconds` to
+    checkpoint in, then SIGKILL. When we are killed, its standard input ends, which it takes for
+    SIGTERM.
 
     Raises:
         WrongInput: the job cannot be done as asked.
@@ -84,6 +85,8 @@ def _attend(
     ]
     try:
         code = child.wait()
+        if code != 0:
+            _signal_group(child, signal.SIGKILL)  # other processes of the run, were any left
     except BaseException:
         _stop(child, grace_seconds)
         raise

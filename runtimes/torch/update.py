@@ -41,7 +41,8 @@ class Update:
         """Clip the gradients, update, forget them. Returns their L2 norm before clipping."""
         gradients = [p.grad for p in self._masters if p.grad is not None]
         norm = self._parallel.total_norm(torch.nn.utils.get_total_norm(gradients, foreach=True))
-        if (most := self._settings.max_grad_norm) is not None:
+        most = self._settings.max_grad_norm
+        if most is not None and not _surely_below(most, norm):
             torch.nn.utils.clip_grads_with_norm_(self._masters, most, norm, foreach=True)
         self._optimizer.step(learning_rate)
         if self._average is not None and self._settings.ema_decay is not None:
@@ -101,6 +102,11 @@ class Update:
         if self._average is not None:
             groups["ema"] = dict(zip(self._parameters, self._average, strict=True))
         return groups
+
+
+def _surely_below(most: float, norm: torch.Tensor) -> bool:
+    """Whether clipping would multiply by 1. A device is not waited for to find out."""
+    return norm.device.type == "cpu" and float(norm) + 1e-6 < most  # as torch adds it
 
 
 def _copy(tensor: torch.Tensor) -> NDArray[np.float32]:

@@ -84,5 +84,6 @@ def test_a_profile_is_a_trace_of_the_steps_within(make_job: MakeJob, tmp_path: P
     with runtime.profile(str(tmp_path / "profile")):
         runtime.step(batch_of(job), 1e-3)
     (path,) = (tmp_path / "profile").glob("*.pt.trace.json.gz")
-    names = {event.get("name") for event in json.loads(gzip.open(path).read())["traceEvents"]}
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
     assert {"aten::convolution_backward", "Optimizer.step#AdamW.step"} <= names

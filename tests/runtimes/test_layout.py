@@ -54,6 +54,7 @@ def test_nothing_falls_back_to_channels_first(tiny_sdxl: Path, linear: bool) -> 
 
 def test_a_shortcut_gets_its_input_as_it_lies(tiny_sdxl: Path) -> None:
     unet = make_unet(tiny_sdxl, True)
+    keep_channels_last(unet)
     to_training(unet)
     shortcuts = [m for m in unet.modules() if getattr(m, "conv_shortcut", None) is not None]
     given: list[bool] = []
