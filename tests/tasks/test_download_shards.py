@@ -259,7 +259,7 @@ def test_a_picture_lying_on_its_side_is_turned_upright(tmp_path: Path, web: Web)
         max_pixels=10_000,
     )
     sha256 = hashlib.sha256(sample.image).digest()
-    seen = transform(sample.image, sha256, sample.meta, square, bucket_sizes(square, 4))
+    (seen,) = transform(sample.image, sha256, sample.meta, square, bucket_sizes(square, 4))
     assert seen.original_size == (32, 40)
     red, _, blue = seen.pixels
     assert (red[:6] > 0.5).all() and (red[-6:] < -0.5).all() and (blue[-6:] > 0.5).all()
