@@ -175,7 +175,7 @@ class Child:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        self.deadline = threading.Timer(100, self.process.kill)
+        self.deadline = threading.Timer(300, self.process.kill)
         self.deadline.start()
         os.close(write)
         self.stream = os.fdopen(events)

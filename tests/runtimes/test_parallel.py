@@ -155,7 +155,9 @@ def test_a_batch_that_cannot_be_shared_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Stop, "listen", lambda stop: None)  # the signals are pytest's
-    write_job(make_job(global_batch_size=4, processes=3), tmp_path / "job.json")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():  # as torchrun says it
+        monkeypatch.setenv(name, value)
+    write_job(make_job(global_batch_size=4), tmp_path / "job.json")
     assert main([str(tmp_path / "job.json")]) == 2
     assert "global_batch_size 4 cannot be shared by 3 processes" in capfd.readouterr().err
 
