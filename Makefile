@@ -2,8 +2,9 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
-# Spinning threads starve the other processes of a small machine.
+# Threads that spin for long starve the other processes of a small machine.
 export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 10000
 export DO_NOT_TRACK ?= 1
 export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 BIN := $(VENV)/bin

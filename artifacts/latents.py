@@ -77,7 +77,9 @@ def to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """The f32 values of bfloat16 bits: exact."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
 
 
 def write_latent_shard(
@@ -174,6 +176,7 @@ class LatentShard:
             if self.path.stat().st_size == 0:
                 raise ValueError(f"{self.path} is not a readable latent shard: it is empty")
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._tensors: dict[str, NDArray[Any]] = {}
         try:
             self._tensors = self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -182,12 +185,13 @@ class LatentShard:
         ends = "/mean"
         #: Samples of each `<split>/<h>x<w>`, mirrored variants among them.
         self.groups: dict[str, int] = {
-            name.removesuffix(ends): shape[0]
-            for name, (_, shape, _) in sorted(self._tensors.items())
+            name.removesuffix(ends): len(tensor)
+            for name, tensor in sorted(self._tensors.items())
             if name.endswith(ends)
         }
 
-    def _read_header(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
+    def _read_header(self) -> dict[str, NDArray[Any]]:
+        """Views of the file's tensors: what is read of them is what is used of them."""
         length = int.from_bytes(self._map[:8], "little")
         if not 0 < length <= len(self._map) - 8:
             raise ValueError("its header is cut short")
@@ -195,37 +199,36 @@ class LatentShard:
         if base + max(t["data_offsets"][1] for t in header.values()) != len(self._map):
             raise ValueError("its length differs from what its header says")
         return {
-            name: (_DTYPES[t["dtype"]], tuple(t["shape"]), base + t["data_offsets"][0])
+            name: np.ndarray(
+                t["shape"], _DTYPES[t["dtype"]], self._map, base + t["data_offsets"][0]
+            )
             for name, t in header.items()
         }
 
-    def _row(self, name: str, row: int) -> NDArray[Any]:
-        dtype, shape, offset = self._tensors[name]
-        if not 0 <= row < shape[0]:
-            raise IndexError(f"{self.path}: {name} has {shape[0]} rows, asked for {row}")
-        count = int(np.prod(shape[1:], dtype=np.int64))
-        start = offset + row * count * dtype.itemsize
-        return np.frombuffer(self._map, dtype, count, start).reshape(shape[1:])
+    def _row(self, name: str, row: int) -> Any:
+        tensor = self._tensors[name]
+        if not 0 <= row < len(tensor):
+            raise IndexError(f"{self.path}: {name} has {len(tensor)} rows, asked for {row}")
+        return tensor[row]
 
     def sample(self, group: str, index: int) -> LatentSample:
         """Sample `index` of `<split>/<h>x<w>`, with moments [C, h, w] in f32."""
 
-        def row(name: str) -> NDArray[Any]:
+        def row(name: str) -> Any:
             return self._row(f"{group}/{name}", index)
 
         mean, logvar = from_bfloat16(row("mean")), from_bfloat16(row("logvar"))
-        start = int(row("caption_offsets"))
-        end = int(self._row(f"{group}/caption_offsets", index + 1))
-        pairs = {name: tuple(int(value) for value in row(name)) for name in _PAIRS}
+        start, end = row("caption_offsets"), self._row(f"{group}/caption_offsets", index + 1)
+        captions = self._tensors[f"{group}/caption_rows"]
+        if not 0 <= start <= end <= len(captions):
+            raise IndexError(f"{self.path}: {group} has no captions {start} to {end}")
         return LatentSample(
             mean=mean,
             logvar=logvar,
             id=row("id").tobytes(),
             flip=bool(row("flip")),
-            caption_rows=tuple(
-                int(self._row(f"{group}/caption_rows", place)) for place in range(start, end)
-            ),
-            **pairs,  # type: ignore[arg-type]
+            caption_rows=tuple(captions[start:end].tolist()),
+            **{name: tuple(row(name).tolist()) for name in _PAIRS},
         )
 
     def prompt_embeds(self, row: int) -> NDArray[np.float32]:
@@ -239,10 +242,11 @@ class LatentShard:
 
     def input_ids(self, row: int) -> NDArray[np.int32]:
         """Token ids [n, T] of caption `row`, by each of n CLIP tokenizers."""
-        return self._row("text/input_ids", row)
+        return np.array(self._row("text/input_ids", row))
 
     def close(self) -> None:
-        """Unmap the file; what `sample` returned stays valid."""
+        """Unmap the file; what was returned stays valid."""
+        self._tensors.clear()
         self._map.close()
 
 

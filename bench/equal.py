@@ -22,10 +22,10 @@ from configs.training import Train
 from runtimes.base import StepBatch
 from runtimes.events import Events
 from runtimes.job import TrainJob, read_job
-from runtimes.objective import LatentScale, Objective
+from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.scheduler import read_schedule
 from runtimes.registry import open_runtime
-from runtimes.schedule import learning_rate
-from runtimes.scheduler import read_schedule
+from runtimes.train.schedule import learning_rate
 
 CONDITIONING = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 Arrays = dict[str, NDArray[np.float32]]

@@ -22,9 +22,9 @@ from configs.training import Train
 from runtimes.base import StepOutput
 from runtimes.events import Events
 from runtimes.job import TrainJob, read_job
-from runtimes.loop import make_loader, open_job_latents, train
 from runtimes.registry import open_runtime
 from runtimes.stop import Stop
+from runtimes.train.loop import make_loader, open_job_latents, train
 
 
 class Collected(Events):

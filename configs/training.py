@@ -217,6 +217,13 @@ class Train(Section):
             raise ValueError("init: random trains all weights: method must be full")
         if self.denoiser_config is not None and self.init != "random":
             raise ValueError("denoiser_config is for init: random")
+        if self.text_encoder_learning_rate is not None and not self.text_encoders:
+            raise ValueError("text_encoder_learning_rate is for text_encoders: true")
+        if self.profile.steps and self.profile.start + self.profile.steps > self.steps:
+            raise ValueError(
+                f"profile: steps {self.profile.start} to {self.profile.start + self.profile.steps} "
+                f"are not all among the {self.steps} of the run"
+            )
         if self.keep_best and self.checkpoint_every % (self.validation.every or 2**63):
             raise ValueError(
                 "keep_best needs a validation at every checkpoint: validation.every "
@@ -267,8 +274,6 @@ def computing(settings: Train) -> dict[str, Any]:
         left_out.add("lora")
     elif settings.lora.dropout:  # drawn anew for each forward pass of each process
         left_out -= {"micro_batch_size", "processes"}
-    if not settings.text_encoders:
-        left_out.add("text_encoder_learning_rate")
     if settings.lr_schedule == "constant":
         left_out.add("lr_final")
     if settings.lr_schedule != "cosine_with_restarts":

@@ -127,7 +127,7 @@ class _Run:
 
         def champion_metrics(version: Version) -> dict[str, Any]:
             return evaluate.metrics_of_published(
-                self.recipe, version.uri, images, latents, at.clip, evaluated
+                self.recipe, version.uri, images, latents, at.model, at.vae, at.clip, evaluated
             )
 
         return self._stage(

@@ -11,10 +11,10 @@ from configs.load import RecipeError
 from configs.schema import Recipe
 from runtimes.encoders import describe_encoders, vae_path
 from runtimes.families import detect_family
-from runtimes.objective import LatentScale, Objective
+from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.scheduler import read_schedule, trained_scheduler
 from runtimes.registry import check_installed, probe_runtime
-from runtimes.scheduler import read_schedule, trained_scheduler
-from runtimes.wandb_board import check_wandb
+from runtimes.train.wandb_board import check_wandb
 from tasks import download, evaluate, targets
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.publish.assemble import missing_weights
@@ -34,7 +34,9 @@ class Prepared:
 
     def base_digest(self) -> str:
         """Fingerprint of the weights that training starts from."""
-        return digest_model(self.model, (detect_family(self.model).denoiser, "scheduler"))
+        family = detect_family(self.model)
+        texts = family.clip_encoders if self.recipe.train.text_encoders else ()
+        return digest_model(self.model, (family.denoiser, "scheduler", *texts))
 
 
 def prepare(recipe: Recipe) -> Prepared:

@@ -24,14 +24,14 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from runtimes.base import WrongInput
-from runtimes.divergence import Diverged
 from runtimes.events import Events
 from runtimes.job import Job, TrainJob, read_job
-from runtimes.loop import read_settings, train
 from runtimes.others import LostRank, Others
 from runtimes.ranks import Ranks, follows
 from runtimes.registry import open_runtime
 from runtimes.stop import STOPPED, Stop
+from runtimes.train.divergence import Diverged
+from runtimes.train.loop import read_settings, train
 
 
 class _ToEvents(logging.Handler):

@@ -149,6 +149,38 @@ FAMILIES = {
 }
 
 
+#: What the base's VAE and text encoders ask of any denoiser between them.
+_BETWEEN = (
+    "_class_name",
+    "in_channels",
+    "out_channels",
+    "cross_attention_dim",
+    "joint_attention_dim",
+    "pooled_projection_dim",
+    "addition_embed_type",
+    "class_embed_type",
+    "encoder_hid_dim_type",
+    "num_class_embeds",
+)
+
+
+def read_denoiser_config(path: Path) -> dict[str, Any]:
+    """A denoiser's config.json. Raises WrongInput if it is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise WrongInput(f"{path}: not a denoiser's config: {error}") from None
+
+
+def check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Raise WrongInput if a denoiser could not take the place of the base's, by their configs."""
+    for name in _BETWEEN:
+        given, wanted = config.get(name), base.get(name)
+        if given != wanted:
+            said = "is missing" if name not in config else f"is {given}"
+            raise WrongInput(f"train.denoiser_config: {name} {said}, the base's is {wanted}")
+
+
 def detect_family(folder: Path) -> Family:
     """The family of the pipeline in `folder`. Raises WrongInput if there is none known here."""
     index = folder / "model_index.json"

@@ -15,12 +15,13 @@ class TrainJob:
     runtime: str
     model: str  # local folder of the base pipeline
     latents: str  # URL of the latents artifact's folder
-    train: dict[str, Any]  # configs.schema.Train, dumped
+    train: dict[str, Any]  # configs.training.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
     out: str  # URL of the folder that what was trained (see result.py) is written to
     sample_prompts: tuple[str, ...] = ()
     sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
     vae: str | None = None  # for sample pictures, as GenerateJob.vae
+    denoiser_config: dict[str, Any] | None = None  # of a fresh denoiser; None is the base's
     kind: str = "train"
 
 

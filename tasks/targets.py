@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from configs.schema import Recipe
-from runtimes.base import WrongInput
-from runtimes.families import detect_family
-from runtimes.lora import Layer, choose_layers
+from runtimes.adapters.lora import Layer, choose_layers
+from runtimes.families import check_fits, detect_family, read_denoiser_config
 from tasks.publish.assemble import weight_files
 
 KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
@@ -20,11 +18,8 @@ def check(recipe: Recipe, model: Path) -> None:
     if settings.method == "lora":
         choose_layers(denoiser, _layers(model / denoiser), settings.lora)
     if settings.denoiser_config is not None:
-        path = Path(settings.denoiser_config)
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise WrongInput(f"train.denoiser_config: {path}: {error}") from None
+        base = read_denoiser_config(model / denoiser / "config.json")
+        check_fits(read_denoiser_config(Path(settings.denoiser_config)), base)
 
 
 def _layers(folder: Path) -> dict[str, Layer]:

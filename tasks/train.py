@@ -13,6 +13,7 @@ from fsspec import AbstractFileSystem
 from artifacts.store import Artifact, Draft
 from configs.schema import Recipe
 from configs.training import computing
+from runtimes.families import read_denoiser_config
 from runtimes.job import TrainJob
 from tasks.panels import Facts, Panel, Picture
 from tasks.process import Event, run_job
@@ -22,6 +23,8 @@ from tasks.show import show_in_prefect
 STAGE = "train"
 VERSION = 1
 SAMPLE_PROMPTS = 8
+#: Settings of evaluation that pictures while training are drawn with too.
+SAMPLER = {"seed", "num_inference_steps", "guidance_scale", "height", "width", "batch_size"}
 #: What is kept of the progress that a run makes; those not known are null.
 FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
 log = logging.getLogger("kiln")
@@ -33,10 +36,14 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     Not among them is how the run is carried out, which may change at a resume; nor the runtime.
     """
     settings = computing(recipe.train)
-    if recipe.train.denoiser_config is not None:  # what it says, wherever it lies
-        text = Path(recipe.train.denoiser_config).read_text(encoding="utf-8")
-        settings["denoiser_config"] = json.loads(text)
+    if (config := _denoiser_config(recipe)) is not None:  # what it says, wherever it lies
+        settings["denoiser_config"] = config
     return settings
+
+
+def _denoiser_config(recipe: Recipe) -> dict[str, Any] | None:
+    path = recipe.train.denoiser_config
+    return None if path is None else read_denoiser_config(Path(path))
 
 
 def build(
@@ -58,23 +65,18 @@ def build(
         work=draft.uri,
         out=draft.uri,
         sample_prompts=sample_prompts[:SAMPLE_PROMPTS],
-        sampler=recipe.evaluate.model_dump(
-            mode="json",
-            include={
-                "seed",
-                "num_inference_steps",
-                "guidance_scale",
-                "height",
-                "width",
-                "batch_size",
-            },
-        ),
+        sampler=recipe.evaluate.model_dump(mode="json", include=SAMPLER),
+        denoiser_config=_denoiser_config(recipe),
     )
     watched = _Watch(progress, draft.store.fs)
     run_job(job, watched, grace_seconds=recipe.train.grace_seconds)
     for path in watched.files:
         draft.add(path)
     history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))
+    return _summary(recipe, history) | {"run": {"runtime": recipe.runtime, **watched.facts}}
+
+
+def _summary(recipe: Recipe, history: list[dict[str, Any]]) -> dict[str, Any]:
     tail = [line["loss"] for line in history[-max(1, len(history) // 10) :]]
     validated = [line for line in history if "validation_loss" in line]
     left_out = sum(len(line.get("skipped", ())) for line in history)
@@ -84,7 +86,6 @@ def build(
         "loss_last_tenth": sum(tail) / len(tail),
         **({"validation_loss": validated[-1]["validation_loss"]} if validated else {}),
         **({"batches_left_out": left_out} if left_out else {}),
-        "run": {"runtime": recipe.runtime, **watched.facts},
     }
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
-from runtimes.lora import LORA_WEIGHTS
-from runtimes.scheduler import SCHEDULER_FILE
+from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.objective.scheduler import SCHEDULER_FILE
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from runtimes.draws import Stream, generator
+from runtimes.objective.draws import Stream, generator
 
 
 def drops(network: torch.nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,10 @@ import diffusers
 import torch
 
 from runtimes.base import WrongInput
-
-#: What the base's VAE and text encoders ask of any denoiser between them.
-SHARED = (
-    "_class_name",
-    "in_channels",
-    "out_channels",
-    "cross_attention_dim",
-    "joint_attention_dim",
-    "pooled_projection_dim",
-)
+from runtimes.families import check_fits, read_denoiser_config
 
 
-def fresh_denoiser(base: Path, seed: int, config: Path | None = None) -> Any:
+def fresh_denoiser(base: Path, seed: int, config: dict[str, Any] | None = None) -> Any:
     """A denoiser as diffusers initialises it, in float32 on the CPU.
 
     The weights depend on the seed alone, for one version of PyTorch: they are drawn by its
@@ -30,27 +20,18 @@ def fresh_denoiser(base: Path, seed: int, config: Path | None = None) -> Any:
 
     Args:
         base: the folder of the base's denoiser.
-        config: a config.json of another size, in place of the base's.
+        config: one of another size, in place of the base's.
 
     Raises:
         WrongInput: it is no config, or its denoiser does not fit the rest of the base.
     """
-    path = config or base / "config.json"
-    settings = _read(path)
-    for name, wanted in _read(base / "config.json").items():
-        if name in SHARED and settings.get(name, wanted) != wanted:
-            raise WrongInput(f"{path}: {name} is {settings[name]}, the base's is {wanted}")
+    wanted = read_denoiser_config(base / "config.json")
+    config = wanted if config is None else config
+    check_fits(config, wanted)
     try:
-        kind = getattr(diffusers, settings["_class_name"])
+        kind = getattr(diffusers, config["_class_name"])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return kind.from_config(settings)
+            return kind.from_config(config)
     except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
-        raise WrongInput(f"{path}: not a denoiser's config: {error}") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise WrongInput(f"{path}: not a denoiser's config: {error}") from None
+        raise WrongInput(f"train.denoiser_config makes no denoiser: {error}") from None

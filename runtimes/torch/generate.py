@@ -18,24 +18,24 @@ from transformers.utils import logging as transformers_logging
 
 from artifacts.commit import write_atomic
 from artifacts.latents import Latents
+from runtimes.adapters.lora import read_adapters
 from runtimes.base import WrongInput
-from runtimes.draws import Stream, generator
+from runtimes.data.loader import holdout_batches
 from runtimes.encoders import t5_length
 from runtimes.events import Events
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
-from runtimes.loader import holdout_batches
-from runtimes.loop import open_job_latents
-from runtimes.lora import read_adapters
-from runtimes.noise import Schedule
-from runtimes.objective import LatentScale, Objective
-from runtimes.scheduler import read_config, read_schedule
+from runtimes.objective.draws import Stream, generator
+from runtimes.objective.noise import Schedule
+from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.scheduler import read_config, read_schedule
 from runtimes.torch.device import choose_device, make_deterministic
 from runtimes.torch.lora import lay_over
 from runtimes.torch.models import load_denoiser, load_text_encoder, weight_variant
 from runtimes.torch.network import Network
 from runtimes.torch.runtime import Inputs
 from runtimes.torch.schedulers import make_scheduler
+from runtimes.train.loop import open_job_latents
 
 LOSS_BATCH = 32
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")

@@ -13,7 +13,7 @@ from configs.training import Train
 from runtimes.families import Family, detect_family
 from runtimes.job import TrainJob
 from runtimes.torch.fresh import fresh_denoiser
-from runtimes.torch.lora import add_adapters, state_name
+from runtimes.torch.lora import add_adapters, merge_where_cheaper, state_name
 from runtimes.torch.models import load_denoiser, load_text_encoder
 from runtimes.torch.texts import encode_in_step
 
@@ -40,7 +40,12 @@ class Network(torch.nn.Module):
         family = detect_family(folder)
         full = settings.method == "full"
         dtype = torch.float32 if full else getattr(torch, settings.compute_dtype)
-        parts = {family.denoiser: _denoiser(folder / family.denoiser, settings, dtype)}
+        denoiser = folder / family.denoiser
+        if settings.init == "random":
+            unet = fresh_denoiser(denoiser, settings.seed, job.denoiser_config)
+        else:
+            unet = load_denoiser(denoiser, dtype)
+        parts = {family.denoiser: unet}
         if settings.text_encoders:
             names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
@@ -48,6 +53,8 @@ class Network(torch.nn.Module):
             part.requires_grad_(full)
             if not full:
                 add_adapters(name, part, settings.lora, settings.seed)
+                if dtype == torch.float32:
+                    merge_where_cheaper(part)
             if settings.gradient_checkpointing:
                 _checkpoint(part)
         return cls(family, parts)
@@ -99,13 +106,6 @@ class Network(torch.nn.Module):
             conditioning = encode_in_step(self.family.name, self.text_encoders, conditioning)
         arguments = self.family.arguments(conditioning)
         return self.denoiser(noisy_latents, timestep=timesteps, **arguments, return_dict=False)[0]
-
-
-def _denoiser(folder: Path, settings: Train, dtype: torch.dtype) -> Any:
-    if settings.init == "random":
-        config = settings.denoiser_config
-        return fresh_denoiser(folder, settings.seed, None if config is None else Path(config))
-    return load_denoiser(folder, dtype)
 
 
 def _checkpoint(part: Any) -> None:

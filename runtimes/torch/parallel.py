@@ -28,8 +28,9 @@ from runtimes.base import WrongInput
 from runtimes.ranks import Ranks
 from runtimes.torch.network import Network
 
-#: How long a process waits for another: loading, or a pause for pictures, is shorter.
-TIMEOUT = timedelta(minutes=20)
+#: How long a process waits for another. The first one's pauses are shorter, also when a large
+#: checkpoint goes to a slow store; that a process of this machine is lost is noticed by others.py.
+TIMEOUT = timedelta(hours=1)
 #: What is gathered at a time, by class: the blocks that diffusers' and transformers' models repeat.
 BLOCKS = ("BasicTransformerBlock", "CLIPEncoderLayer", "JointTransformerBlock", "ResnetBlock2D")
 Masters = dict[str, torch.nn.Parameter]
@@ -129,17 +130,13 @@ class Sharded(Data):
 
     memory_format = torch.contiguous_format  # FSDP cuts rows off what lies row by row
 
-    def __init__(self, ranks: Ranks, settings: Train, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
         super().__init__(ranks)
         self._rank = ranks.rank
         self._mesh = init_device_mesh(device.type, (ranks.world,))
-        half = settings.compute_dtype == "bfloat16"
-        # Inputs are cast where autocast does so: sizes and timesteps stay float32.
-        self._policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if half else None,
-            reduce_dtype=torch.float32 if half else None,
-            cast_forward_inputs=False,
-        )
+        # What is gathered stays float32 and is cast where autocast does so: in bfloat16 the weights
+        # of norms and embeddings would be rounded, which they are not on one process.
+        self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
         """Each part of the pipeline is a root: it is called alone when pictures are drawn.
@@ -208,7 +205,7 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
         # gloo is for what lies on the host, which NCCL cannot pass on.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=TIMEOUT)
-    return Sharded(ranks, settings, device) if settings.parallel == "fsdp" else Data(ranks)
+    return Sharded(ranks, device) if settings.parallel == "fsdp" else Data(ranks)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

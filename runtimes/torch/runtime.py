@@ -15,8 +15,8 @@ from configs.training import Train
 from runtimes.base import State, StepBatch, StepOutput
 from runtimes.events import Events
 from runtimes.job import GenerateJob, TrainJob
+from runtimes.objective.scheduler import trained_scheduler
 from runtimes.ranks import Ranks
-from runtimes.scheduler import trained_scheduler
 from runtimes.torch.device import (
     choose_device,
     describe,

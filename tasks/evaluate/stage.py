@@ -22,6 +22,8 @@ from artifacts.store import Artifact, Draft, Shard, Store
 from configs.schema import Recipe
 from runtimes.base import WrongInput
 from runtimes.encoders import describe_encoders
+from runtimes.objective.noise import same_schedule
+from runtimes.objective.scheduler import read_schedule
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
 from tasks.evaluate.judges import check_prompts
@@ -162,6 +164,8 @@ def metrics_of_published(
     uri: str,
     images: Artifact,
     latents: Artifact,
+    model_folder: Path,
+    vae_folder: Path | None,
     clip_folder: Path,
     evaluated: Artifact,
     *,
@@ -170,17 +174,30 @@ def metrics_of_published(
     """A published model's metrics as its `tuned` ones, comparable with those of `evaluated`.
 
     What was measured when it was published is taken if it was measured the same way; if not, the
-    model draws again.
+    model draws again. Its held-out loss is left out if it is the error of something else.
     """
     wanted = json.loads(evaluated.read(METRICS))["fingerprint"]
-    published = _published_metrics(uri)
+    published, painter = _published_metrics(uri), published_painter(resolve_model(uri))
     if published.get("fingerprint") == wanted:
-        return {name: {"tuned": m["tuned"]} for name, m in published["metrics"].items()}
-    log.info("evaluate: measuring the champion again, as prompts or data have changed")
-    painter = published_painter(resolve_model(uri))
-    store = evaluated.store
-    found = evaluate_model(recipe, painter, images, latents, clip_folder, store, run=run)
+        found = {name: metric["tuned"] for name, metric in published["metrics"].items()}
+    else:
+        log.info("evaluate: measuring the champion again, as prompts or data have changed")
+        store = evaluated.store
+        found = evaluate_model(recipe, painter, images, latents, clip_folder, store, run=run)
+    if not _same_loss(recipe, painter, model_folder, vae_folder):
+        found.pop("holdout_loss", None)
     return {name: {"tuned": metric} for name, metric in found.items()}
+
+
+def _same_loss(
+    recipe: Recipe, painter: Painter, model_folder: Path, vae_folder: Path | None
+) -> bool:
+    """Whether a painter predicts the same thing, from the same kind of latents, as what we tune."""
+    theirs = read_schedule(painter.tuned.parts.get("scheduler", painter.folder / "scheduler"))
+    encoders = describe_encoders(painter.folder, painter.vae)
+    return encoders == describe_encoders(model_folder, vae_folder) and same_schedule(
+        theirs, read_schedule(model_folder / "scheduler", recipe.train)
+    )
 
 
 def show(artifact: Artifact) -> list[Panel]:

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from runtimes import kohya
+from runtimes.adapters import kohya
+from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
 from runtimes.families import detect_family
-from runtimes.lora import LORA_WEIGHTS, read_adapters
 from runtimes.tensors import Arrays
 from tasks.publish.assemble import cast
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtimes.lora import Adapter, Adapters, stored_name
-from runtimes.scheduler import SCHEDULER_FILE
+from runtimes.adapters.lora import Adapter, Adapters, stored_name
+from runtimes.objective.scheduler import SCHEDULER_FILE
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 

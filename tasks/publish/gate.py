@@ -94,20 +94,25 @@ def needs_champion(rules: Sequence[str]) -> bool:
     return any(parse_rule(text).model == "champion" for text in rules)
 
 
-def judge(rules: Sequence[str], values: Values) -> list[Verdict]:
-    """Hold every rule against the tuned model's values; one without a champion yet passes."""
-    return [_judge_one(parse_rule(text), values) for text in rules]
+def judge(rules: Sequence[str], values: Values, *, champion: bool = False) -> list[Verdict]:
+    """Hold every rule against the tuned model's values.
+
+    Args:
+        champion: there is one. Rules that compare with it pass while there is none yet, and fail
+            if its value is none to compare with.
+    """
+    return [_judge_one(parse_rule(text), values, champion) for text in rules]
 
 
-def _judge_one(rule: Rule, values: Values) -> Verdict:
+def _judge_one(rule: Rule, values: Values, champion: bool) -> Verdict:
     found = values.get(rule.metric, {})
     value = found.get("tuned")
     if value is None:
         return Verdict(rule.text, False, None, None, f"{rule.metric} was not measured")
     bound = rule.number if rule.model is None else found.get(rule.model)
     if bound is None:
-        passed = rule.model == "champion"
-        note = "no champion yet" if passed else f"no value of the {rule.model}"
+        passed = rule.model == "champion" and not champion
+        note = "no champion yet" if passed else f"the {rule.model}'s is not to be compared with"
         return Verdict(rule.text, passed, value, None, note)
     if rule.how is not None:
         bound = _ADJUST[rule.how](bound, rule.by)

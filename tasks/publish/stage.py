@@ -11,7 +11,8 @@ from typing import Any
 from artifacts.store import Artifact, Draft
 from configs.load import dump
 from configs.schema import Recipe
-from runtimes.lora import read_adapters
+from runtimes.adapters.lora import read_adapters
+from tasks.evaluate.measure import flatten
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.progress import Progress
 from tasks.publish import card, gate
@@ -94,12 +95,12 @@ def _judge(
     champion: Version | None,
     champion_metrics: Callable[[Version], dict[str, Any]],
 ) -> list[gate.Verdict]:
-    values = _values(metrics)
+    values = flatten(metrics)
     if champion is not None and gate.needs_champion(recipe.publish.gate):
         for name, models in champion_metrics(champion).items():
             if "tuned" in models:
                 values.setdefault(name, {})["champion"] = models["tuned"]["value"]
-    verdicts = gate.judge(recipe.publish.gate, values)
+    verdicts = gate.judge(recipe.publish.gate, values, champion=champion is not None)
     if not all(v.passed for v in verdicts):
         raise Rejected(verdicts)
     return verdicts
@@ -136,13 +137,6 @@ def show(artifact: Artifact) -> list[Panel]:
         Picture("Before (above) and after (below)", artifact.read("before_after.png")),
         Table("Metrics (95% confidence interval)", card.metric_rows(metrics)),
     ]
-
-
-def _values(metrics: dict[str, Any]) -> dict[str, dict[str, float]]:
-    return {
-        name: {model: found["value"] for model, found in models.items()}
-        for name, models in metrics.items()
-    }
 
 
 def _in_words(verdict: gate.Verdict) -> str:

@@ -12,7 +12,6 @@ from configs.training import Train, computing
     ("one", "other"),
     [
         ({}, {"lora": {"rank": 4}}),
-        ({}, {"text_encoder_learning_rate": 1e-5}),
         ({}, {"lr_power": 2.0, "lr_cycles": 3, "lr_final": 0.1}),
         ({"processes": 2}, {"micro_batch_size": 4, "device": "cpu", "checkpoint_every": 7}),
         ({"method": "lora"}, {"method": "lora", "processes": 2}),
@@ -48,6 +47,8 @@ def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any
         ({"snr_gamma": 5.0, "debiased": True}, "give one"),
         ({"method": "lora", "init": "random"}, "method must be full"),
         ({"betas": [0.9, 1.0]}, "less than 1"),
+        ({"text_encoder_learning_rate": 1e-5}, "text_encoders: true"),
+        ({"steps": 10, "profile": {"start": 8, "steps": 3}}, "profile: steps 8 to 11"),
     ],
 )
 def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str) -> None:

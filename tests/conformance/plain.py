@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from configs.training import Train
 from runtimes.base import StepBatch
 from runtimes.job import TrainJob
-from runtimes.loop import make_loader, open_job_latents
-from runtimes.schedule import learning_rate
+from runtimes.train.loop import make_loader, open_job_latents
+from runtimes.train.schedule import learning_rate
 
 Weights = dict[str, NDArray[np.float32]]
 

@@ -24,11 +24,11 @@ from peft import LoraConfig
 from PIL import Image
 
 from configs.training import Train
+from runtimes.adapters.lora import LORA_WEIGHTS, initial_down
 from runtimes.base import WrongInput
-from runtimes.draws import Stream, generator
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob, TrainJob
-from runtimes.lora import LORA_WEIGHTS, initial_down
+from runtimes.objective.draws import Stream, generator
 from runtimes.registry import RUNTIMES, probe_runtime
 from runtimes.torch.models import load_denoiser
 from tasks.process import run_job

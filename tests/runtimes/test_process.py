@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from runtimes.__main__ import main, only_writer
-from runtimes.checkpoint import Checkpoints
 from runtimes.events import EVENT_FD, Events
 from runtimes.job import TrainJob, write_job
-from runtimes.loop import train
 from runtimes.stop import Stop
+from runtimes.train.checkpoint import Checkpoints
+from runtimes.train.loop import train
 
 MakeJob = Callable[..., TrainJob]
 StartJob = Callable[..., Any]  # of conftest.py: a Child
@@ -88,7 +88,7 @@ def test_killed_and_stopped_it_ends_with_the_same_bytes(
 SLOW_SAVE = """
 import sys, time
 from runtimes.__main__ import main
-from runtimes.checkpoint import Checkpoints
+from runtimes.train.checkpoint import Checkpoints
 save = Checkpoints.save
 def slow(*arguments, **more):
     print("saving", flush=True)

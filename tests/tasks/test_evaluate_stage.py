@@ -119,6 +119,11 @@ class World:
         summary = evaluate.build(*inputs, draft, Progress("evaluate"), run=run or self.run)
         return draft.commit(summary, {})
 
+    def metrics_of(self, champion: Path, evaluated: Artifact) -> dict[str, Any]:
+        """A published model's, to be compared with what was evaluated."""
+        places = (self.images, self.latents, self.model, None, self.clip, evaluated)
+        return evaluate.metrics_of_published(self.recipe, str(champion), *places, run=self.run)
+
 
 @pytest.fixture(scope="module")
 def made(
@@ -246,17 +251,28 @@ def test_a_champion_measured_the_same_way_is_not_drawn_again(world: World, tmp_p
     artifact = world.evaluate(world.trained(0.5))
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
     (champion / "metrics.json").write_bytes(artifact.read("metrics.json"))
-    arguments = (world.recipe, str(champion), world.images, world.latents, world.clip, artifact)
-    found = evaluate.metrics_of_published(*arguments, run=world.run)
+    found = world.metrics_of(champion, artifact)
     assert found["cmmd"]["tuned"] == _metrics(artifact)["cmmd"]["tuned"] and len(world.jobs) == 1
 
     stale = json.loads((champion / "metrics.json").read_text()) | {"fingerprint": "older"}
     (champion / "metrics.json").write_text(json.dumps(stale))
-    found = evaluate.metrics_of_published(*arguments, run=world.run)
+    found = world.metrics_of(champion, artifact)
     assert len(world.jobs) == 2 and found.keys() == _metrics(artifact).keys()
     # the champion's folder holds the base: it must measure as the base did
     for name, models in found.items():
         assert models["tuned"] == _metrics(artifact)[name]["base"]
+
+
+def test_the_loss_of_a_champion_that_predicts_something_else_is_not_compared(
+    world: World, tmp_path: Path
+) -> None:
+    artifact = world.evaluate(world.trained(0.5))
+    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
+    (champion / "metrics.json").write_bytes(artifact.read("metrics.json"))
+    path = champion / "scheduler/scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "sample"}))
+    found = world.metrics_of(champion, artifact)
+    assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
 
 
 def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:

@@ -18,8 +18,8 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
 from configs.schema import Recipe
 from configs.training import Lora
+from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.base import WrongInput
-from runtimes.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.tensors import write_arrays
 from tasks.evaluate.published import published_painter
 from tasks.publish import build

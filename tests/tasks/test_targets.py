@@ -22,10 +22,14 @@ def test_adapters_targets_are_looked_for_in_the_base_s_files(tiny_sdxl: Path) ->
 def test_a_denoiser_s_config_counts_by_its_content(tiny_sdxl: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     recipe = load_recipe("digits", {"train.init": "random", "train.denoiser_config": str(path)})
-    with pytest.raises(WrongInput, match=r"train\.denoiser_config"):
+    with pytest.raises(WrongInput, match="not a denoiser's config"):
         check(recipe, tiny_sdxl)
     path.write_text('{"a": 1}')
+    with pytest.raises(WrongInput, match=r"train\.denoiser_config: _class_name is missing"):
+        check(recipe, tiny_sdxl)
+    path.write_text((tiny_sdxl / "unet/config.json").read_text())
     check(recipe, tiny_sdxl)
+    path.write_text('{"a": 1}')
     one = train.settings_for_key(recipe)
     moved = tmp_path / "moved.json"
     moved.write_text('{ "a": 1 }')

@@ -1,0 +1,1 @@
+"""Adapters (LoRA): which layers have them, and the formats that others load."""

@@ -1,0 +1,252 @@
+"""From (seed, step, rank, world size) to the step's batch, made ready ahead of the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from artifacts.latents import Latents, LatentSample, LatentShard, flipped_group
+from runtimes.base import StepBatch, WrongInput
+from runtimes.data.order import Order, Place, spread
+from runtimes.data.prefetch import Prefetch
+from runtimes.data.shards import ShardFiles
+from runtimes.families import Captioned, Family
+from runtimes.objective.objective import Choices, Objective
+
+
+class Reader:
+    """Reads samples of a latents artifact and makes batches of them.
+
+    Args:
+        text_encoders: captions are encoded in the step: their token ids are read.
+    """
+
+    def __init__(
+        self,
+        latents: Latents,
+        family: Family,
+        objective: Objective,
+        *,
+        text_encoders: bool = False,
+        open_limit: int = 8,
+        cache_bytes: int = 20 * 2**30,
+    ) -> None:
+        if latents.info["family"] != family.name:
+            raise WrongInput(
+                f"the latents were encoded for a model of family {latents.info['family']}, "
+                f"this one is {family.name}: encode with this model"
+            )
+        self._family, self._objective = family, objective
+        self._text_encoders = text_encoders
+        self._zeros = latents.info["empty_prompt"] == "zeros"
+        self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
+        self._shards = ShardFiles(latents.shards, open_limit=open_limit, cache_bytes=cache_bytes)
+
+    def batch(
+        self, step: int, places: Sequence[Place], counters: Sequence[int], denominator: int
+    ) -> StepBatch:
+        """Read samples and draw everything random about each by its counter."""
+        chosen = self._objective.choices(counters)
+        captioned = [self._read(place, c) for place, c in zip(places, chosen, strict=True)]
+        levels = np.array([c.level for c in chosen], np.int32)
+        mean, logvar = (
+            np.stack([getattr(item.sample, name) for item in captioned])
+            for name in ("mean", "logvar")
+        )
+        noised = self._objective.noised(mean, logvar, levels, counters)
+        return StepBatch(
+            step=step,
+            noisy_latents=noised.noisy_latents,
+            timesteps=noised.timesteps,
+            target=noised.target,
+            weight=noised.weight,
+            conditioning=self._family.condition(captioned),
+            denominator=denominator,
+        )
+
+    def close(self) -> None:
+        """Unmap the shards."""
+        self._shards.close()
+
+    def _read(self, place: Place, choices: Choices) -> Captioned:
+        shard, group = self._shards[place.shard], place.group
+        mirrored = flipped_group(group)
+        if choices.flip < 0.5 and mirrored in shard.groups:
+            group = mirrored
+        try:
+            sample = shard.sample(group, place.row)
+            rows = sample.caption_rows or (0,)
+            row = 0 if choices.dropped else rows[int(choices.caption * len(rows))]
+            return self._captioned(sample, shard, row, choices.dropped and self._zeros)
+        except (ValueError, IndexError, KeyError) as error:
+            raise WrongInput(f"latent shard {shard.path} is damaged: {error}") from None
+
+    def _captioned(
+        self, sample: LatentSample, shard: LatentShard, row: int, zeros: bool
+    ) -> Captioned:
+        if self._text_encoders:
+            t5 = self._prompt_embeds(shard, row) if self._family.has_t5 else None
+            return Captioned(sample, t5, None, shard.input_ids(row), zeros)
+        prompt, pooled = self._prompt_embeds(shard, row), shard.pooled_prompt_embeds(row)
+        if zeros:
+            prompt = np.zeros_like(prompt)
+            pooled = None if pooled is None else np.zeros_like(pooled)
+        return Captioned(sample, prompt, pooled)
+
+    def _prompt_embeds(self, shard: LatentShard, row: int) -> NDArray[np.float32]:
+        """Prompt embeddings [T, D]; rows and columns of zeros at the end may not be stored."""
+        stored = shard.prompt_embeds(row)
+        if stored.shape == self._prompt_shape:
+            return stored
+        whole = np.zeros(self._prompt_shape, np.float32)
+        whole[: stored.shape[0], : stored.shape[1]] = stored
+        return whole
+
+
+class Loader:
+    """The batches of a training run; `batch(step)` is a pure function of the arguments here.
+
+    Args:
+        batch_size: the global batch size, which `world` must divide.
+        window: shards whose samples are mixed at a time.
+        text_encoders: captions are encoded in the step: batches have their token ids.
+    """
+
+    def __init__(
+        self,
+        latents: Latents,
+        family: Family,
+        objective: Objective,
+        *,
+        batch_size: int,
+        seed: int,
+        window: int,
+        text_encoders: bool = False,
+        cache_bytes: int = 20 * 2**30,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if batch_size % world:
+            raise WrongInput(
+                f"train.global_batch_size {batch_size} cannot be shared by {world} processes: "
+                "make it a multiple"
+            )
+        groups = [ref.groups for ref in latents.shards]
+        self.order = Order(groups, batch_size=batch_size, seed=seed, window=window)
+        # A window of each bucket is in use, and the next one while a batch straddles two.
+        open_limit = window * (len(self.order.buckets) + 1)
+        self._reader = Reader(
+            latents,
+            family,
+            objective,
+            text_encoders=text_encoders,
+            open_limit=open_limit,
+            cache_bytes=cache_bytes,
+        )
+        self._batch_size, self._rank, self._world = batch_size, rank, world
+        self._lock = threading.Lock()
+
+    def batch(self, step: int) -> StepBatch:
+        """This rank's share of a batch, by its number; for one thread after another."""
+        places = self.order.batch(step, self._rank, self._world)
+        first = step * self._batch_size + self._rank * self._batch_size // self._world
+        counters = range(first, first + len(places))
+        with self._lock:
+            return self._reader.batch(step, places, counters, self._batch_size)
+
+    def ahead(
+        self,
+        start: int,
+        stop: int,
+        depth: int,
+        stopping: Callable[[], bool] = lambda: False,
+        skipped: Sequence[int] = (),
+    ) -> Prefetch:
+        """The batches of steps [start, stop), `depth` of them made ready in background.
+
+        They end early once `stopping` says so, even while the next one is long in coming. Batches
+        whose numbers are in `skipped` are left out: those after them move up.
+        """
+        numbers = (batch_number(step, skipped) for step in range(start, stop))
+        return Prefetch(map(self.batch, numbers), depth, stopping)
+
+
+def batch_number(step: int, skipped: Sequence[int]) -> int:
+    """The number (from 0) of a step's batch among all, of which `skipped` are left out."""
+    for left_out in sorted(skipped):
+        step += left_out <= step
+    return step
+
+
+class Holdout:
+    """Held-out samples, `draws` times each with noise fixed by the objective's seed.
+
+    Raises:
+        WrongInput: nothing was held out.
+    """
+
+    def __init__(
+        self,
+        latents: Latents,
+        family: Family,
+        objective: Objective,
+        *,
+        samples: int,
+        draws: int,
+        batch_size: int,
+        text_encoders: bool = False,
+        cache_bytes: int = 20 * 2**30,
+    ) -> None:
+        self._places = spread([ref.groups for ref in latents.shards], "holdout", samples)
+        if not self._places:
+            raise WrongInput("the latents have no held-out samples: raise encode.holdout")
+        self._draws, self._batch_size = draws, batch_size
+        self._reader = Reader(
+            latents, family, objective, text_encoders=text_encoders, cache_bytes=cache_bytes
+        )
+
+    def batches(self) -> Iterator[tuple[list[int], StepBatch]]:
+        """For each batch, the number (from 0) of every sample in it, and the batch."""
+        numbered = sorted(enumerate(self._places), key=lambda item: item[1].group)
+        for _, bucket in groupby(numbered, key=lambda item: item[1].group):
+            drawn = [(number, place, d) for number, place in bucket for d in range(self._draws)]
+            for start in range(0, len(drawn), self._batch_size):
+                part = drawn[start : start + self._batch_size]
+                counters = [number * self._draws + draw for number, _, draw in part]
+                numbers = [number for number, _, _ in part]
+                places = [place for _, place, _ in part]
+                yield numbers, self._reader.batch(0, places, counters, len(part))
+
+    def close(self) -> None:
+        """Unmap the shards."""
+        self._reader.close()
+
+
+def holdout_batches(
+    latents: Latents,
+    family: Family,
+    objective: Objective,
+    *,
+    samples: int,
+    draws: int,
+    batch_size: int,
+    text_encoders: bool = False,
+) -> Iterator[tuple[list[int], StepBatch]]:
+    """The batches of `Holdout`, once. Raises WrongInput: nothing was held out."""
+    holdout = Holdout(
+        latents,
+        family,
+        objective,
+        samples=samples,
+        draws=draws,
+        batch_size=batch_size,
+        text_encoders=text_encoders,
+    )
+    try:
+        yield from holdout.batches()
+    finally:
+        holdout.close()

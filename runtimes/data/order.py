@@ -1,0 +1,162 @@
+"""Which samples a step trains on: index arithmetic, a pure function of (seed, step).
+
+Every bucket has an endless stream: its samples in one epoch's order, then in the next epoch's.
+Its batch k is items [k B, (k + 1) B) of that stream, so that what does not fill a batch is carried
+over into the next epoch, and every sample is seen once an epoch. Epoch e therefore holds
+floor((e + 1) n / B) - floor(e n / B) batches of a bucket of n samples: the steps before any epoch
+are a sum, and a step is found without replaying the ones before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.base import WrongInput
+from runtimes.objective.draws import Stream, generator
+
+
+class Place(NamedTuple):
+    """Where a sample is."""
+
+    shard: int
+    group: str  # `<split>/<h>x<w>`
+    row: int
+
+
+class _Layout(NamedTuple):
+    shards: NDArray[np.int64]  # the epoch's order of shards
+    ends: NDArray[np.int64]  # samples up to the end of each, in that order
+    window_ends: NDArray[np.int64]  # samples up to the end of each window
+
+
+class Bucket:
+    """The stream of one bucket: shards shuffled, then samples within each window of shards.
+
+    Memory: a few numbers a shard, and one permutation of a window's samples.
+    """
+
+    def __init__(self, group: str, number: int, counts: Sequence[int], seed: int, window: int):
+        self.group, self.number, self.seed, self.window = group, number, seed, window
+        self.counts = np.asarray(counts, np.int64)  # samples of each shard
+        self.total = int(self.counts.sum())
+        # A batch may straddle two windows, and the epoch.
+        self._layout = lru_cache(2)(self._draw_layout)
+        self._permutation = lru_cache(2)(self._draw_permutation)
+
+    def places(self, start: int, count: int) -> list[Place]:
+        """Items [start, start + count) of the stream."""
+        return [self._place(*divmod(item, self.total)) for item in range(start, start + count)]
+
+    def _place(self, epoch: int, item: int) -> Place:
+        layout = self._layout(epoch)
+        window = int(np.searchsorted(layout.window_ends, item, side="right"))
+        begin = int(layout.window_ends[window - 1]) if window else 0
+        size = int(layout.window_ends[window]) - begin
+        item = begin + int(self._permutation(epoch, window, size)[item - begin])
+        turn = int(np.searchsorted(layout.ends, item, side="right"))
+        before = int(layout.ends[turn - 1]) if turn else 0
+        return Place(int(layout.shards[turn]), self.group, item - before)
+
+    def _draw_layout(self, epoch: int) -> _Layout:
+        held = np.flatnonzero(self.counts)
+        shards = generator(self.seed, Stream.SHARDS, epoch, self.number).permutation(held)
+        ends = np.cumsum(self.counts[shards])
+        return _Layout(shards, ends, np.append(ends[self.window - 1 : -1 : self.window], ends[-1]))
+
+    def _draw_permutation(self, epoch: int, window: int, size: int) -> NDArray[np.int64]:
+        return generator(self.seed, Stream.WINDOW, epoch, self.number, window).permutation(size)
+
+
+class Order:
+    """The batches of a training run.
+
+    Args:
+        shards: samples by `<split>/<h>x<w>` of each shard; groups of other splits are left out.
+        batch_size: the global batch size.
+        window: shards whose samples are mixed at a time.
+
+    Raises:
+        WrongInput: there is no sample of that split.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Mapping[str, int]],
+        *,
+        batch_size: int,
+        seed: int,
+        window: int,
+        split: str = "train",
+    ) -> None:
+        groups = sorted({g for shard in shards for g in shard if g.startswith(f"{split}/")})
+        buckets = [
+            Bucket(group, number, [shard.get(group, 0) for shard in shards], seed, window)
+            for number, group in enumerate(groups)
+        ]
+        self.buckets = [bucket for bucket in buckets if bucket.total]
+        if not self.buckets:
+            raise WrongInput(f"the latents hold no sample of the split {split!r}: nothing to do")
+        self.batch_size, self.seed = batch_size, seed
+        self._epoch_batches = lru_cache(2)(self._draw_epoch_batches)
+
+    @property
+    def total(self) -> int:
+        """Samples an epoch."""
+        return sum(bucket.total for bucket in self.buckets)
+
+    def steps_before(self, epoch: int) -> int:
+        """Steps of all epochs before `epoch`."""
+        return sum(epoch * bucket.total // self.batch_size for bucket in self.buckets)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that `step` ends in."""
+        most = (step + len(self.buckets)) * self.batch_size // self.total + 1
+        return bisect_right(range(most + 1), step, key=self.steps_before) - 1
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> list[Place]:
+        """The rank's contiguous slice of the step's batch; all of one bucket."""
+        epoch = self.epoch_of(step)
+        labels, turns = self._epoch_batches(epoch)
+        place = step - self.steps_before(epoch)
+        bucket = self.buckets[labels[place]]
+        start = (epoch * bucket.total // self.batch_size + int(turns[place])) * self.batch_size
+        low, high = (r * self.batch_size // world for r in (rank, rank + 1))
+        return bucket.places(start + low, high - low)
+
+    def _draw_epoch_batches(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """For each batch of the epoch: its bucket, and how many of that bucket came before it."""
+        counts = [
+            (epoch + 1) * b.total // self.batch_size - epoch * b.total // self.batch_size
+            for b in self.buckets
+        ]
+        labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        labels = generator(self.seed, Stream.BATCHES, epoch).permutation(labels)
+        turns = np.empty_like(labels)
+        for number, count in enumerate(counts):
+            turns[labels == number] = np.arange(count)
+        return labels, turns
+
+
+def spread(shards: Sequence[Mapping[str, int]], split: str, count: int) -> list[Place]:
+    """Up to `count` samples of a split, evenly spaced over all of them, in order."""
+    held = [
+        (number, group, size)
+        for number, shard in enumerate(shards)
+        for group, size in sorted(shard.items())
+        if group.startswith(f"{split}/") and size
+    ]
+    ends = np.cumsum([size for _, _, size in held])
+    total = int(ends[-1]) if held else 0
+    taken = min(count, total)
+    places = []
+    for item in (k * total // taken for k in range(taken)):
+        turn = int(np.searchsorted(ends, item, side="right"))
+        number, group, size = held[turn]
+        places.append(Place(number, group, item - (int(ends[turn]) - size)))
+    return places

@@ -1,0 +1,1 @@
+"""What the model is asked to predict: noise, its levels, targets, loss weights. NumPy alone."""

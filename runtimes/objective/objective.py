@@ -1,0 +1,194 @@
+"""What the model is trained to predict: noise, levels of it, targets and loss weights, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.training import TimestepSampling, Train
+from runtimes.base import WrongInput
+from runtimes.objective.draws import Stream, generators
+from runtimes.objective.levels import Shares, level_at, level_bounds
+from runtimes.objective.noise import Levels, NoiseSchedule, Schedule
+from runtimes.objective.weighting import FlowWeighting, loss_weight
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LatentScale:
+    """From the VAE's raw moments to the denoiser's latents."""
+
+    scaling_factor: float
+    shift_factor: float = 0.0
+    mean: Sequence[float] | None = None  # per channel; as diffusers' latents_mean, latents_std
+    std: Sequence[float] | None = None
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any]) -> LatentScale:
+        """From an encode artifact's latents.json."""
+        return cls(
+            info["scaling_factor"],
+            info.get("shift_factor") or 0.0,
+            info.get("latents_mean"),
+            info.get("latents_std"),
+        )
+
+    def sample(self, mean: Array, logvar: Array, eps: Array) -> Array:
+        """z = (mean + exp(logvar / 2) eps - shift) * scale; all [B, C, h, w].
+
+        The log-variance is clipped to [-30, 20], as diffusers' DiagonalGaussianDistribution does.
+        """
+        z = mean + np.exp(np.float32(0.5) * np.clip(logvar, -30, 20)) * eps
+        if self.mean is not None and self.std is not None:
+            center, spread = (np.array(x, np.float32)[:, None, None] for x in (self.mean, self.std))
+            return (z - center) / spread * np.float32(self.scaling_factor)
+        return (z - np.float32(self.shift_factor)) * np.float32(self.scaling_factor)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is drawn for one sample besides its noise."""
+
+    level: int  # of noise, from the least
+    caption: float  # uniform in [0, 1): which of its captions
+    dropped: bool  # train it without a caption
+    flip: float  # uniform in [0, 1): below a half, mirrored if it may be
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A batch ready for the model: see StepBatch for the shapes."""
+
+    noisy_latents: Array
+    timesteps: NDArray[np.int32] | Array
+    target: Array
+    weight: Array
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The training objective: everything random in it is keyed on (seed, sample counter)."""
+
+    schedule: Schedule
+    scale: LatentScale
+    seed: int
+    snr_gamma: float | None = None
+    debiased: bool = False
+    flow_weighting: FlowWeighting = "none"
+    noise_offset: float = 0.0
+    input_perturbation: float = 0.0
+    sampling: TimestepSampling = field(default_factory=TimestepSampling)
+    caption_dropout: float = 0.0
+    _bounds: Shares | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schedule, NoiseSchedule):
+            self._check_diffusion(self.schedule)
+        else:
+            self._check_flow()
+        bounds = level_bounds(self.sampling, len(self.schedule))
+        object.__setattr__(self, "_bounds", bounds)
+
+    def _check_flow(self) -> None:
+        for name in ("snr_gamma", "debiased"):
+            if getattr(self, name):
+                raise WrongInput(
+                    f"train.{name} weighs diffusion by its SNR, and the base is a flow: take "
+                    "train.flow_weighting"
+                )
+
+    def _check_diffusion(self, schedule: NoiseSchedule) -> None:
+        if self.flow_weighting != "none":
+            raise WrongInput(
+                f"train.flow_weighting: {self.flow_weighting} is for flow matching, and the base's "
+                "scheduler is not of a flow: take train.snr_gamma or train.debiased"
+            )
+        if schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
+            raise WrongInput(
+                "prediction_type epsilon cannot go with zero terminal SNR (train.zero_terminal_snr "
+                "or the scheduler's rescale_betas_zero_snr): at its last step noise says nothing "
+                "about the picture; set train.prediction_type to v_prediction"
+            )
+
+    @classmethod
+    def of(cls, settings: Train, schedule: Schedule, scale: LatentScale) -> Objective:
+        """The objective of a recipe. Raises WrongInput for settings that do not go together."""
+        return cls(
+            schedule=schedule,
+            scale=scale,
+            seed=settings.seed,
+            snr_gamma=settings.snr_gamma,
+            debiased=settings.debiased,
+            flow_weighting=settings.flow_weighting,
+            noise_offset=settings.noise_offset,
+            input_perturbation=settings.input_perturbation,
+            sampling=settings.timesteps,
+            caption_dropout=settings.caption_dropout,
+        )
+
+    def held_out(self, seed: int) -> Objective:
+        """The same noise and targets, drawn evenly and with every caption: to measure by."""
+        return Objective(self.schedule, self.scale, seed, noise_offset=self.noise_offset)
+
+    def choices(self, counters: Sequence[int]) -> list[Choices]:
+        """Level of noise, caption, dropout and flip of the samples at `counters`."""
+        drawn = (rng.random(4) for rng in generators(self.seed, Stream.CHOICES, counters))
+        return [self._choices(*uniforms.tolist()) for uniforms in drawn]
+
+    def _choices(self, level: float, caption: float, dropout: float, flip: float) -> Choices:
+        count, bounds = len(self.schedule), self._bounds
+        chosen = int(level * count) if bounds is None else level_at(level, bounds)
+        return Choices(chosen, caption, dropout < self.caption_dropout, flip)
+
+    def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
+        """eps [B, C, h, w], with a shift per channel if there is a noise offset.
+
+        Noise offset: N. Guttenberg, "Diffusion with offset noise", 2023.
+        """
+        noise = self._normal(Stream.NOISE, counters, shape)
+        if self.noise_offset:
+            shift = self._normal(Stream.NOISE_OFFSET, counters, (shape[0], 1, 1))
+            noise = noise + np.float32(self.noise_offset) * shift
+        return noise
+
+    def noised(self, mean: Array, logvar: Array, levels: Levels, counters: Sequence[int]) -> Noised:
+        """Draw latents and noise for VAE moments [B, C, h, w] of the samples at `counters`."""
+        shape = mean.shape[1:]
+        eps = self._normal(Stream.POSTERIOR, counters, shape)
+        latents = self.scale.sample(mean, logvar, eps)
+        noise = self.noise(counters, shape)
+        seen = self._perturbed(noise, counters)
+        return Noised(
+            self.schedule.add_noise(latents, seen, levels),
+            self.schedule.timesteps(levels),
+            self.schedule.target(latents, noise, levels),
+            self.weight(levels),
+        )
+
+    def weight(self, levels: Levels) -> Array:
+        """Loss weight of each sample [B]."""
+        return loss_weight(
+            self.schedule,
+            levels,
+            snr_gamma=self.snr_gamma,
+            debiased=self.debiased,
+            flow_weighting=self.flow_weighting,
+        )
+
+    def _perturbed(self, noise: Array, counters: Sequence[int]) -> Array:
+        """The noise that goes into the model, but not into the target (arXiv 2301.11706)."""
+        if not self.input_perturbation:
+            return noise
+        more = self._normal(Stream.INPUT_PERTURBATION, counters, noise.shape[1:])
+        return noise + np.float32(self.input_perturbation) * more
+
+    def _normal(self, stream: Stream, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
+        drawn = np.empty((len(counters), *shape), np.float32)
+        for row, rng in zip(drawn, generators(self.seed, stream, counters), strict=True):
+            rng.standard_normal(out=row, dtype=np.float32)
+        return drawn

@@ -1,0 +1,127 @@
+"""The scheduler that a trained model goes with: the base's, or what training made of it.
+
+Training over to another prediction type or to zero terminal SNR changes the noise that the model
+knows. Its scheduler must say so, in training, in drawing and where it is published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.training import Train
+from runtimes.base import WrongInput
+from runtimes.objective.noise import FLOW, Schedule, is_flow, schedule_of
+
+SCHEDULER_FILE = "scheduler_config.json"
+#: diffusers schedulers that know rescale_betas_zero_snr, and those that take predicted pictures.
+RESCALES = frozenset(
+    {
+        "DDIMScheduler",
+        "DDPMScheduler",
+        "DPMSolverMultistepScheduler",
+        "EulerAncestralDiscreteScheduler",
+        "EulerDiscreteScheduler",
+        "UniPCMultistepScheduler",
+    }
+)
+TAKES_SAMPLE = RESCALES - {"EulerAncestralDiscreteScheduler"}
+#: What stands in for one that does not: it knows both, and draws no noise of its own.
+STAND_IN = "DDIMScheduler"
+_KEPT = (
+    "_diffusers_version",
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "steps_offset",
+    "set_alpha_to_one",
+    "prediction_type",
+    "timestep_spacing",
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The scheduler's config in a scheduler's folder. Raises WrongInput."""
+    path = folder / SCHEDULER_FILE
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise WrongInput(f"{path} is missing: the noise schedule is read from it") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise WrongInput(f"{path}: {error}") from None
+
+
+def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]:
+    """The config of the scheduler that goes with what is trained; the base's where nothing changes.
+
+    A scheduler class that cannot say what has changed gives way to DDIMScheduler, with the same
+    noise schedule; trailing timesteps are what zero terminal SNR is drawn with (arXiv 2305.08891,
+    section 3.3).
+
+    Raises:
+        WrongInput: between a flow and diffusion, which no scheduler of the other kind can express.
+    """
+    if is_flow(base):
+        _check_flow(base, settings)
+        return dict(base)
+    kind, zero_snr = settings.prediction_type, settings.zero_terminal_snr
+    if kind == FLOW:
+        raise WrongInput(
+            f"train.prediction_type: flow needs a base with a FlowMatch scheduler, "
+            f"this one's is {base.get('_class_name')}"
+        )
+    changed = {
+        **({} if kind is None else {"prediction_type": kind}),
+        **({} if zero_snr is None else {"rescale_betas_zero_snr": zero_snr}),
+        **({"timestep_spacing": "trailing"} if zero_snr else {}),
+    }
+    lacks = (zero_snr and base.get("_class_name") not in RESCALES) or (
+        kind == "sample" and base.get("_class_name") not in TAKES_SAMPLE
+    )
+    return {**(_stand_in(base) if lacks else base), **changed}
+
+
+def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
+    """The noise schedule of a scheduler's folder, or of what the settings train its model into.
+
+    Raises:
+        WrongInput: there is none, it is not known here, or the settings do not go with it.
+    """
+    config = read_config(folder)
+    if settings is not None:
+        config = scheduler_config(config, settings)
+    try:
+        return schedule_of(config)
+    except (ValueError, TypeError) as error:
+        raise WrongInput(f"{folder / SCHEDULER_FILE}: {error}") from None
+
+
+def trained_scheduler(folder: Path, settings: Train) -> dict[str, Any] | None:
+    """The scheduler's config for what is trained, if it is not that of the base, in `folder`."""
+    base = read_config(folder)
+    config = scheduler_config(base, settings)
+    said = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
+    return None if {**said, **config} == {**said, **base} else config
+
+
+def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
+    name = base["_class_name"]
+    if settings.prediction_type not in (None, FLOW):
+        raise WrongInput(
+            f"train.prediction_type: {settings.prediction_type}, but the base is a flow "
+            f"({name}): leave it null"
+        )
+    if settings.zero_terminal_snr is not None:
+        raise WrongInput(
+            f"train.zero_terminal_snr is for diffusion, and the base is a flow ({name}), which "
+            "always ends in pure noise: leave it null"
+        )
+
+
+def _stand_in(base: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: base[name] for name in _KEPT if name in base}
+    return {"_class_name": STAND_IN, **kept, "clip_sample": False}

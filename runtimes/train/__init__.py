@@ -1,0 +1,1 @@
+"""A training run: the loop, and all that happens beside its steps."""

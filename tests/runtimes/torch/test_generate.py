@@ -1,0 +1,182 @@
+"""Pictures and held-out losses: the same each time, resumable, and wrong weights are named."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from PIL import Image
+
+from runtimes.base import WrongInput
+from runtimes.events import Events
+from runtimes.job import Drawing, GenerateJob
+from runtimes.objective.draws import Stream, generator
+from runtimes.torch.models import weight_variant
+from runtimes.torch.runtime import TheRuntime
+
+SAMPLER = {
+    "seed": 7,
+    "num_inference_steps": 2,
+    "guidance_scale": 3.0,
+    "height": None,
+    "width": None,
+    "batch_size": 2,
+}
+HOLDOUT = {"samples": 4, "draws": 2, "seed": 1, "prediction_type": None, "noise_offset": 0.0}
+PROMPTS = ("one", "two", "three")
+
+
+class Heard(Events):
+    def __init__(self) -> None:
+        self.drawn: list[int] = []
+
+    def emit(self, event: str, **fields: Any) -> None:
+        assert event == "drawn" and fields["total"] == 6
+        self.drawn.append(fields["done"])
+
+
+@pytest.fixture(scope="module")
+def tuned(tiny_sdxl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A UNet that differs from the pipeline's own."""
+    unet = UNet2DConditionModel.from_pretrained(tiny_sdxl, subfolder="unet")
+    with torch.no_grad():
+        unet.conv_out.bias += 0.5
+    folder = tmp_path_factory.mktemp("tuned")
+    unet.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def job(tiny_sdxl: Path, tuned: Path, latents_url: str, tmp_path: Path) -> GenerateJob:
+    return GenerateJob(
+        runtime="torch",
+        model=str(tiny_sdxl),
+        drawings=(
+            Drawing(str(tmp_path / "base")),
+            Drawing(str(tmp_path / "tuned"), {"unet": str(tuned)}),
+        ),
+        prompts=PROMPTS,
+        sampler=SAMPLER,
+        device="cpu",
+        latents=latents_url,
+        holdout=HOLDOUT,
+    )
+
+
+def generate(job: GenerateJob) -> tuple[list[dict[str, bytes]], list[int]]:
+    heard = Heard()
+    TheRuntime(heard).generate(job)
+    folders = [Path(drawing.out) for drawing in job.drawings]
+    files = [{p.name: p.read_bytes() for p in sorted(f.iterdir())} for f in folders]
+    return files, heard.drawn
+
+
+def elsewhere(job: GenerateJob, folder: Path) -> GenerateJob:
+    moved = [replace(d, out=str(folder / Path(d.out).name)) for d in job.drawings]
+    return replace(job, drawings=tuple(moved))
+
+
+def test_the_same_pictures_each_time(job: GenerateJob, tmp_path: Path) -> None:
+    first, drawn = generate(job)
+    again, _ = generate(elsewhere(job, tmp_path / "again"))
+    assert first == again
+    base, tuned = first
+    assert list(base) == ["00000.png", "00001.png", "00002.png", "losses.json"]
+    assert len({*base.values(), *tuned.values()}) == 8, "all differ"
+    assert drawn == sorted(drawn) and drawn[-1] == 6
+
+
+def test_what_is_there_is_kept_and_what_is_not_is_drawn_alike(job: GenerateJob) -> None:
+    first, _ = generate(job)
+    base, tuned = (Path(drawing.out) for drawing in job.drawings)
+    for path in (base / "00001.png", tuned / "00002.png", tuned / "losses.json"):
+        path.unlink()
+    kept = (base / "00000.png").stat().st_mtime_ns
+    again, drawn = generate(job)
+    assert again == first
+    assert (base / "00000.png").stat().st_mtime_ns == kept
+    assert drawn == [3, 5, 6], "batches are drawn whole"
+
+
+def test_pictures_are_those_of_the_plain_pipeline(job: GenerateJob) -> None:
+    generate(job)
+    pipe = StableDiffusionXLPipeline.from_pretrained(job.model, add_watermarker=False)
+    rngs = [generator(7, Stream.PICTURE, number) for number in (0, 1)]
+    noise = np.stack([rng.standard_normal((4, 8, 8), dtype=np.float32) for rng in rngs])
+    expected = pipe(
+        list(PROMPTS[:2]),
+        num_inference_steps=2,
+        guidance_scale=3.0,
+        latents=torch.from_numpy(noise),
+    ).images
+    for number, picture in enumerate(expected):
+        ours = np.asarray(Image.open(Path(job.drawings[0].out) / f"{number:05d}.png")).astype(int)
+        assert abs(ours - np.asarray(picture)).max() <= 1
+
+
+def test_a_vae_in_place_of_the_pipeline_s_own(job: GenerateJob, tiny_vae: Path) -> None:
+    own, _ = generate(replace(job, drawings=job.drawings[:1], latents=None, prompts=PROMPTS * 2))
+    shutil.rmtree(job.drawings[0].out)
+    other, _ = generate(
+        replace(
+            job, drawings=job.drawings[:1], latents=None, prompts=PROMPTS * 2, vae=str(tiny_vae)
+        )
+    )
+    assert own != other and "losses.json" not in own[0]
+
+
+def test_parts_may_be_stored_in_different_variants(job: GenerateJob, tmp_path: Path) -> None:
+    job = replace(job, drawings=job.drawings[:1], latents=None)
+    plain, _ = generate(replace(job, prompts=PROMPTS * 2))
+    model = Path(shutil.copytree(job.model, tmp_path / "model"))
+    for name in ("text_encoder/model", "vae/diffusion_pytorch_model"):
+        (model / f"{name}.safetensors").rename(model / f"{name}.fp16.safetensors")
+    again = elsewhere(replace(job, prompts=PROMPTS * 2, model=str(model)), tmp_path / "again")
+    assert generate(again)[0] == plain
+
+
+@pytest.mark.parametrize(
+    ("names", "variant"),
+    [
+        ("", None),
+        ("model", None),
+        ("model.fp16", "fp16"),
+        ("model model.fp16", None),
+        ("model-00001-of-00002 model-00002-of-00002", None),
+        ("model.fp16-00001-of-00002 model.fp16-00002-of-00002", "fp16"),
+        ("model-00001-of-00002.fp16 model-00002-of-00002.fp16", "fp16"),
+    ],
+)
+def test_the_variant_is_what_the_names_say(tmp_path: Path, names: str, variant: str | None) -> None:
+    for name in names.split():
+        (tmp_path / f"{name}.safetensors").touch()
+    assert weight_variant(tmp_path) == variant
+
+
+def test_losses_are_a_number_a_sample_and_fall_with_a_better_model(job: GenerateJob) -> None:
+    (base, tuned), _ = generate(job)
+    losses, worse = (json.loads(files["losses.json"])["losses"] for files in (base, tuned))
+    assert len(losses) == len(worse) == 4
+    assert np.mean(worse) > np.mean(losses) + 0.1, "its predictions are off by a half"
+
+
+@pytest.mark.parametrize("missing", ["unet/config.json", "vae", "text_encoder", "model_index.json"])
+def test_a_missing_part_is_named(job: GenerateJob, tmp_path: Path, missing: str) -> None:
+    copied = Path(shutil.copytree(job.model, tmp_path / "copied"))
+    path = copied / missing
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(WrongInput, match=str(copied)):
+        generate(replace(job, model=str(copied), latents=None))
+
+
+def test_stable_diffusion_draws_too(tiny_sd: Path, tmp_path: Path) -> None:
+    job = GenerateJob(
+        "torch", str(tiny_sd), (Drawing(str(tmp_path / "sd")),), PROMPTS * 2, SAMPLER, device="cpu"
+    )
+    (files,), _ = generate(job)
+    assert len(files) == 6

@@ -1,0 +1,168 @@
+"""Several processes at one run: the numbers of one process, and one checkpoint or none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from runtimes.__main__ import main
+from runtimes.base import WrongInput
+from runtimes.events import Events
+from runtimes.job import TrainJob, write_job
+from runtimes.ranks import Ranks
+from runtimes.stop import Stop
+from runtimes.torch.device import choose_device
+from runtimes.train.checkpoint import Checkpoints
+from runtimes.train.loop import train
+
+MakeJob = Callable[..., TrainJob]
+StartJob = Callable[..., Any]  # of conftest.py: a Child
+#: One process takes 3 + 3 + 2 samples at a time, two take 3 + 1, four take 2.
+SETTINGS = {"global_batch_size": 8, "micro_batch_size": 3, "steps": 6, "ema_decay": 0.9}
+LORA = {"method": "lora", "lora": {"targets": "all", "rank": 3}}
+
+
+def history(job: TrainJob) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(job.out) / "history.jsonl").open()]
+
+
+def outputs(job: TrainJob) -> dict[str, bytes]:
+    out = Path(job.out)
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+def assert_same_run(one: TrainJob, other: TrainJob) -> None:
+    for name in ("loss", "grad_norm"):
+        numbers = [[line[name] for line in history(job)] for job in (one, other)]
+        np.testing.assert_allclose(*numbers, rtol=1e-5)
+    for path in Path(one.out).rglob("*.safetensors"):
+        theirs = load_file(Path(other.out) / path.relative_to(one.out))
+        for name, array in load_file(path).items():
+            # Adam divides by the root of a gradient that may itself be rounding.
+            np.testing.assert_allclose(theirs[name], array, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["data", "fsdp"])
+@pytest.mark.parametrize("method", [{"text_encoders": True}, LORA], ids=["full", "lora"])
+def test_two_processes_take_the_steps_of_one(
+    make_job: MakeJob, start_job: StartJob, parallel: str, method: dict[str, Any]
+) -> None:
+    one = make_job("one", **SETTINGS, **method)
+    assert train(one, Events(), Stop())
+    two = make_job("two", **SETTINGS, **method, processes=2, parallel=parallel)
+    assert start_job(two).end() == 0
+    assert_same_run(one, two)
+
+
+@pytest.mark.slow
+def test_the_count_may_change_at_a_resume(make_job: MakeJob, start_job: StartJob) -> None:
+    settings = {**SETTINGS, "steps": 40, "log_every": 1, "validation": {"every": 5}}
+    one = make_job("one", **settings)
+    assert train(one, Events(), Stop())
+    step = 0
+    for count, parallel in ((4, "fsdp"), (2, "data")):
+        some = make_job("some", **settings, processes=count, parallel=parallel)
+        child = start_job(some)
+        assert child.step_of_first("start") == step
+        child.step_of_first("progress")
+        child.process.terminate()
+        assert child.end() == 143
+        saved = Checkpoints(some.work, 9).latest()
+        assert saved is not None and step < saved.step < 40
+        step = saved.step
+    assert train(make_job("some", **settings), Events(), Stop())
+    assert_same_run(one, some)
+    found = [[line.get("validation_loss") for line in history(job)] for job in (one, some)]
+    assert found[0][4] is not None
+    np.testing.assert_allclose(*(np.array(values, float) for values in found), rtol=1e-5)
+
+
+def others(pid: int) -> list[int]:
+    """The processes that the first one has started, by rank."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    return sorted(int(p) for p, pp, args in rows if int(pp) == pid and "-m runtimes" in args)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a process is left behind"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_they_end_with_the_same_bytes(
+    make_job: MakeJob, start_job: StartJob, tmp_path: Path
+) -> None:
+    settings = {**SETTINGS, "steps": 60, "checkpoint_every": 7, "log_every": 1}
+    whole = make_job("whole", **settings, processes=2)
+    assert start_job(whole).end() == 0
+
+    job = make_job("broken", **settings, processes=2)
+    child = start_job(job)
+    assert child.step_of_first("checkpoint") == 7
+    (second,) = others(child.process.pid)
+    os.kill(second, signal.SIGKILL)
+    errors = [event for event in child.events() if event["event"] == "error"]
+    assert child.end() == 1
+    assert [error["message"] for error in errors] == [
+        "process 1 of the run (from 0) was killed by SIGKILL"
+    ]
+
+    child = start_job(job)
+    assert 7 <= child.step_of_first("start") < 60
+    child.step_of_first("progress")
+    rest = others(child.process.pid)
+    child.process.kill()
+    assert child.end() == -signal.SIGKILL
+    wait_until_gone(rest)
+
+    child = start_job(job)
+    assert 7 <= child.step_of_first("start") < 60
+    step = child.step_of_first("progress")
+    # One is told, all of them stop after the same step.
+    (second,) = others(child.process.pid)
+    os.kill(second, signal.SIGTERM)
+    assert child.end() == 143
+    saved = Checkpoints(job.work, 9).latest()
+    assert saved is not None and step <= saved.step < 60
+
+    # torchrun may start them as well.
+    write_job(job, tmp_path / "torchrun.json")
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run += ["--standalone", "-m", "runtimes", str(tmp_path / "torchrun.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert outputs(job) == outputs(whole)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(
+    make_job: MakeJob,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Stop, "listen", lambda stop: None)  # the signals are pytest's
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():  # as torchrun says it
+        monkeypatch.setenv(name, value)
+    write_job(make_job(global_batch_size=4), tmp_path / "job.json")
+    assert main([str(tmp_path / "job.json")]) == 2
+    assert "global_batch_size 4 cannot be shared by 3 processes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_process_without_a_device_of_its_own_is_refused(device: str) -> None:
+    with pytest.raises(WrongInput, match="processes"):
+        choose_device(device, Ranks(rank=99, world=100, local_rank=99, local_world=100))

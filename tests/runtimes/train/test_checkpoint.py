@@ -1,0 +1,180 @@
+"""A checkpoint is wholly there or not there, and the newest that verifies is the one used."""
+
+import errno
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from runtimes.base import State
+from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
+
+FACTS = {"seed": 1, "train": {}}
+
+
+def state(value: float, size: int = 1000) -> State:
+    arrays = {"b.weight": np.full((2, size), value, np.float32), "a.bias": np.ones(3, np.float32)}
+    return {"weights": arrays, "exp_avg": arrays, "exp_avg_sq": arrays, "ema": arrays}
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, state(step), [f'{{"step": {n + 1}}}' for n in range(step)], FACTS)
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_what_is_saved_is_read_back(tmp_path: Path, kind: str) -> None:
+    url = str(tmp_path) if kind == "local" else f"memory://{tmp_path.name}"
+    save(Checkpoints(url, keep=2), 3)
+    latest = Checkpoints(url, keep=2).latest()
+    assert latest is not None and latest.step == 3
+    assert latest.history[2] == '{"step": 3}' and latest.facts["seed"] == 1
+    np.testing.assert_equal(latest.state, state(3))
+
+
+def test_safetensors_itself_reads_the_weights(tmp_path: Path) -> None:
+    save(Checkpoints(str(tmp_path), keep=2), 3)
+    path = tmp_path / "checkpoints/step-00000003/weights.safetensors"
+    np.testing.assert_equal(load_file(path), state(3)["weights"])
+
+
+def test_none_yet(tmp_path: Path) -> None:
+    assert Checkpoints(str(tmp_path), keep=2).latest() is None
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    save(Checkpoints(str(tmp_path), keep=2), 1, 2, 3, 12)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000012"]
+
+
+@pytest.mark.parametrize("name", ["weights", "exp_avg", "ema", "history", "state", "manifest"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_a_broken_one_is_skipped(
+    tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=3)
+    save(checkpoints, 1, 2)
+    (path,) = (tmp_path / "checkpoints/step-00000002").glob(f"{name}.*")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    with caplog.at_level(logging.WARNING, "kiln"):
+        latest = checkpoints.latest()
+    assert latest is not None and latest.step == 1
+    # without its manifest it was never committed: there is nothing to warn of
+    assert (damage, name) == ("gone", "manifest") or "step-00000002 is skipped" in caplog.text
+
+
+def test_a_half_written_one_is_written_anew(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=2)
+    save(checkpoints, 1)
+    left = tmp_path / "checkpoints/step-00000002/weights.safetensors"
+    left.parent.mkdir()
+    left.write_bytes(b"killed while writing")
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 1
+    save(checkpoints, 2)
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 2
+
+
+def test_what_was_left_half_written_long_ago_is_deleted(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=2)
+    for step in (2, 9):
+        left = tmp_path / f"checkpoints/step-0000000{step}/weights.safetensors"
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"killed while writing")
+    save(checkpoints, 1, 3)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000001", "step-00000003", "step-00000009"]
+
+
+def steps_kept(tmp_path: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_the_best_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=1, best=2)
+    losses = {1: 0.5, 2: 0.2, 3: None, 4: 0.3, 5: 0.3, 6: 0.9, 7: None}
+    for step, loss in losses.items():
+        checkpoints.save(step, state(step), [], {**FACTS, "validation_loss": loss})
+    assert steps_kept(tmp_path) == [2, 5, 7], "of equal ones the later"
+    (tmp_path / "checkpoints/step-00000002/manifest.json").write_text("damaged")
+    checkpoints.save(8, state(8), [], {**FACTS, "validation_loss": 0.4})
+    assert steps_kept(tmp_path) == [5, 8]
+
+
+def test_what_may_be_needed_is_not_pruned(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    save(checkpoints, 1)
+    checkpoints.save(2, state(2), [], FACTS, prune=False)
+    assert steps_kept(tmp_path) == [1, 2]
+    before = checkpoints.latest(before=2)
+    assert before is not None and before.step == 1
+    checkpoints.discard_after(1)
+    assert steps_kept(tmp_path) == [1]
+
+
+def test_large_groups_are_split_and_read_back_the_same(tmp_path: Path) -> None:
+    arrays = {f"unet.{n}.weight": np.full((n, 5), n, np.float32) for n in range(1, 8)}
+    whole = {"weights": arrays, "ema": arrays, "constants": {}}
+    checkpoints = Checkpoints(str(tmp_path), keep=1, shard_bytes=130)
+    checkpoints.save(1, whole, [], FACTS)
+    folder = tmp_path / "checkpoints/step-00000001"
+    files = sorted(folder.glob("weights*"))
+    assert [path.name for path in files] == [
+        f"weights-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    parts = [load_file(path) for path in files]
+    assert len(parts) == 5 and sum(map(len, parts)) == 7
+    sizes = [sum(array.nbytes for array in part.values()) for part in parts]
+    assert all(size <= 130 or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
+    latest = checkpoints.latest()
+    assert latest is not None
+    np.testing.assert_equal(latest.state, whole)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel refuses to write more, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_keeps_the_last_good_one_and_says_so(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    save(checkpoints, 1)
+    with (
+        largest_file(50_000),
+        pytest.raises(
+            CheckpointNotWritten,
+            match=r"step-00000002 could not be written: .*; .* good one is of step 1",
+        ) as caught,
+    ):
+        checkpoints.save(2, state(2, size=100_000), [], FACTS)
+    assert caught.value.errno == errno.EFBIG and "Errno" not in str(caught.value)
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 1
+    assert not (tmp_path / "checkpoints/step-00000002").exists(), "it should make room again"
+
+
+def test_checkpoints_are_the_same_bytes_each_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save(Checkpoints(str(tmp_path / name), keep=1), 5)
+    fs = fsspec.filesystem("file")
+    one, other = (fs.find(str(tmp_path / name)) for name in ("a", "b"))
+    assert [fs.cat_file(path) for path in one] == [fs.cat_file(path) for path in other]
