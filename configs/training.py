@@ -126,7 +126,9 @@ class Train(Section):
         description="AdamW (arXiv 1711.05101), with 8-bit moments (arXiv 2110.02861), or Adafactor "
         "(arXiv 1804.04235).",
     )
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(
+        1e-5, gt=0, description="Peak learning rate; Adafactor's is relative to a weight's size."
+    )
     lr_schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
         Field("constant", description="Shape after warm-up; all but constant end at `lr_final`.")
     )

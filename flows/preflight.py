@@ -75,7 +75,8 @@ def _check_places(recipe: Recipe) -> Store:
 def _check_runtime(recipe: Recipe) -> None:
     check_installed(recipe.runtime)
     asked = {s: getattr(recipe, s).device for s in ("encode", "train", "evaluate")}
-    if set(asked.values()) <= {"auto", "cpu"}:
+    needs_cuda = recipe.train.optimizer == "adamw_8bit"
+    if set(asked.values()) <= {"auto", "cpu"} and not needs_cuda:
         return  # always there; looking for others imports the runtime, which takes seconds
     found = probe_runtime(recipe.runtime)
     if not found.available:
@@ -86,6 +87,16 @@ def _check_runtime(recipe: Recipe) -> None:
         if device not in {"auto", *names}:
             known = ", ".join(found.devices)
             raise RecipeError(f"{section}.device: {device} is not on this machine ({known})")
+    cuda = sum(words.startswith("cuda") for words in found.devices)
+    if needs_cuda and (not cuda or recipe.train.device == "cpu"):
+        raise RecipeError(
+            "train.optimizer: adamw_8bit needs a CUDA device; take adamw or adafactor"
+        )
+    processes = recipe.train.processes
+    if recipe.train.device.startswith("cuda") and processes > 1 and processes > cuda:
+        raise RecipeError(
+            f"train.processes: {processes} want a CUDA device each, this machine has {cuda}"
+        )
 
 
 def _check_watching(recipe: Recipe) -> None:

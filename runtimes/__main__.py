@@ -25,10 +25,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from runtimes.base import WrongInput
 from runtimes.events import Events
+from runtimes.generate import generate
 from runtimes.job import Job, TrainJob, read_job
 from runtimes.others import LostRank, Others
 from runtimes.ranks import Ranks, follows
-from runtimes.registry import open_runtime
 from runtimes.stop import STOPPED, Stop
 from runtimes.train.divergence import Diverged
 from runtimes.train.loop import read_settings, train
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 def _do(job: Job, path: Path, events: Events, stop: Stop) -> int:
     if not isinstance(job, TrainJob):
-        open_runtime(job.runtime, events).generate(job)
+        generate(job, events)
         events.emit("result")
         return 0
     if not Ranks.here().first:

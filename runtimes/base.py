@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from runtimes.job import GenerateJob, TrainJob
+    from runtimes.job import Drawing, GenerateJob, TrainJob
 
 #: Named arrays by group: `weights` (fp32 masters of what is trained), `exp_avg`, `exp_avg_sq`,
 #: `ema`, and `constants` (what a trained part has beside weights, if anything). A name is the
@@ -79,7 +79,7 @@ class Runtime(Protocol):
         """Put what is trained, and fresh optimizer state, on the device. Raises WrongInput."""
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        """One AdamW update on a batch."""
+        """One update on a batch, by the optimizer that the job's settings name."""
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         """Mean squared error of each sample [B] (unweighted), by the average if one is kept."""
@@ -116,5 +116,20 @@ class Runtime(Protocol):
     def memory_bytes(self) -> int:
         """Peak bytes in use on the device (of the process, on a CPU)."""
 
-    def generate(self, job: GenerateJob) -> None:
-        """Draw every model's pictures and take its held-out losses."""
+    def pipeline(self, job: GenerateJob) -> Pipeline:
+        """What draws the job's pictures. Raises WrongInput."""
+
+
+class Pipeline(Protocol):
+    """Draws with one model after another on one kind of chip. generate.py does all the rest."""
+
+    encodes_text: bool  # whether captions are to be encoded by the model that was taken
+
+    def take(self, drawing: Drawing) -> None:
+        """Put a model on the device, in place of the one before. Raises WrongInput."""
+
+    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
+        """Pictures [N, H, W, 3] by the job's sampler; the first one's noise is number `first`."""
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Mean squared error of each sample [B] (unweighted)."""

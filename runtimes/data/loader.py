@@ -221,32 +221,9 @@ class Holdout:
                 places = [place for _, place, _ in part]
                 yield numbers, self._reader.batch(0, places, counters, len(part))
 
-    def close(self) -> None:
+    def __enter__(self) -> Holdout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Unmap the shards."""
         self._reader.close()
-
-
-def holdout_batches(
-    latents: Latents,
-    family: Family,
-    objective: Objective,
-    *,
-    samples: int,
-    draws: int,
-    batch_size: int,
-    text_encoders: bool = False,
-) -> Iterator[tuple[list[int], StepBatch]]:
-    """The batches of `Holdout`, once. Raises WrongInput: nothing was held out."""
-    holdout = Holdout(
-        latents,
-        family,
-        objective,
-        samples=samples,
-        draws=draws,
-        batch_size=batch_size,
-        text_encoders=text_encoders,
-    )
-    try:
-        yield from holdout.batches()
-    finally:
-        holdout.close()

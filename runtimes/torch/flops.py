@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from typing import Any
 
@@ -40,6 +41,7 @@ PEAKS: tuple[tuple[str, float | None, float], ...] = (
     (r"V100", None, 15.7),
     (r"T4\b", None, 8.1),
 )
+log = logging.getLogger("kiln")
 
 
 class FlopCounter:
@@ -55,15 +57,23 @@ class FlopCounter:
             if getattr(part, "is_gradient_checkpointing", False):
                 names = ("disable_gradient_checkpointing", "gradient_checkpointing_disable")
                 next(getattr(part, name) for name in names if hasattr(part, name))()
-        self._counted: dict[object, int] = {}
+        self._counted: dict[object, int | None] = {}
 
-    def of(self, batch: StepBatch) -> float:
-        """Of one batch: those of a sample of its shape, which are counted once, times its size."""
+    def of(self, batch: StepBatch) -> float | None:
+        """Of one batch: those of a sample of its shape, which are counted once, times its size.
+
+        None for a network with an operation that cannot be done without weights.
+        """
         arrays = {"": batch.noisy_latents, **batch.conditioning}
         shapes = tuple((name, array.shape[1:]) for name, array in arrays.items())
         if shapes not in self._counted:
-            self._counted[shapes] = self._count(batch)
-        return float(self._counted[shapes] * len(batch.timesteps))
+            try:
+                self._counted[shapes] = self._count(batch)
+            except (RuntimeError, NotImplementedError) as error:
+                log.warning("FLOPs cannot be counted, so there is no MFU: %s", error)
+                self._counted[shapes] = None
+        one = self._counted[shapes]
+        return None if one is None else float(one * len(batch.timesteps))
 
     def _count(self, batch: StepBatch) -> int:
         def empty(array: Any) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Draw prompts with a diffusers pipeline, and take held-out losses, for one model after another."""
+"""Draw prompts with a diffusers pipeline, for one model after another."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,30 +11,22 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
-from fsspec.implementations.local import LocalFileSystem
-from PIL.Image import Image
+from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from artifacts.commit import write_atomic
-from artifacts.latents import Latents
 from runtimes.adapters.lora import read_adapters
-from runtimes.base import WrongInput
-from runtimes.data.loader import holdout_batches
+from runtimes.base import StepBatch, WrongInput
 from runtimes.encoders import t5_length
-from runtimes.events import Events
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.draws import Stream, generator
-from runtimes.objective.noise import Schedule
-from runtimes.objective.objective import LatentScale, Objective
-from runtimes.objective.scheduler import read_config, read_schedule
+from runtimes.objective.scheduler import read_config
 from runtimes.torch.device import choose_device, make_deterministic
 from runtimes.torch.lora import lay_over
 from runtimes.torch.models import load_denoiser, load_text_encoder, weight_variant
 from runtimes.torch.network import Network
 from runtimes.torch.runtime import Inputs
 from runtimes.torch.schedulers import make_scheduler
-from runtimes.train.loop import open_job_latents
 
 LOSS_BATCH = 32
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -93,8 +84,10 @@ class Sampler:
         self._pipe.register_modules(**{**self._own, **parts})
 
     @torch.no_grad()  # not inference_mode: what FSDP gathers here it trains with later
-    def draw(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> list[Image]:
-        """Pictures of `prompts`, `batch_size` at a time; the first one's noise is number `first`.
+    def draw(
+        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+    ) -> NDArray[np.uint8]:
+        """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
 
         `sampler` has seed, num_inference_steps, guidance_scale, height, width (None is the
         model's own) and batch_size.
@@ -105,7 +98,7 @@ class Sampler:
             sampler.get(side) or denoiser.config.sample_size * scale for side in ("height", "width")
         )
         shape = (denoiser.config.in_channels, height // scale, width // scale)
-        size, pictures = sampler["batch_size"], list[Image]()
+        size, pictures = sampler["batch_size"], list[NDArray[np.uint8]]()
         for start in range(0, len(prompts), size):
             part = list(prompts[start : start + size])
             numbers = range(first + start, first + start + len(part))
@@ -113,7 +106,7 @@ class Sampler:
             noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
             # For schedulers that draw noise at every step: of the picture, not of the batch.
             later = [torch.Generator().manual_seed(int(rng.integers(2**63))) for rng in rngs]
-            pictures += self._pipe(
+            drawn = self._pipe(
                 part,
                 height=height,
                 width=width,
@@ -123,79 +116,36 @@ class Sampler:
                 generator=later,
                 **self._more,
             ).images
-        return pictures
+            pictures += [np.asarray(picture) for picture in drawn]
+        return np.stack(pictures)
 
 
-def generate(job: GenerateJob, events: Events) -> None:
-    """Draw `<out>/00000.png`, ... and take `<out>/losses.json` for each of the job's drawings.
+class ThePipeline:
+    """See base.Pipeline for what each method promises."""
 
-    What is there already is kept, so that an interrupted job goes on where it was.
-    """
-    make_deterministic()
-    device, dtype = choose_device(job.device), getattr(torch, job.dtype)
-    model, vae = Path(job.model), None if job.vae is None else Path(job.vae)
-    detect_family(model)
-    sampler: Sampler | None = None
-    missing = [_missing(Path(drawing.out), job) for drawing in job.drawings]
-    total = len(job.drawings) * len(job.prompts)
-    done = total - sum(len(numbers) for batches in missing for numbers in batches)
-    events.emit("drawn", done=done, total=total)
-    for drawing, batches in zip(job.drawings, missing, strict=True):
-        out = Path(drawing.out)
-        out.mkdir(parents=True, exist_ok=True)
-        losses = _losses_file(out, job)
-        if not batches and losses is None:
-            continue
-        network = _load(drawing, model, dtype, device)
-        parts = dict(network.named_children())
-        for numbers in batches:
-            if sampler is None:  # with encoders of its own: the next model may have none
-                denoiser = {detect_family(model).denoiser: network.denoiser}
-                sampler = Sampler(model, denoiser, device, dtype, vae)
-            sampler.use(parts | _own_scheduler(drawing))
-            _draw_batch(sampler, job, numbers, out)
-            done += len(numbers)
-            events.emit("drawn", done=done, total=total)
-        if losses is not None:
-            schedule = read_schedule(Path(drawing.parts.get("scheduler", model / "scheduler")))
-            latents = open_job_latents(str(job.latents))
-            values = holdout_losses(network, schedule, job, latents, device)
-            _write(losses, json.dumps({"losses": values}).encode())
+    def __init__(self, job: GenerateJob) -> None:
+        make_deterministic()
+        self._device, self._dtype = choose_device(job.device), getattr(torch, job.dtype)
+        self._model, self._settings = Path(job.model), job.sampler
+        self._vae = None if job.vae is None else Path(job.vae)
+        self._sampler: Sampler | None = None
 
+    def take(self, drawing: Drawing) -> None:
+        self._network = _load(drawing, self._model, self._dtype, self._device)
+        self._scheduler = _own_scheduler(drawing)
+        self.encodes_text = bool(self._network.text_encoders)
 
-def holdout_losses(
-    network: Network,
-    schedule: Schedule,
-    job: GenerateJob,
-    latents: Latents,
-    device: torch.device,
-) -> list[float]:
-    """Each held-out sample's unweighted mean squared error, averaged over its noise draws."""
-    holdout = job.holdout
-    family = detect_family(Path(job.model))
-    objective = Objective(
-        schedule=schedule,
-        scale=LatentScale.from_info(latents.info),
-        seed=holdout["seed"],
-        noise_offset=holdout.get("noise_offset", 0.0),
-    )
-    samples, draws = holdout["samples"], holdout["draws"]
-    sums: dict[int, float] = {}
-    dtype = network.denoiser.dtype
-    with torch.inference_mode():
-        for numbers, batch in holdout_batches(
-            latents,
-            family,
-            objective,
-            samples=samples,
-            draws=draws,
-            batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # what there is memory for
-            text_encoders=bool(network.text_encoders),
-        ):
-            errors = Inputs(batch, slice(None), device, dtype).errors(network)
-            for number, error in zip(numbers, errors.tolist(), strict=True):
-                sums[number] = sums.get(number, 0.0) + error
-    return [sums[number] / draws for number in sorted(sums)]
+    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
+        if self._sampler is None:  # with encoders of its own: the next model may have none
+            denoiser = {self._network.family.denoiser: self._network.denoiser}
+            self._sampler = Sampler(self._model, denoiser, self._device, self._dtype, self._vae)
+        self._sampler.use(dict(self._network.named_children()) | self._scheduler)
+        return self._sampler.draw(prompts, self._settings, first=first)
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            inputs = Inputs(batch, slice(None), self._device, self._dtype)
+            return inputs.errors(self._network).cpu().numpy()
 
 
 def _load(drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device) -> Network:
@@ -230,39 +180,3 @@ def _own_scheduler(drawing: Drawing) -> dict[str, Any]:
     if "scheduler" not in drawing.parts:
         return {}
     return {"scheduler": make_scheduler(read_config(Path(drawing.parts["scheduler"])))}
-
-
-def _missing(out: Path, job: GenerateJob) -> list[range]:
-    """The batches with a picture that is not there. Whole batches: a picture's last bits depend on
-    which others are drawn beside it."""
-    size, count = job.sampler["batch_size"], len(job.prompts)
-    batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
-    return [b for b in batches if not all(_picture(out, number).exists() for number in b)]
-
-
-def _losses_file(out: Path, job: GenerateJob) -> Path | None:
-    path = out / "losses.json"
-    return None if job.latents is None or path.exists() else path
-
-
-def _draw_batch(sampler: Sampler, job: GenerateJob, numbers: range, out: Path) -> None:
-    prompts = [job.prompts[number] for number in numbers]
-    pictures = sampler.draw(prompts, job.sampler, first=numbers.start)
-    for number, picture in zip(numbers, pictures, strict=True):
-        path = _picture(out, number)
-        if not path.exists():
-            _write(path, _png(picture))
-
-
-def _png(picture: Image) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, "png")
-    return buffer.getvalue()
-
-
-def _picture(out: Path, number: int) -> Path:
-    return out / f"{number:05d}.png"
-
-
-def _write(path: Path, data: bytes) -> None:
-    write_atomic(LocalFileSystem(), str(path), data)

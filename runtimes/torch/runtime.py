@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import State, StepBatch, StepOutput
+from runtimes.base import Pipeline, State, StepBatch, StepOutput
 from runtimes.events import Events
 from runtimes.job import GenerateJob, TrainJob
 from runtimes.objective.scheduler import trained_scheduler
@@ -42,7 +42,6 @@ class TheRuntime:
     """See base.Runtime for what each method promises."""
 
     def __init__(self, events: Events) -> None:
-        self._events = events
         self.versions = versions()
         self._sampler: Any = None  # generate.Sampler, once a sample is asked for
 
@@ -125,8 +124,7 @@ class TheRuntime:
             if changed is not None:
                 self._sampler.use({"scheduler": make_scheduler(changed)})
         with self._evaluating():
-            pictures = self._sampler.draw(prompts, sampler, first=0)
-        return np.stack([np.asarray(picture) for picture in pictures])
+            return self._sampler.draw(prompts, sampler, first=0)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with self._evaluating(), torch.no_grad():  # what is gathered must stay fit for training
@@ -146,10 +144,10 @@ class TheRuntime:
     def memory_bytes(self) -> int:
         return peak_bytes(self._device)
 
-    def generate(self, job: GenerateJob) -> None:
-        from runtimes.torch.generate import generate
+    def pipeline(self, job: GenerateJob) -> Pipeline:
+        from runtimes.torch.generate import ThePipeline
 
-        generate(job, self._events)
+        return ThePipeline(job)
 
     def _autocast(self) -> AbstractContextManager[None]:
         dtype = getattr(torch, self._settings.compute_dtype)

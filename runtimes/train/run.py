@@ -144,6 +144,7 @@ class Run:
 
     def finish(self) -> None:
         """Write what was trained."""
+        self._profiling.close()  # it may last to the end
         self._saver.wait()
         state = self._runtime.state()
         if not self._first:
@@ -240,7 +241,7 @@ class Run:
         offence = found or Offence(step, f"the loss has gone wrong at step {step}")
         policy = self._settings.divergence
         if policy.action == "stop":
-            raise Diverged(f"{offence.words}: {ADVICE}; the checkpoints before it are kept")
+            raise Diverged(f"{offence.words}: {ADVICE}")
         if len(self.skipped) >= policy.most:
             words = f"{policy.most} batches have been left out already"
             raise Diverged(f"{offence.words}, and {words}: {ADVICE}")

@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from runtimes.base import Runtime
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.base import Runtime, StepBatch
 from runtimes.data.loader import Holdout
 
 #: Of the noise: the same for every run, so that runs with other seeds can be compared.
@@ -35,10 +38,24 @@ def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) ->
 
     Every rank measures all of it, so that it does not depend on how many there are.
     """
-    errors: dict[int, list[float]] = {}
+    losses = sample_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
+    return None if losses is None else HeldOutLoss.of(losses)
+
+
+def sample_losses(
+    holdout: Holdout,
+    errors: Callable[[StepBatch], NDArray[np.float32]],
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[float] | None:
+    """Each held-out sample's loss, averaged over its draws; None if it was to stop before.
+
+    Args:
+        errors: the mean squared error of each sample of a batch [B].
+    """
+    found: dict[int, list[float]] = {}
     for numbers, batch in holdout.batches():
-        if runtime.any_rank(stopping()):
+        if stopping():
             return None
-        for number, error in zip(numbers, runtime.errors(batch).tolist(), strict=True):
-            errors.setdefault(number, []).append(error)
-    return HeldOutLoss.of([math.fsum(errors[n]) / len(errors[n]) for n in sorted(errors)])
+        for number, error in zip(numbers, errors(batch).tolist(), strict=True):
+            found.setdefault(number, []).append(error)
+    return [math.fsum(found[n]) / len(found[n]) for n in sorted(found)]

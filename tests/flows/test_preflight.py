@@ -19,6 +19,7 @@ from flows.preflight import prepare
             {"train.timesteps.bias": "range", "train.timesteps.end": 1001},
             "train.timesteps.begin and end: 0 to 1001 is no range",
         ),
+        ({"train.optimizer": "adamw_8bit", "train.device": "cpu"}, "needs a CUDA device"),
         (
             {"train.prediction_type": "sample", "publish.gate": ["holdout_loss < base"]},
             "publish.gate: 'holdout_loss < base' compares errors of different predictions",

@@ -85,6 +85,30 @@ def test_killed_and_stopped_it_ends_with_the_same_bytes(
     ]
 
 
+@pytest.mark.slow
+def test_killed_thirty_times_it_redoes_only_what_no_checkpoint_has(
+    make_job: MakeJob, start_job: StartJob
+) -> None:
+    settings = {**SETTINGS, "steps": 200, "checkpoint_every": 5, "log_every": 1}
+    whole = make_job("whole", **settings)
+    assert train(whole, Events(), Stop())
+
+    job, saved = make_job("broken", **settings), 0
+    for moment in sorted(random.sample(range(1, 195), 30)):
+        child = start_job(job)
+        assert child.step_of_first("start") == saved
+        while child.step_of_first("progress") < moment:
+            pass
+        time.sleep(random.random() / 30)  # in the middle of a step, or of a checkpoint
+        child.process.kill()
+        assert child.end() == -signal.SIGKILL
+        manifests = Path(job.work).glob("checkpoints/step-*/manifest.json")
+        saved = max((int(path.parent.name.removeprefix("step-")) for path in manifests), default=0)
+        assert saved > moment - 3 * 5, "one was being written, at most one more was waiting"
+    assert start_job(job).end() == 0
+    assert outputs(job) == outputs(whole)
+
+
 SLOW_SAVE = """
 import sys, time
 from runtimes.__main__ import main

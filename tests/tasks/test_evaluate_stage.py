@@ -20,8 +20,8 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
 from runtimes.base import WrongInput
 from runtimes.events import Events
+from runtimes.generate import generate
 from runtimes.job import GenerateJob, Job
-from runtimes.registry import open_runtime
 from tasks import encode, evaluate
 from tasks.process import run_job
 from tasks.progress import Progress
@@ -91,7 +91,7 @@ class World:
         """The runtime's own code, in this process to save its start."""
         assert isinstance(job, GenerateJob)
         self.jobs.append(job)
-        open_runtime(job.runtime, Events()).generate(job)
+        generate(job, Events())
 
     def trained(self, scale: float) -> Artifact:
         """A UNet whose last layer is scaled, as a train artifact."""

@@ -29,6 +29,7 @@ from runtimes.adapters.lora import (
 from runtimes.base import State, StepBatch, WrongInput
 from runtimes.encoders import describe_encoders
 from runtimes.events import Events
+from runtimes.generate import generate
 from runtimes.job import Drawing, GenerateJob, TrainJob
 from runtimes.objective.draws import Stream, generator
 from runtimes.torch.generate import _load
@@ -426,7 +427,7 @@ def test_evaluation_draws_with_adapters_laid_over(
             latents=latents_url,
             holdout={"samples": 4, "draws": 1, "seed": 1, "noise_offset": 0.0},
         )
-        TheRuntime(Events()).generate(given)
+        generate(given, Events())
         drawn[order] = {
             f"{folder.name}/{path.name}": path.read_bytes()
             for folder in (tmp_path / order).iterdir()

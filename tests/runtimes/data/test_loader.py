@@ -14,7 +14,7 @@ import pytest
 
 from artifacts.latents import Latents, LatentShard, open_latents
 from runtimes.base import StepBatch, WrongInput
-from runtimes.data.loader import Loader, holdout_batches
+from runtimes.data.loader import Holdout, Loader
 from runtimes.families import FAMILIES
 from runtimes.objective.noise import NoiseSchedule
 from runtimes.objective.objective import LatentScale, Objective
@@ -183,9 +183,10 @@ def test_pictures_are_mirrored_half_of_the_time_anew_at_each_sight(
             if place.group == "train/8x8":
                 seen.setdefault(place.row, []).append(flipped)
     assert all(0.25 < np.mean(flips) < 0.75 for flips in seen.values())
-    for _, batch in holdout_batches(
+    holdout = Holdout(
         open_latents(url), FAMILIES["sdxl"], objective(), samples=2, draws=9, batch_size=18
-    ):
+    )
+    for _, batch in holdout.batches():
         held = {shard.sample("holdout/8x8", row).original_size for row in range(2)}
         assert {tuple(ids[:2]) for ids in batch.conditioning["add_time_ids"]} == held
 
@@ -284,14 +285,15 @@ def test_a_remote_store_is_read_through_a_bounded_cache(
 def test_held_out_samples_come_with_fixed_noise(latents_url: str) -> None:
     def drawn(batch_size: int) -> dict[int, list[bytes]]:
         rows: dict[int, list[bytes]] = {}
-        for numbers, batch in holdout_batches(
+        holdout = Holdout(
             open_latents(latents_url),
             FAMILIES["sdxl"],
             objective(),
             samples=10,
             draws=3,
             batch_size=batch_size,
-        ):
+        )
+        for numbers, batch in holdout.batches():
             for number, row in zip(numbers, batch.noisy_latents, strict=True):
                 rows.setdefault(number, []).append(row.tobytes())
         return rows

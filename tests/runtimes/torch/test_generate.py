@@ -12,12 +12,12 @@ import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from PIL import Image
 
+import runtimes.generate
 from runtimes.base import WrongInput
 from runtimes.events import Events
 from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.draws import Stream, generator
 from runtimes.torch.models import weight_variant
-from runtimes.torch.runtime import TheRuntime
 
 SAMPLER = {
     "seed": 7,
@@ -70,7 +70,7 @@ def job(tiny_sdxl: Path, tuned: Path, latents_url: str, tmp_path: Path) -> Gener
 
 def generate(job: GenerateJob) -> tuple[list[dict[str, bytes]], list[int]]:
     heard = Heard()
-    TheRuntime(heard).generate(job)
+    runtimes.generate.generate(job, heard)
     folders = [Path(drawing.out) for drawing in job.drawings]
     files = [{p.name: p.read_bytes() for p in sorted(f.iterdir())} for f in folders]
     return files, heard.drawn

@@ -21,10 +21,10 @@ from runtimes.data.order import Order
 from runtimes.encoders import describe_encoders, t5_length
 from runtimes.events import Events
 from runtimes.families import FAMILIES
+from runtimes.generate import generate
 from runtimes.job import Drawing, GenerateJob, TrainJob
 from runtimes.objective.draws import Stream, generator
 from runtimes.stop import Stop
-from runtimes.torch.runtime import TheRuntime
 from runtimes.train.loop import train
 from tasks.publish.assemble import assemble
 
@@ -138,7 +138,7 @@ def test_a_trained_transformer_is_drawn_with_measured_and_published(
     drawn = GenerateJob(
         "torch", str(tiny_sd3), drawings, PROMPTS, SAMPLER, "cpu", "float32", job.latents, HOLDOUT
     )
-    TheRuntime(Silent()).generate(drawn)
+    generate(drawn, Silent())
     losses = [json.loads(Path(d.out, "losses.json").read_text())["losses"] for d in drawings]
     assert len(losses[0]) == 3 and np.mean(losses[1]) < np.mean(losses[0])
 
@@ -152,7 +152,7 @@ def test_without_t5_it_draws_as_its_pipeline_does(
 ) -> None:
     drawing = Drawing(str(tmp_path / "base"))
     job = GenerateJob("torch", str(tiny_sd3_without_t5), (drawing,), PROMPTS, SAMPLER, "cpu")
-    TheRuntime(Silent()).generate(job)
+    generate(job, Silent())
     pipe = StableDiffusion3Pipeline.from_pretrained(
         tiny_sd3_without_t5, text_encoder_3=None, tokenizer_3=None
     )
@@ -181,7 +181,7 @@ def test_adapters_of_transformer_and_clip_load_in_diffusers(
     assert train(replace(job, train=settings), Silent(), Stop())
     drawing = Drawing(str(tmp_path / "d"), lora=f"{job.out}/pytorch_lora_weights.safetensors")
     drawn = GenerateJob("torch", str(tiny_sd3), (drawing,), PROMPTS, SAMPLER, "cpu")
-    TheRuntime(Silent()).generate(drawn)
+    generate(drawn, Silent())
     pipe = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
     pipe.load_lora_weights(job.out)
     adapted = {part: ["default_0"] for part in ("transformer", "text_encoder", "text_encoder_2")}

@@ -13,6 +13,7 @@ from diffusers import DDIMScheduler, PNDMScheduler, StableDiffusionXLPipeline
 from PIL import Image
 
 from runtimes.events import Events
+from runtimes.generate import generate
 from runtimes.job import Drawing, GenerateJob, TrainJob
 from runtimes.objective.draws import Stream, generator
 from runtimes.objective.noise import NoiseSchedule
@@ -65,7 +66,7 @@ def pictures(job: TrainJob, *drawings: Drawing) -> None:
         latents=job.latents,
         holdout={"samples": 4, "draws": 2, "seed": 1, "noise_offset": 0.0},
     )
-    TheRuntime(Quiet()).generate(job_to_draw)
+    generate(job_to_draw, Quiet())
 
 
 def pixels(path: Path) -> np.ndarray:
