@@ -18,6 +18,7 @@ be mirrored, `flipped`: sample i of `flipped/8x8` is sample i of `train/8x8`, mi
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,12 +199,13 @@ class LatentShard:
         header, base = json.loads(self._map[8 : 8 + length]), 8 + length
         if base + max(t["data_offsets"][1] for t in header.values()) != len(self._map):
             raise ValueError("its length differs from what its header says")
-        return {
-            name: np.ndarray(
-                t["shape"], _DTYPES[t["dtype"]], self._map, base + t["data_offsets"][0]
-            )
-            for name, t in header.items()
-        }
+
+        def view(tensor: dict[str, Any]) -> NDArray[Any]:
+            shape, dtype = tensor["shape"], _DTYPES[tensor["dtype"]]
+            count, offset = math.prod(shape), base + tensor["data_offsets"][0]
+            return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
+
+        return {name: view(tensor) for name, tensor in header.items()}
 
     def _row(self, name: str, row: int) -> Any:
         tensor = self._tensors[name]

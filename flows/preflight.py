@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from artifacts.models import ModelNotFound, digest_model, resolve_model
 from artifacts.store import Store
 from configs.load import RecipeError
 from configs.schema import Recipe
+from configs.training import Train
 from runtimes.encoders import describe_encoders, vae_path
 from runtimes.families import detect_family
 from runtimes.objective.objective import LatentScale, Objective
@@ -75,8 +77,10 @@ def _check_places(recipe: Recipe) -> Store:
 def _check_runtime(recipe: Recipe) -> None:
     check_installed(recipe.runtime)
     asked = {s: getattr(recipe, s).device for s in ("encode", "train", "evaluate")}
-    needs_cuda = recipe.train.optimizer == "adamw_8bit"
-    if set(asked.values()) <= {"auto", "cpu"} and not needs_cuda:
+    settings = recipe.train
+    several = settings.processes > 1 and settings.device != "cpu"
+    unsure = several or settings.optimizer == "adamw_8bit"
+    if set(asked.values()) <= {"auto", "cpu"} and not unsure:
         return  # always there; looking for others imports the runtime, which takes seconds
     found = probe_runtime(recipe.runtime)
     if not found.available:
@@ -87,15 +91,29 @@ def _check_runtime(recipe: Recipe) -> None:
         if device not in {"auto", *names}:
             known = ", ".join(found.devices)
             raise RecipeError(f"{section}.device: {device} is not on this machine ({known})")
-    cuda = sum(words.startswith("cuda") for words in found.devices)
-    if needs_cuda and (not cuda or recipe.train.device == "cpu"):
+    _check_cuda(settings, sum(words.startswith("cuda") for words in found.devices))
+
+
+def _check_cuda(settings: Train, count: int) -> None:
+    """Raise RecipeError for settings that so many CUDA devices cannot serve."""
+    on_cuda = bool(count) and settings.device != "cpu"
+    if settings.optimizer == "adamw_8bit":
+        if not on_cuda:
+            raise RecipeError(
+                "train.optimizer: adamw_8bit needs a CUDA device; take adamw or adafactor"
+            )
+        if find_spec("bitsandbytes") is None:
+            raise RecipeError("train.optimizer: adamw_8bit needs bitsandbytes, not installed here")
+    if not on_cuda or settings.processes == 1:
+        return
+    if ":" in settings.device:
         raise RecipeError(
-            "train.optimizer: adamw_8bit needs a CUDA device; take adamw or adafactor"
+            f"train.device {settings.device} is one, for {settings.processes} processes: set auto"
         )
-    processes = recipe.train.processes
-    if recipe.train.device.startswith("cuda") and processes > 1 and processes > cuda:
+    if settings.processes > count:
         raise RecipeError(
-            f"train.processes: {processes} want a CUDA device each, this machine has {cuda}"
+            f"train.processes: {settings.processes} want a CUDA device each, this machine has "
+            f"{count}"
         )
 
 
@@ -130,6 +148,8 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput for train settings that do not go with the base or with each other."""
     folder = model / "scheduler"
     Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0))
+    if recipe.encode.holdout:  # evaluation takes the base's loss too
+        Objective(read_schedule(folder), LatentScale(1.0), seed=0)
     if trained_scheduler(folder, recipe.train) is None:
         return
     for rule in map(parse_rule, recipe.publish.gate):

@@ -1,4 +1,5 @@
 """`python -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
+`python -m runtimes --probe RUNTIME` prints what that runtime finds here, as JSON.
 
 Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with no step lost; 1 anything else.
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import sys
@@ -17,6 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from runtimes.generate import generate
 from runtimes.job import Job, TrainJob, read_job
 from runtimes.others import LostRank, Others
 from runtimes.ranks import Ranks, follows
+from runtimes.registry import probe_runtime
 from runtimes.stop import STOPPED, Stop
 from runtimes.train.divergence import Diverged
 from runtimes.train.loop import read_settings, train
@@ -46,9 +50,12 @@ class _ToEvents(logging.Handler):
 
 
 def main(arguments: list[str]) -> int:
-    """Do the job in the file named by the one argument."""
+    """Do the job in the file named by the one argument, or print what a runtime finds here."""
+    if arguments[:1] == ["--probe"] and len(arguments) == 2:
+        print(json.dumps(asdict(probe_runtime(arguments[1]))))
+        return 0
     if len(arguments) != 1:
-        print("usage: python -m runtimes JOB.json", file=sys.stderr)
+        print("usage: python -m runtimes JOB.json | --probe RUNTIME", file=sys.stderr)
         return 2
     events, stop = Events(), Stop()
     stop.listen()

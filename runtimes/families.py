@@ -149,7 +149,8 @@ FAMILIES = {
 }
 
 
-#: What the base's VAE and text encoders ask of any denoiser between them.
+#: What the base's VAE and text encoders ask of any denoiser between them, and the size that
+#: pictures have where none is asked for.
 _BETWEEN = (
     "_class_name",
     "in_channels",
@@ -161,6 +162,9 @@ _BETWEEN = (
     "class_embed_type",
     "encoder_hid_dim_type",
     "num_class_embeds",
+    "addition_time_embed_dim",
+    "projection_class_embeddings_input_dim",
+    "sample_size",
 )
 
 

@@ -1,18 +1,35 @@
-"""Which runtimes there are: a new one is a module and a line here."""
+"""Which runtimes there are, and where: a new one is a package and a line here."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 from runtimes.base import Probe, Runtime, WrongInput
 from runtimes.events import Events
 
-#: Name -> package with `runtime.TheRuntime(events)` and, quicker to import, `device.probe()`.
-RUNTIMES = {"torch": "runtimes.torch"}
-#: What must be installed for each.
-NEEDS = {"torch": ("torch", "diffusers", "transformers", "safetensors")}
+#: Seconds that another environment's interpreter has to say what it finds.
+PROBE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a runtime's code is, and the environment that it runs in."""
+
+    package: str  # with `runtime.TheRuntime(events)` and, quicker to import, `device.probe()`
+    needs: tuple[str, ...]  # what must be installed
+    environment: str | None = None  # a folder beside our environment's; None is ours
+
+
+RUNTIMES = {
+    "torch": Place("runtimes.torch", ("torch", "diffusers", "transformers", "safetensors")),
+}
 
 
 def open_runtime(name: str, events: Events) -> Runtime:
@@ -20,26 +37,58 @@ def open_runtime(name: str, events: Events) -> Runtime:
     return cast(Runtime, _module(name, "runtime").TheRuntime(events))
 
 
+def interpreter(name: str) -> str:
+    """The Python that a runtime's processes run on.
+
+    Raises WrongInput if it is unknown, or its environment has not been made.
+    """
+    environment = _place(name).environment
+    if environment is None or environment == Path(sys.prefix).name:
+        return sys.executable
+    python = Path(sys.prefix).parent / environment / "bin/python"
+    if not python.is_file():
+        raise WrongInput(f"runtime {name} has an environment of its own: `make setup-{name}`")
+    return str(python)
+
+
 def check_installed(name: str) -> None:
     """Raise WrongInput if a runtime's packages are not here; unlike a probe, imports none."""
-    missing = [package for package in NEEDS.get(name, ()) if find_spec(package) is None]
+    if interpreter(name) != sys.executable:
+        return  # it was made from a list, whole
+    missing = [package for package in _place(name).needs if find_spec(package) is None]
     if missing:
         raise WrongInput(f"runtime {name} needs {', '.join(missing)}, not installed here")
 
 
 def probe_runtime(name: str) -> Probe:
-    """What the runtime of that name finds on this machine."""
+    """What the runtime of that name finds on this machine, by its own environment's word."""
     try:
-        return cast(Probe, _module(name, "device").probe())
+        python = interpreter(name)
+        if python == sys.executable:
+            return cast(Probe, _module(name, "device").probe())
+        return _ask(python, name)
     except WrongInput as error:
         return Probe(available=False, reason=str(error))
 
 
-def _module(name: str, part: str) -> Any:
+def _ask(python: str, name: str) -> Probe:
+    command = [python, "-m", "runtimes", "--probe", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+        return Probe(**json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
+        raise WrongInput(f"runtime {name}: {python} does not answer: {error}") from None
+
+
+def _place(name: str) -> Place:
     if name not in RUNTIMES:
         raise WrongInput(f"runtime {name!r} is not known here (known: {', '.join(RUNTIMES)})")
+    return RUNTIMES[name]
+
+
+def _module(name: str, part: str) -> Any:
     try:
-        return import_module(f"{RUNTIMES[name]}.{part}")
+        return import_module(f"{_place(name).package}.{part}")
     except ImportError as error:
         raise WrongInput(
             f"runtime {name} cannot be imported in this environment: {error}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO
 
 import numpy as np
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from artifacts.commit import FileEntry
@@ -64,17 +66,32 @@ def write_arrays(
 
 
 def read_arrays(fs: AbstractFileSystem, path: str) -> Arrays:
-    """Read what `write_arrays` wrote. Raises ValueError if it is anything else."""
+    """Read what `write_arrays` wrote. Raises ValueError if it is anything else.
+
+    Arrays of a local file are mapped: their bytes are read when they are used, and several
+    processes of a machine have them in memory once.
+    """
     with fs.open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
+        mapped = _map(path) if isinstance(fs, LocalFileSystem) else None
         arrays: Arrays = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] != "F32":
                 raise ValueError(f"{path}: {name} is {entry['dtype']}, not F32")
-            array = np.empty(entry["shape"], "<f4")
-            if stream.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+            size = 4 * math.prod(entry["shape"])
+            if mapped is None:
+                data = np.frombuffer(bytearray(stream.read(size)), np.uint8)
+            else:
+                start = 8 + length + entry["data_offsets"][0]
+                data = mapped[start : start + size]
+            if data.nbytes != size:
                 raise ValueError(f"{path} is cut short at {name}")
-            arrays[name] = array
+            arrays[name] = data.view("<f4").reshape(entry["shape"])
     return arrays
+
+
+def _map(path: str) -> NDArray[np.uint8]:
+    """The file's bytes; writing to them changes no file."""
+    return np.asarray(np.memmap(path, np.uint8, mode="c"))

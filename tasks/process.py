@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -20,13 +19,12 @@ from typing import IO, Any
 from runtimes.base import WrongInput
 from runtimes.events import EVENT_FD
 from runtimes.job import Job, write_job
+from runtimes.registry import interpreter
 from runtimes.stop import STOPPED
 from tasks.stage import TransientError
 
 log = logging.getLogger("kiln")
 Event = dict[str, Any]
-#: Runtimes with an environment of their own, beside the checkout's: name -> folder.
-ENVIRONMENTS: dict[str, str] = {}
 
 
 class JobFailed(RuntimeError):
@@ -57,7 +55,7 @@ def run_job(
         write_job(job, path)
         events_read, events_write = os.pipe()
         child = subprocess.Popen(
-            [_python(job.runtime), "-u", "-m", "runtimes", str(path)],
+            [interpreter(job.runtime), "-u", "-m", "runtimes", str(path)],
             env={**os.environ, EVENT_FD: str(events_write)},
             pass_fds=(events_write,),
             start_new_session=True,
@@ -159,9 +157,3 @@ def _stop(child: subprocess.Popen[str], grace_seconds: float) -> None:
 def _signal_group(child: subprocess.Popen[str], number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, number)
-
-
-def _python(runtime: str) -> str:
-    """The interpreter of the runtime's environment: ours, unless it has one of its own."""
-    name = ENVIRONMENTS.get(runtime)
-    return sys.executable if name is None else str(Path(sys.prefix).parent / name / "bin/python")

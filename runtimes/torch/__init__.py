@@ -9,4 +9,5 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # slower once anything else (the stage, another job) wants a core: they spin for half a millisecond,
 # then sleep.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")

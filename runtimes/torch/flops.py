@@ -52,7 +52,7 @@ class FlopCounter:
     """
 
     def __init__(self, network: torch.nn.Module) -> None:
-        self.network = without_weights(network).train()
+        self.network = without_weights(network).float().train()
         for part in self.network.children():
             if getattr(part, "is_gradient_checkpointing", False):
                 names = ("disable_gradient_checkpointing", "gradient_checkpointing_disable")

@@ -28,7 +28,6 @@ from runtimes.torch.network import Network
 from runtimes.torch.runtime import Inputs
 from runtimes.torch.schedulers import make_scheduler
 
-LOSS_BATCH = 32
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
@@ -131,15 +130,16 @@ class ThePipeline:
         self._sampler: Sampler | None = None
 
     def take(self, drawing: Drawing) -> None:
-        self._network = _load(drawing, self._model, self._dtype, self._device)
-        self._scheduler = _own_scheduler(drawing)
+        self._network = load_network(drawing, self._model, self._dtype, self._device)
+        self._scheduler = own_scheduler(drawing)
         self.encodes_text = bool(self._network.text_encoders)
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
         if self._sampler is None:  # with encoders of its own: the next model may have none
             denoiser = {self._network.family.denoiser: self._network.denoiser}
             self._sampler = Sampler(self._model, denoiser, self._device, self._dtype, self._vae)
-        self._sampler.use(dict(self._network.named_children()) | self._scheduler)
+        own = {} if self._scheduler is None else {"scheduler": self._scheduler}
+        self._sampler.use(dict(self._network.named_children()) | own)
         return self._sampler.draw(prompts, self._settings, first=first)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
@@ -148,7 +148,9 @@ class ThePipeline:
             return inputs.errors(self._network).cpu().numpy()
 
 
-def _load(drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device) -> Network:
+def load_network(
+    drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device
+) -> Network:
     """The model's own parts: its denoiser, and its text encoders if they were trained too.
 
     Adapters are merged in float32 before the weights are cast.
@@ -175,8 +177,8 @@ def _load(drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.devic
     return network.requires_grad_(False).eval()
 
 
-def _own_scheduler(drawing: Drawing) -> dict[str, Any]:
-    """The scheduler of a model that was trained over to other noise than the pipeline's."""
+def own_scheduler(drawing: Drawing) -> Any:
+    """The scheduler of a model trained over to other noise than the pipeline's, or None."""
     if "scheduler" not in drawing.parts:
-        return {}
-    return {"scheduler": make_scheduler(read_config(Path(drawing.parts["scheduler"])))}
+        return None
+    return make_scheduler(read_config(Path(drawing.parts["scheduler"])))

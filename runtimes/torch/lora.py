@@ -49,26 +49,35 @@ def merge_where_cheaper(model: torch.nn.Module) -> None:
     """Have adapted linear layers of a float32 model add `up @ down` to their weight, and multiply
     once, where that is less work in a training step than an adapter beside them.
 
-    A row costs `6 r (in + out)` multiplications and additions for an adapter beside; `2 in out` for
-    the gradient of the merged weight, which the adapter's are made of. In bfloat16 a small change
-    of a weight would be rounded away; dropout and DoRA need the adapter by itself.
+    In bfloat16 a small change of a weight would be rounded away; dropout and DoRA need the adapter
+    by itself.
     """
     from peft.tuners.lora import Linear
 
     for _, layer in _adapted(model):
-        if type(layer) is not Linear or layer.use_dora[ADAPTER]:
-            continue
-        out, inputs = layer.base_layer.weight.shape
         drops = not isinstance(layer.lora_dropout[ADAPTER], torch.nn.Identity)
-        if not drops and inputs * out <= 3 * layer.r[ADAPTER] * (inputs + out):
-            layer.forward = MethodType(_merged, layer)  # type: ignore[method-assign]
+        if type(layer) is Linear and not drops and not layer.use_dora[ADAPTER]:
+            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
 
 
-def _merged(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    base, scale = layer.base_layer, layer.scaling[ADAPTER]
-    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    weight = torch.addmm(base.weight, up, down, alpha=scale)
+def _forward(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
+    base, down, up = layer.base_layer, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    if not merging_is_cheaper(base.weight.shape, len(down), inputs.numel() // inputs.shape[-1]):
+        return type(layer).forward(layer, inputs)
+    weight = torch.addmm(base.weight, up, down, alpha=layer.scaling[ADAPTER])
     return torch.nn.functional.linear(inputs, weight, base.bias)
+
+
+def merging_is_cheaper(shape: torch.Size, rank: int, rows: int) -> bool:
+    """Whether a layer of `out` x `in` weights is multiplied with less work once its adapter is
+    added to it, for so many rows.
+
+    Forward and backward, in multiplications and additions: merging takes 2 r in out, and as much
+    twice for the adapter's gradients, and a row 2 in out for that of the weight; beside the layer
+    the adapter takes 6 r (in + out) a row.
+    """
+    out, inputs = shape
+    return (2 * rows + 6 * rank) * inputs * out <= 6 * rank * (inputs + out) * rows
 
 
 def state_name(part: str, name: str) -> str:

@@ -13,7 +13,7 @@ from configs.training import Train
 from runtimes.families import Family, detect_family
 from runtimes.job import TrainJob
 from runtimes.torch.fresh import fresh_denoiser
-from runtimes.torch.lora import add_adapters, merge_where_cheaper, state_name
+from runtimes.torch.lora import add_adapters, state_name
 from runtimes.torch.models import load_denoiser, load_text_encoder
 from runtimes.torch.texts import encode_in_step
 
@@ -53,8 +53,6 @@ class Network(torch.nn.Module):
             part.requires_grad_(full)
             if not full:
                 add_adapters(name, part, settings.lora, settings.seed)
-                if dtype == torch.float32:
-                    merge_where_cheaper(part)
             if settings.gradient_checkpointing:
                 _checkpoint(part)
         return cls(family, parts)

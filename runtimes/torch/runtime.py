@@ -29,6 +29,7 @@ from runtimes.torch.device import (
 from runtimes.torch.dropout import drops, seed_dropout
 from runtimes.torch.flops import FlopCounter, peak_flops
 from runtimes.torch.layout import keep_channels_last, to_training
+from runtimes.torch.lora import merge_where_cheaper
 from runtimes.torch.network import Network
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
@@ -57,6 +58,8 @@ class TheRuntime:
         self.device = describe(self._device)
         network = Network.load(job, self._settings)
         self._counter = FlopCounter(network)
+        if self._settings.method == "lora" and self._settings.compute_dtype == "float32":
+            merge_where_cheaper(network)
         network.place(self._device, self._parallel.memory_format)
         if self._parallel.memory_format == torch.channels_last:
             keep_channels_last(network)

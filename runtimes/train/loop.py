@@ -88,11 +88,14 @@ def _advance(run: Run, runtime: Runtime, batches: Prefetch, steps: int, stop: St
 def read_settings(job: TrainJob) -> Train:
     """The job's train settings. Raises WrongInput, naming the first that is wrong."""
     try:
-        return Train(**job.train)
+        settings = Train(**job.train)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, ("train", *first["loc"])))
         raise WrongInput(f"{name}: {first['msg']}") from None
+    if (settings.denoiser_config is None) != (job.denoiser_config is None):
+        raise WrongInput("train.denoiser_config: the job must have its content as well")
+    return settings
 
 
 def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:

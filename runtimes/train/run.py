@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from configs.training import Train, computing
 from runtimes.base import Runtime, StepBatch, WrongInput
@@ -228,6 +229,8 @@ class Run:
             "skipped": list(self.skipped),
             "validation_loss": self.recorder.validated,
             "train": self._settings.model_dump(mode="json"),
+            "denoiser_config": self._job.denoiser_config,
+            "processes": Ranks.here().world,
         }
         history, prune = list(self.recorder.history), not self._divergence.suspects
         self._saver.start(Snapshot(self.step, state, history, facts, since, prune))
@@ -277,10 +280,28 @@ class Run:
         self.recorder.begin(saved.history)
 
     def _check_same_run(self, saved: Checkpoint) -> None:
-        before, now = computing(Train(**saved.facts["train"])), computing(self._settings)
-        for name in sorted({*before, *now} - {"denoiser_config"}):  # a path: its file may move
-            if before.get(name) != now.get(name):
+        """Raise WrongInput if it was of other settings. Those that it does not know of had their
+        defaults: it may be of an older version."""
+        now, before = computing(self._settings), _with_defaults(saved.facts["train"])
+        now["denoiser_config"] = self._job.denoiser_config  # not its path, which may change
+        before["denoiser_config"] = saved.facts.get("denoiser_config")
+        if self._settings.method == "lora" and self._settings.lora.dropout:
+            now["processes"] = Ranks.here().world  # by whomever they were started
+            before["processes"] = saved.facts.get("processes", before["processes"])
+        for name in sorted(now):
+            if before.get(name) != now[name]:
                 raise WrongInput(
                     f"{self._job.work} holds a run with train.{name}={before.get(name)}, this one "
-                    f"asks for {now.get(name)}: give it a work folder of its own"
+                    f"asks for {now[name]}: give it a work folder of its own"
                 )
+
+
+def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Dumped settings, sections too, with what they lack as it is by default."""
+    whole = Train().model_dump(mode="json")
+    for name, value in given.items():
+        if isinstance(value, dict) and isinstance(whole.get(name), dict):
+            whole[name] = {**whole[name], **value}
+        else:
+            whole[name] = value
+    return whole

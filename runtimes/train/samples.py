@@ -48,12 +48,14 @@ class Samples:
 
     def draw(self, step: int) -> None:
         """Draw those of a step; that it fails is no reason to end the run, unless others wait."""
+        drawn = False
         try:
             pictures = self._runtime.sample(self._job.sample_prompts, self._job.sampler)
+            drawn = True
             if self._writes:
                 self._write(step, pictures)
         except Exception as error:  # out of memory, say, or a part of the pipeline is missing
-            if self._together:
+            if self._together and not drawn:
                 raise
             words = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
             self._events.emit("warning", message=words)

@@ -12,6 +12,7 @@ from artifacts.models import ModelNotFound, digest_model, resolve_model
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.base import WrongInput
 from runtimes.encoders import vae_path
+from runtimes.families import detect_family
 from tasks.evaluate.pictures import Painter, digest_pipeline
 from tasks.tuned import Tuned
 
@@ -24,7 +25,10 @@ def published_painter(folder: Path) -> Painter:
         WrongInput: there is no model in it.
     """
     if (folder / "model_index.json").is_file():
-        return Painter(digest_pipeline(folder), folder)
+        # Encoders that were trained with it encode the captions of held-out samples too.
+        texts = detect_family(folder).clip_encoders if _trained_texts(folder) else ()
+        tuned = Tuned({name: folder / name for name in texts}, None)
+        return Painter(digest_pipeline(folder), folder, tuned)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
         raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
@@ -38,6 +42,15 @@ def published_painter(folder: Path) -> Painter:
         }
     )
     return Painter(digest, base, Tuned(own, lora), vae)
+
+
+def _trained_texts(folder: Path) -> bool:
+    """Whether its recipe, if it has one, trained the text encoders."""
+    try:
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+        return bool(recipe["train"]["text_encoders"])
+    except (OSError, KeyError, TypeError, yaml.YAMLError):
+        return False
 
 
 def _base_of(folder: Path) -> tuple[Path, Path | None]:

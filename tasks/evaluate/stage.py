@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from tasks.evaluate.pictures import (
     Event,
     Painter,
     Run,
+    Sitting,
     digest_pipeline,
     draw,
     read_pictures,
@@ -143,20 +145,13 @@ def build(
     return {"pictures": len(conditions.prompts), "fingerprint": mark, "metrics": found}
 
 
-def evaluate_model(
-    recipe: Recipe,
-    painter: Painter,
-    images: Artifact,
-    latents: Artifact,
-    clip_folder: Path,
-    store: Store,
-    *,
-    run: Run = run_job,
+def _measure(
+    painter: Painter, conditions: Sitting, yardstick: Yardstick, store: Store, run: Run
 ) -> dict[str, Metric]:
-    """Metrics of what a model draws, measured the way `build` measures the tuned one."""
+    """Metrics of what one model draws."""
     with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as scratch:
-        shards = draw([painter], sitting(recipe, latents), store, Path(scratch), run)
-    return Yardstick.of(recipe, images, latents, clip_folder).measure(store, shards[0])
+        shards = draw([painter], conditions, store, Path(scratch), run)
+    return yardstick.measure(store, shards[0])
 
 
 def metrics_of_published(
@@ -178,14 +173,18 @@ def metrics_of_published(
     """
     wanted = json.loads(evaluated.read(METRICS))["fingerprint"]
     published, painter = _published_metrics(uri), published_painter(resolve_model(uri))
+    comparable = _same_loss(recipe, painter, model_folder, vae_folder)
     if published.get("fingerprint") == wanted:
         found = {name: metric["tuned"] for name, metric in published["metrics"].items()}
+        if not comparable:
+            found.pop("holdout_loss", None)
     else:
         log.info("evaluate: measuring the champion again, as prompts or data have changed")
-        store = evaluated.store
-        found = evaluate_model(recipe, painter, images, latents, clip_folder, store, run=run)
-    if not _same_loss(recipe, painter, model_folder, vae_folder):
-        found.pop("holdout_loss", None)
+        conditions = sitting(recipe, latents)
+        if not comparable:  # it may not even take our latents
+            conditions = replace(conditions, latents=None)
+        yardstick = Yardstick.of(recipe, images, latents, clip_folder)
+        found = _measure(painter, conditions, yardstick, evaluated.store, run)
     return {name: {"tuned": metric} for name, metric in found.items()}
 
 

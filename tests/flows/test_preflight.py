@@ -1,12 +1,17 @@
 """An objective that cannot be trained is found before work starts, in one clear line."""
 
+import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from configs.load import load_recipe
-from flows.preflight import prepare
+from configs.load import RecipeError, load_recipe
+from configs.training import Train
+from flows.preflight import _check_cuda, prepare
+from runtimes.base import WrongInput
 
 
 @pytest.mark.parametrize(
@@ -46,3 +51,33 @@ def test_an_objective_that_does_not_go(
 )
 def test_an_objective_that_does(small: dict[str, Any], overrides: dict[str, Any]) -> None:
     assert prepare(load_recipe("digits", {**small, **overrides})).model.is_dir()
+
+
+def test_a_base_whose_own_loss_cannot_be_taken(small: dict[str, Any], tmp_path: Path) -> None:
+    base = load_recipe("digits", small).model.path
+    copied = Path(shutil.copytree(base, tmp_path / "base"))
+    path = copied / "scheduler/scheduler_config.json"
+    config = {**json.loads(path.read_text()), "prediction_type": "epsilon"}
+    path.write_text(json.dumps(config))
+    changed = {"model.path": str(copied), "train.prediction_type": "v_prediction"}
+    with pytest.raises(WrongInput, match="epsilon cannot go with zero terminal SNR"):
+        prepare(load_recipe("digits", {**small, **changed}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "words"),
+    [
+        ({"processes": 8}, 2, "8 want a CUDA device each, this machine has 2"),
+        ({"processes": 2, "device": "cuda:0"}, 2, "cuda:0 is one, for 2 processes"),
+        ({"optimizer": "adamw_8bit"}, 0, "needs a CUDA device"),
+        ({"optimizer": "adamw_8bit"}, 1, "needs bitsandbytes"),
+    ],
+)
+def test_what_the_devices_cannot_serve(settings: dict[str, Any], devices: int, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        _check_cuda(Train(**settings), devices)
+
+
+def test_what_they_can() -> None:
+    for settings, devices in (({"processes": 2}, 2), ({"processes": 8}, 0), ({}, 1)):
+        _check_cuda(Train(**settings), devices)

@@ -23,6 +23,7 @@ from runtimes.events import Events
 from runtimes.generate import generate
 from runtimes.job import GenerateJob, Job
 from tasks import encode, evaluate
+from tasks.evaluate.published import published_painter
 from tasks.process import run_job
 from tasks.progress import Progress
 
@@ -273,6 +274,19 @@ def test_the_loss_of_a_champion_that_predicts_something_else_is_not_compared(
     path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "sample"}))
     found = world.metrics_of(champion, artifact)
     assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
+    (champion / "metrics.json").unlink()  # measured again, it is not even asked for its loss
+    found = world.metrics_of(champion, artifact)
+    assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
+    assert world.jobs[-1].latents is None
+
+
+def test_a_champion_with_trained_text_encoders_encodes_with_them(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
+    for trained in (False, True):
+        (tmp_path / "recipe.yaml").write_text(f"train: {{text_encoders: {str(trained).lower()}}}")
+        parts = published_painter(tmp_path).tuned.parts
+        names = ("text_encoder", "text_encoder_2") if trained else ()
+        assert parts == {name: tmp_path / name for name in names}
 
 
 def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:

@@ -51,6 +51,8 @@ def test_recomputing_is_not_counted_and_adapters_cost_less(make_job: MakeJob) ->
     assert full == count(make_job(gradient_checkpointing=True))
     assert full < count(make_job(text_encoders=True))
     assert full / 3 < count(make_job(method="lora", lora={"rank": 1})) < full
+    half = make_job(method="lora", lora={"rank": 1}, compute_dtype="bfloat16")
+    assert count(half) == count(make_job(method="lora", lora={"rank": 1}))
 
 
 def test_counting_takes_no_memory_and_leaves_the_network_alone(make_job: MakeJob) -> None:

@@ -65,6 +65,30 @@ def test_two_processes_take_the_steps_of_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", [{}, LORA], ids=["full", "lora"])
+def test_in_half_precision_shares_compute_what_one_process_does(
+    make_job: MakeJob, start_job: StartJob, method: dict[str, Any]
+) -> None:
+    """Norms and embeddings are in float32 in both; what is cast is cast alike."""
+    settings = {**SETTINGS, **method, "compute_dtype": "bfloat16", "steps": 3}
+    one = make_job("one", **settings)
+    assert train(one, Events(), Stop())
+    two = make_job("two", **settings, processes=2, parallel="fsdp")
+    assert start_job(two).end() == 0
+    losses = [[line["loss"] for line in history(job)] for job in (one, two)]
+    np.testing.assert_allclose(*losses, rtol=2e-3)  # other shapes are rounded otherwise
+
+
+@pytest.mark.slow
+def test_four_processes_take_the_steps_of_one(make_job: MakeJob, start_job: StartJob) -> None:
+    one = make_job("one", **SETTINGS)
+    assert train(one, Events(), Stop())
+    four = make_job("four", **SETTINGS, processes=4)
+    assert start_job(four).end() == 0
+    assert_same_run(one, four)
+
+
+@pytest.mark.slow
 def test_the_count_may_change_at_a_resume(make_job: MakeJob, start_job: StartJob) -> None:
     settings = {**SETTINGS, "steps": 40, "log_every": 1, "validation": {"every": 5}}
     one = make_job("one", **settings)

@@ -15,7 +15,7 @@ from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
 from runtimes.base import StepBatch, WrongInput
 from runtimes.events import Events
 from runtimes.job import Drawing, TrainJob
-from runtimes.torch.generate import _load
+from runtimes.torch.generate import load_network
 from runtimes.torch.network import Network
 from runtimes.torch.runtime import Inputs, TheRuntime
 from runtimes.train.loop import make_loader, open_job_latents
@@ -99,7 +99,7 @@ def test_whole_text_encoders_are_written_and_draw(make_job: MakeJob, tmp_path: P
     assert {path.partition("/")[0] for path in files if "/" in path} == set(parts)
     folders = {part: Path(job.out) / part for part in parts}
     drawing = Drawing(out="", parts={part: str(folder) for part, folder in folders.items()})
-    loaded = _load(drawing, Path(job.model), torch.float32, CPU)
+    loaded = load_network(drawing, Path(job.model), torch.float32, CPU)
     expected = predicted(runtime._network, batch)
     torch.testing.assert_close(predicted(loaded, batch), expected, rtol=1e-6, atol=1e-6)
     assemble(Path(job.model), folders, tmp_path / "published", dtype="float32")
@@ -147,7 +147,7 @@ def test_from_scratch_a_denoiser_of_another_size(make_job: MakeJob) -> None:
     unet = UNet2DConditionModel.from_pretrained(f"{job.out}/unet")
     assert unet.config.block_out_channels == [8, 16]
     drawing = Drawing(out="", parts={"unet": f"{job.out}/unet"})
-    loaded = _load(drawing, Path(job.model), torch.float32, CPU)
+    loaded = load_network(drawing, Path(job.model), torch.float32, CPU)
     torch.testing.assert_close(predicted(loaded, batch), predicted(runtime._network, batch))
 
 

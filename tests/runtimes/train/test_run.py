@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from configs.training import Train
 from runtimes.base import StepBatch, WrongInput
 from runtimes.data.loader import Loader
 from runtimes.events import Events
@@ -22,6 +23,7 @@ from runtimes.torch.runtime import TheRuntime
 from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
 from runtimes.train.divergence import Diverged
 from runtimes.train.loop import train
+from runtimes.train.run import _with_defaults
 from tasks.process import JobFailed, run_job
 
 MakeJob = Callable[..., TrainJob]
@@ -302,3 +304,11 @@ def test_two_processes_go_back_together(make_job: MakeJob) -> None:
     with pytest.raises(JobFailed, match="1 batches have been left out already"):
         run_job(job, heard.append)
     assert [event["left_out"] for event in heard if event["event"] == "back"] == [1]
+
+
+def test_settings_of_an_older_version_had_their_defaults() -> None:
+    whole = Train().model_dump(mode="json")
+    older = {name: value for name, value in whole.items() if name != "debiased"}
+    older["lora"] = {"rank": 2}
+    expected = {**whole, "lora": {**whole["lora"], "rank": 2}, "gone": 1}
+    assert _with_defaults({**older, "gone": 1}) == expected

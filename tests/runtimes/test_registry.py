@@ -1,0 +1,48 @@
+"""A runtime's own environment is where it is looked for, run, and asked what there is."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.schema import RUNTIMES_BUILT
+from runtimes import registry
+from runtimes.base import WrongInput
+from runtimes.registry import Place, check_installed, interpreter, probe_runtime
+
+
+def test_recipes_may_name_what_is_built() -> None:
+    assert set(RUNTIMES_BUILT) == set(registry.RUNTIMES)
+
+
+def test_torch_runs_on_our_own_interpreter() -> None:
+    check_installed("torch")
+    assert interpreter("torch") == sys.executable
+    assert probe_runtime("torch").devices[-1].startswith("cpu")
+
+
+def test_what_is_not_known_says_what_is() -> None:
+    assert probe_runtime("abacus").reason == "runtime 'abacus' is not known here (known: torch)"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.RUNTIMES, "other", Place("runtimes.other", ("json", "nowhere")))
+    with pytest.raises(WrongInput, match="needs nowhere, not installed"):
+        check_installed("other")
+    assert "cannot be imported" in probe_runtime("other").reason
+
+
+def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    elsewhere = Place("runtimes.torch", ("torch",), environment=".venv-other")
+    monkeypatch.setitem(registry.RUNTIMES, "torch", elsewhere)
+    prefix = sys.prefix
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    with pytest.raises(WrongInput, match="make setup-torch"):
+        check_installed("torch")
+    assert not probe_runtime("torch").available
+
+    (tmp_path / ".venv-other").symlink_to(prefix)  # where it is our own again
+    check_installed("torch")
+    assert interpreter("torch") == str(tmp_path / ".venv-other/bin/python")
+    found = probe_runtime("torch")
+    assert found.available and found.devices[-1].startswith("cpu") and found.versions["torch"]
