@@ -100,8 +100,8 @@ def _seconds(
         bare = Bare(changed)
         change(bare.runtime)
         with within:
-            bare.seconds(1, WARM_UP)
-            times = [bare.seconds(steps, 0) for _ in range(rounds)]
+            bare.seconds(WARM_UP)
+            times = [bare.seconds(steps) / steps for _ in range(rounds)]
     except RuntimeError as error:
         return f"does not run: {' '.join(str(error).split())[:200]}"
     finally:

@@ -2,8 +2,8 @@
 
     python -m bench.overhead JOB.json ROUNDS STEPS
 
-Both take turns, and the one that goes first changes from round to round; the last line printed is
-a JSON object.
+Blocks of a few steps take turns, so that a machine whose speed drifts is as slow for the one as for
+the other; the last line printed is a JSON object.
 """
 
 from __future__ import annotations
@@ -11,31 +11,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from bench.ours import LoopTime
 from bench.report import spread
 from configs.training import Train
-from runtimes.base import StepOutput
 from runtimes.events import Events
 from runtimes.job import TrainJob, read_job
 from runtimes.registry import open_runtime
 from runtimes.stop import Stop
 from runtimes.train.loop import make_loader, open_job_latents, train
-
-
-class Collected(Events):
-    """Events kept in this process, by a clock finer than theirs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[dict[str, Any]] = []
-
-    def emit(self, event: str, **fields: Any) -> None:
-        self.seen.append({"event": event, **fields, "time": time.perf_counter()})
 
 
 class Bare:
@@ -48,52 +35,55 @@ class Bare:
         self.runtime = open_runtime(job.runtime, Events())
         self.runtime.load(job)
 
-    def seconds(self, steps: int, warm_up: int) -> float:
-        """Mean seconds of a step; nothing is fetched from the device in between."""
-        self._run(warm_up)
-        begin = time.perf_counter()
-        self._run(steps)
-        return (time.perf_counter() - begin) / steps
-
-    def _run(self, steps: int) -> None:
-        output: StepOutput | None = None
+    def seconds(self, steps: int) -> float:
+        """Seconds of so many steps; nothing is fetched from the device in between."""
+        begin, output = time.perf_counter(), None
         for _ in range(steps):
             output = self.runtime.step(self._batch, self._rate)
         if output is not None:
             float(output.loss)
+        return time.perf_counter() - begin
 
 
-def loop_time(job: TrainJob) -> LoopTime:
-    """The loop's time, in this process."""
-    events = Collected()
-    train(job, events, Stop())
-    return LoopTime.from_events(events.seen, job.train["global_batch_size"])
+class Alternating(Events):
+    """Lets as many bare steps follow each report of the loop as there were steps before it."""
+
+    def __init__(self, bare: Bare) -> None:
+        super().__init__()
+        self._bare, self._step, self._since = bare, 0, 0.0
+        self.loops: list[float] = []  # seconds of each block
+        self.bares: list[float] = []
+        self.waits: list[float] = []
+
+    def emit(self, event: str, **fields: Any) -> None:
+        if event != "progress":
+            return
+        seconds, steps = time.perf_counter() - self._since, fields["step"] - self._step
+        bare = self._bare.seconds(steps)
+        if self._step:  # the first block warms up
+            self.loops.append(seconds)
+            self.bares.append(bare)
+            self.waits.append(fields["data_wait"])
+        self._step, self._since = fields["step"], time.perf_counter()
 
 
 def compare(job: TrainJob, rounds: int, steps: int) -> dict[str, Any]:
-    """Ratio bare over loop of every round, both times, and the loop's wait for data."""
-    warm_up = job.train["log_every"]
-    bare = Bare(job)
-    ratios, loops, bares, waits = [], [], [], []
-    for number in range(rounds):
-        folder = f"{job.work}-{number}"
-        again = replace(job, work=folder, out=folder)
-        takes: list[Callable[[], Any]] = [
-            lambda again=again: loop_time(again),  # type: ignore[misc]
-            lambda: bare.seconds(steps, warm_up),
-        ]
-        first = number % 2
-        done = {first: takes[first]()}
-        done[1 - first] = takes[1 - first]()
-        loops.append(done[0].seconds)
-        bares.append(done[1])
-        waits.append(done[0].data_wait)
-        ratios.append(done[1] / done[0].seconds)
+    """Ratio bare over loop of every round, both times of a step, and the loop's wait for data."""
+    block = job.train["log_every"]
+    blocks = max(1, steps // block)
+    total = block * (1 + rounds * blocks)
+    events = Alternating(Bare(job))
+    train(replace(job, train={**job.train, "steps": total}), events, Stop())
+
+    def by_round(values: list[float]) -> list[float]:
+        return [fmean(values[n * blocks : (n + 1) * blocks]) for n in range(rounds)]
+
+    loops, bares = by_round(events.loops), by_round(events.bares)
     return {
-        "ratio": spread(ratios),
-        "loop_seconds": spread(loops),
-        "bare_seconds": spread(bares),
-        "data_wait": spread(waits),
+        "ratio": spread([bare / loop for bare, loop in zip(bares, loops, strict=True)]),
+        "loop_seconds": spread([seconds / block for seconds in loops]),
+        "bare_seconds": spread([seconds / block for seconds in bares]),
+        "data_wait": spread(by_round(events.waits)),
     }
 
 
