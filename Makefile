@@ -2,6 +2,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+PORT ?= 4200
 # Threads that spin for long starve the other processes of a small machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 10000
@@ -16,7 +17,7 @@ help:
 	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
 	@echo "make test    lint, types and all tests"
 	@echo "make setup   the environment alone (about 4 minutes, once)"
-	@echo "make ui      Prefect's server on http://127.0.0.1:4200, with the runs so far"
+	@echo "make ui      Prefect's server on http://127.0.0.1:4200 (another: PORT=4201), with the runs so far"
 	@echo "make lint    ruff and mypy;  make format  ruff format"
 	@echo "make clean   remove the environment (the store stays)"
 
@@ -37,7 +38,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 ui: setup
-	$(BIN)/prefect server start --host 127.0.0.1
+	$(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
 
 setup: $(VENV)/base.stamp
 

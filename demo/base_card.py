@@ -42,7 +42,7 @@ has mean and standard deviation 0.5.
 ```python
 from diffusers import StableDiffusionXLPipeline
 
-pipe = StableDiffusionXLPipeline.from_pretrained("demo/base")
+pipe = StableDiffusionXLPipeline.from_pretrained("demo/base", dtype="auto")
 prompt = "{prompt}"
 pipe(prompt, num_inference_steps={steps}, guidance_scale={guidance}).images[0]
 ```

@@ -15,11 +15,12 @@ from prefect.states import Completed
 from artifacts import gc
 from artifacts.commit import write_atomic
 from artifacts.keys import digest_json
+from artifacts.latents import open_latents
 from artifacts.store import Artifact, Draft, KeyParts
 from configs.load import dump, load_recipe
 from flows.logs import log_to_prefect
 from flows.preflight import Prepared, prepare
-from flows.stages import run_stage
+from flows.stages import StageFailed, run_stage
 from tasks import download, encode, evaluate, publish, train
 from tasks.panels import Facts, Table
 from tasks.progress import Progress
@@ -89,6 +90,7 @@ class _Run:
 
     def train(self, latents: Artifact) -> Artifact:
         at = self.at
+        self._check_held_out(latents)
         prompts = evaluate.sample_prompts(self.recipe)
         return self._stage(
             train,
@@ -98,6 +100,18 @@ class _Run:
             ),
             latents=latents,
         )
+
+    def _check_held_out(self, latents: Artifact) -> None:
+        """Raise StageFailed before training for rules that could not be held against the model."""
+        if any(group.startswith("holdout/") for group in open_latents(latents.uri).groups()):
+            return
+        for rule in map(gate.parse_rule, self.recipe.publish.gate):
+            if rule.metric in evaluate.NEEDS_HELD_OUT:
+                raise StageFailed(
+                    f"publish.gate: {rule.text!r} needs held-out pictures, and encode.holdout "
+                    f"{self.recipe.encode.holdout:g} has held out none of these few: raise it, or "
+                    "leave the rule out"
+                )
 
     def evaluate(self, images: Artifact, latents: Artifact, trained: Artifact) -> Artifact:
         at = self.at

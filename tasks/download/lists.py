@@ -127,6 +127,10 @@ class JsonlList:
                     yield row_start, lines.position, _json_object(line, file, row_start)
 
 
+#: Packages that remote filesystems are made of, whose errors are no OSError.
+_REMOTE = frozenset(
+    {"aiohttp", "botocore", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub", "requests"}
+)
 FORMATS: dict[str, ListFormat] = {
     "parquet": ParquetList(),
     "csv": CsvList(),
@@ -205,6 +209,11 @@ def reading(place: str) -> Iterator[None]:
         reason = " ".join(str(error).split()).replace(place, shown(place))[:300]
         words = reason or type(error).__name__
         raise SourceError(f"source: {shown(place)}: cannot be read: {words}") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in _REMOTE:
+            raise
+        words = " ".join(str(error).split())[:300]
+        raise SourceError(f"source: {shown(place)}: cannot be reached: {words}") from None
 
 
 class _Lines:

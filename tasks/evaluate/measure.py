@@ -26,6 +26,8 @@ from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference import reference_pictures
 
 log = logging.getLogger("kiln")
+#: Metrics that are there only if pictures were held out.
+NEEDS_HELD_OUT = frozenset({*metrics.DISTANCES, "holdout_loss"})
 JUDGED_AT_ONCE = 256  # pictures in memory for a judge
 
 

@@ -118,9 +118,10 @@ def _use(recipe: Recipe, weights: Weights) -> str:
 
 def _load(recipe: Recipe, weights: Weights) -> str:
     if weights.pipeline:
-        return 'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder")\n'
+        return 'pipe = DiffusionPipeline.from_pretrained("path/to/this/folder", dtype="auto")\n'
+    base = repr(without_secrets(recipe.model.path))
     text = (
-        f"pipe = DiffusionPipeline.from_pretrained({without_secrets(recipe.model.path)!r})\n"
+        f'pipe = DiffusionPipeline.from_pretrained({base}, dtype="auto")\n'
         'pipe.load_lora_weights("path/to/this/folder")\n'
     )
     if recipe.model.vae is not None:

@@ -4,13 +4,16 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from configs.load import RecipeError, load_recipe
 from configs.training import Train
+from flows.finetune import _Run
 from flows.preflight import _check_cuda, prepare
+from flows.stages import StageFailed
 from runtimes.base import WrongInput
 
 
@@ -81,3 +84,18 @@ def test_what_the_devices_cannot_serve(settings: dict[str, Any], devices: int, w
 def test_what_they_can() -> None:
     for settings, devices in (({"processes": 2}, 2), ({"processes": 8}, 0), ({}, 1)):
         _check_cuda(Train(**settings), devices)
+
+
+@pytest.mark.parametrize("held_out", [0, 2])
+def test_rules_on_pictures_that_were_not_held_out_are_refused_before_training(
+    small: dict[str, Any], held_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = {"train/8x8": 9} | ({"holdout/8x8": held_out} if held_out else {})
+    latents = SimpleNamespace(groups=lambda: groups)
+    monkeypatch.setattr("flows.finetune.open_latents", lambda url: latents)
+    run = _Run(prepare(load_recipe("digits", {**small, "publish.gate": ["cmmd < base"]})))
+    if held_out:
+        run._check_held_out(SimpleNamespace(uri=""))  # type: ignore[arg-type]
+        return
+    with pytest.raises(StageFailed, match="'cmmd < base' needs held-out pictures"):
+        run._check_held_out(SimpleNamespace(uri=""))  # type: ignore[arg-type]

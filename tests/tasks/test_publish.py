@@ -1,6 +1,7 @@
 """What is published loads in diffusers, says where it comes from, and passed its rules."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,15 @@ def test_the_published_folder_loads_with_the_tuned_unet(
     stored = load_file(Path(version.uri) / "vae/diffusion_pytorch_model.safetensors")
     assert {w.dtype for w in stored.values()} == {torch.float16}
     assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
+
+
+def test_what_the_card_says_to_run_runs(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
+    """Stored in half precision, as models are published by default."""
+    artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path))
+    code = re.search(r"```python\n(.*?)```", artifact.read("README.md").decode(), re.DOTALL)
+    assert code
+    text = code[1].replace("path/to/this/folder", artifact.path)
+    exec(text.replace("num_inference_steps=20", "num_inference_steps=1"))
 
 
 def test_a_rule_that_fails_publishes_nothing(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
