@@ -117,12 +117,9 @@ class FlowSchedule:
 Schedule = NoiseSchedule | FlowSchedule
 
 
-def same_schedule(one: Schedule, other: Schedule) -> bool:
-    """Whether both add the same noise and ask for the same prediction."""
-    facts, others = vars(one), vars(other)
-    return facts.keys() == others.keys() and all(
-        np.array_equal(facts[name], others[name]) for name in facts
-    )
+def schedule_facts(schedule: Schedule) -> dict[str, Any]:
+    """A schedule as JSON: equal ones add the same noise and ask for the same prediction."""
+    return {name: np.asarray(fact).tolist() for name, fact in vars(schedule).items()}
 
 
 def is_flow(config: Mapping[str, Any]) -> bool:

@@ -16,6 +16,9 @@ from artifacts.latents import open_latents
 from artifacts.models import digest_model
 from artifacts.store import Artifact, Shard, Store
 from configs.schema import Recipe
+from runtimes.encoders import describe_encoders
+from runtimes.objective.noise import Schedule, schedule_facts
+from runtimes.objective.scheduler import read_schedule
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import metrics
 from tasks.evaluate.features import ClipFeatures, Float32
@@ -120,8 +123,21 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
     )
 
 
-def fingerprint(recipe: Recipe, images: Artifact, latents: Artifact, clip: Path) -> str:
-    """Digest of everything that makes two evaluations comparable."""
+def loss_facts(schedule: Schedule, folder: Path, vae: Path | None) -> dict[str, Any]:
+    """What a model's held-out loss is the error of: only where it is the same, losses compare."""
+    return {"schedule": schedule_facts(schedule), "encoders": describe_encoders(folder, vae)}
+
+
+def fingerprint(
+    recipe: Recipe,
+    images: Artifact,
+    latents: Artifact,
+    model_folder: Path,
+    vae_folder: Path | None,
+    clip: Path,
+) -> str:
+    """Digest of everything that makes two evaluations comparable, in every metric."""
+    schedule = read_schedule(model_folder / "scheduler", recipe.train)
     return digest_json(
         {
             "version": VERSION,
@@ -132,6 +148,7 @@ def fingerprint(recipe: Recipe, images: Artifact, latents: Artifact, clip: Path)
             "reference": images.digest,
             "transform": vars(TransformSettings.of(recipe)),
             "judges": list(recipe.evaluate.judges),
+            "loss": loss_facts(schedule, model_folder, vae_folder),
         }
     )
 

@@ -23,7 +23,7 @@ from tasks.tuned import BASE, Tuned
 
 STAGE = "evaluate"
 #: Raised when the meaning of drawn pictures, or of the metrics, changes.
-VERSION = 1
+VERSION = 2
 LOSSES = "losses.json"
 #: What of a pipeline folder changes its pictures; not its card, its metrics or its report.
 DRAWING_PARTS = (

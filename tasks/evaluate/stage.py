@@ -23,7 +23,6 @@ from artifacts.store import Artifact, Draft, Shard, Store
 from configs.schema import Recipe
 from runtimes.base import WrongInput
 from runtimes.encoders import describe_encoders
-from runtimes.objective.noise import same_schedule
 from runtimes.objective.scheduler import read_schedule
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
@@ -34,6 +33,7 @@ from tasks.evaluate.measure import (
     compared_sets,
     fingerprint,
     flat,
+    loss_facts,
     parts,
     sitting,
 )
@@ -136,7 +136,7 @@ def build(
         name: {model: one[name] for model, one in zip(MODELS, measured, strict=True)}
         for name in measured[0]
     }
-    mark = fingerprint(recipe, images, latents, clip_folder)
+    mark = fingerprint(recipe, images, latents, model_folder, vae_folder, clip_folder)
     for shard in shards:
         draft.add_shard(shard)
     text = json.dumps({"metrics": found, "fingerprint": mark}, indent=1, allow_nan=False)
@@ -168,21 +168,19 @@ def metrics_of_published(
 ) -> dict[str, dict[str, Metric]]:
     """A published model's metrics as its `tuned` ones, comparable with those of `evaluated`.
 
-    What was measured when it was published is taken if it was measured the same way; if not, the
-    model draws again. Its held-out loss is left out if it is the error of something else.
+    What was measured when it was published is taken if it was measured the same way, and its files
+    are not even fetched; if not, the model draws again. Its held-out loss is then left out if it is
+    the error of something else.
     """
     wanted = json.loads(evaluated.read(METRICS))["fingerprint"]
-    published, painter = _published_metrics(uri), published_painter(resolve_model(uri))
-    comparable = _same_loss(recipe, painter, model_folder, vae_folder)
+    published = _published_metrics(uri)
     if published.get("fingerprint") == wanted:
         found = {name: metric["tuned"] for name, metric in published["metrics"].items()}
-        if not comparable:
-            found.pop("holdout_loss", None)
     else:
-        log.info("evaluate: measuring the champion again, as prompts or data have changed")
-        conditions = sitting(recipe, latents)
-        if not comparable:  # it may not even take our latents
-            conditions = replace(conditions, latents=None)
+        log.info("evaluate: measuring the champion again, as it was measured otherwise")
+        painter, conditions = published_painter(resolve_model(uri)), sitting(recipe, latents)
+        if not _same_loss(recipe, painter, model_folder, vae_folder):
+            conditions = replace(conditions, latents=None)  # it may not even take ours
         yardstick = Yardstick.of(recipe, images, latents, clip_folder)
         found = _measure(painter, conditions, yardstick, evaluated.store, run)
     return {name: {"tuned": metric} for name, metric in found.items()}
@@ -193,9 +191,9 @@ def _same_loss(
 ) -> bool:
     """Whether a painter predicts the same thing, from the same kind of latents, as what we tune."""
     theirs = read_schedule(painter.tuned.parts.get("scheduler", painter.folder / "scheduler"))
-    encoders = describe_encoders(painter.folder, painter.vae)
-    return encoders == describe_encoders(model_folder, vae_folder) and same_schedule(
-        theirs, read_schedule(model_folder / "scheduler", recipe.train)
+    ours = read_schedule(model_folder / "scheduler", recipe.train)
+    return loss_facts(theirs, painter.folder, painter.vae) == loss_facts(
+        ours, model_folder, vae_folder
     )
 
 

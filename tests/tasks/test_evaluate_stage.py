@@ -248,14 +248,10 @@ def test_the_grid_shows_both_models_enlarged(world: World) -> None:
     assert len(set(picture.getdata())) > 100
 
 
-def test_a_champion_measured_the_same_way_is_not_drawn_again(world: World, tmp_path: Path) -> None:
+def test_a_champion_measured_otherwise_draws_again(world: World, tmp_path: Path) -> None:
     artifact = world.evaluate(world.trained(0.5))
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    (champion / "metrics.json").write_bytes(artifact.read("metrics.json"))
-    found = world.metrics_of(champion, artifact)
-    assert found["cmmd"]["tuned"] == _metrics(artifact)["cmmd"]["tuned"] and len(world.jobs) == 1
-
-    stale = json.loads((champion / "metrics.json").read_text()) | {"fingerprint": "older"}
+    stale = json.loads(artifact.read("metrics.json")) | {"fingerprint": "older"}
     (champion / "metrics.json").write_text(json.dumps(stale))
     found = world.metrics_of(champion, artifact)
     assert len(world.jobs) == 2 and found.keys() == _metrics(artifact).keys()
@@ -264,17 +260,26 @@ def test_a_champion_measured_the_same_way_is_not_drawn_again(world: World, tmp_p
         assert models["tuned"] == _metrics(artifact)[name]["base"]
 
 
+def test_a_champion_measured_the_same_way_is_not_even_fetched(world: World, tmp_path: Path) -> None:
+    artifact = world.evaluate(world.trained(0.5))
+    (tmp_path / "metrics.json").write_bytes(artifact.read("metrics.json"))  # and no model
+    found = world.metrics_of(tmp_path, artifact)
+    assert {name: models["tuned"] for name, models in found.items()} == {
+        name: models["tuned"] for name, models in _metrics(artifact).items()
+    }
+
+
 def test_the_loss_of_a_champion_that_predicts_something_else_is_not_compared(
     world: World, tmp_path: Path
 ) -> None:
-    artifact = world.evaluate(world.trained(0.5))
+    """Trained to predict pictures, it was measured as such: it draws again, without a loss."""
+    pictures = world.recipe.train.model_copy(update={"prediction_type": "sample"})
+    was = world.evaluate(world.trained(0.6), world.recipe.model_copy(update={"train": pictures}))
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    (champion / "metrics.json").write_bytes(artifact.read("metrics.json"))
+    (champion / "metrics.json").write_bytes(was.read("metrics.json"))
     path = champion / "scheduler/scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "sample"}))
-    found = world.metrics_of(champion, artifact)
-    assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
-    (champion / "metrics.json").unlink()  # measured again, it is not even asked for its loss
+    artifact = world.evaluate(world.trained(0.5))
     found = world.metrics_of(champion, artifact)
     assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
     assert world.jobs[-1].latents is None
