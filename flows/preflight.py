@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from artifacts.models import ModelNotFound, digest_model, resolve_model
 from artifacts.store import Store
 from configs.load import RecipeError
 from configs.schema import Recipe
-from configs.training import Train
 from runtimes.encoders import describe_encoders, vae_path
 from runtimes.families import detect_family
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.objective.scheduler import read_schedule, trained_scheduler
-from runtimes.registry import check_installed, probe_runtime
+from runtimes.registry import check_installed, check_settings, probe_runtime
 from runtimes.train.wandb_board import check_wandb
 from tasks import download, evaluate, targets
 from tasks.encode.transform import TransformSettings, bucket_sizes
@@ -91,30 +89,7 @@ def _check_runtime(recipe: Recipe) -> None:
         if device not in {"auto", *names}:
             known = ", ".join(found.devices)
             raise RecipeError(f"{section}.device: {device} is not on this machine ({known})")
-    _check_cuda(settings, sum(words.startswith("cuda") for words in found.devices))
-
-
-def _check_cuda(settings: Train, count: int) -> None:
-    """Raise RecipeError for settings that so many CUDA devices cannot serve."""
-    on_cuda = bool(count) and settings.device != "cpu"
-    if settings.optimizer == "adamw_8bit":
-        if not on_cuda:
-            raise RecipeError(
-                "train.optimizer: adamw_8bit needs a CUDA device; take adamw or adafactor"
-            )
-        if find_spec("bitsandbytes") is None:
-            raise RecipeError("train.optimizer: adamw_8bit needs bitsandbytes, not installed here")
-    if not on_cuda or settings.processes == 1:
-        return
-    if ":" in settings.device:
-        raise RecipeError(
-            f"train.device {settings.device} is one, for {settings.processes} processes: set auto"
-        )
-    if settings.processes > count:
-        raise RecipeError(
-            f"train.processes: {settings.processes} want a CUDA device each, this machine has "
-            f"{count}"
-        )
+    check_settings(recipe.runtime, settings)
 
 
 def _check_watching(recipe: Recipe) -> None:

@@ -69,7 +69,7 @@ class Runtime(Protocol):
     """Forward, backward, update on one kind of chip. Everything else is shared.
 
     A runtime's module has a class that is called with the process's Events (see registry.py), and
-    a function `probe() -> Probe`.
+    functions `probe() -> Probe` and `check(settings: Train) -> None`, which raises WrongInput.
     """
 
     device: str  # in words, once loaded

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from configs.training import Train
 from runtimes.base import Probe, Runtime, WrongInput
 from runtimes.events import Events
 
@@ -22,7 +23,8 @@ PROBE_SECONDS = 120.0
 class Place:
     """Where a runtime's code is, and the environment that it runs in."""
 
-    package: str  # with `runtime.TheRuntime(events)` and, quicker to import, `device.probe()`
+    #: With `runtime.TheRuntime(events)` and, quicker to import, `device.probe()` and `.check`.
+    package: str
     needs: tuple[str, ...]  # what must be installed
     environment: str | None = None  # a folder beside our environment's; None is ours
 
@@ -69,6 +71,15 @@ def probe_runtime(name: str) -> Probe:
         return _ask(python, name)
     except WrongInput as error:
         return Probe(available=False, reason=str(error))
+
+
+def check_settings(name: str, settings: Train) -> None:
+    """Raise WrongInput for train settings that this machine's devices cannot serve.
+
+    A runtime with an environment of its own is not asked: it says so once it is started.
+    """
+    if interpreter(name) == sys.executable:
+        _module(name, "device").check(settings)
 
 
 def _ask(python: str, name: str) -> Probe:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 
+from configs.training import Train
 from runtimes.base import Probe, WrongInput
 from runtimes.ranks import Ranks
+from runtimes.torch.optimizers import check_optimizer
 
 ALONE = Ranks()
 #: Of glibc's malloc.h.
@@ -63,6 +65,12 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= there:
         raise WrongInput(f"device {name}: this machine has {there} CUDA devices; set auto or cpu")
     return device
+
+
+def check(settings: Train) -> None:
+    """Raise WrongInput for train settings that the devices of this machine cannot serve."""
+    ranks = Ranks(world=settings.processes, local_world=settings.processes)
+    check_optimizer(settings, choose_device(settings.device, ranks))
 
 
 def keep_freed_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -112,15 +113,20 @@ def _count_on_host(step: int, parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32)
 
 
-def _adamw_8bit(groups: list[dict[str, Any]], settings: Train) -> Any:
-    if any(p.device.type != "cuda" for group in groups for p in group["params"]):
+def check_optimizer(settings: Train, device: torch.device) -> None:
+    """Raise WrongInput for an optimizer that is not to be had for weights on a device."""
+    if settings.optimizer != "adamw_8bit":
+        return
+    if device.type != "cuda":
         raise WrongInput("train.optimizer: adamw_8bit needs a CUDA device; take adamw or adafactor")
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError:
-        raise WrongInput(
-            "train.optimizer: adamw_8bit needs bitsandbytes: pip install bitsandbytes"
-        ) from None
+    if find_spec("bitsandbytes") is None:
+        raise WrongInput("train.optimizer: adamw_8bit needs bitsandbytes: pip install bitsandbytes")
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], settings: Train) -> Any:
+    check_optimizer(settings, groups[0]["params"][0].device)
+    from bitsandbytes.optim import AdamW8bit
+
     optimizer = AdamW8bit(groups, **_like_adam(settings))
     optimizer.check_overrides()
     return optimizer

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from configs.load import RecipeError, load_recipe
-from configs.training import Train
+from configs.load import load_recipe
 from flows.finetune import _Run
-from flows.preflight import _check_cuda, prepare
+from flows.preflight import prepare
 from flows.stages import StageFailed
 from runtimes.base import WrongInput
 
@@ -67,23 +67,14 @@ def test_a_base_whose_own_loss_cannot_be_taken(small: dict[str, Any], tmp_path: 
         prepare(load_recipe("digits", {**small, **changed}))
 
 
-@pytest.mark.parametrize(
-    ("settings", "devices", "words"),
-    [
-        ({"processes": 8}, 2, "8 want a CUDA device each, this machine has 2"),
-        ({"processes": 2, "device": "cuda:0"}, 2, "cuda:0 is one, for 2 processes"),
-        ({"optimizer": "adamw_8bit"}, 0, "needs a CUDA device"),
-        ({"optimizer": "adamw_8bit"}, 1, "needs bitsandbytes"),
-    ],
-)
-def test_what_the_devices_cannot_serve(settings: dict[str, Any], devices: int, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        _check_cuda(Train(**settings), devices)
-
-
-def test_what_they_can() -> None:
-    for settings, devices in (({"processes": 2}, 2), ({"processes": 8}, 0), ({}, 1)):
-        _check_cuda(Train(**settings), devices)
+def test_more_processes_than_devices(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    prepare(load_recipe("digits", {**small, "train.processes": 2}))
+    with pytest.raises(WrongInput, match="4 processes want a CUDA device each, this machine has 2"):
+        prepare(load_recipe("digits", {**small, "train.processes": 4}))
 
 
 @pytest.mark.parametrize("held_out", [0, 2])

@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 
 from configs.schema import RUNTIMES_BUILT
+from configs.training import Train
 from runtimes import registry
 from runtimes.base import WrongInput
-from runtimes.registry import Place, check_installed, interpreter, probe_runtime
+from runtimes.registry import (
+    Place,
+    check_installed,
+    check_settings,
+    interpreter,
+    probe_runtime,
+)
 
 
 def test_recipes_may_name_what_is_built() -> None:
@@ -46,3 +53,10 @@ def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert interpreter("torch") == str(tmp_path / ".venv-other/bin/python")
     found = probe_runtime("torch")
     assert found.available and found.devices[-1].startswith("cpu") and found.versions["torch"]
+    check_settings("torch", Train(device="cuda:99"))  # it will say so itself
+
+
+def test_settings_that_no_device_here_serves() -> None:
+    check_settings("torch", Train(device="cpu"))
+    with pytest.raises(WrongInput, match="device cuda:99: this machine has"):
+        check_settings("torch", Train(device="cuda:99"))
