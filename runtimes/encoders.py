@@ -151,10 +151,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
-        raise WrongInput(
-            f"{path}: not there; a diffusers pipeline folder (or, for a VAE, an AutoencoderKL "
-            "folder) was expected"
-        ) from None
+        raise WrongInput(f"{path}: not there; a model's config was expected") from None
     except ValueError:
         raise WrongInput(f"{path}: not valid JSON") from None
     if not isinstance(config, dict):

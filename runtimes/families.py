@@ -168,14 +168,6 @@ _BETWEEN = (
 )
 
 
-def read_denoiser_config(path: Path) -> dict[str, Any]:
-    """A denoiser's config.json. Raises WrongInput if it is none."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise WrongInput(f"{path}: not a denoiser's config: {error}") from None
-
-
 def check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Raise WrongInput if a denoiser could not take the place of the base's, by their configs."""
     for name in _BETWEEN:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from configs.schema import Recipe
 from runtimes.adapters.lora import Layer, choose_layers
-from runtimes.families import check_fits, detect_family, read_denoiser_config
+from runtimes.encoders import read_config
+from runtimes.families import check_fits, detect_family
 from tasks.publish.assemble import weight_files
 
 KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
@@ -18,8 +19,8 @@ def check(recipe: Recipe, model: Path) -> None:
     if settings.method == "lora":
         choose_layers(denoiser, _layers(model / denoiser), settings.lora)
     if settings.denoiser_config is not None:
-        base = read_denoiser_config(model / denoiser / "config.json")
-        check_fits(read_denoiser_config(Path(settings.denoiser_config)), base)
+        base = read_config(model / denoiser / "config.json")
+        check_fits(read_config(Path(settings.denoiser_config)), base)
 
 
 def _layers(folder: Path) -> dict[str, Layer]:

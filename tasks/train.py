@@ -13,7 +13,7 @@ from fsspec import AbstractFileSystem
 from artifacts.store import Artifact, Draft
 from configs.schema import Recipe
 from configs.training import computing
-from runtimes.families import read_denoiser_config
+from runtimes.encoders import read_config
 from runtimes.job import TrainJob
 from tasks.panels import Facts, Panel, Picture
 from tasks.process import Event, run_job
@@ -43,7 +43,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 
 def _denoiser_config(recipe: Recipe) -> dict[str, Any] | None:
     path = recipe.train.denoiser_config
-    return None if path is None else read_denoiser_config(Path(path))
+    return None if path is None else read_config(Path(path))
 
 
 def build(

@@ -9,7 +9,8 @@ import diffusers
 import torch
 
 from runtimes.base import WrongInput
-from runtimes.families import check_fits, read_denoiser_config
+from runtimes.encoders import read_config
+from runtimes.families import check_fits
 
 
 def fresh_denoiser(base: Path, seed: int, config: dict[str, Any] | None = None) -> Any:
@@ -25,7 +26,7 @@ def fresh_denoiser(base: Path, seed: int, config: dict[str, Any] | None = None) 
     Raises:
         WrongInput: it is no config, or its denoiser does not fit the rest of the base.
     """
-    wanted = read_denoiser_config(base / "config.json")
+    wanted = read_config(base / "config.json")
     config = wanted if config is None else config
     check_fits(config, wanted)
     try:

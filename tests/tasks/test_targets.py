@@ -22,7 +22,7 @@ def test_adapters_targets_are_looked_for_in_the_base_s_files(tiny_sdxl: Path) ->
 def test_a_denoiser_s_config_counts_by_its_content(tiny_sdxl: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     recipe = load_recipe("digits", {"train.init": "random", "train.denoiser_config": str(path)})
-    with pytest.raises(WrongInput, match="not a denoiser's config"):
+    with pytest.raises(WrongInput, match=r"config\.json: not there; a model's config was expected"):
         check(recipe, tiny_sdxl)
     path.write_text('{"a": 1}')
     with pytest.raises(WrongInput, match=r"train\.denoiser_config: _class_name is missing"):
