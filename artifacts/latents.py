@@ -277,6 +277,11 @@ class Latents:
                 total[group] = total.get(group, 0) + count
         return dict(sorted(total.items()))
 
+    @property
+    def has_holdout(self) -> bool:
+        """Whether any sample was held out."""
+        return any(group.startswith("holdout/") for group in self.groups())
+
 
 def open_latents(url: str) -> Latents:
     """Read which shards a latents artifact has, from its manifest; no shard is opened.

@@ -19,7 +19,7 @@ from artifacts.latents import open_latents
 from artifacts.store import Artifact, Draft, KeyParts
 from configs.load import dump, load_recipe
 from flows.logs import log_to_prefect
-from flows.preflight import Prepared, prepare
+from flows.preflight import Prepared, check_gate, prepare
 from flows.stages import StageFailed, run_stage
 from tasks import download, encode, evaluate, publish, train
 from tasks.panels import Facts, Table
@@ -90,7 +90,10 @@ class _Run:
 
     def train(self, latents: Artifact) -> Artifact:
         at = self.at
-        self._check_held_out(latents)
+        try:
+            check_gate(self.recipe, open_latents(latents.uri))
+        except gate.GateError as error:
+            raise StageFailed(f"train: {error}") from error
         prompts = evaluate.sample_prompts(self.recipe)
         return self._stage(
             train,
@@ -100,18 +103,6 @@ class _Run:
             ),
             latents=latents,
         )
-
-    def _check_held_out(self, latents: Artifact) -> None:
-        """Raise StageFailed before training for rules that could not be held against the model."""
-        if any(group.startswith("holdout/") for group in open_latents(latents.uri).groups()):
-            return
-        for rule in map(gate.parse_rule, self.recipe.publish.gate):
-            if rule.metric in evaluate.NEEDS_HELD_OUT:
-                raise StageFailed(
-                    f"publish.gate: {rule.text!r} needs held-out pictures, and encode.holdout "
-                    f"{self.recipe.encode.holdout:g} has held out none of these few: raise it, or "
-                    "leave the rule out"
-                )
 
     def evaluate(self, images: Artifact, latents: Artifact, trained: Artifact) -> Artifact:
         at = self.at

@@ -1,10 +1,11 @@
-"""Everything that can be found wrong with a recipe before any work starts."""
+"""Everything that can be found wrong with a recipe before work starts, or before training does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from artifacts.latents import Latents
 from artifacts.models import ModelNotFound, digest_model, resolve_model
 from artifacts.store import Store
 from configs.load import RecipeError
@@ -59,6 +60,16 @@ def prepare(recipe: Recipe) -> Prepared:
     clip = resolve_model(recipe.evaluate.clip)
     evaluate.check_clip(clip)
     return Prepared(recipe, store, model, vae, clip)
+
+
+def check_gate(recipe: Recipe, latents: Latents) -> None:
+    """Raise GateError for rules that could not be held against a model trained on these latents."""
+    hint = (
+        f"encode.holdout {recipe.encode.holdout:g} has held out none of these few pictures: raise "
+        "it, or leave the rule out"
+    )
+    names = evaluate.metric_names(recipe, held_out=latents.has_holdout)
+    check_rules(recipe.publish.gate, names, hint)
 
 
 def _check_places(recipe: Recipe) -> Store:

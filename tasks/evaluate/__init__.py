@@ -1,7 +1,7 @@
 """The evaluate stage: measure the tuned model against its base, on the same prompts and noise."""
 
 from tasks.evaluate.features import check_clip
-from tasks.evaluate.measure import NEEDS_HELD_OUT, flatten, metric_names
+from tasks.evaluate.measure import flatten, metric_names
 from tasks.evaluate.pictures import STAGE, VERSION
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.stage import (
@@ -15,7 +15,6 @@ from tasks.evaluate.stage import (
 )
 
 __all__ = [
-    "NEEDS_HELD_OUT",
     "STAGE",
     "VERSION",
     "build",

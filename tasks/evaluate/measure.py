@@ -29,8 +29,6 @@ from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference import reference_pictures
 
 log = logging.getLogger("kiln")
-#: Metrics that are there only if pictures were held out.
-NEEDS_HELD_OUT = frozenset({*metrics.DISTANCES, "holdout_loss"})
 JUDGED_AT_ONCE = 256  # pictures in memory for a judge
 
 
@@ -102,7 +100,7 @@ class Yardstick:
 def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
     """The conditions that a recipe has its models draw under."""
     given = recipe.evaluate
-    has_holdout = any(g.startswith("holdout/") for g in open_latents(latents.uri).groups())
+    has_holdout = open_latents(latents.uri).has_holdout
     if not has_holdout:
         log.warning("evaluate: no picture was held out (encode.holdout): no holdout_loss, cmmd, fd")
     names = ("seed", "num_inference_steps", "guidance_scale", "height", "width", "dtype")
@@ -153,11 +151,15 @@ def fingerprint(
     )
 
 
-def metric_names(recipe: Recipe) -> list[str]:
-    """Names of the metrics that an evaluation of this recipe has."""
+def metric_names(recipe: Recipe, *, held_out: bool = True) -> list[str]:
+    """Names of the metrics that an evaluation of this recipe has.
+
+    Args:
+        held_out: the recipe's encode.holdout, if any, has held out pictures.
+    """
     sets = list(recipe.evaluate.prompts)
     names = ["clip_score", *(f"clip_score/{name}" for name in sets)]
-    if recipe.encode.holdout > 0:
+    if recipe.encode.holdout > 0 and held_out:
         names += [*(metrics.DISTANCES if compared_sets(recipe) else ()), "holdout_loss"]
     verdicts = [verdict for judge in recipe.evaluate.judges for verdict in JUDGES[judge].verdicts]
     return names + [f"{verdict}/{name}" for verdict in verdicts for name in sets]

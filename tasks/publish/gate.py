@@ -79,14 +79,18 @@ def parse_rule(text: str) -> Rule:
     )
 
 
-def check_rules(rules: Sequence[str], metrics: Sequence[str]) -> None:
-    """Raise GateError for the first rule that cannot be read or names no metric of `metrics`."""
+def check_rules(rules: Sequence[str], metrics: Sequence[str], hint: str | None = None) -> None:
+    """Raise GateError for the first rule that cannot be read or names no metric of `metrics`.
+
+    Args:
+        hint: why a metric may be missing, and what to do; without it, the nearest name.
+    """
     for text in rules:
         rule = parse_rule(text)
         if rule.metric not in metrics:
             near = difflib.get_close_matches(rule.metric, metrics, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(metrics)}"
-            raise GateError(f"gate rule {text!r}: {rule.metric} is not measured ({hint})")
+            known = f"did you mean {near[0]}?" if near else f"there are: {', '.join(metrics)}"
+            raise GateError(f"gate rule {text!r}: {rule.metric} is not measured ({hint or known})")
 
 
 def needs_champion(rules: Sequence[str]) -> bool:

@@ -4,17 +4,16 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from artifacts.latents import Latents, ShardRef
 from configs.load import load_recipe
-from flows.finetune import _Run
-from flows.preflight import prepare
-from flows.stages import StageFailed
+from flows.preflight import check_gate, prepare
 from runtimes.base import WrongInput
+from tasks.publish.gate import GateError
 
 
 @pytest.mark.parametrize(
@@ -77,16 +76,18 @@ def test_more_processes_than_devices(
         prepare(load_recipe("digits", {**small, "train.processes": 4}))
 
 
-@pytest.mark.parametrize("held_out", [0, 2])
 def test_rules_on_pictures_that_were_not_held_out_are_refused_before_training(
-    small: dict[str, Any], held_out: int, monkeypatch: pytest.MonkeyPatch
+    small: dict[str, Any],
 ) -> None:
-    groups = {"train/8x8": 9} | ({"holdout/8x8": held_out} if held_out else {})
-    latents = SimpleNamespace(groups=lambda: groups)
-    monkeypatch.setattr("flows.finetune.open_latents", lambda url: latents)
-    run = _Run(prepare(load_recipe("digits", {**small, "publish.gate": ["cmmd < base"]})))
-    if held_out:
-        run._check_held_out(SimpleNamespace(uri=""))  # type: ignore[arg-type]
-        return
-    with pytest.raises(StageFailed, match="'cmmd < base' needs held-out pictures"):
-        run._check_held_out(SimpleNamespace(uri=""))  # type: ignore[arg-type]
+    def latents(**groups: int) -> Latents:
+        return Latents(
+            {}, [ShardRef("", 0, "", {f"{split}/8x8": n for split, n in groups.items()})]
+        )
+
+    recipe = load_recipe("digits", {**small, "publish.gate": ["cmmd < base"]})
+    check_gate(recipe, latents(train=9, holdout=2))
+    with pytest.raises(GateError, match=r"cmmd is not measured \(encode\.holdout .* raise it"):
+        check_gate(recipe, latents(train=9))
+    check_gate(
+        load_recipe("digits", {**small, "publish.gate": ["digit/new > 0"]}), latents(train=9)
+    )
