@@ -25,10 +25,7 @@ def published_painter(folder: Path) -> Painter:
         WrongInput: there is no model in it.
     """
     if (folder / "model_index.json").is_file():
-        # Encoders that were trained with it encode the captions of held-out samples too.
-        texts = detect_family(folder).clip_encoders if _trained_texts(folder) else ()
-        tuned = Tuned({name: folder / name for name in texts}, None)
-        return Painter(digest_pipeline(folder), folder, tuned)
+        return _pipeline_painter(folder)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
         raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
@@ -42,6 +39,17 @@ def published_painter(folder: Path) -> Painter:
         }
     )
     return Painter(digest, base, Tuned(own, lora), vae)
+
+
+def _pipeline_painter(folder: Path) -> Painter:
+    digest = digest_pipeline(folder)
+    if not _trained_texts(folder):
+        return Painter(digest, folder)
+    # Encoders that were trained with it encode the captions of held-out samples too, so its losses
+    # are not those by the embeddings in our latents.
+    texts = detect_family(folder).clip_encoders
+    digest = digest_json({"pipeline": digest, "texts": texts})
+    return Painter(digest, folder, Tuned({name: folder / name for name in texts}, None))
 
 
 def _trained_texts(folder: Path) -> bool:

@@ -287,11 +287,14 @@ def test_the_loss_of_a_champion_that_predicts_something_else_is_not_compared(
 
 def test_a_champion_with_trained_text_encoders_encodes_with_them(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
+    digests = set()
     for trained in (False, True):
         (tmp_path / "recipe.yaml").write_text(f"train: {{text_encoders: {str(trained).lower()}}}")
-        parts = published_painter(tmp_path).tuned.parts
+        painter = published_painter(tmp_path)
         names = ("text_encoder", "text_encoder_2") if trained else ()
-        assert parts == {name: tmp_path / name for name in names}
+        assert painter.tuned.parts == {name: tmp_path / name for name in names}
+        digests.add(painter.digest)
+    assert len(digests) == 2  # the losses of one are not to be had for the other's
 
 
 def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
