@@ -48,17 +48,28 @@ class Samples:
 
     def draw(self, step: int) -> None:
         """Draw those of a step; that it fails is no reason to end the run, unless others wait."""
-        drawn = False
+        pictures = self._try_to_draw(step)
+        if pictures is not None and self._writes:
+            self._try_to_write(step, pictures)
+
+    def _try_to_draw(self, step: int) -> NDArray[np.uint8] | None:
         try:
-            pictures = self._runtime.sample(self._job.sample_prompts, self._job.sampler)
-            drawn = True
-            if self._writes:
-                self._write(step, pictures)
+            return self._runtime.sample(self._job.sample_prompts, self._job.sampler)
         except Exception as error:  # out of memory, say, or a part of the pipeline is missing
-            if self._together and not drawn:
+            if self._together:
                 raise
-            words = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
-            self._events.emit("warning", message=words)
+            self._warn(step, error)
+            return None
+
+    def _try_to_write(self, step: int, pictures: NDArray[np.uint8]) -> None:
+        try:
+            self._write(step, pictures)
+        except Exception as error:  # the clients of remote stores have kinds of their own
+            self._warn(step, error)
+
+    def _warn(self, step: int, error: Exception) -> None:
+        words = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
+        self._events.emit("warning", message=words)
 
     def _write(self, step: int, pictures: NDArray[np.uint8]) -> None:
         png = io.BytesIO()

@@ -1,0 +1,60 @@
+"""Sample pictures that fail cost no step, unless other processes wait for this one to draw."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from runtimes.events import Events
+from runtimes.job import TrainJob
+from runtimes.train.boards import Boards
+from runtimes.train.samples import Samples
+
+MakeJob = Callable[..., TrainJob]
+
+
+class Warned(Events):
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.messages.append(fields["message"])
+
+
+class Draws:
+    """A device that has the memory for pictures, or has not."""
+
+    def __init__(self, enough: bool) -> None:
+        self.enough = enough
+
+    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+        if not self.enough:
+            raise RuntimeError("out of memory")
+        return np.zeros((1, 8, 8, 3), np.uint8)
+
+
+def draw(job: TrainJob, runtime: Draws, *, together: bool) -> list[str]:
+    """What it warned of."""
+    heard = Warned()
+    boards = Boards([])
+    Samples(job, runtime, heard, boards, writes=True, together=together).draw(3)  # type: ignore[arg-type]
+    return heard.messages
+
+
+def test_pictures_that_cannot_be_drawn(make_job: MakeJob) -> None:
+    alone = draw(make_job(), Draws(False), together=False)
+    assert alone == ["no sample pictures at step 3: RuntimeError: out of memory"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        draw(make_job(), Draws(False), together=True)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_pictures_that_cannot_be_written(make_job: MakeJob, together: bool) -> None:
+    job = make_job()
+    Path(job.work).mkdir(parents=True)
+    Path(job.work, "samples").write_text("in the way")
+    (message,) = draw(job, Draws(True), together=together)
+    assert message.startswith("no sample pictures at step 3: ")
