@@ -40,12 +40,12 @@ class Network(torch.nn.Module):
         family = detect_family(folder)
         full = settings.method == "full"
         dtype = torch.float32 if full else getattr(torch, settings.compute_dtype)
-        denoiser = folder / family.denoiser
+        base = folder / family.denoiser
         if settings.init == "random":
-            unet = fresh_denoiser(denoiser, settings.seed, job.denoiser_config)
+            denoiser = fresh_denoiser(base, settings.seed, job.denoiser_config)
         else:
-            unet = load_denoiser(denoiser, dtype)
-        parts = {family.denoiser: unet}
+            denoiser = load_denoiser(base, dtype)
+        parts = {family.denoiser: denoiser}
         if settings.text_encoders:
             names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
