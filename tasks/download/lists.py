@@ -206,14 +206,20 @@ def reading(place: str) -> Iterator[None]:
     except FileNotFoundError:
         raise SourceError(f"source: {shown(place)}: no such file or folder") from None
     except (OSError, ValueError, ImportError, csv.Error, ArrowException) as error:
-        reason = " ".join(str(error).split()).replace(place, shown(place))[:300]
-        words = reason or type(error).__name__
-        raise SourceError(f"source: {shown(place)}: cannot be read: {words}") from None
+        raise SourceError(
+            f"source: {shown(place)}: cannot be read: {_reason(error, place)}"
+        ) from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _REMOTE:
             raise
-        words = " ".join(str(error).split())[:300]
-        raise SourceError(f"source: {shown(place)}: cannot be reached: {words}") from None
+        raise SourceError(
+            f"source: {shown(place)}: cannot be reached: {_reason(error, place)}"
+        ) from None
+
+
+def _reason(error: Exception, place: str) -> str:
+    words = " ".join(str(error).split()).replace(place, shown(place))[:300]
+    return words or type(error).__name__
 
 
 class _Lines:

@@ -12,7 +12,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import fsspec
+import gcsfs.retry
+import google.auth.exceptions
+import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +25,7 @@ from PIL import Image
 
 from configs.schema import Recipe
 from tasks import download
-from tasks.download.lists import FORMATS, ParquetList, Span, join_spans
+from tasks.download.lists import FORMATS, ParquetList, Span, join_spans, reading
 from tasks.download.rows import Row
 from tasks.download.scans import remembered
 from tasks.download.sources import SOURCES
@@ -302,6 +306,30 @@ def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> None:
             download.plan(make_recipe(source))
         assert "\n" not in str(error.value), name
         assert "secret" not in str(error.value), name
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        aiohttp.ClientPayloadError("cut off"),
+        gcsfs.retry.HttpError({"message": "cut off", "code": 500}),
+        google.auth.exceptions.RefreshError("cut off"),
+        httpx2.ReadError("cut off"),
+    ],
+)
+def test_a_place_that_cannot_be_reached_is_said_in_one_line(error: Exception) -> None:
+    place = "https://example.org/list.parquet?signature=secret"
+    error.args = (f"{error.args[0]} in {place}\n", *error.args[1:])
+    with pytest.raises(download.SourceError) as told, reading(place):
+        raise error
+    where = "https://example.org/list.parquet"
+    assert str(told.value).startswith(f"source: {where}: cannot be reached: cut off")
+    assert "secret" not in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_bug_is_no_place_that_cannot_be_reached() -> None:
+    with pytest.raises(KeyError), reading("s3://bucket"):
+        raise KeyError("bug")
 
 
 def test_a_port_in_use_is_said_before_any_work() -> None:
