@@ -97,14 +97,16 @@ def _fetch_url(url: str) -> Path:
 
 
 def _fetch_hub(repo: str, revision: str | None, variant: str | None) -> Path:
+    from httpx2 import HTTPError
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, XetDownloadError
 
     skip = HUB_SKIPPED if variant else [*HUB_SKIPPED, *HUB_VARIANTS]
     try:
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=skip
         )
-    except Exception as error:  # the hub's client raises a dozen unrelated types
+    except (OSError, HTTPError, HFValidationError, XetDownloadError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise  # a full disk here is no fault of the model's
         reason = str(error).split("\n")[0]

@@ -2,10 +2,13 @@
 
 import errno
 from pathlib import Path
+from unittest.mock import Mock
 from uuid import uuid4
 
 import fsspec
+import httpx2
 import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, XetDownloadError
 from huggingface_hub.utils import filter_repo_objects
 
 from artifacts.models import (
@@ -17,6 +20,7 @@ from artifacts.models import (
     resolve_model,
 )
 
+REQUEST = httpx2.Request("GET", "https://example.org")
 SDXL = {
     "model_index.json",
     "README.md",
@@ -59,6 +63,7 @@ def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_pat
         ("memory://nothing-here", "nothing is there"),
         ("foo://bar", "Protocol not known: foo"),
         ("no/such/folder", "no such folder"),
+        ("no--such/repository", "the hub could not give it"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_line(url: str, words: str) -> None:
@@ -66,6 +71,32 @@ def test_what_is_not_there_is_said_in_one_line(url: str, words: str) -> None:
         resolve_model(url)
     assert str(raised.value).startswith(f"model {url}: ")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        HfHubHTTPError("cut off\nhere", response=httpx2.Response(500, request=REQUEST)),
+        LocalEntryNotFoundError("cut off\nhere"),
+        XetDownloadError("cut off\nhere"),
+        httpx2.ReadError("cut off\nhere"),
+    ],
+)
+def test_what_the_hub_cannot_give_is_said_in_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+    with pytest.raises(ModelNotFound, match=r"the hub could not give it \(cut off\)$"):
+        resolve_model("some/model")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space"), AssertionError("a bug")])
+def test_a_full_disk_or_a_bug_is_no_missing_model(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        resolve_model("some/model")
 
 
 @pytest.mark.parametrize(
