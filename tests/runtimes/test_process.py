@@ -17,32 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import SETTINGS, MakeJob, outputs
 
 from runtimes.__main__ import main, only_writer
 from runtimes.events import EVENT_FD, Events
-from runtimes.job import TrainJob, write_job
+from runtimes.job import write_job
 from runtimes.stop import Stop
 from runtimes.train.checkpoint import Checkpoints
 from runtimes.train.loop import train
 
-MakeJob = Callable[..., TrainJob]
 StartJob = Callable[..., Any]  # of conftest.py: a Child
-SETTINGS = {
-    "steps": 60,
-    "checkpoint_every": 7,
-    "log_every": 2,
-    "ema_decay": 0.95,
-    "snr_gamma": 5.0,
-    "caption_dropout": 0.2,
-    "noise_offset": 0.05,
-    "lr_schedule": "cosine",
-    "warmup_steps": 5,
-}
-
-
-def outputs(job: TrainJob) -> dict[str, bytes]:
-    out = Path(job.out)
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from jobs import HOLDOUT, SAMPLER
 from PIL import Image
 
 import runtimes.generate
@@ -19,15 +20,6 @@ from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.draws import Stream, generator
 from runtimes.torch.models import weight_variant
 
-SAMPLER = {
-    "seed": 7,
-    "num_inference_steps": 2,
-    "guidance_scale": 3.0,
-    "height": None,
-    "width": None,
-    "batch_size": 2,
-}
-HOLDOUT = {"samples": 4, "draws": 2, "seed": 1, "prediction_type": None, "noise_offset": 0.0}
 PROMPTS = ("one", "two", "three")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import MakeJob, outputs
 from safetensors.numpy import load_file
 
 from runtimes.__main__ import main
@@ -24,7 +25,6 @@ from runtimes.torch.device import choose_device
 from runtimes.train.checkpoint import Checkpoints
 from runtimes.train.loop import train
 
-MakeJob = Callable[..., TrainJob]
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: One process takes 3 + 3 + 2 samples at a time, two take 3 + 1, four take 2.
 SETTINGS = {"global_batch_size": 8, "micro_batch_size": 3, "steps": 6, "ema_decay": 0.9}
@@ -33,11 +33,6 @@ LORA = {"method": "lora", "lora": {"targets": "all", "rank": 3}}
 
 def history(job: TrainJob) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(job.out) / "history.jsonl").open()]
-
-
-def outputs(job: TrainJob) -> dict[str, bytes]:
-    out = Path(job.out)
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
 def assert_same_run(one: TrainJob, other: TrainJob) -> None:

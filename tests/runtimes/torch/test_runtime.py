@@ -11,26 +11,17 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel, compute_snr
+from jobs import MakeJob, start
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 
 from artifacts.latents import LatentShard, open_latents
 from configs.training import Train
 from runtimes.base import State, WrongInput
-from runtimes.events import Events
 from runtimes.job import TrainJob
 from runtimes.objective.draws import Stream, generator
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.loop import make_loader, open_job_latents
-
-MakeJob = Callable[..., TrainJob]
-
-
-def start(job: TrainJob) -> tuple[TheRuntime, Callable]:
-    """A loaded runtime, and its loader's batches by step."""
-    runtime = TheRuntime(Events())
-    runtime.load(job)
-    return runtime, make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
 
 
 def run(job: TrainJob, steps: int = 4) -> tuple[list[float], TheRuntime]:

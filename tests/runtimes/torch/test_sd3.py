@@ -14,6 +14,7 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
+from jobs import HOLDOUT, SAMPLER
 from PIL import Image
 
 from artifacts.latents import LatentShard, open_latents
@@ -29,15 +30,6 @@ from runtimes.train.loop import train
 from tasks.publish.assemble import assemble
 
 STEPS, BATCH = 4, 4
-SAMPLER = {
-    "seed": 7,
-    "num_inference_steps": 2,
-    "guidance_scale": 3.0,
-    "height": None,
-    "width": None,
-    "batch_size": 2,
-}
-HOLDOUT = {"samples": 3, "draws": 2, "seed": 1, "prediction_type": None, "noise_offset": 0.0}
 PROMPTS = ("one", "two")
 
 

@@ -1,7 +1,6 @@
 """Text encoders trained too, training from scratch, and going on from what was published."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,41 +8,16 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
+from jobs import CPU, MakeJob, predicted, start, trained
 
-from configs.training import Train
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
-from runtimes.base import StepBatch, WrongInput
-from runtimes.events import Events
+from runtimes.base import WrongInput
 from runtimes.job import Drawing, TrainJob
 from runtimes.torch.generate import load_network
 from runtimes.torch.network import Network
-from runtimes.torch.runtime import Inputs, TheRuntime
-from runtimes.train.loop import make_loader, open_job_latents
+from runtimes.torch.runtime import Inputs
 from runtimes.train.result import write_result
 from tasks.publish.assemble import assemble
-
-MakeJob = Callable[..., TrainJob]
-CPU = torch.device("cpu")
-
-
-def start(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
-    runtime = TheRuntime(Events())
-    runtime.load(job)
-    return runtime, make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
-
-
-def trained(job: TrainJob, steps: int = 3, rate: float = 1e-2) -> tuple[TheRuntime, StepBatch]:
-    runtime, batch = start(job)
-    for step in range(steps):
-        runtime.step(batch(step), rate)
-    return runtime, batch(steps)
-
-
-def predicted(network: Network, batch: StepBatch) -> torch.Tensor:
-    network.eval()
-    given = Inputs(batch, slice(None), CPU)
-    with torch.inference_mode():
-        return network(given.noisy_latents, given.timesteps, given.conditioning)
 
 
 def test_captions_are_encoded_in_the_step_and_dropped_ones_are_zeros(make_job: MakeJob) -> None:
@@ -93,7 +67,7 @@ def test_text_encoders_have_a_learning_rate_of_their_own(make_job: MakeJob) -> N
 
 def test_whole_text_encoders_are_written_and_draw(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(text_encoders=True)
-    runtime, batch = trained(job)
+    runtime, batch = trained(job, rate=1e-2)
     files = write_result(job, runtime.state(), [])
     parts = ("unet", "text_encoder", "text_encoder_2")
     assert {path.partition("/")[0] for path in files if "/" in path} == set(parts)
@@ -142,7 +116,7 @@ def fresh(job: TrainJob, **changed: object) -> TrainJob:
 def test_from_scratch_a_denoiser_of_another_size(make_job: MakeJob) -> None:
     job = make_job()
     small_job = fresh(job, block_out_channels=[8, 16], attention_head_dim=[1, 2])
-    runtime, batch = trained(small_job)
+    runtime, batch = trained(small_job, rate=1e-2)
     assert write_result(small_job, runtime.state(), [])[1] == "unet/config.json"
     unet = UNet2DConditionModel.from_pretrained(f"{job.out}/unet")
     assert unet.config.block_out_channels == [8, 16]
@@ -171,7 +145,7 @@ def test_training_goes_on_from_what_was_published(
     make_job: MakeJob, tmp_path: Path, method: str
 ) -> None:
     job = make_job(method=method, lora={"targets": "all", "alpha": 7.0}, text_encoders=True)
-    runtime, batch = trained(job)
+    runtime, batch = trained(job, rate=1e-2)
     write_result(job, runtime.state(), [])
     out, base = Path(job.out), Path(job.model)
     parts = {} if method == "lora" else {p.name: p for p in out.iterdir() if p.is_dir()}

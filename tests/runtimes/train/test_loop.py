@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import SETTINGS, MakeJob, outputs
 
 from runtimes.base import WrongInput
 from runtimes.data.loader import Loader
@@ -20,19 +21,6 @@ from runtimes.torch.runtime import TheRuntime
 from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
 from runtimes.train.divergence import Diverged
 from runtimes.train.loop import train
-
-MakeJob = Callable[..., TrainJob]
-SETTINGS = {
-    "steps": 60,
-    "checkpoint_every": 7,
-    "log_every": 2,
-    "ema_decay": 0.95,
-    "snr_gamma": 5.0,
-    "caption_dropout": 0.2,
-    "noise_offset": 0.05,
-    "lr_schedule": "cosine",
-    "warmup_steps": 5,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +42,6 @@ class Heard(Events):
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == kind]
-
-
-def outputs(job: TrainJob) -> dict[str, bytes]:
-    out = Path(job.out)
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
 def stopping_at(step: int, job: TrainJob) -> bool:

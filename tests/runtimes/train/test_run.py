@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jobs import MakeJob, outputs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.training import Train
@@ -26,7 +27,6 @@ from runtimes.train.loop import train
 from runtimes.train.run import _with_defaults
 from tasks.process import JobFailed, run_job
 
-MakeJob = Callable[..., TrainJob]
 VALIDATION = {"every": 3, "samples": 4, "draws": 2}
 
 
@@ -57,11 +57,6 @@ def run(job: TrainJob, until: int = 10**9) -> Heard:
     heard = Heard(until)
     assert train(job, heard, heard.stop) == (until > job.train["steps"])
     return heard
-
-
-def outputs(job: TrainJob) -> dict[str, bytes]:
-    out = Path(job.out)
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
 
 
 def history(job: TrainJob) -> list[dict[str, Any]]:

@@ -1,19 +1,18 @@
 """Sample pictures that fail cost no step, unless other processes wait for this one to draw."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jobs import MakeJob
 from numpy.typing import NDArray
 
 from runtimes.events import Events
 from runtimes.job import TrainJob
 from runtimes.train.boards import Boards
 from runtimes.train.samples import Samples
-
-MakeJob = Callable[..., TrainJob]
 
 
 class Warned(Events):

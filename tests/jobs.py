@@ -1,0 +1,74 @@
+"""Settings that tests of jobs share, and a runtime that has trained for a few steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.training import Train
+from runtimes.base import StepBatch
+from runtimes.events import Events
+from runtimes.job import TrainJob
+from runtimes.torch.network import Network
+from runtimes.torch.runtime import Inputs, TheRuntime
+from runtimes.train.loop import make_loader, open_job_latents
+
+MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py
+CPU = torch.device("cpu")
+#: A run with a bit of everything that a resume must not disturb.
+SETTINGS = {
+    "steps": 60,
+    "checkpoint_every": 7,
+    "log_every": 2,
+    "ema_decay": 0.95,
+    "snr_gamma": 5.0,
+    "caption_dropout": 0.2,
+    "noise_offset": 0.05,
+    "lr_schedule": "cosine",
+    "warmup_steps": 5,
+}
+SAMPLER = {
+    "seed": 7,
+    "num_inference_steps": 2,
+    "guidance_scale": 3.0,
+    "height": None,
+    "width": None,
+    "batch_size": 2,
+}
+HOLDOUT = {"samples": 4, "draws": 2, "seed": 1, "noise_offset": 0.0}
+ADAPTERS = {"rank": 3, "alpha": 5.0, "targets": "all"}
+
+
+def lora(**settings: Any) -> dict[str, Any]:
+    """Train settings of adapters on all layers, but for those given."""
+    return {"method": "lora", "lora": {**ADAPTERS, **settings}, "learning_rate": 1e-2}
+
+
+def start(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
+    """A loaded runtime, and its loader's batches by step."""
+    runtime = TheRuntime(Events())
+    runtime.load(job)
+    return runtime, make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
+
+
+def trained(job: TrainJob, steps: int = 3, rate: float = 3e-2) -> tuple[TheRuntime, StepBatch]:
+    """Adapters far enough from the base to tell them apart, and a batch not trained on."""
+    runtime, batch = start(job)
+    for step in range(steps):
+        runtime.step(batch(step), rate)
+    return runtime, batch(steps)
+
+
+def predicted(network: Network, batch: StepBatch) -> torch.Tensor:
+    """What a network predicts for a batch [B, C, h, w]."""
+    network.eval()
+    given = Inputs(batch, slice(None), CPU)
+    with torch.inference_mode():
+        return network(given.noisy_latents, given.timesteps, given.conditioning)
+
+
+def outputs(job: TrainJob) -> dict[str, bytes]:
+    """The files that a job has left, by path below its output."""
+    out = Path(job.out)
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}

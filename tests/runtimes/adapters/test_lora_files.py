@@ -1,0 +1,228 @@
+"""What adapters are written as: ours and diffusers draw the same with it, and so does kohya's."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders.lora_conversion_utils import (
+    _convert_non_diffusers_lora_to_diffusers,
+    _maybe_map_sgm_blocks_to_diffusers,
+)
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+from jobs import ADAPTERS, CPU, HOLDOUT, SAMPLER, MakeJob, lora, predicted, trained
+from safetensors.torch import load_file, save_file
+
+from configs.training import Lora, Train
+from runtimes.adapters.kohya import to_kohya
+from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
+from runtimes.base import StepBatch, WrongInput
+from runtimes.encoders import describe_encoders
+from runtimes.events import Events
+from runtimes.generate import generate
+from runtimes.job import Drawing, GenerateJob, TrainJob
+from runtimes.objective.draws import Stream, generator
+from runtimes.torch.generate import load_network
+from runtimes.torch.network import Network
+from runtimes.train.result import write_result
+
+
+def in_pipeline(job: TrainJob, pipe: Any, batch: StepBatch) -> torch.Tensor:
+    """What the parts of a diffusers pipeline predict."""
+    network = Network.load(replace(job, train=Train().model_dump(mode="json")), Train())
+    parts = {network.family.denoiser: getattr(pipe, network.family.denoiser)}
+    if "input_ids" in batch.conditioning:
+        parts |= {name: getattr(pipe, name) for name in network.family.clip_encoders}
+    return predicted(Network(network.family, parts), batch)
+
+
+CASES = {
+    "plain": lora(),
+    "dora": lora(dora=True),
+    "attention": lora(targets="attention", alpha=None),
+    "texts": {**lora(), "text_encoders": True},
+    "texts, dora": {**lora(dora=True), "text_encoders": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_diffusers_loads_what_was_trained(make_job: MakeJob, case: str) -> None:
+    job = make_job(**CASES[case])
+    runtime, batch = trained(job)
+    assert write_result(job, runtime.state(), []) == ["history.jsonl", LORA_WEIGHTS]
+    pipe = DiffusionPipeline.from_pretrained(job.model)
+    base = in_pipeline(job, pipe, batch)
+    pipe.load_lora_weights(job.out)
+    expected = predicted(runtime._network, batch)
+    assert (expected - base).abs().max() > 1e-2
+    torch.testing.assert_close(in_pipeline(job, pipe, batch), expected, rtol=1e-5, atol=1e-5)
+    drawing = Drawing(out="", lora=f"{job.out}/{LORA_WEIGHTS}")
+    merged = load_network(drawing, Path(job.model), torch.float32, CPU)
+    assert bool(merged.text_encoders) == ("text" in case)
+    torch.testing.assert_close(predicted(merged, batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_older_family_s_load_too(
+    make_job: MakeJob, tiny_sd: Path, write_latents: Callable[..., str], tmp_path: Path
+) -> None:
+    info = {"family": "sd", "prompt_dim": 32, "pooled_dim": None, "empty_prompt": "encoded"}
+    url = write_latents(tmp_path / "sd", [{"train/8x8": 12}], **info)
+    job = make_job(model=str(tiny_sd), latents=url, text_encoders=True, **lora())
+    check_both_layouts(job, tmp_path)
+
+
+@pytest.mark.parametrize("targets", ["attention", "all"])
+def test_a_transformer_s_load_too(
+    make_job: MakeJob,
+    tiny_sd3: Path,
+    write_latents: Callable[..., str],
+    tmp_path: Path,
+    targets: str,
+) -> None:
+    url = write_latents(tmp_path / "sd3", [{"train/8x8": 20}], **describe_encoders(tiny_sd3))
+    given = {**lora(targets=targets), "text_encoders": targets == "all"}
+    job = make_job(model=str(tiny_sd3), latents=url, **given)
+    runtime, batch = trained(job)
+    write_result(job, runtime.state(), [])
+    pipe = DiffusionPipeline.from_pretrained(job.model)
+    pipe.load_lora_weights(job.out)
+    expected = predicted(runtime._network, batch)
+    torch.testing.assert_close(in_pipeline(job, pipe, batch), expected, rtol=1e-5, atol=1e-5)
+    drawing = Drawing(out="", lora=f"{job.out}/{LORA_WEIGHTS}")
+    merged = load_network(drawing, Path(job.model), torch.float32, CPU)
+    torch.testing.assert_close(predicted(merged, batch), expected, rtol=1e-5, atol=1e-5)
+    adapted = read_adapters(Path(drawing.lora))["transformer"]
+    assert sum(name.endswith("add_q_proj") for name in adapted) == 2, "text's attention too"
+
+
+@pytest.mark.parametrize("targets", ["attention", "all"])
+def test_kohya_s_layout_loads_alike(make_job: MakeJob, tmp_path: Path, targets: str) -> None:
+    check_both_layouts(make_job(**lora(targets=targets), text_encoders=True), tmp_path)
+
+
+def check_both_layouts(job: TrainJob, folder: Path) -> None:
+    runtime, batch = trained(job)
+    write_result(job, runtime.state(), [])
+    kohya = as_kohya(job)
+    assert all(".alpha" in n or ".lora_up." in n or ".lora_down." in n for n in kohya)
+    save_file(kohya, folder / "kohya.safetensors")
+    expected = predicted(runtime._network, batch)
+    for where in ({"weight_name": LORA_WEIGHTS}, {"weight_name": "kohya.safetensors"}):
+        pipe = DiffusionPipeline.from_pretrained(job.model)
+        root = job.out if where["weight_name"] == LORA_WEIGHTS else folder
+        pipe.load_lora_weights(root, **where)
+        torch.testing.assert_close(in_pipeline(job, pipe, batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def as_kohya(job: TrainJob) -> dict[str, torch.Tensor]:
+    unet = json.loads((Path(job.model) / "unet/config.json").read_text())
+    family = "sdxl" if (Path(job.model) / "text_encoder_2").exists() else "sd"
+    arrays = to_kohya(read_adapters(Path(job.out) / LORA_WEIGHTS), family, unet)
+    return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
+
+
+def test_kohya_s_names_of_dora_are_those_that_diffusers_knows(make_job: MakeJob) -> None:
+    """Its pipelines leave dora_scale out with a warning; its converter knows where it belongs."""
+    job = make_job(**lora(dora=True, targets=("to_q", "to_out.0")))
+    runtime, _ = trained(job)
+    write_result(job, runtime.state(), [])
+    kohya = as_kohya(job)
+    scales = [t for n, t in kohya.items() if n.endswith("dora_scale")]
+    assert all(scale.shape == (len(scale), 1) for scale in scales), "a length for each output"
+    config = runtime._network.denoiser.config
+    found, _ = _convert_non_diffusers_lora_to_diffusers(
+        _maybe_map_sgm_blocks_to_diffusers(kohya, config)
+    )
+    ours = load_file(Path(job.out) / LORA_WEIGHTS)
+    names = {
+        n.removesuffix(".weight"): t for n, t in convert_unet_state_dict_to_peft(found).items()
+    }
+    assert names.keys() == {name.removesuffix(".weight") for name in ours}
+    for name, tensor in ours.items():
+        torch.testing.assert_close(names[name.removesuffix(".weight")].view(tensor.shape), tensor)
+
+
+def test_a_pipeline_with_the_file_draws_what_ours_draws(make_job: MakeJob) -> None:
+    job = make_job(**lora(), text_encoders=True)
+    runtime, _ = trained(job)
+    write_result(job, runtime.state(), [])
+    sampler = {"seed": 1, "num_inference_steps": 3, "guidance_scale": 3.0, "batch_size": 1}
+    ours = runtime.sample(["a bridge"], sampler)[0]
+    pipe = DiffusionPipeline.from_pretrained(job.model, add_watermarker=False)
+    noise = generator(1, Stream.PICTURE, 0).standard_normal((1, 4, 8, 8), dtype=np.float32)
+    given = {"num_inference_steps": 3, "guidance_scale": 3.0, "latents": torch.from_numpy(noise)}
+    base = np.asarray(pipe("a bridge", **given).images[0]).astype(int)
+    pipe.load_lora_weights(job.out)
+    theirs = np.asarray(pipe("a bridge", **given).images[0]).astype(int)
+    assert abs(theirs - ours).max() <= 1 < abs(base - ours).max()
+
+
+def test_adapters_of_another_model_are_refused(
+    make_job: MakeJob, tiny_sd: Path, tmp_path: Path
+) -> None:
+    job = make_job(**lora(targets="attention"))
+    runtime, _ = trained(job, 1)
+    write_result(job, runtime.state(), [])
+    drawing = Drawing(out="", lora=f"{job.out}/{LORA_WEIGHTS}")
+    with pytest.raises(WrongInput, match="for another model"):
+        load_network(drawing, tiny_sd, torch.float32, CPU)
+    other = tmp_path / "bare.safetensors"
+    save_file(load_file(drawing.lora), other)
+    with pytest.raises(WrongInput, match="as Kilnworks writes them"):
+        read_adapters(other)
+
+
+def test_stored_in_half_they_are_read_in_float32(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(**lora())
+    runtime, _ = trained(job, 1)
+    weights = runtime.state()["weights"]
+    described = metadata(weights, Lora(**ADAPTERS))
+    for dtype in (torch.float16, torch.bfloat16):
+        half = {name: torch.from_numpy(array).to(dtype) for name, array in weights.items()}
+        save_file(half, tmp_path / "half.safetensors", metadata=described)
+        adapter = read_adapters(tmp_path / "half.safetensors")["unet"]["conv_in"]
+        assert adapter.scale == 5 / 3 and adapter.magnitude is None
+        stored = half["unet.conv_in.lora_A.weight"].float().numpy()
+        np.testing.assert_array_equal(adapter.down, stored)
+
+
+def test_evaluation_draws_with_adapters_laid_over(
+    make_job: MakeJob, latents_url: str, tmp_path: Path
+) -> None:
+    """Pictures and held-out losses of base and tuned, whichever of them comes first."""
+    job = make_job(**lora(), text_encoders=True)
+    runtime, _ = trained(job)
+    write_result(job, runtime.state(), [])
+    drawn: dict[str, dict[str, bytes]] = {}
+    for order in ("base tuned", "tuned base"):
+        drawings = [
+            Drawing(
+                str(tmp_path / order / n), lora=f"{job.out}/{LORA_WEIGHTS}" * (n == "tuned") or None
+            )
+            for n in order.split()
+        ]
+        given = GenerateJob(
+            runtime="torch",
+            model=job.model,
+            drawings=tuple(drawings),
+            prompts=("a bridge", "a kiln"),
+            sampler=SAMPLER,
+            device="cpu",
+            latents=latents_url,
+            holdout=HOLDOUT,
+        )
+        generate(given, Events())
+        drawn[order] = {
+            f"{folder.name}/{path.name}": path.read_bytes()
+            for folder in (tmp_path / order).iterdir()
+            for path in folder.iterdir()
+        }
+    assert drawn["base tuned"] == drawn["tuned base"]
+    found = drawn["base tuned"]
+    for name in ("00000.png", "00001.png", "losses.json"):
+        assert found[f"base/{name}"] != found[f"tuned/{name}"]
