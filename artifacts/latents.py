@@ -197,8 +197,7 @@ class LatentShard:
         if not 0 < length <= len(self._map) - 8:
             raise ValueError("its header is cut short")
         header, base = json.loads(self._map[8 : 8 + length]), 8 + length
-        if base + max(t["data_offsets"][1] for t in header.values()) != len(self._map):
-            raise ValueError("its length differs from what its header says")
+        _check_sizes(header, len(self._map) - base)  # while no view keeps the map from closing
 
         def view(tensor: dict[str, Any]) -> NDArray[Any]:
             shape, dtype = tensor["shape"], _DTYPES[tensor["dtype"]]
@@ -250,6 +249,21 @@ class LatentShard:
         """Unmap the file; what was returned stays valid."""
         self._tensors.clear()
         self._map.close()
+
+
+def _check_sizes(header: dict[str, Any], room: int) -> None:
+    """Raise ValueError unless every tensor fits its place in `room` bytes, and they fill it."""
+    for name, tensor in header.items():
+        shape, (start, end) = tensor["shape"], tensor["data_offsets"]
+        if not all(isinstance(side, int) and side >= 0 for side in (*shape, start)):
+            raise ValueError(f"{name} of {shape} at {start} is no tensor")
+        size = math.prod(shape) * _DTYPES[tensor["dtype"]].itemsize
+        if end - start != size:
+            raise ValueError(
+                f"{name} of {shape} takes {size} bytes, its header gives {end - start}"
+            )
+    if max(tensor["data_offsets"][1] for tensor in header.values()) != room:
+        raise ValueError("its length differs from what its header says")
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,31 @@ def test_a_damaged_shard_is_refused_in_one_line(content, tmp_path: Path) -> None
         shard.sample("train/8x8", 3)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shape": [3, 4, 8, 9]},
+        {"shape": [-3, -4, 8, 8]},
+        {"shape": [3.0, 4, 8, 8]},
+        {"data_offsets": [-2, 1534]},
+        {"data_offsets": [0]},
+        {"dtype": "F64"},
+    ],
+)
+def test_a_header_that_lies_about_a_tensor_is_refused_in_one_line(
+    content, tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    write_latent_shard(tmp_path / "a", *content)
+    data = (tmp_path / "a").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["train/8x8/mean"] |= wrong
+    text = json.dumps(header).encode()
+    (tmp_path / "b").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(ValueError, match="not a readable latent shard"):
+        LatentShard(tmp_path / "b")
+
+
 @pytest.mark.parametrize("root", ["local", "memory"])
 def test_open_latents_reads_only_the_manifest(content, tmp_path: Path, root: str) -> None:
     url = str(tmp_path / "store") if root == "local" else f"memory://{tmp_path.name}"
