@@ -178,7 +178,10 @@ def _explain_one(item: Any, settings: dict[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{dotted}: missing; it must be set"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{dotted}: {message} (got {item['input']!r})" if dotted else message
+    if item["type"] == "value_error" and isinstance(item["input"], dict):
+        # How the settings of a section go together: the message says which.
+        return f"{dotted}: {message}" if dotted else message
+    return f"{dotted}: {message} (got {item['input']!r})"
 
 
 def _field_names(path: list[str], settings: dict[str, Any]) -> list[str]:

@@ -50,6 +50,17 @@ class TimestepSampling(Section):
     begin: int = Field(0, ge=0, description="First timestep of the range.")
     end: PositiveInt = Field(1000, description="Timestep after the last of the range.")
 
+    @model_validator(mode="after")
+    def _bias_has_effect(self) -> TimestepSampling:
+        without = {
+            "none": ("multiplier", "portion", "begin", "end"),
+            "earlier": ("begin", "end"),
+            "later": ("begin", "end"),
+            "range": ("portion",),
+        }
+        self.refuse_changed(without[self.bias], f"bias: {self.bias}")
+        return self
+
 
 class Validation(Section):
     """The loss on held-out samples with fixed noise, taken while training."""
@@ -240,6 +251,8 @@ class Train(Section):
             raise ValueError(
                 f"optimizer {self.optimizer} needs whole arrays: parallel must be data"
             )
+        if self.optimizer == "adafactor":
+            self.refuse_changed(("betas", "epsilon"), "optimizer: adafactor")
         return self
 
 

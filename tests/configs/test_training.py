@@ -49,8 +49,21 @@ def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any
         ({"betas": [0.9, 1.0]}, "less than 1"),
         ({"text_encoder_learning_rate": 1e-5}, "text_encoders: true"),
         ({"steps": 10, "profile": {"start": 8, "steps": 3}}, "profile: steps 8 to 11"),
+        (
+            {"optimizer": "adafactor", "betas": [0.9, 0.99]},
+            r"betas has no effect with optimizer: adafactor: leave it at \[0.9, 0.999\]",
+        ),
+        ({"timesteps": {"begin": 200}}, "begin has no effect with bias: none: leave it at 0"),
+        ({"timesteps": {"bias": "later", "end": 500}}, "end has no effect with bias: later"),
+        ({"timesteps": {"bias": "range", "portion": 0.5}}, "portion has no effect with bias"),
     ],
 )
 def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         Train(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "adafactor"}, {"timesteps": {"bias": "later"}}])
+def test_resolved_settings_name_also_what_has_no_effect(settings: dict[str, Any]) -> None:
+    resolved = Train(**settings)
+    assert Train(**resolved.model_dump(mode="json")) == resolved
