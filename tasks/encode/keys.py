@@ -11,7 +11,7 @@ from tasks.encode.transform import TransformSettings
 
 STAGE = "encode"
 #: Raised when the meaning of a latent shard changes.
-VERSION = 2
+VERSION = 3
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:

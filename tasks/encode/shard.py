@@ -76,7 +76,8 @@ def encode_shard(
     """Encode samples into a latent shard at `path`; returns the shard's facts.
 
     The facts are {"groups": {group: samples}, "bad": n, "bad_reasons": {reason: n}, "captions":
-    distinct captions, "caption_tokens": {lowest length of the bar: n}, "truncated": n}.
+    distinct captions, "uncaptioned": samples without one, "caption_tokens": {lowest length of the
+    bar: n}, "truncated": n}.
 
     Batches are cut bucket by bucket in the order of the samples, so the same shard makes the same
     batches, and the same bytes on the same machine, whatever else the dataset holds.
@@ -87,12 +88,14 @@ def encode_shard(
     texts, rows = _encode_captions(in_order, encoder)
     groups: dict[str, list[LatentSample]] = defaultdict(list)
     kept: list[str] = []
+    uncaptioned = 0
     for sample in in_order:
         captions = [caption for caption in sample.captions if caption in rows]
         if not captions:
             bad["NaN embedding"] += 1
             continue
         kept += captions
+        uncaptioned += not any(captions)
         for latent in sample.variants:
             group = flipped_group(sample.group) if latent.flip else sample.group
             caption_rows = tuple(rows[c] for c in captions)
@@ -104,6 +107,7 @@ def encode_shard(
         "bad": bad.total(),
         "bad_reasons": dict(sorted(bad.items())),
         "captions": len(set(kept) - {""}),
+        "uncaptioned": uncaptioned,
         **_caption_lengths(kept, encoder),
     }
 

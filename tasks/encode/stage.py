@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tasks.panels import Facts, Panel, Table
 from tasks.quiet import quiet_import
 
 SHARDS_SHOWN = 50
+log = logging.getLogger("kiln")
 
 
 class EncodeFailed(RuntimeError):
@@ -67,6 +69,13 @@ def build(
     shards = encode_shards(list(works.values()), store, dofn, recipe.beam, progress)
     summary = summarise(shards, info["vae_scale_factor"])
     check(summary, recipe.encode.max_bad)
+    if summary["uncaptioned"]:
+        log.warning(
+            "encode: %d of %d pictures have no caption: they train unconditionally; if they should "
+            "have one, look at source.caption_column, or for .txt files beside them",
+            summary["uncaptioned"],
+            summary["samples"],
+        )
     for shard in shards:
         draft.add_shard(shard)
     draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
@@ -94,6 +103,7 @@ def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:
         "buckets": dict(buckets.most_common()),
         "captions": sum(shard.meta["captions"] for shard in shards),
         "caption_tokens": {str(lowest): n for lowest, n in sorted(tokens.items())},
+        "uncaptioned": sum(shard.meta["uncaptioned"] for shard in shards),
         "truncated": sum(shard.meta["truncated"] for shard in shards),
         "bad": dict(sorted(bad.items())),
         "shards": [
@@ -130,7 +140,7 @@ def check(summary: dict[str, Any], max_bad: float) -> None:
 def show(artifact: Artifact) -> list[Panel]:
     """Counts, buckets, caption lengths and shards."""
     summary = artifact.summary
-    counts = ("samples", "holdout", "captions", "truncated")
+    counts = ("samples", "holdout", "captions", "uncaptioned", "truncated")
     facts = {name: summary[name] for name in counts}
     facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
     buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]

@@ -189,8 +189,9 @@ def test_with_flip_both_variants_are_there_and_count_once(
     for data, _ in (item for shard in shards for item in shard.values()):
         pixels = np.asarray(Image.open(io.BytesIO(data)), np.float32)[:, ::-1][:, 4:36]
         pictures[digest_bytes(data)] = pixels.transpose(2, 0, 1) / 127.5 - 1
-    for ref, before in zip(latents.shards, open_latents(plain.uri).shards, strict=True):
-        shard = LatentShard(ref.url)
+    unflipped = {str(ref.groups): ref for ref in open_latents(plain.uri).shards}
+    for ref in latents.shards:
+        shard, before = LatentShard(ref.url), unflipped[str(ref.groups)]
         count = ref.groups["train/8x8"]
         assert shard.groups == {**ref.groups, "flipped/8x8": count}
         assert before.size < ref.size < 2 * before.size
@@ -344,6 +345,20 @@ def test_summary_counts_buckets_and_caption_lengths(make: Callable[..., Artifact
     assert summary["captions"] == 2 and summary["shards"][0]["samples"] == 3
     rows = encode.show(make(shards, **settings))[1].rows
     assert {"height x width": "64x64", "samples": 1} in rows
+
+
+def test_pictures_without_a_caption_are_told(
+    make: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(*captions: tuple[str, ...]) -> list[str]:
+        caplog.clear()
+        pictures = {f"{n}": (_picture(n), given) for n, given in enumerate(captions)}
+        make([pictures], holdout=0.0)
+        return [record.message for record in caplog.records if "no caption" in record.message]
+
+    (line,) = told(("",), ("a",), ("",))
+    assert line.startswith("encode: 2 of 3 pictures have no caption: they train unconditionally")
+    assert told(("a",), ("", "c")) == []
 
 
 def test_a_store_elsewhere_gives_the_same_artifact(make: Callable[..., Artifact]) -> None:
