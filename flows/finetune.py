@@ -40,7 +40,8 @@ def finetune(recipe: str = "digits", overrides: dict[str, Any] | None = None) ->
         recipe: Name of a recipe, or path of one (`kiln recipes` lists them).
         overrides: Dotted settings to change, such as {"train.steps": 100}.
 
-    Returns a report: status, stages, model, metrics (as `kiln run --json` prints it).
+    Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; if it is
+    published, the version that is `champion` and why; if it is rejected, the `gate`'s verdicts.
     """
     log_to_prefect()
     run = _Run(prepare(load_recipe(recipe, overrides)))
@@ -189,7 +190,9 @@ class _Run:
         except OSError as error:
             raise storage_error(self.store, error) from error
         self._show_where(registry, version)
-        return self._finish("published", version.uri, evaluated)
+        found = self._finish("published", version.uri, evaluated)
+        found["champion"] = registry.last_move()  # another version, after a rollback
+        return found
 
     def reject(self, rejection: Rejected, evaluated: Artifact) -> State[Any]:
         """End without a model: a measured outcome, not a failure of the flow."""

@@ -136,5 +136,13 @@ def _print_summary(report: dict[str, Any], file: Any) -> None:
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
         print(f"refused by the gate: {'; '.join(failed)}", file=file)
     else:
-        print(f"published: {report['model']}", file=file)
+        print(f"published: {report['model']}{_other_champion(report)}", file=file)
         print(f"report:    {report['model']}/report.html", file=file)
+
+
+def _other_champion(report: dict[str, Any]) -> str:
+    """Which version is the champion, if it is not the one of this run: after a rollback, say."""
+    move, version = report["champion"], report["model"].rpartition("/")[2]
+    if move is None or move["version"] == version:
+        return ""
+    return f"; the champion is {move['version']} ({move['why']})"

@@ -133,6 +133,11 @@ class Registry:
         """Whether the alias ever pointed to a version."""
         return any(move["version"] == version for move in self.history())
 
+    def last_move(self) -> dict[str, Any] | None:
+        """How the present champion came to be it: version, why, at. None without a champion."""
+        moves = self.history()
+        return moves[-1] if moves else None
+
     def history(self) -> list[dict[str, Any]]:
         """Moves of the alias, oldest first; one that was written but not made is left out."""
         try:

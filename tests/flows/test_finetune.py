@@ -59,6 +59,7 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
     assert outcomes(run_json(tmp_path, "digits", small)) == expect()
 
     faster = run_json(tmp_path, "digits", {**small, "train.learning_rate": 2e-3})
+    assert faster["champion"]["version"] == "v2" and faster["champion"]["why"] == "published"
     assert outcomes(faster) == expect("train", "evaluate", "publish")
     assert Path(faster["model"]).name == "v2"
 
@@ -78,6 +79,8 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
         ("v2", True),
     ]
     assert "v1 is the champion again" in kiln(tmp_path, "rollback", "digits", "--store", store)
+    back = kiln(tmp_path, "run", "digits", overrides={**small, "train.learning_rate": 2e-3})
+    assert f"published: {faster['model']}; the champion is v1 (rolled back)" in back
     assert "v2 is the champion" in kiln(tmp_path, "promote", "digits", "v2", "--store", store)
     shown = kiln(
         tmp_path, "show", "publish/" + faster["stages"]["publish"]["key"], "--store", store

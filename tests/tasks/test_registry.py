@@ -44,7 +44,7 @@ def test_a_version_without_its_manifest_is_none_and_is_overwritten(
 
 def test_the_champion_moves_and_rolls_back_step_by_step(registry: tuple[Store, Registry]) -> None:
     store, found = registry
-    assert found.champion() is None
+    assert found.champion() is None and found.last_move() is None
     for n in (1, 2, 3):
         found.promote(found.publish(model(store, n)).name)
     steps = [found.champion().name, found.rollback().name, found.rollback().name]
@@ -53,6 +53,8 @@ def test_the_champion_moves_and_rolls_back_step_by_step(registry: tuple[Store, R
         found.rollback()
     found.promote("v3")
     assert found.rollback().name == "v1"
+    move = found.last_move()
+    assert move is not None and (move["version"], move["why"]) == ("v1", "rolled back")
     assert found.was_champion("v2")
     assert not found.was_champion("v4")
 
