@@ -21,7 +21,19 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Store = Annotated[str, typer.Option("--store", help="Folder or URL of the store.")]
+DEFAULT_STORE = "store"
+
+
+def _there(store: str) -> str:
+    """The store as it was given; where nothing has run yet, only the default one may be missing."""
+    if store != DEFAULT_STORE:
+        from flows.look import check_store
+
+        check_store(store)
+    return store
+
+
+Store = Annotated[str, typer.Option("--store", help="Folder or URL of the store.", callback=_there)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Name = Annotated[str, typer.Argument(help="Name of the model in the registry (publish.name).")]
 RegistryUrl = Annotated[
@@ -97,7 +109,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command(name="ls")
 def list_artifacts(
-    store: Store = "store", registry: RegistryUrl = None, as_json: AsJson = False
+    store: Store = DEFAULT_STORE, registry: RegistryUrl = None, as_json: AsJson = False
 ) -> None:
     """List artifacts and published models."""
     from flows.look import list_store
@@ -108,7 +120,7 @@ def list_artifacts(
 @app.command()
 def show(
     what: Annotated[str, typer.Argument(help="Beginning of an artifact's key, or stage/key.")],
-    store: Store = "store",
+    store: Store = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> None:
     """Show an artifact: settings, lineage back to the source, and why it was built."""
@@ -122,7 +134,7 @@ def verify(
     what: Annotated[
         str | None, typer.Argument(help="Beginning of a key; everything without it.")
     ] = None,
-    store: Store = "store",
+    store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
 ) -> None:
     """Re-hash artifacts and published models; exit code 1 if any is damaged."""
@@ -134,7 +146,7 @@ def verify(
 
 @app.command()
 def gc(
-    store: Store = "store",
+    store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
     days: Annotated[float, typer.Option(help="Runs younger than this keep their artifacts.")] = 30,
     delete: Annotated[bool, typer.Option("--delete", help="Delete; otherwise only tell.")] = False,
@@ -149,7 +161,7 @@ def gc(
 def promote(
     name: Name,
     version: Annotated[str, typer.Argument(help="Version to make the champion, such as v2.")],
-    store: Store = "store",
+    store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
 ) -> None:
     """Make a published version the champion."""
@@ -160,7 +172,7 @@ def promote(
 
 
 @app.command()
-def rollback(name: Name, store: Store = "store", registry: RegistryUrl = None) -> None:
+def rollback(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None) -> None:
     """Make the champion before the present one the champion again."""
     from tasks.publish.registry import Registry
 

@@ -10,6 +10,7 @@ from typing import Any
 from artifacts import gc
 from artifacts.commit import first_fault
 from artifacts.store import Artifact, Store
+from configs.urls import without_secrets
 from tasks.publish.registry import Registry, RegistryError, Version
 
 log = logging.getLogger("kiln")
@@ -17,6 +18,17 @@ log = logging.getLogger("kiln")
 
 class NotInStore(ValueError):
     """No artifact, or more than one, goes by what was asked for."""
+
+
+class StoreNotThere(ValueError):
+    """There is nothing where a store was looked for."""
+
+
+def check_store(url: str) -> None:
+    """Raise StoreNotThere, or a StoreError for a URL that cannot be one."""
+    store = Store(url)
+    if not store.fs.exists(store.root):
+        raise StoreNotThere(f"store {without_secrets(url)}: not there")
 
 
 def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:

@@ -17,8 +17,10 @@ from command import kiln
         (["run", "digits", "-o", "train.steps=x"], "train.steps: Input should be a valid integer"),
         (["run", "digits", "-o", "train.steps"], "write it as key=value"),
         (["run", "digits", "-o", "runtime=xla"], "runtime: xla is not built yet (built: torch)"),
-        (["show", "abc", "--store", "nowhere"], "abc: nothing goes by that"),
-        (["promote", "digits", "v1", "--store", "nowhere"], "no such version"),
+        (["show", "xyz"], "xyz: nothing goes by that"),
+        (["promote", "nobody", "v1"], "no such version"),
+        (["ls", "--store", "nowhere"], "store nowhere: not there"),
+        (["gc", "--store", "foo://bar"], "foo"),
     ],
 )
 def test_what_is_found_without_starting_anything(
