@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 from configs.schema import RUNTIMES_BUILT, RuntimeName
+from configs.urls import without_secrets
+from flows.runner import ServerAway, check_server
 from runtimes.registry import probe_runtime
 
 #: Versions that pip resolves but that do not work together: what, why.
@@ -38,6 +40,8 @@ def _findings() -> dict[str, Any]:
     problems += [f"{name} {why}" for name, why in TRAPS.items() if _version(name)]
     if not any(found["available"] for found in runtimes.values()):
         problems.append("no runtime can train here")
+    server, wrong = _server()
+    problems += wrong
     free = shutil.disk_usage(".").free
     if free < 5 * 10**9:
         problems.append(f"only {free / 1e9:.1f} GB of disk are free here")
@@ -45,11 +49,23 @@ def _findings() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpus": len(os.sched_getaffinity(0)),
         "disk_free_gb": round(free / 1e9, 1),
-        "prefect_api": os.environ.get("PREFECT_API_URL", "embedded, for the time of a run"),
+        "prefect_api": server,
         "versions": versions,
         "runtimes": runtimes,
         "problems": problems,
     }
+
+
+def _server() -> tuple[str, list[str]]:
+    """The Prefect server that runs would use, in words, and what is wrong with it."""
+    url = os.environ.get("PREFECT_API_URL")
+    if url is None:
+        return "embedded, for the time of a run", []
+    try:
+        check_server(url)
+    except ServerAway as error:
+        return f"{without_secrets(url)} (does not answer)", [str(error)]
+    return f"{without_secrets(url)} (answers)", []
 
 
 def _runtime(name: str) -> dict[str, Any]:

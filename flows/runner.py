@@ -36,7 +36,7 @@ def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, A
         if (server := os.environ.get("PREFECT_API_URL")) is None:
             display.say("starting Prefect (its own server, for this run) …")
         else:
-            _check_server(server)
+            check_server(server)
         from flows.finetune import finetune
 
         try:
@@ -52,9 +52,10 @@ def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, A
     return report
 
 
-def _check_server(url: str) -> None:
+def check_server(url: str) -> None:
+    """Raise ServerAway unless a Prefect server answers there within seconds."""
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10):
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=5):
             return
     except (OSError, ValueError) as error:
         raise ServerAway(

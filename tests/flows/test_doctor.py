@@ -1,0 +1,68 @@
+"""`kiln doctor` tells whether the Prefect server that runs would use is there."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from flows.doctor import examine
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/api/health" else 404)
+        self.end_headers()
+        self.wfile.write(b"true")
+
+    def log_message(self, *words: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a server on loopback that answers as Prefect's does when it is well."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def findings(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    examine(as_json=True)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_server_that_answers(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{address}/api")
+    found = findings(capsys)
+    assert found["prefect_api"] == f"http://{address}/api (answers)"
+    assert not [problem for problem in found["problems"] if "Prefect" in problem]
+
+
+def test_a_server_that_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # bound, and not listening
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("PREFECT_API_URL", f"http://me:secret@127.0.0.1:{port}/api")
+        assert not examine(as_json=False)
+    said = capsys.readouterr().out
+    assert f"prefect server: http://127.0.0.1:{port}/api (does not answer)" in said
+    assert "problem: no Prefect server answers at PREFECT_API_URL=" in said
+    assert "secret" not in said
+
+
+def test_without_one_a_run_brings_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    assert findings(capsys)["prefect_api"] == "embedded, for the time of a run"
