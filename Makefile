@@ -9,14 +9,18 @@ export GOMP_SPINCOUNT ?= 10000
 export DO_NOT_TRACK ?= 1
 export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input
+QUIET := --quiet --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip install $(QUIET)
+# Tests of one file share what is slow to make, so a file goes to one process. One thread each.
+PROCESSES ?= 2
 
-.PHONY: help demo setup test lint format ui clean
+.PHONY: help demo setup setup-xla test lint format ui clean
 
 help:
 	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
 	@echo "make test    lint, types and all tests"
 	@echo "make setup   the environment alone (about 4 minutes, once)"
+	@echo "make setup-xla  runtime xla's own environment, in .venv-xla (7 GB, about 3 minutes, once)"
 	@echo "make ui      Prefect's server on http://127.0.0.1:4200 (another: PORT=4201), with the runs so far"
 	@echo "make lint    ruff and mypy;  make format  ruff format"
 	@echo "make clean   remove the environment (the store stays)"
@@ -24,9 +28,9 @@ help:
 demo: setup
 	$(BIN)/kiln run digits
 
-test: $(VENV)/dev.stamp
+test: $(VENV)/dev.stamp setup-xla
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -59,5 +63,16 @@ $(VENV)/dev.stamp: $(VENV)/base.stamp requirements/dev.txt
 	@$(PIP) --no-deps -r requirements/dev.txt
 	@touch $@
 
+# Runtimes with an environment of their own: the framework first, then the rest, pinned and whole.
+setup-xla: $(VENV)-xla/stamp
+
+$(VENV)-xla/stamp: requirements/xla-torch.txt requirements/xla.txt pyproject.toml
+	@echo "Setting up $(VENV)-xla with $(PYTHON): PyTorch/XLA, 7 GB on disk, about 3 minutes, once."
+	@test -x $(VENV)-xla/bin/pip || $(PYTHON) -m venv $(VENV)-xla
+	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-cache-dir -r requirements/xla-torch.txt
+	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-deps -r requirements/xla.txt
+	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-deps --editable .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) *.egg-info
+	rm -rf $(VENV) $(VENV)-* *.egg-info

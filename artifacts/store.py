@@ -191,10 +191,19 @@ class Store:
     def is_local(self) -> bool:
         return isinstance(self.fs, LocalFileSystem)
 
+    @property
+    def url(self) -> str:
+        """The store's own URL: a plain path when local."""
+        return self.root if self.is_local else str(self.fs.unstrip_protocol(self.root))
+
+    @property
+    def compiled_url(self) -> str:
+        """URL of the folder for programs that runtimes have compiled."""
+        return self.url_of("compiled")
+
     def url_of(self, path: str) -> str:
         """URL of a path below the store: a plain path when local."""
-        full = f"{self.root}/{path}"
-        return full if self.is_local else str(self.fs.unstrip_protocol(full))
+        return f"{self.url}/{path}"
 
     def check_writable(self) -> None:
         """Raise OSError unless a file can be written here."""

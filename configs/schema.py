@@ -7,10 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from configs.section import Fraction, Section
+from configs.tpu import Tpu
 from configs.training import Train
 
-RUNTIMES_BUILT = ("torch",)
+RUNTIMES_BUILT = ("torch", "xla")
 RuntimeName = Literal["torch", "xla", "jax", "mindspore", "npu", "hpu"]
+
+
+SchedulerName = Literal["ddim", "dpm++", "euler", "euler_ancestral", "flow_euler", "lms", "pndm"]
 
 
 class Model(Section):
@@ -184,6 +188,9 @@ class Evaluate(Section):
     prompts: dict[str, PromptSet] = Field(description="Named prompt sets.", min_length=1)
     clip: str = Field(description="CLIPModel folder that scores: hub id, local path or fsspec URL.")
     judges: tuple[Literal["digits"], ...] = Field((), description="Further judges of the pictures.")
+    scheduler: SchedulerName | None = Field(
+        None, description="What steps are taken by; null is the model's own scheduler."
+    )
     num_inference_steps: PositiveInt = Field(30, description="Denoising steps.")
     guidance_scale: float = Field(5.0, ge=0, description="Classifier-free guidance.")
     height: PositiveInt | None = Field(None, description="Pixels; null is the model's own size.")
@@ -242,5 +249,16 @@ class Recipe(Section):
     )
     encode: Encode = Encode()
     train: Train = Train()
+    tpu: Tpu | None = Field(
+        None, description="A slice that runtime xla trains on; null trains where the flow runs."
+    )
     evaluate: Evaluate
     publish: Publish
+
+    @model_validator(mode="after")
+    def _runtime_has_it(self) -> Recipe:
+        if self.runtime == "torch" and self.train.mesh.fsdp > 1:
+            raise ValueError("train.mesh is for other runtimes: torch has train.parallel: fsdp")
+        if self.tpu is not None and self.runtime != "xla":
+            raise ValueError(f"tpu is for runtime xla, this one is {self.runtime}")
+        return self

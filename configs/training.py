@@ -92,6 +92,12 @@ class Profile(Section):
     steps: int = Field(0, ge=0, description="How many; 0 is none.")
 
 
+class Mesh(Section):
+    """How the devices of runtime xla share the work; all of them share each batch."""
+
+    fsdp: PositiveInt = Field(1, description="Devices that share each array; 1 keeps all whole.")
+
+
 class Wandb(Section):
     """Weights & Biases; its key is taken from WANDB_API_KEY."""
 
@@ -192,6 +198,7 @@ class Train(Section):
     compile: bool = Field(False, description="torch.compile the denoiser.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     processes: PositiveInt = Field(1, description="Processes of this machine; a GPU each.")
+    mesh: Mesh = Mesh()
     parallel: Literal["data", "fsdp"] = Field(
         "data", description="A whole model in each process, or a share of it (FSDP)."
     )
@@ -269,6 +276,7 @@ CARRYING_OUT = frozenset(
         "keep_best",
         "keep_checkpoints",
         "log_every",
+        "mesh",
         "micro_batch_size",
         "parallel",
         "peak_tflops",

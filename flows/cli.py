@@ -107,6 +107,20 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def tpu(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a YAML file.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
+    ] = None,
+) -> None:
+    """Print what a run of a recipe would tell gcloud about its slice; nothing is done."""
+    from flows.look import show_tpu
+
+    show_tpu(load_recipe(recipe, dict(parse_override(text) for text in override or [])))
+
+
 @app.command(name="ls")
 def list_artifacts(
     store: Store = DEFAULT_STORE, registry: RegistryUrl = None, as_json: AsJson = False

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
 from artifacts import gc
 from artifacts.commit import first_fault
 from artifacts.store import Artifact, Store
+from configs.load import RecipeError
+from configs.schema import Recipe
 from configs.urls import without_secrets
 from tasks.publish.registry import Registry, RegistryError, Version
+from tasks.tpu import launch
 
 log = logging.getLogger("kiln")
 
@@ -204,3 +208,11 @@ def _size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def show_tpu(recipe: Recipe) -> None:
+    """Print the commands that make a recipe's slice, train on it and delete it."""
+    if recipe.tpu is None:
+        raise RecipeError(f"recipe {recipe.name}: it has no section `tpu` (see docs/tpu.md)")
+    for why, command in launch.plan(recipe.tpu):
+        print(f"# {why}\n{shlex.join(command)}")

@@ -13,14 +13,21 @@ from configs.schema import Recipe
 from runtimes.encoders import describe_encoders, vae_path
 from runtimes.families import detect_family
 from runtimes.objective.objective import LatentScale, Objective
-from runtimes.objective.scheduler import read_schedule, trained_scheduler
-from runtimes.registry import check_installed, check_settings, probe_runtime
+from runtimes.objective.scheduler import read_config, read_schedule, trained_scheduler
+from runtimes.registry import (
+    check_installed,
+    check_scheduler,
+    check_settings,
+    has_own_environment,
+    probe_runtime,
+)
 from runtimes.train.wandb_board import check_wandb
 from tasks import download, evaluate, targets
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.publish.assemble import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
 from tasks.stage import storage_error
+from tasks.tpu import launch
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ def prepare(recipe: Recipe) -> Prepared:
     check_rules(recipe.publish.gate, evaluate.metric_names(recipe))
     store = _check_places(recipe)
     _check_runtime(recipe)
+    if recipe.tpu is not None:
+        launch.check(recipe.tpu, recipe.store, recipe.train.wandb)
     _check_watching(recipe)
     download.check(recipe)
     evaluate.check(recipe)
@@ -88,7 +97,8 @@ def _check_runtime(recipe: Recipe) -> None:
     asked = {s: getattr(recipe, s).device for s in ("encode", "train", "evaluate")}
     settings = recipe.train
     several = settings.processes > 1 and settings.device != "cpu"
-    unsure = several or settings.optimizer == "adamw_8bit"
+    elsewhere = has_own_environment(recipe.runtime)
+    unsure = several or settings.optimizer == "adamw_8bit" or elsewhere
     if set(asked.values()) <= {"auto", "cpu"} and not unsure:
         return  # always there; looking for others imports the runtime, which takes seconds
     found = probe_runtime(recipe.runtime)
@@ -120,6 +130,7 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     evaluate.check_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
+    check_scheduler(recipe.runtime, read_config(model / "scheduler"), recipe.evaluate.scheduler)
     targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
 

@@ -1,5 +1,7 @@
 """`python -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
-`python -m runtimes --probe RUNTIME` prints what that runtime finds here, as JSON.
+`python -m runtimes --probe RUNTIME` prints what that runtime finds here, as JSON;
+`python -m runtimes --check RUNTIME SETTINGS` what of train settings it cannot serve;
+`python -m runtimes --encode SOCKET` encodes for the process that started it (encoding.py).
 
 Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with no step lost; 1 anything else.
 
@@ -19,20 +21,24 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.models import ModelNotFound, resolve_model
+from configs.training import Train
 from runtimes.base import WrongInput
+from runtimes.encoding import serve
 from runtimes.events import Events
 from runtimes.generate import generate
 from runtimes.job import Job, TrainJob, read_job
 from runtimes.others import LostRank, Others
 from runtimes.ranks import Ranks, follows
-from runtimes.registry import probe_runtime
+from runtimes.registry import check_settings, probe_runtime
 from runtimes.stop import STOPPED, Stop
 from runtimes.train.divergence import Diverged
 from runtimes.train.loop import read_settings, train
@@ -54,8 +60,14 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--probe"] and len(arguments) == 2:
         print(json.dumps(asdict(probe_runtime(arguments[1]))))
         return 0
+    if arguments[:1] == ["--check"] and len(arguments) == 3:
+        print(json.dumps({"wrong": _wrong_with(arguments[1], json.loads(arguments[2]))}))
+        return 0
+    if arguments[:1] == ["--encode"] and len(arguments) == 2:
+        serve(int(arguments[1]))
+        return 0
     if len(arguments) != 1:
-        print("usage: python -m runtimes JOB.json | --probe RUNTIME", file=sys.stderr)
+        print("usage: python -m runtimes JOB.json (others: see its docstring)", file=sys.stderr)
         return 2
     events, stop = Events(), Stop()
     stop.listen()
@@ -76,10 +88,18 @@ def main(arguments: list[str]) -> int:
         return _fail(events, f"{type(error).__name__}: {error}", 1, trace=traceback.format_exc())
 
 
+def _wrong_with(name: str, settings: dict[str, Any]) -> str | None:
+    try:
+        check_settings(name, Train(**settings))
+    except WrongInput as error:
+        return str(error)
+    return None
+
+
 def _do(job: Job, path: Path, events: Events, stop: Stop) -> int:
+    job = _with_local_models(job)
     if not isinstance(job, TrainJob):
-        generate(job, events)
-        events.emit("result")
+        events.emit("result", **generate(job, events))
         return 0
     if not Ranks.here().first:
         done = train(job, events, stop)
@@ -88,6 +108,15 @@ def _do(job: Job, path: Path, events: Events, stop: Stop) -> int:
         with only_writer(job.work), Others(path, _processes(job), partial(_give_up, events)):
             done = train(job, events, stop)
     return 0 if done else STOPPED
+
+
+def _with_local_models(job: Job) -> Job:
+    """The job with its models on this machine. Raises WrongInput."""
+    try:
+        vae = None if job.vae is None else str(resolve_model(job.vae))
+        return replace(job, model=str(resolve_model(job.model)), vae=vae)
+    except ModelNotFound as error:
+        raise WrongInput(str(error)) from None
 
 
 def _processes(job: TrainJob) -> int:

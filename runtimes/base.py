@@ -39,6 +39,7 @@ class StepBatch:
     weight: NDArray[np.float32]  # [B]
     conditioning: dict[str, NDArray[Any]]  # keyword -> [B, ...], as families.py names them
     denominator: int  # global batch size
+    on_device: Any = None  # what the runtime's `put` has sent ahead
 
 
 class Number(Protocol):
@@ -74,9 +75,14 @@ class Runtime(Protocol):
 
     device: str  # in words, once loaded
     versions: dict[str, str]  # of the packages that numbers depend on
+    draws_together: bool  # once loaded: whether `sample` takes all ranks
 
     def load(self, job: TrainJob) -> None:
         """Put what is trained, and fresh optimizer state, on the device. Raises WrongInput."""
+
+    def put(self, batch: StepBatch) -> StepBatch:
+        """The batch with its arrays on their way to the device, for a later `step`. The loader's
+        thread calls it, while steps are taken."""
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         """One update on a batch, by the optimizer that the job's settings name."""
@@ -120,6 +126,24 @@ class Runtime(Protocol):
         """What draws the job's pictures. Raises WrongInput."""
 
 
+class Encodes(Protocol):
+    """A pipeline's VAE and text encoders on some device. Arrays are of the host."""
+
+    info: dict[str, Any]  # as encoders.describe_encoders
+
+    def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Mean and log-variance [B, C, h, w] of the latents of pictures [B, 3, H, W] in -1..1."""
+
+    def texts(self, captions: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Prompt embeddings [K, T, D] and, where the family has them, pooled ones [K, P]."""
+
+    def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
+        """Token ids [K, n, T], by each of n CLIP tokenizers."""
+
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        """Tokens of each caption before truncation."""
+
+
 class Pipeline(Protocol):
     """Draws with one model after another on one kind of chip. generate.py does all the rest."""
 
@@ -133,3 +157,6 @@ class Pipeline(Protocol):
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         """Mean squared error of each sample [B] (unweighted)."""
+
+    def compile_seconds(self) -> float:
+        """Time spent compiling so far; 0 where nothing is compiled."""

@@ -19,6 +19,8 @@ TEXT_PARTS = (
     "tokenizer_2",
     "tokenizer_3",
 )
+#: Captions that text encoders take at once.
+TEXT_BATCH = 32
 #: Tokens of T5 that SD3's pipeline takes, unless it is told otherwise.
 T5_TOKENS = 256
 #: Classes of each family's text encoders; SD3 may be without its T5.

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
@@ -28,10 +30,12 @@ from runtimes.train.validation import sample_losses
 LOSS_BATCH = 32
 
 
-def generate(job: GenerateJob, events: Events) -> None:
+def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
     """Draw `<out>/00000.png`, ... and take `<out>/losses.json` for each of the job's drawings.
 
     What is there already is kept, so that an interrupted job goes on where it was.
+
+    Returns how many were drawn, and the seconds for it: `seconds` without `compile_seconds`.
 
     Raises:
         WrongInput: a model is not there or does not load, or the job's latents are not there.
@@ -42,6 +46,7 @@ def generate(job: GenerateJob, events: Events) -> None:
     total = len(job.drawings) * len(job.prompts)
     done = total - sum(len(numbers) for batches in missing for numbers in batches)
     events.emit("drawn", done=done, total=total)
+    already, seconds, compiling = done, 0.0, 0.0
     for drawing, batches in zip(job.drawings, missing, strict=True):
         out = Path(drawing.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -52,13 +57,19 @@ def generate(job: GenerateJob, events: Events) -> None:
         pipeline.take(drawing)
         for numbers in batches:
             prompts = [job.prompts[number] for number in numbers]
-            _keep(pipeline.draw(prompts, first=numbers.start), numbers, out)
+            since, before = time.perf_counter(), pipeline.compile_seconds()
+            pictures = pipeline.draw(prompts, first=numbers.start)
+            compiled = pipeline.compile_seconds() - before
+            seconds += time.perf_counter() - since - compiled
+            compiling += compiled
+            _keep(pictures, numbers, out)
             done += len(numbers)
             events.emit("drawn", done=done, total=total)
         if wanted:
             with _holdout(job, drawing, pipeline) as holdout:
                 found = sample_losses(holdout, pipeline.errors)
             _write(losses, json.dumps({"losses": found}).encode())
+    return {"drawn": done - already, "seconds": seconds, "compile_seconds": compiling}
 
 
 def _missing(out: Path, job: GenerateJob) -> list[range]:

@@ -13,15 +13,16 @@ class TrainJob:
     """Fine-tune `model` on `latents`; resume from `work` if it holds a checkpoint."""
 
     runtime: str
-    model: str  # local folder of the base pipeline
+    model: str  # folder of the base pipeline: local, or a URL
     latents: str  # URL of the latents artifact's folder
     train: dict[str, Any]  # configs.training.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
     out: str  # URL of the folder that what was trained (see result.py) is written to
     sample_prompts: tuple[str, ...] = ()
     sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
-    vae: str | None = None  # for sample pictures, as GenerateJob.vae
+    vae: str | None = None  # for sample pictures: a VAE in place of the pipeline's own
     denoiser_config: dict[str, Any] | None = None  # of a fresh denoiser; None is the base's
+    compiled: str | None = None  # URL of the folder for compiled programs; None keeps none
     kind: str = "train"
 
 
@@ -43,7 +44,8 @@ class GenerateJob:
     model: str  # local folder of the pipeline
     drawings: tuple[Drawing, ...]
     prompts: tuple[str, ...]  # one picture each, in order
-    sampler: dict[str, Any]  # seed, num_inference_steps, guidance_scale, height, width, batch_size
+    # seed, scheduler, num_inference_steps, guidance_scale, height, width, batch_size
+    sampler: dict[str, Any]
     device: str = "auto"
     dtype: str = "float32"
     latents: str | None = None  # URL of the latents artifact whose held-out split is measured
@@ -51,7 +53,21 @@ class GenerateJob:
         default_factory=dict
     )  # samples, draws, seed, objective settings
     vae: str | None = None  # local folder of a VAE in place of the pipeline's own
+    compiled: str | None = None  # as TrainJob.compiled
     kind: str = "generate"
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """Encoders to be held ready for whoever has pictures and captions (see base.Encodes)."""
+
+    runtime: str
+    model: str  # local folder of the pipeline
+    vae: str | None = None  # local folder of a VAE in place of the pipeline's own
+    batch_size: int = 1  # most pictures at once
+    device: str = "auto"
+    dtype: str = "float32"
+    compiled: str | None = None  # as TrainJob.compiled
 
 
 Job = TrainJob | GenerateJob

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.training import Train
-from runtimes.base import Probe, Runtime, WrongInput
+from runtimes.base import Encodes, Probe, Runtime, WrongInput
 from runtimes.events import Events
+from runtimes.job import EncodeJob
+from runtimes.objective.scheduler import DRAWING, TABLED, drawing_config
 
 #: Seconds that another environment's interpreter has to say what it finds.
 PROBE_SECONDS = 120.0
@@ -23,20 +26,40 @@ PROBE_SECONDS = 120.0
 class Place:
     """Where a runtime's code is, and the environment that it runs in."""
 
-    #: With `runtime.TheRuntime(events)` and, quicker to import, `device.probe()` and `.check`.
+    #: With `runtime.TheRuntime`, `encode.open_encoder` and, quicker to import, `device.probe` and
+    #: `device.check`.
     package: str
     needs: tuple[str, ...]  # what must be installed
     environment: str | None = None  # a folder beside our environment's; None is ours
+    schedulers: tuple[str, ...] | None = None  # classes that it draws with; None: all of diffusers
 
 
 RUNTIMES = {
     "torch": Place("runtimes.torch", ("torch", "diffusers", "transformers", "safetensors")),
+    "xla": Place("runtimes.xla", ("torch_xla",), ".venv-xla", schedulers=TABLED),
 }
 
 
 def open_runtime(name: str, events: Events) -> Runtime:
     """The runtime of that name. Raises WrongInput if it is unknown or cannot be imported."""
     return cast(Runtime, _module(name, "runtime").TheRuntime(events))
+
+
+def open_encoder(job: EncodeJob) -> Encodes:
+    """A pipeline's encoders in this process. Raises WrongInput if they cannot be had."""
+    return cast(Encodes, _module(job.runtime, "encode").open_encoder(job))
+
+
+def check_scheduler(name: str, config: Mapping[str, Any], chosen: str | None) -> None:
+    """Raise WrongInput if a runtime cannot draw with a model's scheduler, or the one chosen."""
+    known = _place(name).schedulers
+    kind = (config if chosen is None else drawing_config(config, chosen))["_class_name"]
+    if known is not None and kind not in known:
+        names = ", ".join(word for word, its in DRAWING.items() if its in known)
+        raise WrongInput(
+            f"evaluate.scheduler: runtime {name} cannot draw with {kind}, which is not one "
+            f"program: choose one of {names}"
+        )
 
 
 def interpreter(name: str) -> str:
@@ -55,7 +78,7 @@ def interpreter(name: str) -> str:
 
 def check_installed(name: str) -> None:
     """Raise WrongInput if a runtime's packages are not here; unlike a probe, imports none."""
-    if interpreter(name) != sys.executable:
+    if has_own_environment(name):
         return  # it was made from a list, whole
     missing = [package for package in _place(name).needs if find_spec(package) is None]
     if missing:
@@ -68,27 +91,33 @@ def probe_runtime(name: str) -> Probe:
         python = interpreter(name)
         if python == sys.executable:
             return cast(Probe, _module(name, "device").probe())
-        return _ask(python, name)
-    except WrongInput as error:
+        return Probe(**_ask(python, "--probe", name))
+    except (WrongInput, TypeError) as error:
         return Probe(available=False, reason=str(error))
 
 
 def check_settings(name: str, settings: Train) -> None:
-    """Raise WrongInput for train settings that this machine's devices cannot serve.
-
-    A runtime with an environment of its own is not asked: it says so once it is started.
-    """
-    if interpreter(name) == sys.executable:
+    """Raise WrongInput for train settings that the runtime, or a device here, cannot serve."""
+    python = interpreter(name)
+    if python == sys.executable:
         _module(name, "device").check(settings)
+    elif (wrong := _ask(python, "--check", name, settings.model_dump_json())["wrong"]) is not None:
+        raise WrongInput(wrong)
 
 
-def _ask(python: str, name: str) -> Probe:
-    command = [python, "-m", "runtimes", "--probe", name]
+def has_own_environment(name: str) -> bool:
+    """Whether a runtime is run in another environment than ours."""
+    return interpreter(name) != sys.executable
+
+
+def _ask(python: str, *question: str) -> dict[str, Any]:
+    """What another environment answers, in the last line that it prints."""
+    command = [python, "-m", "runtimes", *question]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
-        return Probe(**json.loads(done.stdout.splitlines()[-1]))
+        return dict(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
-        raise WrongInput(f"runtime {name}: {python} does not answer: {error}") from None
+        raise WrongInput(f"runtime {question[1]}: {python} does not answer: {error}") from None
 
 
 def _place(name: str) -> Place:

@@ -11,10 +11,10 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from runtimes.base import WrongInput
 from runtimes.events import EVENT_FD
@@ -29,6 +29,10 @@ Event = dict[str, Any]
 
 class JobFailed(RuntimeError):
     """The process failed; the message has its last words."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def run_job(
@@ -66,38 +70,86 @@ def run_job(
             errors="replace",
         )
         os.close(events_write)
-        return _attend(child, os.fdopen(events_read), on_event, grace_seconds)
+        heard = Heard(on_event)
+        with os.fdopen(events_read) as events:
+            pumps = (lambda: heard.events(events), lambda: heard.log(child.stdout))
+            return attend(child, heard, pumps, lambda: _stop(child, grace_seconds))
 
 
-def _attend(
+class Heard:
+    """What a runtime's process has said: its events, and the last lines of its log."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self.kept: dict[str, Event] = {}  # the last of each kind
+        self.last_words: deque[str] = deque(maxlen=20)
+        self._on_event = on_event
+
+    def events(self, lines: Iterable[str]) -> None:
+        """Take lines that are events; one cut off by a kill is left out."""
+        for line in lines:
+            self._event(line)
+
+    def log(self, lines: Iterable[str] | None) -> None:
+        """Take lines that are not."""
+        for line in lines or ():
+            self._say(line)
+
+    def mixed(self, lines: Iterable[str] | None) -> None:
+        """Take lines of both kinds."""
+        for line in lines or ():
+            if not self._event(line):
+                self._say(line)
+
+    def _event(self, line: str) -> bool:
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+        except (ValueError, TypeError, KeyError):
+            return False
+        self.kept[kind] = event
+        if kind == "warning":
+            log.warning("%s", event["message"])
+        try:
+            self._on_event(event)
+        except Exception:  # a display that fails must not block the pipe that the child writes to
+            log.exception("an event could not be shown")
+        return True
+
+    def _say(self, line: str) -> None:
+        if text := line.rstrip():
+            self.last_words.append(text)
+            log.debug("%s", text)
+
+
+def attend(
     child: subprocess.Popen[str],
-    events: IO[str],
-    on_event: Callable[[Event], None],
-    grace_seconds: float,
+    heard: Heard,
+    pumps: Iterable[Callable[[], None]],
+    stop: Callable[[], None],
 ) -> Event:
-    last_words: deque[str] = deque(maxlen=20)
-    kept: dict[str, Event] = {}
-    pumps = [
-        _pump(lambda: _read_events(events, kept, on_event)),
-        _pump(lambda: _read_log(child.stdout, last_words)),
-    ]
+    """Wait for a process that does a job, and return its `result`; see run_job for what it raises.
+
+    Args:
+        pumps: read what it says, to the end.
+        stop: has it stop, when we are interrupted.
+    """
+    threads = [_pump(read) for read in pumps]
     try:
         code = child.wait()
         if code != 0:
             _signal_group(child, signal.SIGKILL)  # other processes of the run, were any left
     except BaseException:
-        _stop(child, grace_seconds)
+        stop()
         raise
     finally:
         if child.stdin is not None:
             child.stdin.close()
         # The child is gone, so both pipes end; a display that is slow only takes longer.
-        for pump in pumps:
-            pump.join()
-        events.close()
-    if code == 0 and "result" in kept:
-        return kept["result"]
-    raise _failure(code, kept.get("error", {}), "\n".join(last_words))
+        for thread in threads:
+            thread.join()
+    if code == 0 and "result" in heard.kept:
+        return heard.kept["result"]
+    raise _failure(code, heard.kept.get("error", {}), "\n".join(heard.last_words))
 
 
 def _failure(code: int, error: Event, last_words: str) -> Exception:
@@ -110,31 +162,7 @@ def _failure(code: int, error: Event, last_words: str) -> Exception:
         return TransientError("the runtime's process was told to stop; run again to go on")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     words = message or last_words
-    return JobFailed(f"the runtime's process {ended}" + (f": {words}" if words else ""))
-
-
-def _read_events(
-    events: IO[str], kept: dict[str, Event], on_event: Callable[[Event], None]
-) -> None:
-    for line in events:
-        try:
-            event = json.loads(line)
-        except ValueError:  # cut off: the process was killed
-            continue
-        kept[event["event"]] = event
-        if event["event"] == "warning":
-            log.warning("%s", event["message"])
-        try:
-            on_event(event)
-        except Exception:  # a display that fails must not block the pipe that the child writes to
-            log.exception("an event could not be shown")
-
-
-def _read_log(output: IO[str] | None, last_words: deque[str]) -> None:
-    for line in output or ():
-        if text := line.rstrip():
-            last_words.append(text)
-            log.debug("%s", text)
+    return JobFailed(f"the runtime's process {ended}" + (f": {words}" if words else ""), code)
 
 
 def _pump(read: Callable[[], None]) -> threading.Thread:

@@ -19,12 +19,21 @@ from tasks.panels import Facts, Panel, Picture
 from tasks.process import Event, run_job
 from tasks.progress import Progress
 from tasks.show import show_in_prefect
+from tasks.tpu import launch
 
 STAGE = "train"
 VERSION = 1
 SAMPLE_PROMPTS = 8
 #: Settings of evaluation that pictures while training are drawn with too.
-SAMPLER = {"seed", "num_inference_steps", "guidance_scale", "height", "width", "batch_size"}
+SAMPLER = {
+    "seed",
+    "scheduler",
+    "num_inference_steps",
+    "guidance_scale",
+    "height",
+    "width",
+    "batch_size",
+}
 #: What is kept of the progress that a run makes; those not known are null.
 FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
 log = logging.getLogger("kiln")
@@ -67,9 +76,14 @@ def build(
         sample_prompts=sample_prompts[:SAMPLE_PROMPTS],
         sampler=recipe.evaluate.model_dump(mode="json", include=SAMPLER),
         denoiser_config=_denoiser_config(recipe),
+        compiled=draft.store.compiled_url,
     )
     watched = _Watch(progress, draft.store.fs)
-    run_job(job, watched, grace_seconds=recipe.train.grace_seconds)
+    grace = recipe.train.grace_seconds
+    if recipe.tpu is None:
+        run_job(job, watched, grace_seconds=grace)
+    else:
+        launch.run_on_slice(recipe.tpu, job, watched, store=draft.store, grace_seconds=grace)
     for path in watched.files:
         draft.add(path)
     history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))

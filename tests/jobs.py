@@ -10,8 +10,9 @@ from configs.training import Train
 from runtimes.base import StepBatch
 from runtimes.events import Events
 from runtimes.job import TrainJob
+from runtimes.torch.inputs import Inputs, sender
 from runtimes.torch.network import Network
-from runtimes.torch.runtime import Inputs, TheRuntime
+from runtimes.torch.runtime import TheRuntime
 from runtimes.train.loop import make_loader, open_job_latents
 
 MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py
@@ -63,7 +64,7 @@ def trained(job: TrainJob, steps: int = 3, rate: float = 3e-2) -> tuple[TheRunti
 def predicted(network: Network, batch: StepBatch) -> torch.Tensor:
     """What a network predicts for a batch [B, C, h, w]."""
     network.eval()
-    given = Inputs(batch, slice(None), CPU)
+    given = Inputs(batch, sender(CPU))
     with torch.inference_mode():
         return network(given.noisy_latents, given.timesteps, given.conditioning)
 

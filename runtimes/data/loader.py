@@ -165,14 +165,16 @@ class Loader:
         depth: int,
         stopping: Callable[[], bool] = lambda: False,
         skipped: Sequence[int] = (),
+        put: Callable[[StepBatch], StepBatch] = lambda batch: batch,
     ) -> Prefetch:
-        """The batches of steps [start, stop), `depth` of them made ready in background.
+        """The batches of steps [start, stop), `depth` of them made ready in background, and sent to
+        the device by `put`.
 
         They end early once `stopping` says so, even while the next one is long in coming. Batches
         whose numbers are in `skipped` are left out: those after them move up.
         """
         numbers = (batch_number(step, skipped) for step in range(start, stop))
-        return Prefetch(map(self.batch, numbers), depth, stopping)
+        return Prefetch(map(put, map(self.batch, numbers)), depth, stopping)
 
 
 def batch_number(step: int, skipped: Sequence[int]) -> int:

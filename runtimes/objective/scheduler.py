@@ -28,6 +28,23 @@ RESCALES = frozenset(
     }
 )
 TAKES_SAMPLE = RESCALES - {"EulerAncestralDiscreteScheduler"}
+#: Schedulers that pictures may be drawn with, by the names that recipes give them.
+DRAWING = {
+    "ddim": "DDIMScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler_ancestral": "EulerAncestralDiscreteScheduler",
+    "flow_euler": "FlowMatchEulerDiscreteScheduler",
+    "lms": "LMSDiscreteScheduler",
+    "pndm": "PNDMScheduler",
+}
+#: Those of which runtimes that compile have a table (torch/solver.py).
+TABLED = (
+    "DDIMScheduler",
+    "DPMSolverMultistepScheduler",
+    "EulerDiscreteScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+)
 #: What stands in for one that does not: it knows both, and draws no noise of its own.
 STAND_IN = "DDIMScheduler"
 _KEPT = (
@@ -125,3 +142,17 @@ def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
 def _stand_in(base: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: base[name] for name in _KEPT if name in base}
     return {"_class_name": STAND_IN, **kept, "clip_sample": False}
+
+
+def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The config of another scheduler, by a name of DRAWING, for the noise of `config`.
+
+    Raises:
+        WrongInput: one is for flows, the other for diffusion.
+    """
+    kind = DRAWING[name]
+    if is_flow({"_class_name": kind}) != is_flow(config):
+        raise WrongInput(
+            f"scheduler {name} is not for this model, whose own is {config.get('_class_name')}"
+        )
+    return {**config, "_class_name": kind, **({"clip_sample": False} if name == "ddim" else {})}

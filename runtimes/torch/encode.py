@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from transformers import CLIPTokenizer, T5TokenizerFast
 from runtimes.base import WrongInput
 from runtimes.encoders import describe_encoders, has_t5, t5_length, vae_path
 from runtimes.families import FAMILIES
+from runtimes.job import EncodeJob
 from runtimes.torch.device import choose_device, make_deterministic
+from runtimes.torch.inputs import Send, sender
 from runtimes.torch.models import SAFE, load_text_encoder, weight_variant
 from runtimes.torch.texts import encode_ids, join_t5
 
@@ -31,7 +33,8 @@ class Encoder:
     Args:
         model_folder: local diffusers pipeline folder.
         vae_folder: an AutoencoderKL in place of the pipeline's own.
-        device: auto (CUDA when there is one), cpu, cuda or cuda:N.
+        device: auto (CUDA when there is one), cpu, cuda or cuda:N; or a device itself.
+        send, fetch: what puts arrays [B, ...] there and gets them back, if not in the ordinary way.
         dtype: float32, bfloat16 or float16; a VAE that says `force_upcast` stays float32 in half
             precision, as in diffusers.
 
@@ -44,12 +47,16 @@ class Encoder:
         model_folder: Path,
         vae_folder: Path | None = None,
         *,
-        device: str = "auto",
+        device: str | torch.device = "auto",
         dtype: str = "float32",
+        send: Send | None = None,
+        fetch: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
     ) -> None:
         self.info = describe_encoders(model_folder, vae_folder)
         make_deterministic()  # a rebuilt shard must have the bytes it had
-        self.device, self.dtype = choose_device(device), getattr(torch, dtype)
+        self.device = choose_device(device) if isinstance(device, str) else device
+        self.dtype = getattr(torch, dtype)
+        self._send, self._fetch = sender(self.device) if send is None else send, fetch
         try:
             self._load_vae(vae_path(model_folder, vae_folder))
             self._load_texts(model_folder)
@@ -65,7 +72,7 @@ class Encoder:
         vae = AutoencoderKL.from_pretrained(
             folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
         )
-        self._vae = vae.to(self.device).eval().requires_grad_(False)
+        self.vae = vae.to(self.device).eval().requires_grad_(False)
 
     def _load_texts(self, folder: Path) -> None:
         self._clip = [
@@ -89,32 +96,51 @@ class Encoder:
             )
         return tokenizer, model
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Moments of the posterior of pictures [B, 3, H, W] in -1..1: mean and log-variance.
 
         Both are [B, C, h, w] f32, unscaled. Diverged pictures come back as NaN or infinity.
         """
-        batch = torch.from_numpy(pixels).to(self.device, self._vae_dtype)
-        posterior = self._vae.encode(batch).latent_dist
-        return posterior.mean.float().cpu().numpy(), posterior.logvar.float().cpu().numpy()
+        batch = self._send(pixels).to(self._vae_dtype)
+        posterior = self.vae.encode(batch).latent_dist
+        return self._host(posterior.mean), self._host(posterior.logvar)
 
-    @torch.inference_mode()
-    def texts(self, captions: Sequence[str]) -> tuple[Float32, Float32 | None]:
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pictures [B, 3, H, W] in -1..1 of a denoiser's latents [B, C, h, w]."""
+        info = self.info
+        latents = latents.to(self._vae_dtype) / info["scaling_factor"]
+        if info["latents_mean"] is not None and info["latents_std"] is not None:
+            mean, std = (
+                torch.tensor(info[name], device=latents.device, dtype=latents.dtype)
+                for name in ("latents_mean", "latents_std")
+            )
+            latents = latents * std[:, None, None] + mean[:, None, None]
+        return self.vae.decode(latents + info["shift_factor"], return_dict=False)[0].float()
+
+    @torch.no_grad()
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
         """Prompt embeddings [K, T, D] and, but for SD 1 and 2, pooled ones [K, P]; f32.
+
+        `clip` are text encoders, trained ones say, in place of the pipeline's own.
 
         The same as `encode_prompt` of diffusers' pipelines, except that what SD3's has of zeros
         where there is no T5 (rows below, columns to the right) is left out: a loader adds it.
         """
-        ids = torch.from_numpy(self.input_ids(captions)).to(self.device)
-        models = [model for _, model in self._clip]
+        ids = self._send(self.input_ids(captions))
+        models = clip or [model for _, model in self._clip]
         states, pooled = encode_ids(self.info["family"], models, ids)
         if self._t5 is not None:
             tokenizer, model = self._t5
             t5_ids = self._ids(tokenizer, captions, self._t5_length)
-            states = join_t5(states, model(torch.from_numpy(t5_ids).to(self.device))[0])
-        embeds = states.float().cpu().numpy()
-        return embeds, None if pooled is None else pooled.float().cpu().numpy()
+            states = join_t5(states, model(self._send(t5_ids))[0])
+        return self._host(states), None if pooled is None else self._host(pooled)
+
+    def _host(self, tensor: torch.Tensor) -> Float32:
+        return self._fetch(tensor.float()).numpy()
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] of captions, padded and truncated, by each of n CLIP tokenizers."""
@@ -139,3 +165,9 @@ class Encoder:
                 ).input_ids,
                 np.int64,
             )
+
+
+def open_encoder(job: EncodeJob) -> Encoder:
+    """The encoders of a job. Raises WrongInput."""
+    vae = None if job.vae is None else Path(job.vae)
+    return Encoder(Path(job.model), vae, device=job.device, dtype=job.dtype)

@@ -22,11 +22,11 @@ from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.draws import Stream, generator
 from runtimes.objective.scheduler import read_config
 from runtimes.torch.device import choose_device, make_deterministic
+from runtimes.torch.inputs import Inputs, sender
 from runtimes.torch.lora import lay_over
 from runtimes.torch.models import load_denoiser, load_text_encoder, weight_variant
 from runtimes.torch.network import Network
-from runtimes.torch.runtime import Inputs
-from runtimes.torch.schedulers import make_scheduler
+from runtimes.torch.schedulers import chosen, make_scheduler
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
@@ -88,9 +88,10 @@ class Sampler:
     ) -> NDArray[np.uint8]:
         """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
 
-        `sampler` has seed, num_inference_steps, guidance_scale, height, width (None is the
-        model's own) and batch_size.
+        `sampler` has seed, num_inference_steps, guidance_scale, scheduler, height, width (None is
+        the model's own) and batch_size.
         """
+        self._pipe.register_modules(scheduler=chosen(self._pipe.scheduler, sampler))
         scale = self._pipe.vae_scale_factor
         denoiser = getattr(self._pipe, self._denoiser)
         height, width = (
@@ -144,8 +145,11 @@ class ThePipeline:
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with torch.inference_mode():
-            inputs = Inputs(batch, slice(None), self._device, self._dtype)
+            inputs = Inputs(batch, sender(self._device), dtype=self._dtype)
             return inputs.errors(self._network).cpu().numpy()
+
+    def compile_seconds(self) -> float:
+        return 0.0
 
 
 def load_network(

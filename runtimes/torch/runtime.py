@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from runtimes.torch.device import (
 )
 from runtimes.torch.dropout import drops, seed_dropout
 from runtimes.torch.flops import FlopCounter, peak_flops
+from runtimes.torch.inputs import Inputs, micro_batches, sender
 from runtimes.torch.layout import keep_channels_last, to_training
 from runtimes.torch.lora import merge_where_cheaper
 from runtimes.torch.network import Network
@@ -43,7 +45,7 @@ class TheRuntime:
     """See base.Runtime for what each method promises."""
 
     def __init__(self, events: Events) -> None:
-        self.versions = versions()
+        self.versions, self.draws_together = versions(), False
         self._sampler: Any = None  # generate.Sampler, once a sample is asked for
 
     def load(self, job: TrainJob) -> None:
@@ -51,6 +53,7 @@ class TheRuntime:
         make_deterministic()
         ranks = Ranks.here()
         self._rank = ranks.rank
+        self.draws_together = ranks.world > 1 and self._settings.parallel == "fsdp"
         self._device = choose_device(self._settings.device, ranks)
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -71,15 +74,15 @@ class TheRuntime:
         self._forward = self._parallel.wrap(network)
         self._update = Update(self._parallel.masters(), self._settings, self._parallel)
 
+    def put(self, batch: StepBatch) -> StepBatch:
+        return replace(batch, on_device=list(self._inputs(batch)))
+
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        size = len(batch.timesteps)
-        micro = self._settings.micro_batch_size or size
         loss = torch.zeros((), device=self._device)
-        for start in range(0, size, micro):
-            inputs = Inputs(batch, slice(start, start + micro), self._device)
+        for inputs in batch.on_device or self._inputs(batch):
             if self._drops:
-                seed_dropout(self._settings.seed, batch.step, start, self._rank)
-            with self._parallel.accumulating(last=start + micro >= size):
+                seed_dropout(self._settings.seed, batch.step, inputs.first, self._rank)
+            with self._parallel.accumulating(last=inputs.last):
                 with self._autocast():
                     errors = inputs.errors(self._forward)
                 part = (inputs.weight * errors).sum() / batch.denominator
@@ -88,6 +91,9 @@ class TheRuntime:
             loss += part.detach()
         self._parallel.gather_gradients()
         return StepOutput(self._parallel.total(loss), self._update.apply(learning_rate))
+
+    def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
+        return micro_batches(batch, self._settings.micro_batch_size, sender(self._device))
 
     def flops(self, batch: StepBatch) -> float | None:
         return self._counter.of(batch)
@@ -131,7 +137,7 @@ class TheRuntime:
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with self._evaluating(), torch.no_grad():  # what is gathered must stay fit for training
-            errors = Inputs(batch, slice(None), self._device).errors(self._network)
+            errors = Inputs(batch, sender(self._device)).errors(self._network)
         return errors.cpu().numpy()
 
     @contextmanager
@@ -156,34 +162,3 @@ class TheRuntime:
         dtype = getattr(torch, self._settings.compute_dtype)
         enabled = dtype != torch.float32
         return torch.autocast(self._device.type, dtype if enabled else None, enabled=enabled)
-
-
-class Inputs:
-    """A slice of a batch on the device."""
-
-    def __init__(
-        self,
-        batch: StepBatch,
-        part: slice,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        def put(array: NDArray[Any]) -> torch.Tensor:
-            tensor = torch.from_numpy(array[part])
-            if device.type == "cuda":
-                tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=True)
-
-        self.noisy_latents = put(batch.noisy_latents).to(dtype)
-        self.timesteps = put(batch.timesteps)
-        self.target, self.weight = put(batch.target), put(batch.weight)
-        # Sizes and token ids stay as they are: half precision loses integers above 2048.
-        self.conditioning = {
-            name: put(array) if name in ("add_time_ids", "input_ids") else put(array).to(dtype)
-            for name, array in batch.conditioning.items()
-        }
-
-    def errors(self, network: Any) -> torch.Tensor:
-        """Mean squared error of each sample [B], in float32."""
-        prediction = network(self.noisy_latents, self.timesteps, self.conditioning)
-        return (prediction.float() - self.target).square().mean(dim=(1, 2, 3))

@@ -64,6 +64,7 @@ def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: St
             settings.prefetch,
             lambda: stop.requested,
             run.skipped,
+            runtime.put,
         ) as batches:
             if not _advance(run, runtime, batches, settings.steps, stop):
                 run.leave()

@@ -50,5 +50,7 @@ def _folder_below(work: str) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
         yield folder
-        for path in Path(folder).iterdir():
-            fs.put_file(str(path), f"{target}/{path.name}")
+        for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
+            name = path.relative_to(folder).as_posix()
+            fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+            fs.put_file(str(path), f"{target}/{name}")

@@ -57,8 +57,7 @@ class Run:
             shard_bytes=settings.checkpoint_shard_bytes,
         )
         self._saver = Saver(self._checkpoints, boards, events)
-        together = Ranks.here().world > 1 and settings.parallel == "fsdp"
-        self._samples = Samples(job, runtime, events, boards, writes=self._first, together=together)
+        self._samples = Samples(job, runtime, events, boards, writes=self._first)
         self._profiling = Profiling(settings.profile, job.work, runtime)
         self._divergence = Divergence(settings.divergence)
         self.step, self.skipped = 0, list[int]()

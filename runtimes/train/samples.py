@@ -17,11 +17,7 @@ from runtimes.train.boards import Boards
 
 
 class Samples:
-    """Draws them. Every rank does; the first one writes.
-
-    Args:
-        together: the ranks need each other to draw, so that none can go on without another.
-    """
+    """Draws them. Every rank does; the first one writes."""
 
     def __init__(
         self,
@@ -31,10 +27,9 @@ class Samples:
         boards: Boards,
         *,
         writes: bool,
-        together: bool,
     ) -> None:
         self._job, self._runtime, self._events = job, runtime, events
-        self._boards, self._writes, self._together = boards, writes, together
+        self._boards, self._writes = boards, writes
         self._fs, root = url_to_fs(job.work)
         self._folder = f"{root.rstrip('/')}/samples"
 
@@ -56,8 +51,8 @@ class Samples:
         try:
             return self._runtime.sample(self._job.sample_prompts, self._job.sampler)
         except Exception as error:  # out of memory, say, or a part of the pipeline is missing
-            if self._together:
-                raise
+            if self._runtime.draws_together:
+                raise  # none can go on without the others
             self._warn(step, error)
             return None
 

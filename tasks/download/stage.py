@@ -90,9 +90,8 @@ def build(
     with quiet_import():  # Beam takes seconds to import
         from tasks.download.pipeline import run_pipeline
     store = draft.store
-    url = store.root if store.is_local else str(store.fs.unstrip_protocol(store.root))
     with _source(recipe).open() as place:
-        work = Work(url, f"{draft.path}/{NOTES}", recipe.source, recipe.download, place)
+        work = Work(store.url, f"{draft.path}/{NOTES}", recipe.source, recipe.download, place)
         left = run_pipeline(plan.shards, work, recipe.beam, progress)
     if left:
         raise TransientError(_outage(left, len(plan.shards)))

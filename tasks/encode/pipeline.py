@@ -15,27 +15,14 @@ from apache_beam.utils.shared import Shared
 from artifacts.commit import read_record
 from artifacts.images import read_tar
 from artifacts.store import Shard, Store
-from runtimes.base import WrongInput
+from runtimes.base import Encodes, WrongInput
+from runtimes.job import EncodeJob
+from runtimes.registry import has_own_environment, open_encoder
 from tasks.beam import Watch, run_linear
 from tasks.encode.keys import STAGE
-from tasks.encode.shard import Encodes, encode_shard
+from tasks.encode.served import ServedEncoder
+from tasks.encode.shard import encode_shard
 from tasks.encode.transform import TransformSettings
-
-
-@dataclass(frozen=True)
-class EncoderPlace:
-    """Where the encoders are, and on what they run."""
-
-    model_folder: str
-    vae_folder: str | None
-    device: str
-    dtype: str
-
-    def load(self) -> Encodes:
-        from runtimes.torch.encode import Encoder
-
-        vae = None if self.vae_folder is None else Path(self.vae_folder)
-        return Encoder(Path(self.model_folder), vae, device=self.device, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -51,9 +38,9 @@ class EncodeShard(beam.DoFn):
     """Commits the latent shard of each element, unless it is there and whole."""
 
     def __init__(
-        self, store_url: str, place: EncoderPlace, settings: TransformSettings, batch_size: int
+        self, store_url: str, encoders: EncodeJob, settings: TransformSettings, batch_size: int
     ) -> None:
-        self.store_url, self.place = store_url, place
+        self.store_url, self.encoders = store_url, encoders
         self.settings, self.batch_size = settings, batch_size
         self._shared = Shared()
 
@@ -62,13 +49,18 @@ class EncodeShard(beam.DoFn):
         store = Store(self.store_url)
         if store.shard(STAGE, work.key) is None:
             # Loaded once a process, and only when there is something to encode.
-            encoder = self._shared.acquire(self.place.load)
+            encoder = self._shared.acquire(self._open)
             with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
                 path = Path(folder) / "shard.safetensors"
                 samples = read_tar(work.tar)
                 facts = encode_shard(samples, encoder, self.settings, self.batch_size, path)
                 store.commit_shard(STAGE, work.key, {".safetensors": str(path)}, facts)
         yield work.key
+
+    def _open(self) -> Encodes:
+        """In this process; or in one of its own where the runtime has an own environment."""
+        served = has_own_environment(self.encoders.runtime)
+        return ServedEncoder(self.encoders) if served else open_encoder(self.encoders)
 
 
 class _Nothing:

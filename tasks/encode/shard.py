@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from artifacts.latents import (
     to_bfloat16,
     write_latent_shard,
 )
+from runtimes.base import Encodes
+from runtimes.encoders import TEXT_BATCH
 from tasks.encode.transform import (
     BadSample,
     Transformed,
@@ -29,22 +31,7 @@ from tasks.encode.transform import (
     transform,
 )
 
-TEXT_BATCH = 32  # captions that the text encoders take at once
 TOKEN_BIN = 8  # tokens a bar of the caption length histogram
-
-
-class Encodes(Protocol):
-    """What is needed of an encoder; `runtimes.torch.encode.Encoder` is one."""
-
-    info: dict[str, Any]
-
-    def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]: ...
-
-    def texts(self, captions: list[str]) -> tuple[NDArray[Any], NDArray[Any] | None]: ...
-
-    def input_ids(self, captions: list[str]) -> NDArray[np.int64]: ...
-
-    def token_counts(self, captions: list[str]) -> list[int]: ...
 
 
 @dataclass

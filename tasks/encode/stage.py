@@ -13,6 +13,7 @@ from artifacts.latents import INFO
 from artifacts.store import Artifact, Draft, Shard
 from configs.schema import Recipe
 from runtimes.encoders import describe_encoders, digest_encoders
+from runtimes.job import EncodeJob
 from tasks.encode.keys import shard_key
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.panels import Facts, Panel, Table
@@ -47,25 +48,31 @@ def build(
     """
     # Beam takes seconds to import: only what builds pays for it.
     with quiet_import():
-        from tasks.encode.pipeline import EncoderPlace, EncodeShard, Work, encode_shards
+        from tasks.encode.pipeline import EncodeShard, Work, encode_shards
 
     info = describe_encoders(model_folder, vae_folder)
     settings = TransformSettings.of(recipe)
     bucket_sizes(settings, info["size_step"])
-    encoders = digest_encoders(model_folder, vae_folder)
+    digest = digest_encoders(model_folder, vae_folder)
     dtype = recipe.encode.dtype
     works = {}
     for entry in images.files:
         if entry.path.endswith(".tar"):
-            key = shard_key(entry.sha256, encoders, dtype, recipe.encode.batch_size, settings)
+            key = shard_key(entry.sha256, digest, dtype, recipe.encode.batch_size, settings)
             works[key] = Work(key, images.url(entry.path), entry.meta["samples"])
     if not works:
         raise EncodeFailed("encode: the download stage has left no image shard to encode")
-    vae = None if vae_folder is None else str(vae_folder)
-    place = EncoderPlace(str(model_folder), vae, recipe.encode.device, dtype)
     store = draft.store
-    url = store.root if store.is_local else str(store.fs.unstrip_protocol(store.root))
-    dofn = EncodeShard(url, place, settings, recipe.encode.batch_size)
+    encoders = EncodeJob(
+        runtime=recipe.runtime,
+        model=str(model_folder),
+        vae=None if vae_folder is None else str(vae_folder),
+        batch_size=recipe.encode.batch_size,
+        device=recipe.encode.device,
+        dtype=dtype,
+        compiled=store.compiled_url,
+    )
+    dofn = EncodeShard(store.url, encoders, settings, recipe.encode.batch_size)
     shards = encode_shards(list(works.values()), store, dofn, recipe.beam, progress)
     summary = summarise(shards, info["vae_scale_factor"])
     check(summary, recipe.encode.max_bad)

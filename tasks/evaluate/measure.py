@@ -103,7 +103,15 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
     has_holdout = open_latents(latents.uri).has_holdout
     if not has_holdout:
         log.warning("evaluate: no picture was held out (encode.holdout): no holdout_loss, cmmd, fd")
-    names = ("seed", "num_inference_steps", "guidance_scale", "height", "width", "dtype")
+    names = (
+        "seed",
+        "scheduler",
+        "num_inference_steps",
+        "guidance_scale",
+        "height",
+        "width",
+        "dtype",
+    )
     return Sitting(
         runtime=recipe.runtime,
         device=given.device,

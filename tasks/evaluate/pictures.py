@@ -97,7 +97,7 @@ def draw(
     missing = {sitting.key(p): p for p in painters if found[sitting.key(p)] is None}
     if missing:
         outs = {key: scratch / key for key in missing}
-        run(_job(missing, outs, sitting), on_event)
+        run(_job(missing, outs, sitting, store.compiled_url), on_event)
         for key, out in outs.items():
             found[key] = _commit(store, key, out, len(sitting.prompts))
             shutil.rmtree(out)
@@ -125,7 +125,9 @@ def digest_pipeline(folder: Path) -> str:
     return digest_model(folder, DRAWING_PARTS)
 
 
-def _job(painters: dict[str, Painter], outs: dict[str, Path], sitting: Sitting) -> GenerateJob:
+def _job(
+    painters: dict[str, Painter], outs: dict[str, Path], sitting: Sitting, compiled: str
+) -> GenerateJob:
     first = next(iter(painters.values()))
     if any((p.folder, p.vae) != (first.folder, first.vae) for p in painters.values()):
         raise ValueError("painters of one job must share their pipeline folder and VAE")
@@ -145,6 +147,7 @@ def _job(painters: dict[str, Painter], outs: dict[str, Path], sitting: Sitting) 
         latents=sitting.latents,
         holdout=sitting.holdout if sitting.latents else {},
         vae=None if first.vae is None else str(first.vae),
+        compiled=compiled,
     )
 
 

@@ -220,6 +220,12 @@ def _shown(progress: Progress) -> Any:
         if event["event"] == "drawn":
             done, total = event["done"], event["total"]
             progress(done, total, f"{done} of {total} pictures")
+        elif event["event"] == "result" and event.get("drawn"):
+            compiled = event["compile_seconds"]
+            words = f", after {compiled:.1f} s of compiling" if compiled else ""
+            log.info(
+                "evaluate: drew %d pictures in %.1f s%s", event["drawn"], event["seconds"], words
+            )
 
     return on_event
 

@@ -10,9 +10,11 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import chips
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ LOSS = 1e-4  # relative, over 20 steps
 WEIGHTS = 1e-3  # relative to the largest weight of a tensor
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sd": {"prediction_type": "v_prediction", "zero_terminal_snr": True, "snr_gamma": 5.0},
-    "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0},
+    "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": True},
     "sd3": {"timesteps": {"distribution": "logit_normal"}},
 }
 
@@ -47,13 +49,21 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models this small gain nothing from more."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for variables in chips.ENVIRONMENT.values():  # none reads another's
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+
+@cache
+def reason_to_skip(name: str) -> str:
+    found = probe_runtime(name)
+    return "" if found.available else found.reason
 
 
 @pytest.fixture(params=RUNTIMES)
 def runtime(request: pytest.FixtureRequest) -> str:
-    found = probe_runtime(request.param)
-    if not found.available:
-        pytest.skip(found.reason)
+    if reason := reason_to_skip(request.param):
+        pytest.skip(reason)
     return str(request.param)
 
 
@@ -128,7 +138,8 @@ def lora_reference(job: TrainJob) -> Plain:
 
 
 def test_adapters_follow_the_reference_and_resume(runtime: str, make_job: MakeJob) -> None:
-    job = make_job(runtime, method="lora", lora={"rank": 4, "alpha": 8.0}, learning_rate=1e-2)
+    lora = {"method": "lora", "lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 1e-2}
+    job = make_job(runtime, gradient_checkpointing=True, **lora)
     plain = lora_reference(job)
     expected = plain.losses()
     run_job(job)
@@ -143,25 +154,38 @@ def test_adapters_follow_the_reference_and_resume(runtime: str, make_job: MakeJo
     np.testing.assert_equal(result(job)[LORA_WEIGHTS], whole)
 
 
-def test_two_processes_follow_the_reference(runtime: str, make_job: MakeJob) -> None:
-    job = make_job(runtime, processes=2)
+def test_text_encoders_with_adapters_are_trained_as_torch_does(
+    runtime: str, make_job: MakeJob
+) -> None:
+    if runtime == "torch":
+        pytest.skip("this is what the others are held to")
+    settings: dict[str, Any] = {"steps": 6, "method": "lora", "text_encoders": True}
+    settings |= {"lora": {"rank": 4}, "learning_rate": 1e-2, "text_encoder_learning_rate": 5e-3}
+    jobs = [make_job(name, name=name, **settings) for name in ("torch", runtime)]
+    for job in jobs:
+        run_job(job)
+    expected, found = (result(job)[LORA_WEIGHTS] for job in jobs)
+    assert any(name.startswith("text_encoder_2.") for name in expected)
+    assert_close(found, expected, WEIGHTS)
+
+
+def test_several_devices_follow_the_reference(runtime: str, make_job: MakeJob) -> None:
+    job = make_job(runtime, **chips.SEVERAL[runtime])
     expected = reference(job).losses()
     run_job(job)
     assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
 
 
-@pytest.mark.parametrize("first", RUNTIMES)
-def test_a_run_goes_on_on_another_runtime(runtime: str, first: str, make_job: MakeJob) -> None:
-    if first == runtime:
+def test_a_run_goes_to_another_runtime_and_back(runtime: str, make_job: MakeJob) -> None:
+    if runtime == "torch":
         pytest.skip("resuming on itself is held to the bit above")
-    if not probe_runtime(first).available:
-        pytest.skip(f"{first} is not installed here")
-    job = make_job(first, snr_gamma=5.0)
+    job = make_job("torch", snr_gamma=5.0)
     plain = reference(job)
     expected = plain.losses()
     run_job(job)
-    forget_after(job, 8)
-    run_job(replace(job, runtime=runtime))
+    for name, step in ((runtime, 8), ("torch", 16)):
+        forget_after(job, step)
+        run_job(replace(job, runtime=name))
     assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
     assert_close(next(iter(result(job).values())), plain.weights(), WEIGHTS)
 

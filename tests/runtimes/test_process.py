@@ -123,7 +123,8 @@ def test_a_stage_that_asks_and_then_dies_does_not_kill_the_save(
 
 
 WRONG = {
-    "model_index.json is missing": {"model": "/nowhere"},
+    "model /nowhere: no such folder": {"model": "/nowhere"},
+    "model_index.json is missing": {"model": "/"},
     "no latents artifact is there": {"latents": "/nowhere"},
     "this machine has": {"device": "cuda:77"},
 }

@@ -29,7 +29,8 @@ def test_torch_runs_on_our_own_interpreter() -> None:
 
 
 def test_what_is_not_known_says_what_is() -> None:
-    assert probe_runtime("abacus").reason == "runtime 'abacus' is not known here (known: torch)"
+    known = ", ".join(registry.RUNTIMES)
+    assert probe_runtime("abacus").reason == f"runtime 'abacus' is not known here (known: {known})"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +54,9 @@ def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert interpreter("torch") == str(tmp_path / ".venv-other/bin/python")
     found = probe_runtime("torch")
     assert found.available and found.devices[-1].startswith("cpu") and found.versions["torch"]
-    check_settings("torch", Train(device="cuda:99"))  # it will say so itself
+    check_settings("torch", Train(device="cpu"))
+    with pytest.raises(WrongInput, match="device cuda:99: this machine has"):
+        check_settings("torch", Train(device="cuda:99"))
 
 
 def test_settings_that_no_device_here_serves() -> None:

@@ -18,7 +18,7 @@ from configs.schema import Recipe
 from runtimes.base import WrongInput
 from runtimes.torch.encode import Encoder
 from tasks import encode
-from tasks.encode.pipeline import EncoderPlace
+from tasks.encode import pipeline
 from tasks.encode.shard import encode_shard
 from tasks.encode.transform import TransformSettings
 
@@ -237,8 +237,8 @@ def test_committed_shards_are_reused_and_a_flipped_byte_is_not(
     make: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = make(_pictures())
-    load, loads = EncoderPlace.load, []
-    monkeypatch.setattr(EncoderPlace, "load", lambda self: loads.append(1) or load(self))
+    load, loads = pipeline.open_encoder, []
+    monkeypatch.setattr(pipeline, "open_encoder", lambda job: loads.append(1) or load(job))
     assert make(_pictures()).digest == artifact.digest and not loads
 
     damaged = sorted((tmp_path / "store/encode/shards").glob("*.safetensors"))[1]

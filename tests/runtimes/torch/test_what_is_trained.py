@@ -14,15 +14,15 @@ from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
 from runtimes.base import WrongInput
 from runtimes.job import Drawing, TrainJob
 from runtimes.torch.generate import load_network
+from runtimes.torch.inputs import Inputs, sender
 from runtimes.torch.network import Network
-from runtimes.torch.runtime import Inputs
 from runtimes.train.result import write_result
 from tasks.publish.assemble import assemble
 
 
 def test_captions_are_encoded_in_the_step_and_dropped_ones_are_zeros(make_job: MakeJob) -> None:
     runtime, batch = start(make_job(text_encoders=True, caption_dropout=0.5, seed=2))
-    given = Inputs(batch(0), slice(None), CPU)
+    given = Inputs(batch(0), sender(CPU))
     dropped = given.conditioning["dropped"]
     assert set(dropped.tolist()) == {0.0, 1.0}
     network = runtime._network.eval()

@@ -26,8 +26,8 @@ class Warned(Events):
 class Draws:
     """A device that has the memory for pictures, or has not."""
 
-    def __init__(self, enough: bool) -> None:
-        self.enough = enough
+    def __init__(self, enough: bool, together: bool) -> None:
+        self.enough, self.draws_together = enough, together
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         if not self.enough:
@@ -35,19 +35,19 @@ class Draws:
         return np.zeros((1, 8, 8, 3), np.uint8)
 
 
-def draw(job: TrainJob, runtime: Draws, *, together: bool) -> list[str]:
+def draw(job: TrainJob, runtime: Draws) -> list[str]:
     """What it warned of."""
     heard = Warned()
     boards = Boards([])
-    Samples(job, runtime, heard, boards, writes=True, together=together).draw(3)  # type: ignore[arg-type]
+    Samples(job, runtime, heard, boards, writes=True).draw(3)  # type: ignore[arg-type]
     return heard.messages
 
 
 def test_pictures_that_cannot_be_drawn(make_job: MakeJob) -> None:
-    alone = draw(make_job(), Draws(False), together=False)
+    alone = draw(make_job(), Draws(False, together=False))
     assert alone == ["no sample pictures at step 3: RuntimeError: out of memory"]
     with pytest.raises(RuntimeError, match="out of memory"):
-        draw(make_job(), Draws(False), together=True)
+        draw(make_job(), Draws(False, together=True))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -55,5 +55,5 @@ def test_pictures_that_cannot_be_written(make_job: MakeJob, together: bool) -> N
     job = make_job()
     Path(job.work).mkdir(parents=True)
     Path(job.work, "samples").write_text("in the way")
-    (message,) = draw(job, Draws(True), together=together)
+    (message,) = draw(job, Draws(True, together))
     assert message.startswith("no sample pictures at step 3: ")

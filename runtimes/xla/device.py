@@ -1,0 +1,120 @@
+"""Which devices a job runs on, and what there is on this machine."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+from torch_xla._internal import tpu
+from torch_xla.core import xla_model as xm
+from torch_xla.debug import metrics
+
+from configs.training import Train
+from runtimes.base import Probe, WrongInput
+from runtimes.compiled import Compiled
+from runtimes.torch.device import peak_bytes
+
+#: Of a device, TFLOP/s in bfloat16, as Google's "TPU system architecture" pages give them for a
+#: chip: of v2 and v3 that is two devices.
+PEAKS = {
+    "v2": 22.5,
+    "v3": 61.5,
+    "v4": 275.0,
+    "v5lite": 197.0,
+    "v5e": 197.0,
+    "v5p": 459.0,
+    "v6e": 918.0,
+}
+
+
+def check(settings: Train) -> None:
+    """Raise WrongInput for train settings that this runtime, or this machine, cannot serve."""
+    _check_name(settings.device)
+    if settings.processes > 1:
+        raise WrongInput(
+            "train.processes is not for runtime xla: one process has all devices of a host, and "
+            "train.mesh says how they share the work"
+        )
+    if settings.optimizer != "adamw":
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla, adamw is")
+    if settings.compile:
+        raise WrongInput("train.compile is for runtime torch: this one compiles every step")
+
+
+def start(name: str, compiled: str | None) -> Compiled:
+    """Open `auto`, `tpu` or `cpu`: arrays are spread over all of its chips from now on.
+
+    Args:
+        compiled: URL of the folder for compiled programs; None keeps none.
+
+    Raises:
+        WrongInput: there is no such device, or another was opened in this process.
+    """
+    chips = _check_name(name)
+    wanted = "CPU" if name == "cpu" or not chips else "TPU"
+    if os.environ.setdefault("PJRT_DEVICE", wanted) != wanted and name != "auto":
+        raise WrongInput(f"device {name}: PJRT_DEVICE is {os.environ['PJRT_DEVICE']}")
+    kept = Compiled(compiled, f"xla-{version('torch_xla')}")
+    if kept.path is not None and not torch_xla._XLAC._xla_computation_cache_is_initialized():
+        xr.initialize_cache(str(kept.path), readonly=False)
+    xr.use_spmd()
+    return kept
+
+
+def _check_name(name: str) -> int:
+    """How many TPU chips there are. Raises WrongInput if the name is of no device here."""
+    chips = tpu.num_available_chips()
+    if name not in ("auto", "cpu", "tpu"):
+        raise WrongInput(f"device {name!r} is not for runtime xla (auto, tpu or cpu)")
+    if name == "tpu" and not chips:
+        raise WrongInput("device tpu: this machine has none; set auto or cpu")
+    return chips
+
+
+def describe() -> str:
+    """The devices in words, such as `tpu v5p (8 devices)`; once they are open."""
+    kind = str(xr.device_type()).lower()
+    if kind == "tpu":
+        kind = f"tpu {tpu.get_tpu_type()}"
+    return f"{kind} ({xr.global_runtime_device_count()} devices)"
+
+
+def peak_flops(compute_dtype: str) -> float | None:
+    """Operations a second of one device, or None where that is not known."""
+    if xr.device_type() != "TPU" or compute_dtype != "bfloat16":
+        return None
+    kind = tpu.get_tpu_type()
+    found = next((peak for name, peak in PEAKS.items() if name in kind.lower()), None)
+    return None if found is None else found * 1e12
+
+
+def memory_bytes() -> int:
+    """Most bytes in use so far: of a device's memory or, where it does not tell, this process's."""
+    if xr.device_type() != "TPU":
+        return peak_bytes(torch.device("cpu"))
+    try:
+        found = xm.get_memory_info()
+    except RuntimeError:  # PyTorch/XLA 2.9 does not tell once arrays are spread over devices
+        return peak_bytes(torch.device("cpu"))
+    return int(found.get("peak_bytes_used", found["bytes_used"]))
+
+
+def compile_seconds() -> float:
+    """Time that XLA has compiled for, in this process."""
+    found = metrics.metric_data("CompileTime")  # (times, sum in ns, samples)
+    return 0.0 if found is None else found[1] / 1e9
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that numbers depend on."""
+    return {name: version(name) for name in ("torch", "torch_xla", "diffusers", "numpy")}
+
+
+def probe() -> Probe:
+    """What this runtime finds here; no device is opened."""
+    chips = tpu.num_available_chips()
+    devices = [f"tpu ({chips} chips)"] if chips else []
+    return Probe(True, [*devices, "cpu (XLA)"], versions())

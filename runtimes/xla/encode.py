@@ -1,0 +1,71 @@
+"""Encode pictures and captions on XLA devices: rows shared by all, batches of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch_xla
+
+from runtimes.encoders import TEXT_BATCH
+from runtimes.job import EncodeJob
+from runtimes.torch import encode
+from runtimes.torch.encode import Float32
+from runtimes.xla.device import start
+from runtimes.xla.graph import keep_whole
+from runtimes.xla.mesh import Mesh, repeat_last
+
+
+class Encoder(encode.Encoder):
+    """See torch/encode.py.
+
+    Args:
+        batch_size: pictures to which every batch is filled up, so that it is one program, and a
+            picture's bits do not depend on what came before.
+    """
+
+    def __init__(
+        self, folder: Path, mesh: Mesh, batch_size: int, dtype: str, vae: Path | None
+    ) -> None:
+        super().__init__(
+            folder,
+            vae,
+            device=torch_xla.device(),
+            dtype=dtype,
+            send=mesh.put_rows,
+            fetch=mesh.fetch_rows,
+        )
+        keep_whole(self.vae)
+        self._pictures, self._captions = mesh.whole(batch_size), mesh.whole(TEXT_BATCH)
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        mean, logvar = super().images(repeat_last(pixels, self._pictures))
+        return mean[: len(pixels)], logvar[: len(pixels)]
+
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
+        more = [""] * (self._captions - len(captions))
+        states, pooled = super().texts([*captions, *more], clip)
+        return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
+
+
+class KeptEncoder(Encoder):
+    """One whose programs are kept."""
+
+    def __init__(self, job: EncodeJob) -> None:
+        self._compiled = start(job.device, job.compiled)
+        vae = None if job.vae is None else Path(job.vae)
+        mesh = Mesh(fsdp=1, hosts=1)
+        super().__init__(Path(job.model), mesh, job.batch_size, job.dtype, vae)
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        found = super().images(pixels)
+        self._compiled.keep()
+        return found
+
+
+def open_encoder(job: EncodeJob) -> Encoder:
+    """The encoders of a job. Raises WrongInput."""
+    return KeptEncoder(job)

@@ -1,0 +1,63 @@
+"""Draw prompts and take held-out losses on XLA devices, for one model after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtimes.base import StepBatch
+from runtimes.generate import LOSS_BATCH
+from runtimes.job import Drawing, GenerateJob
+from runtimes.ranks import Ranks
+from runtimes.torch.generate import load_network, own_scheduler
+from runtimes.torch.inputs import Inputs
+from runtimes.xla.device import compile_seconds, start
+from runtimes.xla.graph import keep_whole
+from runtimes.xla.mesh import Mesh, filled
+from runtimes.xla.sampler import Sampler
+
+
+class ThePipeline:
+    """See base.Pipeline for what each method promises."""
+
+    def __init__(self, job: GenerateJob) -> None:
+        self._compiled = start(job.device, job.compiled)
+        self._job, self._dtype = job, getattr(torch, job.dtype)
+        self._mesh = Mesh(fsdp=1, hosts=Ranks.here().world)
+        self._sampler: Sampler | None = None
+        self._network: Any = None
+
+    def take(self, drawing: Drawing) -> None:
+        self._network = None  # its memory is wanted
+        if self._sampler is not None:
+            self._sampler.leave()
+        network = load_network(drawing, Path(self._job.model), self._dtype, torch.device("cpu"))
+        keep_whole(network)
+        self._mesh.place(network)
+        self._network, self._scheduler = network, own_scheduler(drawing)
+        self.encodes_text = bool(network.text_encoders)
+
+    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
+        job = self._job
+        if self._sampler is None:
+            vae = None if job.vae is None else Path(job.vae)
+            self._sampler = Sampler(Path(job.model), self._mesh, job.dtype, vae)
+        self._sampler.use(self._network, self._scheduler)
+        pictures = self._sampler.draw(prompts, job.sampler, first=first)
+        self._compiled.keep()
+        return pictures
+
+    @torch.no_grad()
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        count, rows = len(batch.timesteps), min(LOSS_BATCH, self._job.sampler["batch_size"])
+        whole = filled(batch, self._mesh, rows)
+        inputs = Inputs(whole, self._mesh.put_rows, dtype=self._dtype)
+        return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
+
+    def compile_seconds(self) -> float:
+        return compile_seconds()

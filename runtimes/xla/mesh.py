@@ -1,0 +1,157 @@
+"""The mesh of devices: how batches and arrays are spread over it.
+
+It has two axes. All devices share a batch; those along `fsdp` share every array as well, so that
+weights, moments and average take a part of the memory on each (GSPMD, arXiv 2105.04663).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+from numpy.typing import NDArray
+from torch_xla.core import xla_model as xm
+from torch_xla.distributed import spmd
+
+from runtimes.base import StepBatch, WrongInput
+
+AXES = ("data", "fsdp")
+Spec = tuple[Any, ...]
+
+
+class Mesh:
+    """All devices of all hosts.
+
+    Args:
+        fsdp: how many share each array.
+        hosts: processes, each of which gives its share of a batch.
+
+    Raises:
+        WrongInput: `fsdp` does not divide the number of devices.
+    """
+
+    def __init__(self, fsdp: int, hosts: int) -> None:
+        self.count = xr.global_runtime_device_count()
+        if self.count % fsdp:
+            raise WrongInput(f"train.mesh.fsdp {fsdp} does not divide {self.count} devices")
+        shape = (self.count // fsdp, fsdp)
+        self.mesh = spmd.Mesh(np.arange(self.count), shape, AXES)
+        spmd.set_global_mesh(self.mesh)
+        self.local = self.count // hosts  # devices of this host
+        self._fsdp, self._hosts, self._device = fsdp, hosts, torch_xla.device()
+
+    def check_rows(self, count: int) -> None:
+        """Raise WrongInput for a host's share of a batch that its devices cannot share evenly."""
+        if self._hosts > 1 and count % self.local:
+            raise WrongInput(
+                f"{count} samples of a host cannot be shared by its {self.local} devices: change "
+                "train.global_batch_size or micro_batch_size"
+            )
+
+    def whole(self, rows: int) -> int:
+        """So many rows, or as few more as give each device of this host as many."""
+        return -(-rows // self.local) * self.local
+
+    def put_rows(self, array: NDArray[Any]) -> torch.Tensor:
+        """An array [B, ...] of this host's rows on the devices, which share those of all hosts."""
+        rows: Spec = (AXES, *(None for _ in array.shape[1:]))
+        spec = spmd.ShardingSpec(self.mesh, rows, minibatch=self._hosts > 1)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        (sent,) = xm.send_cpu_data_to_device([tensor], self._device, spec)
+        return sent
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A whole array on the devices, shared along `fsdp` where that is possible."""
+        return self._share(tensor.to(self._device))
+
+    def place(self, module: torch.nn.Module) -> None:
+        """Put a module's parameters and buffers on the devices, as `put` does."""
+        module.to(self._device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._share(tensor)
+
+    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Say how an array is spread: it is sent no sooner than that is known."""
+        spmd.mark_sharding(tensor, self.mesh, self.spec(tensor.shape))
+        return tensor
+
+    def spec(self, shape: torch.Size) -> Spec:
+        """Which dimension is cut: the largest that `fsdp` divides; none if it divides none."""
+        whole: list[Any] = [None] * len(shape)
+        fitting = [(size, -n) for n, size in enumerate(shape) if size % self._fsdp == 0]
+        if self._fsdp > 1 and fitting:
+            whole[-max(fitting)[1]] = "fsdp"
+        return tuple(whole)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A whole array on the host, put together from its parts: `.cpu()` would compile a program
+        for each. Every host calls it alike."""
+        shards = _parts(tensor)
+        if _covered(shards) < tensor.numel():  # the rest is on other hosts
+            copy = tensor.detach().clone()
+            spmd.mark_sharding(copy, self.mesh, (None,) * copy.ndim)
+            shards = _parts(copy)
+        return _joined(shards, tensor)
+
+    def fetch_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of an array [B, ...] that was just computed, the rows that this host gave."""
+        spmd.mark_sharding(tensor, self.mesh, (AXES, *(None for _ in tensor.shape[1:])))
+        return in_order([(shard.indices[0].start, _data(shard)) for shard in _parts(tensor)])
+
+
+def repeat_last(array: NDArray[Any], rows: int) -> NDArray[Any]:
+    """An array [B, ...] with its last row repeated, up to `rows`: what is of one size is one
+    program."""
+    return np.concatenate([array, np.repeat(array[-1:], max(0, rows - len(array)), axis=0)])
+
+
+def filled(batch: StepBatch, mesh: Mesh, rows: int) -> StepBatch:
+    """A batch of at most `rows` samples with the last one repeated, up to as many for each device
+    of this host."""
+    rows = mesh.whole(max(rows, len(batch.timesteps)))
+    names = ("noisy_latents", "timesteps", "target", "weight")
+    conditioning = {name: repeat_last(array, rows) for name, array in batch.conditioning.items()}
+    arrays: dict[str, Any] = {name: repeat_last(getattr(batch, name), rows) for name in names}
+    return replace(batch, conditioning=conditioning, **arrays)
+
+
+def in_order(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Rows of parts, each with the number of its first row; empty ones are left out."""
+    return torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0]) if len(rows)])
+
+
+def _parts(tensor: torch.Tensor) -> list[Any]:
+    """What this host's devices hold of an array, once it is computed."""
+    torch_xla.sync()
+    xm.wait_device_ops()
+    return list(spmd.XLAShardedTensor(tensor.detach()).local_shards)
+
+
+def _data(shard: Any) -> torch.Tensor:
+    """Without padding."""
+    if shard.indices is Ellipsis:
+        return shard.data
+    return shard.data[tuple(slice(0, part.stop - part.start) for part in shard.indices)]
+
+
+def _covered(shards: Sequence[Any]) -> int:
+    """Numbers of the array that are among the parts; several devices may hold the same."""
+    if shards[0].indices is Ellipsis:
+        return shards[0].data.numel()
+    places = {tuple((part.start, part.stop) for part in shard.indices) for shard in shards}
+    return sum(math.prod(stop - start for start, stop in place) for place in places)
+
+
+def _joined(shards: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
+    if shards[0].indices is Ellipsis:
+        return shards[0].data
+    whole = torch.empty(like.shape, dtype=like.dtype)
+    for shard in shards:
+        whole[tuple(shard.indices)] = _data(shard)
+    return whole

@@ -1,0 +1,186 @@
+"""The PyTorch/XLA runtime: one compiled step for each shape of batches, over all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch_xla
+from numpy.typing import NDArray
+from torch_xla.debug import profiler
+
+from configs.training import Train
+from runtimes.base import Pipeline, State, StepBatch, StepOutput
+from runtimes.events import Events
+from runtimes.job import GenerateJob, TrainJob
+from runtimes.objective.scheduler import trained_scheduler
+from runtimes.ranks import Ranks
+from runtimes.torch.dropout import drops, seed_dropout
+from runtimes.torch.flops import FlopCounter
+from runtimes.torch.inputs import Inputs, micro_batches
+from runtimes.torch.network import Network
+from runtimes.torch.schedulers import make_scheduler
+from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
+from runtimes.xla.graph import keep_whole, recompute
+from runtimes.xla.hosts import meet
+from runtimes.xla.mesh import Mesh, filled
+from runtimes.xla.update import Update
+
+__all__ = ["TheRuntime"]
+
+
+class TheRuntime:
+    """See base.Runtime for what each method promises."""
+
+    def __init__(self, events: Events) -> None:
+        self.versions, self.draws_together = versions(), False
+        self._sampler: Any = None  # sampler.Sampler, once a sample is asked for
+
+    def load(self, job: TrainJob) -> None:
+        self._job, self._settings = job, Train(**job.train)
+        check(self._settings)
+        ranks = Ranks.here()
+        self._compiled = start(self._settings.device, job.compiled)
+        self.device = describe()
+        self._hosts, self._rank = meet(ranks), ranks.rank
+        self.draws_together = ranks.world > 1
+        self._mesh = Mesh(self._settings.mesh.fsdp, ranks.world)
+        self._share = self._settings.global_batch_size // ranks.world
+        self._share = min(self._settings.micro_batch_size or self._share, self._share)
+        self._mesh.check_rows(self._share)
+        plain = self._settings.model_copy(update={"gradient_checkpointing": False})
+        network = Network.load(job, plain)
+        self._counter = FlopCounter(network)
+        keep_whole(network)
+        if self._settings.gradient_checkpointing:
+            for part in network.children():
+                recompute(part, torch_xla.device())
+        self._mesh.place(network)
+        self._network = network.train()
+        self._drops = drops(network)
+        self._update = Update(network.trained(), self._settings, self._mesh)
+        torch_xla.sync()
+
+    def put(self, batch: StepBatch) -> StepBatch:
+        return replace(batch, on_device=list(self._inputs(batch)))
+
+    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        losses = []
+        for inputs in batch.on_device or self._inputs(batch):
+            if self._drops:
+                # The same on every host: they run one program.
+                seed_dropout(self._settings.seed, batch.step, inputs.first, rank=0)
+                torch_xla.manual_seed(torch.initial_seed() % 2**63)
+            with self._autocast():
+                errors = inputs.errors(self._network)
+            loss = (inputs.weight * errors).sum() / batch.denominator
+            loss.backward()
+            losses.append(loss.detach())
+        figures = _Figures(self._mesh, torch.stack(losses).sum(), self._update.apply(learning_rate))
+        torch_xla.sync()  # starts the step; nothing waits for it
+        return StepOutput(figures.loss, figures.grad_norm)
+
+    def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
+        return micro_batches(batch, self._settings.micro_batch_size, self._mesh.put_rows)
+
+    def flops(self, batch: StepBatch) -> float | None:
+        whole = self._counter.of(batch)
+        return None if whole is None else whole * self._hosts.world / self._mesh.count
+
+    def peak_flops(self) -> float | None:
+        return peak_flops(self._settings.compute_dtype)
+
+    def any_rank(self, flag: bool) -> bool:
+        return self._hosts.any(flag)
+
+    def broadcast(self, number: int) -> int:
+        return self._hosts.broadcast(number)
+
+    @contextmanager
+    def profile(self, folder: str) -> Iterator[None]:
+        if self._rank != 0:
+            yield
+            return
+        profiler.start_trace(folder)
+        try:
+            yield
+        finally:
+            profiler.stop_trace()
+
+    def state(self) -> State:
+        self._compiled.keep()
+        state = self._update.state()
+        constants = self._network.constants()
+        if constants and self._settings.method == "full":
+            state["constants"] = constants
+        return state if self._rank == 0 else {}
+
+    def restore(self, state: State, step: int) -> None:
+        self._update.restore(state, step)
+
+    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+        from runtimes.xla.sampler import Sampler  # pipelines are slow to import
+
+        model = Path(self._job.model)
+        if self._sampler is None:
+            vae = None if self._job.vae is None else Path(self._job.vae)
+            self._sampler = Sampler(model, self._mesh, vae=vae)
+            changed = trained_scheduler(model / "scheduler", self._settings)
+            self._sampler.use(self._network, None if changed is None else make_scheduler(changed))
+        with self._evaluating():
+            return self._sampler.draw(prompts, sampler, first=0)
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        count, whole = len(batch.timesteps), filled(batch, self._mesh, self._share)
+        with self._evaluating(), torch.no_grad():
+            inputs = Inputs(whole, self._mesh.put_rows)
+            return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Within, the network has its average, if one is kept, and drops nothing."""
+        self._network.eval()
+        try:
+            with self._update.averaged(), self._autocast():
+                yield
+        finally:
+            self._network.train()
+
+    def memory_bytes(self) -> int:
+        return memory_bytes()
+
+    def pipeline(self, job: GenerateJob) -> Pipeline:
+        from runtimes.xla.generate import ThePipeline
+
+        return ThePipeline(job)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        half = self._settings.compute_dtype == "bfloat16"
+        return torch.autocast("xla", dtype=torch.bfloat16, enabled=half)
+
+
+class _Figures:
+    """What a step reports, brought over at once when the first of it is asked for."""
+
+    def __init__(self, mesh: Mesh, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        self._there, self._mesh = torch.stack([loss, grad_norm]), mesh
+        self.loss, self.grad_norm = _Figure(self, 0), _Figure(self, 1)
+
+    @cached_property
+    def here(self) -> list[float]:
+        return list(self._mesh.fetch(self._there).tolist())
+
+
+@dataclass(frozen=True)
+class _Figure:
+    of: _Figures
+    place: int
+
+    def __float__(self) -> float:
+        return self.of.here[self.place]

@@ -1,0 +1,119 @@
+"""Clipping, AdamW and the weight average, as part of the compiled step.
+
+The rule is that of torch.optim.AdamW (arXiv 1711.05101). What changes from step to step (rates,
+bias corrections, the average's decay) goes in as data, so that all steps are one computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch_xla
+
+from configs.training import Train
+from runtimes.base import State, WrongInput
+from runtimes.xla.mesh import Mesh
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+class Update:
+    """AdamW on float32 masters that are spread over the mesh."""
+
+    def __init__(self, parameters: Parameters, settings: Train, mesh: Mesh) -> None:
+        self._parameters, self._settings, self._mesh = parameters, settings, mesh
+        self._first = {name: self._zeros(p) for name, p in parameters.items()}
+        self._second = {name: self._zeros(p) for name, p in parameters.items()}
+        self._average: dict[str, torch.Tensor] = {}
+        if settings.ema_decay is not None:
+            self._average = {n: mesh.put(mesh.fetch(p).clone()) for n, p in parameters.items()}
+        text_rate = settings.text_encoder_learning_rate or settings.learning_rate
+        self._text_share = text_rate / settings.learning_rate
+        self._step = 0
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return self._mesh.put(torch.zeros(like.shape, dtype=torch.float32))
+
+    @torch.no_grad()
+    def apply(self, learning_rate: float) -> torch.Tensor:
+        """Clip the gradients, update, forget them. Returns their L2 norm before clipping."""
+        given = self._settings
+        rate, step_size, root, decay = self._numbers(learning_rate).unbind()
+        gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
+        factor = None
+        if given.max_grad_norm is not None:
+            factor = (given.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        beta1, beta2 = given.betas
+        for name, gradient in gradients.items():
+            parameter, first, second = self._parameters[name], self._first[name], self._second[name]
+            gradient = gradient if factor is None else gradient * factor
+            share = self._text_share if name.startswith("text_encoder") else 1.0
+            first.lerp_(gradient, 1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            parameter.sub_(parameter * (rate * (share * given.weight_decay)))
+            change = first / (second.sqrt() / root + given.epsilon)
+            parameter.sub_(change * (step_size * share))
+            parameter.grad = None
+        for name, average in self._average.items():
+            average.add_((self._parameters[name] - average) * (1 - decay))
+        self._step += 1
+        return norm
+
+    def _numbers(self, learning_rate: float) -> torch.Tensor:
+        """What this step has of its own: one transfer for all of it."""
+        beta1, beta2 = self._settings.betas
+        count = self._step + 1
+        decay = min(self._settings.ema_decay or 0.0, (1 + self._step) / (10 + self._step))
+        numbers = (
+            learning_rate,
+            learning_rate / (1 - beta1**count),
+            math.sqrt(1 - beta2**count),
+            decay,
+        )
+        return torch.tensor(numbers, dtype=torch.float32).to(torch_xla.device())
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the model has the averaged weights, if an average is kept."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, average in self._average.items():
+            parameter = self._parameters[name]
+            self._average[name], parameter.data = parameter.data, average
+
+    def state(self) -> State:
+        """Copies of everything that the next step depends on, but the step's number."""
+        return {
+            group: {name: self._mesh.fetch(tensor).numpy() for name, tensor in tensors.items()}
+            for group, tensors in self.tensors().items()
+        }
+
+    def restore(self, state: State, step: int) -> None:
+        """Continue as after `step` steps. Raises WrongInput if the state is of another model."""
+        for group, tensors in self.tensors().items():
+            given = state.get(group, {})
+            if given.keys() != tensors.keys():
+                raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
+            for name, tensor in tensors.items():
+                if given[name].shape != tuple(tensor.shape):
+                    raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
+                tensor.data = self._mesh.put(torch.from_numpy(given[name]))
+        self._step = step
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What State has of it, live on the devices."""
+        groups: dict[str, dict[str, torch.Tensor]] = {
+            "weights": dict(self._parameters),
+            "exp_avg": self._first,
+            "exp_avg_sq": self._second,
+        }
+        return groups | ({"ema": self._average} if self._average else {})

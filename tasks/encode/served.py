@@ -1,0 +1,103 @@
+"""Encoders of a runtime in another environment: a process there, and our side of its socket."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.base import WrongInput
+from runtimes.encoding import Arrays, receive, send
+from runtimes.job import EncodeJob
+from runtimes.registry import interpreter
+
+END_SECONDS = 10.0
+log = logging.getLogger("kiln")
+
+
+class EncoderLost(RuntimeError):
+    """The process that encodes is gone; the message has its last line."""
+
+
+class ServedEncoder:
+    """See base.Encodes. Threads may share it: they take turns.
+
+    Raises:
+        WrongInput: the model or the device cannot be used.
+        EncoderLost: from any call.
+    """
+
+    def __init__(self, job: EncodeJob) -> None:
+        self._turn = threading.Lock()
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # kept open
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            self._child = subprocess.Popen(
+                [interpreter(job.runtime), "-m", "runtimes", "--encode", str(number)],
+                pass_fds=(number,),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # it ends with our side of the socket, not by Ctrl-C
+            )
+        self._connection = Connection(ours.detach())
+        facts, _ = self._ask(asdict(job))
+        if "wrong_input" in facts:
+            raise WrongInput(facts["wrong_input"])
+        self.info: dict[str, Any] = facts["info"]
+
+    def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
+        _, found = self._ask({"call": "images"}, {"pixels": pixels})
+        return found["mean"], found["logvar"]
+
+    def texts(self, captions: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        _, found = self._ask({"call": "texts", "captions": list(captions)})
+        return found["states"], found.get("pooled")
+
+    def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
+        return self._ask({"call": "input_ids", "captions": list(captions)})[1]["ids"]
+
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        facts, _ = self._ask({"call": "token_counts", "captions": list(captions)})
+        return list(facts["counts"])
+
+    def __del__(self) -> None:
+        """Have the process end: its socket does."""
+        if hasattr(self, "_connection"):
+            self._end()
+
+    def _end(self) -> int:
+        """Close our side; the process's exit code."""
+        self._connection.close()
+        try:
+            return self._child.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            return self._child.wait()
+
+    def _ask(
+        self, facts: dict[str, Any], arrays: Arrays | None = None
+    ) -> tuple[dict[str, Any], Arrays]:
+        with self._turn:
+            try:
+                if self._connection.closed:  # it was lost in an earlier call
+                    raise EOFError
+                send(self._connection, facts, arrays)
+                return receive(self._connection)
+            except (EOFError, OSError):
+                code = self._end()
+                self._log.seek(0)
+                said = self._log.read().strip()
+                log.debug("%s", said)
+                last = said.rpartition("\n")[2]
+                raise EncoderLost(f"the process that encodes ended with {code}: {last}") from None
