@@ -154,12 +154,13 @@ def test_taken_away_too_often_is_said(world: Path, make_job: MakeJob, tmp_path: 
 
 
 LAUNCH = """
-import json, sys
+import json, signal, sys
 from pathlib import Path
 from artifacts.store import Store
 from configs.tpu import Tpu
 from runtimes.job import read_job
 from tasks.tpu import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell has us ignore it
 tpu, job, store = sys.argv[1:]
 launch.run_on_slice(
     Tpu(**json.loads(tpu)), read_job(Path(job)), lambda event: print(event["event"], flush=True),
@@ -182,7 +183,10 @@ def test_a_run_that_is_interrupted_has_the_slice_checkpoint_and_deletes_it(
             if line.strip() == "progress":
                 launcher.send_signal(signal.SIGINT)
                 break
-        launcher.communicate(timeout=120)
+        try:
+            launcher.communicate(timeout=120)
+        finally:
+            launcher.kill()
     steps = [path.name for path in Path(job.work, "checkpoints").glob("step-*")]
     assert len(steps) == 1 and steps[0] != "step-00050000"
     assert told(world)[-1] == "delete" and not (world / "state").exists()
