@@ -14,13 +14,15 @@ PIP := $(BIN)/python -m pip install $(QUIET)
 # Tests of one file share what is slow to make, so a file goes to one process. One thread each.
 PROCESSES ?= 2
 
-.PHONY: help demo setup setup-xla test lint format ui clean
+.PHONY: help demo setup setup-plan setup-xla setup-mindspore test lint format ui clean
 
 help:
 	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
 	@echo "make test    lint, types and all tests"
 	@echo "make setup   the environment alone (about 4 minutes, once)"
 	@echo "make setup-xla  runtime xla's own environment, in .venv-xla (7 GB, about 3 minutes, once)"
+	@echo "make setup-plan  the TPU's compiler, for kiln plan (no TPU is needed)"
+	@echo "make setup-mindspore  runtime mindspore's, in .venv-mindspore (3 GB, about 2 minutes, once)"
 	@echo "make ui      Prefect's server on http://127.0.0.1:4200 (another: PORT=4201), with the runs so far"
 	@echo "make lint    ruff and mypy;  make format  ruff format"
 	@echo "make clean   remove the environment (the store stays)"
@@ -28,7 +30,7 @@ help:
 demo: setup
 	$(BIN)/kiln run digits
 
-test: $(VENV)/dev.stamp setup-xla
+test: $(VENV)/dev.stamp setup-xla setup-mindspore
 	$(MAKE) --no-print-directory lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
 
@@ -58,6 +60,14 @@ $(VENV)/base.stamp: requirements/torch.txt requirements/base.txt pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Only its compiler is used, by `kiln plan`: in the environment it would slow every start.
+setup-plan: .libtpu/stamp
+
+.libtpu/stamp: requirements/plan.txt $(VENV)/base.stamp
+	@echo "Adding the TPU's compiler"
+	@$(PIP) --no-deps --upgrade --target .libtpu -r requirements/plan.txt
+	@touch $@
+
 $(VENV)/dev.stamp: $(VENV)/base.stamp requirements/dev.txt
 	@echo "Adding the test tools: pytest, ruff, mypy, import-linter"
 	@$(PIP) --no-deps -r requirements/dev.txt
@@ -72,6 +82,15 @@ $(VENV)-xla/stamp: requirements/xla-torch.txt requirements/xla.txt pyproject.tom
 	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-cache-dir -r requirements/xla-torch.txt
 	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-deps -r requirements/xla.txt
 	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-deps --editable .
+	@touch $@
+
+setup-mindspore: $(VENV)-mindspore/stamp
+
+$(VENV)-mindspore/stamp: requirements/mindspore.txt pyproject.toml
+	@echo "Setting up $(VENV)-mindspore with $(PYTHON): MindSpore and mindone, 3 GB on disk, about 2 minutes, once."
+	@test -x $(VENV)-mindspore/bin/pip || $(PYTHON) -m venv $(VENV)-mindspore
+	@$(VENV)-mindspore/bin/python -m pip install $(QUIET) --no-deps -r requirements/mindspore.txt
+	@$(VENV)-mindspore/bin/python -m pip install $(QUIET) --no-deps --editable .
 	@touch $@
 
 clean:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
 #: The hub's patterns are fnmatch's, whose * matches / too.
 HUB_FILES = ["*.json", "*.txt", "*.model", "*.md", "*/*.safetensors"]
 HUB_FILES += ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
+HUB_CONFIGS = ["*.json", "*.txt"]
 HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*", "text_encoders/*"]
 #: Copies of the same weights, left out unless one is asked for.
 HUB_VARIANTS = ["*.fp16.safetensors", "*.fp16-*.safetensors", "*.non_ema.safetensors"]
@@ -36,7 +38,13 @@ def cache_folder() -> Path:
     return Path(base).expanduser() / "kilnworks"
 
 
-def resolve_model(path: str, *, revision: str | None = None, variant: str | None = None) -> Path:
+def resolve_model(
+    path: str,
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    files: Sequence[str] = HUB_FILES,
+) -> Path:
     """A local folder holding the model at `path`: a local folder, a hub id, or an fsspec URL.
 
     Raises:
@@ -48,7 +56,12 @@ def resolve_model(path: str, *, revision: str | None = None, variant: str | None
         return _fetch_url(path)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelNotFound(f"model {path}: no such folder (give a folder, a hub id or a URL)")
-    return _fetch_hub(path, revision, variant)
+    return _fetch_hub(path, revision, variant, files)
+
+
+def resolve_configs(path: str, *, revision: str | None = None) -> Path:
+    """The same, but of a hub id the configs only: no weights. Raises ModelNotFound."""
+    return resolve_model(path, revision=revision, files=HUB_CONFIGS)
 
 
 def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
@@ -96,7 +109,7 @@ def _fetch_url(url: str) -> Path:
     return target
 
 
-def _fetch_hub(repo: str, revision: str | None, variant: str | None) -> Path:
+def _fetch_hub(repo: str, revision: str | None, variant: str | None, files: Sequence[str]) -> Path:
     from httpx2 import HTTPError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, XetDownloadError
@@ -104,7 +117,7 @@ def _fetch_hub(repo: str, revision: str | None, variant: str | None) -> Path:
     skip = HUB_SKIPPED if variant else [*HUB_SKIPPED, *HUB_VARIANTS]
     try:
         folder = snapshot_download(
-            repo, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=skip
+            repo, revision=revision, allow_patterns=list(files), ignore_patterns=skip
         )
     except (OSError, HTTPError, HFValidationError, XetDownloadError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):

@@ -83,11 +83,11 @@ def whole_run(
     return seconds, dict(stages)
 
 
-def run_module(module: str, *arguments: str) -> tuple[float, Any]:
+def run_module(module: str, *arguments: str, python: str = sys.executable) -> tuple[float, Any]:
     """Seconds that `python -m module` takes, and the JSON in its last line."""
     begin = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [python, "-m", module, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

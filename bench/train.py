@@ -19,12 +19,21 @@ THREADS = "OMP_NUM_THREADS"
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line's options."""
+    from bench.train_mindspore import MINDSPORE_ROWS
     from bench.train_rows import ROWS
 
     parser = argparse.ArgumentParser(
         prog="python -m bench.train",
         description="Time our training against diffusers' example scripts.",
-        epilog=f"Rows: {', '.join(ROWS)}. {THREADS} sets both sides' threads.",
+        epilog=f"Rows: {', '.join(ROWS)}; of mindspore: {', '.join(MINDSPORE_ROWS)}. {THREADS} "
+        "sets both sides' threads.",
+    )
+    parser.add_argument(
+        "--runtime",
+        choices=("torch", "mindspore"),
+        default="torch",
+        help="torch against diffusers' scripts, mindspore against mindone's own training step, "
+        "which needs no script (default: %(default)s)",
     )
     parser.add_argument(
         "--diffusers-examples",
@@ -52,7 +61,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=ROUNDS,
         help=f"rounds of each comparison (default: %(default)s; fewer than {ROUNDS} only to try)",
     )
-    parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help="these rows only")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*ROWS, *MINDSPORE_ROWS], metavar="ROW", help="these rows only"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
     return parser.parse_args(arguments)
 
@@ -65,6 +76,7 @@ def main(arguments: list[str]) -> int:
     from bench import report
     from bench.peer import Peer, PeerFailed
     from bench.steps import Context
+    from bench.train_mindspore import MINDSPORE_ROWS
     from bench.train_rows import ROWS
 
     facts = {"machine": report.machine(int(os.environ[THREADS])), "versions": report.versions()}
@@ -79,9 +91,10 @@ def main(arguments: list[str]) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
         context = Context(Path(folder), peer, options.rounds, options.steps)
-        for name in options.only or ROWS:
+        known = MINDSPORE_ROWS if options.runtime == "mindspore" else ROWS
+        for name in options.only or known:
             report.say(f"{name} ...")
-            rows.append(context.row(name, ROWS[name]))
+            rows.append(context.row(name, known[name]))
     report.publish("train", rows, facts, options.json)
     return int(any(row.failed for row in rows))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from bench import inputs, ours
 from bench.peer import SCRIPTS
@@ -89,6 +91,37 @@ def overhead_row(context: Context, name: str) -> Row:
     return Row(name, {name: found["ratio"]["median"]}, found)
 
 
+def jax_row(context: Context, name: str) -> Row:
+    """Seconds of a step of runtime torch, eager and compiled, over those of runtime jax: the same
+    model, batches and CPU, all through our loop.
+    """
+    if find_spec("jax") is None:
+        return Row(name, left_out="jax is not installed here")
+    sides: dict[str, dict[str, Any]] = {
+        "torch": {},
+        "torch_compile": {"compile": True},
+        "jax": {},
+    }
+    times: dict[str, list[ours.LoopTime]] = {side: [] for side in sides}
+    for number in range(context.rounds):
+        order = list(sides)[number % 3 :] + list(sides)[: number % 3]
+        for side in order:
+            with context.scratch() as folder:
+                job = context.job(MIDDLE, "full", folder, device="cpu", **sides[side])
+                job = replace(job, runtime=side.partition("_")[0])
+                times[side].append(ours.time_loop(job))
+    seconds = {side: [time.seconds for time in found] for side, found in times.items()}
+    over = {
+        f"{name}_over_{side}": spread(
+            [a / b for a, b in zip(seconds[side], seconds["jax"], strict=True)]
+        )
+        for side in ("torch", "torch_compile")
+    }
+    figures = {f"{side}_seconds": spread(found) for side, found in seconds.items()}
+    ratios = {ratio: values["median"] for ratio, values in over.items()}
+    return Row(name, ratios, {**over, **figures})
+
+
 ROWS: dict[str, Callable[[Context, str], Row]] = {
     "step_vs_diffusers_full": partial(step_row, scale=TINY, method="full"),
     "step_vs_diffusers_lora": partial(step_row, scale=TINY, method="lora"),
@@ -97,5 +130,6 @@ ROWS: dict[str, Callable[[Context, str], Row]] = {
     "run_vs_diffusers": run_row,
     "equal_losses": equal_row,
     "bare_over_loop": overhead_row,
+    "jax": jax_row,
     **CUDA_ROWS,
 }

@@ -10,11 +10,21 @@ from configs.section import Fraction, Section
 from configs.tpu import Tpu
 from configs.training import Train
 
-RUNTIMES_BUILT = ("torch", "xla")
-RuntimeName = Literal["torch", "xla", "jax", "mindspore", "npu", "hpu"]
+RUNTIMES_BUILT = ("torch", "jax", "xla", "mindspore")
+RuntimeName = Literal["torch", "xla", "jax", "mindspore", "hpu"]
 
 
-SchedulerName = Literal["ddim", "dpm++", "euler", "euler_ancestral", "flow_euler", "lms", "pndm"]
+SchedulerName = Literal[
+    "ddim",
+    "ddim_parallel",
+    "ddpm",
+    "dpm++",
+    "euler",
+    "euler_ancestral",
+    "flow_euler",
+    "lms",
+    "pndm",
+]
 
 
 class Model(Section):
@@ -233,6 +243,17 @@ class Publish(Section):
     license: str | None = Field(None, description="Licence; null takes the base's from its card.")
 
 
+class Plan(Section):
+    """What `kiln plan` reckons with."""
+
+    pictures: PositiveInt | None = Field(
+        None, description="Pictures that storage is planned for; null tells that of one."
+    )
+    chip_hour_price: float | None = Field(
+        None, gt=0, description="Price of one chip for an hour, in any currency; null tells none."
+    )
+
+
 class Recipe(Section):
     """From a list of images to a published model."""
 
@@ -254,6 +275,7 @@ class Recipe(Section):
     )
     evaluate: Evaluate
     publish: Publish
+    plan: Plan = Plan()
 
     @model_validator(mode="after")
     def _runtime_has_it(self) -> Recipe:

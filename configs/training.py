@@ -93,9 +93,36 @@ class Profile(Section):
 
 
 class Mesh(Section):
-    """How the devices of runtime xla share the work; all of them share each batch."""
+    """How the devices of runtimes jax and xla share the work; all of them share each batch."""
 
     fsdp: PositiveInt = Field(1, description="Devices that share each array; 1 keeps all whole.")
+
+
+class LossScale(Section):
+    """Dynamic loss scaling for float16 (arXiv 1710.03740): halved at an overflow, whose step is
+    skipped, doubled after so many steps without one."""
+
+    initial: float = Field(65536.0, ge=1, description="Where it starts.")
+    growth_every: PositiveInt = Field(2000, description="Steps without overflow that double it.")
+
+
+class MindSpore(Section):
+    """What runtime mindspore alone has."""
+
+    mode: Literal["pynative", "graph"] = Field(
+        "pynative", description="Forward and backward operator by operator, or as compiled graph."
+    )
+    jit_level: Literal["O0", "O1", "O2"] = Field(
+        "O0",
+        description="Of the graph: as it is, with operators fused, or by CANN's graph engine "
+        "(Ascend alone).",
+    )
+    flash_attention: bool = Field(
+        True, description="Ascend's fused attention, for compute_dtype float16 and bfloat16."
+    )
+    data_sink: bool = Field(
+        True, description="Put batches into an NPU's memory while it computes those before."
+    )
 
 
 class Wandb(Section):
@@ -191,14 +218,18 @@ class Train(Section):
         0.0, description="Share of samples trained without a caption."
     )
 
-    compute_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Precision of forward and backward; weights stay float32."
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="Precision of forward and backward; weights stay float32. float16 is for "
+        "runtime mindspore.",
     )
+    loss_scale: LossScale = LossScale()
     gradient_checkpointing: bool = Field(False, description="Trade compute for activation memory.")
     compile: bool = Field(False, description="torch.compile the denoiser.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
-    processes: PositiveInt = Field(1, description="Processes of this machine; a GPU each.")
+    device: str = Field("auto", description="auto, cpu, cuda[:N], npu[:N], tpu or ascend[:N].")
+    processes: PositiveInt = Field(1, description="Processes of this machine; a GPU or NPU each.")
     mesh: Mesh = Mesh()
+    mindspore: MindSpore = MindSpore()
     parallel: Literal["data", "fsdp"] = Field(
         "data", description="A whole model in each process, or a share of it (FSDP)."
     )
@@ -278,6 +309,7 @@ CARRYING_OUT = frozenset(
         "log_every",
         "mesh",
         "micro_batch_size",
+        "mindspore",
         "parallel",
         "peak_tflops",
         "prefetch",
@@ -297,6 +329,8 @@ def computing(settings: Train) -> dict[str, Any]:
         left_out.add("lora")
     elif settings.lora.dropout:  # drawn anew for each forward pass of each process
         left_out -= {"micro_batch_size", "processes"}
+    if settings.compute_dtype != "float16":
+        left_out.add("loss_scale")
     if settings.lr_schedule == "constant":
         left_out.add("lr_final")
     if settings.lr_schedule != "cosine_with_restarts":

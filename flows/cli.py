@@ -72,6 +72,35 @@ def run(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a YAML file.")],
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            help="TPU slice, such as v5p-8, v4-32, v5e-8 or v6e-16; else that of the recipe's tpu.",
+        ),
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--largest", help="Look for the largest batch that fits, too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what training takes on a TPU slice, by compiling its step for it: none is needed.
+
+    Exit code 2 if the recipe's batch does not fit: the message says which one does.
+    """
+    loaded = load_recipe(recipe, dict(parse_override(text) for text in override or []))
+    from flows.plan import tell
+
+    tell(loaded, topology, search=search, as_json=as_json)
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Print this recipe, resolved.")] = None,
     override: Annotated[

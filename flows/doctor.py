@@ -12,6 +12,7 @@ from typing import Any, get_args
 from configs.schema import RUNTIMES_BUILT, RuntimeName
 from configs.urls import without_secrets
 from flows.runner import ServerAway, check_server
+from runtimes.ascend import cann_version, count_npus, lacking, torch_npu_version
 from runtimes.registry import probe_runtime
 
 #: Versions that pip resolves but that do not work together: what, why.
@@ -52,6 +53,12 @@ def _findings() -> dict[str, Any]:
         "prefect_api": server,
         "versions": versions,
         "runtimes": runtimes,
+        "ascend": {
+            "npus": count_npus(),
+            "cann": cann_version(),
+            "torch_npu": torch_npu_version(),
+            "lacking": lacking(),
+        },
         "problems": problems,
     }
 
@@ -75,6 +82,13 @@ def _runtime(name: str) -> dict[str, Any]:
     return {"available": found.available, "devices": found.devices, "reason": found.reason}
 
 
+def _ascend(found: dict[str, Any]) -> str:
+    """NPUs, CANN and torch_npu in words, and what they lack."""
+    there = [f"{found['npus']} NPUs"]
+    there += [f"{name} {found[name]}" for name in ("cann", "torch_npu") if found[name]]
+    return ", ".join(there) + "".join(f"; {words}" for words in found["lacking"])
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -90,6 +104,7 @@ def _print(found: dict[str, Any]) -> None:
     for name, runtime in found["runtimes"].items():
         state = ", ".join(runtime["devices"]) if runtime["available"] else runtime["reason"]
         print(f"runtime {name:10} {state}")
+    print(f"ascend: {_ascend(found['ascend'])}")
     for problem in found["problems"]:
         print(f"problem: {problem}")
     print("ready" if not found["problems"] else "not ready")

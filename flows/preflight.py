@@ -15,6 +15,7 @@ from runtimes.families import detect_family
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.objective.scheduler import read_config, read_schedule, trained_scheduler
 from runtimes.registry import (
+    check_family,
     check_installed,
     check_scheduler,
     check_settings,
@@ -125,7 +126,9 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     model = resolve_model(recipe.model.path, revision=recipe.model.revision)
     vae = resolve_model(recipe.model.vae) if recipe.model.vae else None
     # Raises for a folder of another family, or without its configs.
-    factor = describe_encoders(model, vae)["size_step"]
+    found = describe_encoders(model, vae)
+    check_family(recipe.runtime, found["family"])
+    factor = found["size_step"]
     bucket_sizes(TransformSettings.of(recipe), factor)
     evaluate.check_size(recipe, model, vae)
     _check_weights(model, vae)

@@ -5,8 +5,8 @@
 
 Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with no step lost; 1 anything else.
 
-Where the job asks for more processes, this one is the first and starts the others; or torchrun
-starts all of them. The first one alone speaks, and writes.
+Where the job asks for more processes, this one is the first and starts the others; or torchrun or
+msrun starts all of them. The first one alone speaks, and writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from runtimes.events import Events
 from runtimes.generate import generate
 from runtimes.job import Job, TrainJob, read_job
 from runtimes.others import LostRank, Others
-from runtimes.ranks import Ranks, follows
+from runtimes.ranks import Ranks, brings_together, follows, launched
 from runtimes.registry import check_settings, probe_runtime
 from runtimes.stop import STOPPED, Stop
 from runtimes.train.divergence import Diverged
@@ -69,6 +69,11 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m runtimes JOB.json (others: see its docstring)", file=sys.stderr)
         return 2
+    if brings_together():
+        from runtimes.mindspore import scheduler
+
+        scheduler.serve()
+        return 0
     events, stop = Events(), Stop()
     stop.listen()
     speaker = f"process {Ranks.here().rank}: " if follows() else ""
@@ -122,7 +127,7 @@ def _with_local_models(job: Job) -> Job:
 def _processes(job: TrainJob) -> int:
     """How many this one and those that it starts are to be. Raises WrongInput."""
     settings = read_settings(job)
-    started = "RANK" in os.environ  # by torchrun, which knows how many
+    started = launched()
     count = Ranks.here().world if started else settings.processes
     if settings.global_batch_size % count:
         raise WrongInput(

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from runtimes.job import Drawing, GenerateJob, TrainJob
 
 #: Named arrays by group: `weights` (fp32 masters of what is trained), `exp_avg`, `exp_avg_sq`,
-#: `ema`, and `constants` (what a trained part has beside weights, if anything). A name is the
-#: pipeline's part and diffusers' name in it: `unet.conv_in.weight` or, of an adapter,
+#: `ema`, `constants` (what a trained part has beside weights, if anything) and `loss_scale` (of
+#: float16, see loss_scale.py). But for that last one, a name is the pipeline's part and diffusers'
+#: name in it: `unet.conv_in.weight` or, of an adapter,
 #: `unet.mid_block.attentions.0.proj_in.lora_A.weight`.
 State = dict[str, dict[str, NDArray[np.float32]]]
 
@@ -54,6 +55,7 @@ class StepOutput:
 
     loss: Number
     grad_norm: Number  # L2 norm before clipping
+    overflowed: bool = False  # at the loss scale: no number for a norm, and nothing was updated
 
 
 @dataclass(frozen=True)

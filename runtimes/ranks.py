@@ -1,7 +1,8 @@
 """Which of the processes of a run this one is.
 
 The names are torchrun's, so a run may also be started by it: RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT to meet at.
+LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT to meet at. Or by MindSpore's msrun: RANK_ID,
+MS_WORKER_NUM and DEVICE_ID, where MS_ROLE is MS_WORKER.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ class Ranks:
     rank: int = 0  # of this process, from 0
     world: int = 1  # processes in all
     local_rank: int = 0  # of this process, among those of its machine
-    local_world: int = 1  # processes of its machine
+    local_world: int = 1  # processes of its machine; under msrun, those known of
 
     @classmethod
     def here(cls) -> Ranks:
         """As the environment says; one process alone without."""
+        if "RANK" not in os.environ and _by_msrun():
+            local_rank = int(os.environ.get("DEVICE_ID") or 0)
+            rank, world = os.environ["RANK_ID"], os.environ["MS_WORKER_NUM"]
+            return cls(int(rank), int(world), local_rank, local_rank + 1)
         place = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         return cls(*(int(os.environ.get(name) or default) for name, default in place))
 
@@ -32,6 +37,20 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is the process that speaks and writes for all."""
         return self.rank == 0
+
+
+def launched() -> bool:
+    """Whether a launcher has started the processes of this run, and knows how many there are."""
+    return "RANK" in os.environ or _by_msrun()
+
+
+def brings_together() -> bool:
+    """Whether msrun has started this process for the others to find each other, not to train."""
+    return os.environ.get("MS_ROLE") == "MS_SCHED"
+
+
+def _by_msrun() -> bool:
+    return os.environ.get("MS_ROLE") == "MS_WORKER" and "RANK_ID" in os.environ
 
 
 def follows() -> bool:

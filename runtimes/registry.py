@@ -32,11 +32,23 @@ class Place:
     needs: tuple[str, ...]  # what must be installed
     environment: str | None = None  # a folder beside our environment's; None is ours
     schedulers: tuple[str, ...] | None = None  # classes that it draws with; None: all of diffusers
+    #: Whether an open device is closed to other processes: who encodes must end before training.
+    exclusive: bool = False
+    families: tuple[str, ...] | None = None  # of models that it knows; None is all
 
 
 RUNTIMES = {
     "torch": Place("runtimes.torch", ("torch", "diffusers", "transformers", "safetensors")),
+    "jax": Place(
+        "runtimes.jax", ("jax", "torchax", "diffusers"), exclusive=True, schedulers=TABLED
+    ),
     "xla": Place("runtimes.xla", ("torch_xla",), ".venv-xla", schedulers=TABLED),
+    "mindspore": Place(
+        "runtimes.mindspore",
+        ("mindspore", "mindone"),
+        environment=".venv-mindspore",
+        families=("sd", "sdxl"),
+    ),
 }
 
 
@@ -105,9 +117,24 @@ def check_settings(name: str, settings: Train) -> None:
         raise WrongInput(wrong)
 
 
+def check_family(name: str, family: str) -> None:
+    """Raise WrongInput if a runtime does not know models of a family."""
+    known = _place(name).families
+    if known is not None and family not in known:
+        raise WrongInput(
+            f"a model of family {family} is not for runtime {name} (it knows {', '.join(known)}): "
+            "take runtime torch"
+        )
+
+
 def has_own_environment(name: str) -> bool:
     """Whether a runtime is run in another environment than ours."""
     return interpreter(name) != sys.executable
+
+
+def encodes_apart(name: str) -> bool:
+    """Whether a runtime's encoders are to be in a process of their own."""
+    return has_own_environment(name) or _place(name).exclusive
 
 
 def _ask(python: str, *question: str) -> dict[str, Any]:

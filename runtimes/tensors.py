@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -90,6 +91,32 @@ def read_arrays(fs: AbstractFileSystem, path: str) -> Arrays:
                 raise ValueError(f"{path} is cut short at {name}")
             arrays[name] = data.view("<f4").reshape(entry["shape"])
     return arrays
+
+
+def read_floats(path: Path) -> tuple[dict[str, str], Arrays]:
+    """The header's words and the arrays, in float32, of a safetensors file of any float precision.
+
+    Raises:
+        OSError, ValueError, KeyError: it is damaged, or holds anything but floats.
+    """
+    mapped = np.memmap(path, np.uint8, mode="r")
+    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+    header = json.loads(mapped[8:start].tobytes())
+    described = header.pop("__metadata__", {})
+    arrays = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        raw = mapped[start + begin : start + end]
+        if len(raw) != end - begin:
+            raise ValueError(f"it is cut short at {name}")
+        arrays[name] = _floats(raw.tobytes(), entry["dtype"]).reshape(entry["shape"])
+    return described, arrays
+
+
+def _floats(raw: bytes, dtype: str) -> NDArray[np.float32]:
+    if dtype == "BF16":  # the upper half of a float32
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32)
 
 
 def _map(path: str) -> NDArray[np.uint8]:

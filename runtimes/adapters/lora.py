@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from configs.training import Lora
 from runtimes.base import WrongInput
 from runtimes.objective.draws import Stream, generator
-from runtimes.tensors import Arrays
+from runtimes.tensors import Arrays, read_floats
 
 Float32 = NDArray[np.float32]
 Layer = Literal["linear", "conv"]
@@ -29,6 +29,8 @@ Layer = Literal["linear", "conv"]
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name
 #: Key of the file's header under which diffusers keeps the settings of adapters.
 METADATA = "lora_adapter_metadata"
+#: PEFT's name of our adapter, which State leaves out.
+ADAPTER = "default"
 DOWN, UP, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _TEXT_STREAM = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # SD3's
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", *_TEXT_STREAM)
@@ -140,7 +142,7 @@ def read_adapters(path: Path) -> Adapters:
         WrongInput: it is damaged, or says nothing of their scale.
     """
     try:
-        header, arrays = _read(path)
+        header, arrays = read_floats(path)
         settings = json.loads(header[METADATA])
         return _by_layer(arrays, settings)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -157,6 +159,12 @@ def stored_name(part: str, name: str) -> str:
     return f"text_model.{name}"
 
 
+def state_name(part: str, name: str) -> str:
+    """The name in State of a parameter of a part: the stored name, without PEFT's additions."""
+    name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
+    return f"{part}.{stored_name(part, name.replace(f'.{ADAPTER}.', '.'))}"
+
+
 def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:
     found: Adapters = {}
     for name in arrays:
@@ -171,25 +179,6 @@ def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:
             adapter = Adapter(arrays[name], arrays[whole + UP], magnitude, scale)
             found.setdefault(part, {})[layer] = adapter
     return found
-
-
-def _read(path: Path) -> tuple[dict[str, str], Arrays]:
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    described = header.pop("__metadata__", {})
-    arrays = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        raw = data[start + begin : start + end]
-        arrays[name] = _floats(raw, entry["dtype"]).reshape(entry["shape"])
-    return described, arrays
-
-
-def _floats(raw: bytes, dtype: str) -> Float32:
-    if dtype == "BF16":  # the upper half of a float32
-        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-    return np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32)
 
 
 def _ending(layers: Mapping[str, Layer], ends: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ knows. Its scheduler must say so, in training, in drawing and where it is publis
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ TAKES_SAMPLE = RESCALES - {"EulerAncestralDiscreteScheduler"}
 #: Schedulers that pictures may be drawn with, by the names that recipes give them.
 DRAWING = {
     "ddim": "DDIMScheduler",
+    "ddim_parallel": "DDIMParallelScheduler",
+    "ddpm": "DDPMScheduler",
     "dpm++": "DPMSolverMultistepScheduler",
     "euler": "EulerDiscreteScheduler",
     "euler_ancestral": "EulerAncestralDiscreteScheduler",
@@ -155,4 +157,23 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise WrongInput(
             f"scheduler {name} is not for this model, whose own is {config.get('_class_name')}"
         )
-    return {**config, "_class_name": kind, **({"clip_sample": False} if name == "ddim" else {})}
+    return {**config, "_class_name": kind, "clip_sample": False}
+
+
+def chosen(
+    scheduler: Any, sampler: Mapping[str, Any], make: Callable[[dict[str, Any]], Any]
+) -> Any:
+    """The scheduler that pictures are asked to be drawn with, or the model's own.
+
+    Args:
+        scheduler: the model's, of diffusers or mindone.
+        sampler: as GenerateJob.sampler.
+        make: makes one from a config.
+
+    Raises:
+        WrongInput: the model cannot be drawn with it.
+    """
+    if (name := sampler.get("scheduler")) is None:
+        return scheduler
+    config = {"_class_name": type(scheduler).__name__, **scheduler.config}
+    return make(drawing_config(config, name))

@@ -7,17 +7,23 @@ import gc
 import os
 import platform
 import re
+import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
 from configs.training import Train
+from runtimes.ascend import count_npus, lacking, torch_npu_version
 from runtimes.base import Probe, WrongInput
+from runtimes.memory import peak_of_process
 from runtimes.ranks import Ranks
+from runtimes.torch import npu
 from runtimes.torch.optimizers import check_optimizer
 
 ALONE = Ranks()
+#: Kinds of devices beside the CPU, by PyTorch's names, in words.
+ACCELERATORS = {"cuda": "CUDA", "npu": "Ascend NPU"}
+_NAME = re.compile(r"(?P<kind>auto|cpu|cuda|npu)(?:(?<!auto)(?<!cpu):(?P<number>\d+))?")
 #: Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -38,39 +44,51 @@ def make_deterministic() -> None:
 
 
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """`auto` is CUDA when there is one, else the CPU; each process of a machine has a CUDA device
-    of its own.
+    """`auto` is CUDA when there is one, else the CPU; each process of a machine has a device of its
+    own. An NPU must be asked for.
 
     Raises:
         WrongInput: it is not there, or there are fewer than processes.
     """
-    there = torch.cuda.device_count()
-    if name == "auto":
-        name = "cuda" if there else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise WrongInput(f"device {name!r} is not known (auto, cpu, cuda or cuda:N)") from None
-    if device.type not in ("cpu", "cuda"):
-        raise WrongInput(f"device {name!r} is not for this runtime (auto, cpu, cuda or cuda:N)")
-    if device.type == "cuda" and ranks.world > 1:
-        if device.index is not None:
-            raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or cuda")
-        if ranks.local_world > there:
-            raise WrongInput(
-                f"{ranks.local_world} processes want a CUDA device each, this machine has {there}: "
-                "lower train.processes, or set device cpu"
-            )
-        device = torch.device("cuda", ranks.local_rank)
-    if device.type == "cuda" and (device.index or 0) >= there:
-        raise WrongInput(f"device {name}: this machine has {there} CUDA devices; set auto or cpu")
-    return device
+    known = "auto, cpu, cuda[:N] or npu[:N]"
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise WrongInput(f"device {name!r} is not for this runtime ({known})")
+    kind, number = match["kind"], match["number"]
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.device_count() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "npu":
+        npu.load()
+    words, there = ACCELERATORS[kind], torch.get_device_module(kind).device_count()
+    if ranks.world > 1 and number is not None:
+        raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or {kind}")
+    if ranks.world > 1 and ranks.local_world > there:
+        raise WrongInput(
+            f"{ranks.local_world} processes want a {words} device each, this machine has {there}: "
+            "lower train.processes, or set device cpu"
+        )
+    if int(number or 0) >= there:
+        raise WrongInput(
+            f"device {name}: this machine has {there} {words} devices; set auto or cpu"
+        )
+    if ranks.world > 1:
+        return torch.device(kind, ranks.local_rank)
+    return torch.device(kind) if number is None else torch.device(kind, int(number))
 
 
 def check(settings: Train) -> None:
     """Raise WrongInput for train settings that the devices of this machine cannot serve."""
     ranks = Ranks(world=settings.processes, local_world=settings.processes)
+    check_precision(settings)
     check_optimizer(settings, choose_device(settings.device, ranks))
+
+
+def check_precision(settings: Train) -> None:
+    """Raise WrongInput for a precision that needs a loss scale."""
+    if settings.compute_dtype == "float16":
+        raise WrongInput("train.compute_dtype: float16 is for runtime mindspore: take bfloat16")
 
 
 def keep_freed_memory() -> None:
@@ -88,25 +106,25 @@ def keep_freed_memory() -> None:
 
 def describe(device: torch.device) -> str:
     """The device in words, such as `cuda:0 (NVIDIA H100)`."""
-    if device.type == "cuda":
-        return f"cuda:{device.index or 0} ({torch.cuda.get_device_name(device)})"
+    if device.type in ACCELERATORS:
+        name = torch.get_device_module(device).get_device_name(device)
+        return f"{device.type}:{device.index or 0} ({name})"
     return f"cpu ({torch.get_num_threads()} threads, {platform.machine()})"
 
 
 def peak_bytes(device: torch.device) -> int:
     """Most bytes in use so far: of the device's memory, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # Not ru_maxrss: a child starts with its parent's, which may have been larger.
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return int(peak[1]) * 1024 if peak else 0
+    if device.type in ACCELERATORS:
+        return int(torch.get_device_module(device).max_memory_allocated(device))
+    return peak_of_process()
 
 
 def free_memory() -> None:
     """Hand back to the device what models that nobody holds any more have left in the cache."""
     gc.collect()
     torch.cuda.empty_cache()  # nothing, where there is no CUDA
+    if "torch_npu" in sys.modules:
+        torch.get_device_module("npu").empty_cache()
 
 
 def versions() -> dict[str, str]:
@@ -115,6 +133,8 @@ def versions() -> dict[str, str]:
 
 
 def probe() -> Probe:
-    """What this runtime finds here."""
+    """What this runtime finds here. NPUs are told of as the driver shows them, not opened."""
     devices = [describe(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
+    if torch_npu_version() is not None and not lacking():
+        devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

@@ -19,8 +19,9 @@ from runtimes.families import FAMILIES
 from runtimes.job import EncodeJob
 from runtimes.torch.device import choose_device, make_deterministic
 from runtimes.torch.inputs import Send, sender
-from runtimes.torch.models import SAFE, load_text_encoder, weight_variant
+from runtimes.torch.models import SAFE, load_text_encoder
 from runtimes.torch.texts import encode_ids, join_t5
+from runtimes.weights import weight_variant
 
 Float32 = NDArray[np.float32]
 #: Tokens that spell any text: CLIP's byte alphabet. Fewer means that a vocabulary was not read.

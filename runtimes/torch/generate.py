@@ -20,13 +20,15 @@ from runtimes.encoders import t5_length
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.draws import Stream, generator
-from runtimes.objective.scheduler import read_config
+from runtimes.objective.scheduler import chosen, read_config
 from runtimes.torch.device import choose_device, make_deterministic
 from runtimes.torch.inputs import Inputs, sender
 from runtimes.torch.lora import lay_over
-from runtimes.torch.models import load_denoiser, load_text_encoder, weight_variant
+from runtimes.torch.models import load_denoiser, load_text_encoder
 from runtimes.torch.network import Network
-from runtimes.torch.schedulers import chosen, make_scheduler
+from runtimes.torch.npu import attend
+from runtimes.torch.schedulers import make_scheduler
+from runtimes.weights import weight_variant
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
@@ -91,7 +93,7 @@ class Sampler:
         `sampler` has seed, num_inference_steps, guidance_scale, scheduler, height, width (None is
         the model's own) and batch_size.
         """
-        self._pipe.register_modules(scheduler=chosen(self._pipe.scheduler, sampler))
+        self._pipe.register_modules(scheduler=chosen(self._pipe.scheduler, sampler, make_scheduler))
         scale = self._pipe.vae_scale_factor
         denoiser = getattr(self._pipe, self._denoiser)
         height, width = (
@@ -178,6 +180,7 @@ def load_network(
         parts[name].to(dtype)
     network = Network(family, parts)
     network.to(device)
+    attend(network.denoiser, device)
     return network.requires_grad_(False).eval()
 
 

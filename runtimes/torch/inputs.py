@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from runtimes.base import StepBatch
 
 Send = Callable[[NDArray[Any]], torch.Tensor]
+#: Sizes and token ids stay as they are: half precision loses integers above 2048.
+EXACT = ("add_time_ids", "input_ids")
 
 
 def sender(device: torch.device) -> Send:
@@ -18,7 +20,7 @@ def sender(device: torch.device) -> Send:
 
     def send(array: NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        if device.type == "cuda":
+        if device.type != "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 
@@ -53,10 +55,8 @@ class Inputs:
         self.noisy_latents = send(batch.noisy_latents[part]).to(dtype)
         self.timesteps = send(batch.timesteps[part])
         self.target, self.weight = send(batch.target[part]), send(batch.weight[part])
-        # Sizes and token ids stay as they are: half precision loses integers above 2048.
-        exact = ("add_time_ids", "input_ids")
         self.conditioning = {
-            name: send(array[part]) if name in exact else send(array[part]).to(dtype)
+            name: send(array[part]) if name in EXACT else send(array[part]).to(dtype)
             for name, array in batch.conditioning.items()
         }
 

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 
 from configs.training import Lora
-from runtimes.adapters.lora import Adapter, Layer, alpha, choose_layers, initial_down, stored_name
+from runtimes.adapters.lora import (
+    ADAPTER,
+    Adapter,
+    Layer,
+    alpha,
+    choose_layers,
+    initial_down,
+    stored_name,
+)
 from runtimes.base import WrongInput
-
-#: PEFT's name of our adapter, which State leaves out.
-ADAPTER = "default"
 
 
 def add_adapters(part: str, model: torch.nn.Module, lora: Lora, seed: int) -> None:
@@ -78,12 +83,6 @@ def merging_is_cheaper(shape: torch.Size, rank: int, rows: int) -> bool:
     """
     out, inputs = shape
     return (2 * rows + 6 * rank) * inputs * out <= 6 * rank * (inputs + out) * rows
-
-
-def state_name(part: str, name: str) -> str:
-    """The name in State of a parameter of a part: the stored name, without PEFT's additions."""
-    name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
-    return f"{part}.{stored_name(part, name.replace(f'.{ADAPTER}.', '.'))}"
 
 
 @torch.no_grad()

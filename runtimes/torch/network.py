@@ -10,11 +10,18 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
+from runtimes.adapters.lora import state_name
 from runtimes.families import Family, detect_family
 from runtimes.job import TrainJob
 from runtimes.torch.fresh import fresh_denoiser
-from runtimes.torch.lora import add_adapters, state_name
-from runtimes.torch.models import load_denoiser, load_text_encoder
+from runtimes.torch.lora import add_adapters
+from runtimes.torch.models import (
+    empty_denoiser,
+    empty_text_encoder,
+    load_denoiser,
+    load_text_encoder,
+)
+from runtimes.torch.npu import attend
 from runtimes.torch.texts import encode_in_step
 
 
@@ -37,9 +44,7 @@ class Network(torch.nn.Module):
         What is trained is in float32; what adapters are laid over, in the compute precision.
         """
         folder = Path(job.model)
-        family = detect_family(folder)
-        full = settings.method == "full"
-        dtype = torch.float32 if full else getattr(torch, settings.compute_dtype)
+        family, dtype = detect_family(folder), _dtype(settings)
         base = folder / family.denoiser
         if settings.init == "random":
             denoiser = fresh_denoiser(base, settings.seed, job.denoiser_config)
@@ -49,6 +54,27 @@ class Network(torch.nn.Module):
         if settings.text_encoders:
             names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
+        return cls._prepared(family, parts, settings)
+
+    @classmethod
+    def without_weights(
+        cls, folder: Path, settings: Train, denoiser_config: dict[str, Any] | None = None
+    ) -> Network:
+        """The same from config files alone, in memory that nothing has been written to: to plan
+        with. Raises WrongInput.
+        """
+        family, dtype = detect_family(folder), _dtype(settings)
+        parts = {family.denoiser: empty_denoiser(folder / family.denoiser, denoiser_config)}
+        if settings.text_encoders:
+            parts |= {name: empty_text_encoder(folder, name) for name in family.clip_encoders}
+        parts = {name: part.to(dtype).to_empty(device="cpu") for name, part in parts.items()}
+        return cls._prepared(family, parts, settings)
+
+    @classmethod
+    def _prepared(
+        cls, family: Family, parts: dict[str, torch.nn.Module], settings: Train
+    ) -> Network:
+        full = settings.method == "full"
         for name, part in parts.items():
             part.requires_grad_(full)
             if not full:
@@ -60,6 +86,7 @@ class Network(torch.nn.Module):
     def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
         """Put everything on a device; weights of convolutions in a memory format."""
         self.to(device, memory_format=memory_format)
+        attend(self.denoiser, device)
         for name, parameter in self.named_parameters():
             if "lora_" in name:  # PEFT's DoRA takes a view of them as matrices
                 parameter.data = parameter.data.contiguous()
@@ -104,6 +131,11 @@ class Network(torch.nn.Module):
             conditioning = encode_in_step(self.family.name, self.text_encoders, conditioning)
         arguments = self.family.arguments(conditioning)
         return self.denoiser(noisy_latents, timestep=timesteps, **arguments, return_dict=False)[0]
+
+
+def _dtype(settings: Train) -> torch.dtype:
+    """What weights are loaded in."""
+    return torch.float32 if settings.method == "full" else getattr(torch, settings.compute_dtype)
 
 
 def _checkpoint(part: Any) -> None:

@@ -73,7 +73,8 @@ class _Kind:
 
 
 def _adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, fused=True, **_like_adam(settings))
+    fused = groups[0]["params"][0].device.type != "npu"  # torch_npu has no kernel for it
+    return torch.optim.AdamW(groups, fused=fused, **_like_adam(settings))
 
 
 def _like_adam(settings: Train) -> dict[str, Any]:

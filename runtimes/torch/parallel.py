@@ -33,6 +33,7 @@ from runtimes.torch.network import Network
 TIMEOUT = timedelta(hours=1)
 #: What is gathered at a time, by class: the blocks that diffusers' and transformers' models repeat.
 BLOCKS = ("BasicTransformerBlock", "CLIPEncoderLayer", "JointTransformerBlock", "ResnetBlock2D")
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 Masters = dict[str, torch.nn.Parameter]
 
 
@@ -200,10 +201,10 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
     if not dist.is_initialized():
         if os.environ.get("MASTER_ADDR") == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        # gloo is for what lies on the host, which NCCL cannot pass on.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type in BACKENDS:
+            torch.get_device_module(device).set_device(device)
+        # gloo is for what lies on the host, which NCCL and HCCL cannot pass on.
+        backend = BACKENDS.get(device.type, "gloo")
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=TIMEOUT)
     return Sharded(ranks, device) if settings.parallel == "fsdp" else Data(ranks)
 

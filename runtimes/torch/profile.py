@@ -19,5 +19,7 @@ def tracing(folder: Path, device: torch.device) -> Iterator[None]:
     handler = tensorboard_trace_handler(str(folder), use_gzip=True)
     with profile(activities=activities, record_shapes=True, on_trace_ready=handler):
         yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # what is still on its way belongs to these steps
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(
+                device
+            )  # what is still on its way belongs to these steps

@@ -19,6 +19,7 @@ from runtimes.job import GenerateJob, TrainJob
 from runtimes.objective.scheduler import trained_scheduler
 from runtimes.ranks import Ranks
 from runtimes.torch.device import (
+    check_precision,
     choose_device,
     describe,
     keep_freed_memory,
@@ -50,6 +51,7 @@ class TheRuntime:
 
     def load(self, job: TrainJob) -> None:
         self._job, self._settings = job, Train(**job.train)
+        check_precision(self._settings)
         make_deterministic()
         ranks = Ranks.here()
         self._rank = ranks.rank

@@ -79,9 +79,11 @@ class Recorder:
                 break
             step = len(self.history) + 1
             loss, norm = float(taken.output.loss), float(taken.output.grad_norm)
-            self._divergence.see(step, loss, norm)
-            line = {"step": step, "loss": loss}
-            line |= {"learning_rate": taken.learning_rate, "grad_norm": norm}
+            overflowed = taken.output.overflowed
+            self._divergence.see(step, loss, 0.0 if overflowed else norm)
+            line: dict[str, Any] = {"step": step, "loss": loss}
+            line |= {"learning_rate": taken.learning_rate}
+            line |= {"grad_norm": None, "overflowed": True} if overflowed else {"grad_norm": norm}
             left_out = {"skipped": list(taken.left_out)} if taken.left_out else {}
             self.history.append(json.dumps(line | left_out))
             self._shapes.append(taken.shapes)

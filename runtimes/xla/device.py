@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from importlib.metadata import version
 
-import torch
 import torch_xla
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu
@@ -15,7 +14,8 @@ from torch_xla.debug import metrics
 from configs.training import Train
 from runtimes.base import Probe, WrongInput
 from runtimes.compiled import Compiled
-from runtimes.torch.device import peak_bytes
+from runtimes.memory import peak_of_process
+from runtimes.torch.device import check_precision
 
 #: Of a device, TFLOP/s in bfloat16, as Google's "TPU system architecture" pages give them for a
 #: chip: of v2 and v3 that is two devices.
@@ -33,6 +33,7 @@ PEAKS = {
 def check(settings: Train) -> None:
     """Raise WrongInput for train settings that this runtime, or this machine, cannot serve."""
     _check_name(settings.device)
+    check_precision(settings)
     if settings.processes > 1:
         raise WrongInput(
             "train.processes is not for runtime xla: one process has all devices of a host, and "
@@ -94,11 +95,11 @@ def peak_flops(compute_dtype: str) -> float | None:
 def memory_bytes() -> int:
     """Most bytes in use so far: of a device's memory or, where it does not tell, this process's."""
     if xr.device_type() != "TPU":
-        return peak_bytes(torch.device("cpu"))
+        return peak_of_process()
     try:
         found = xm.get_memory_info()
     except RuntimeError:  # PyTorch/XLA 2.9 does not tell once arrays are spread over devices
-        return peak_bytes(torch.device("cpu"))
+        return peak_of_process()
     return int(found.get("peak_bytes_used", found["bytes_used"]))
 
 

@@ -23,12 +23,12 @@ from runtimes.objective.scheduler import trained_scheduler
 from runtimes.ranks import Ranks
 from runtimes.torch.dropout import drops, seed_dropout
 from runtimes.torch.flops import FlopCounter
+from runtimes.torch.hosts import meet
 from runtimes.torch.inputs import Inputs, micro_batches
 from runtimes.torch.network import Network
 from runtimes.torch.schedulers import make_scheduler
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.graph import keep_whole, recompute
-from runtimes.xla.hosts import meet
 from runtimes.xla.mesh import Mesh, filled
 from runtimes.xla.update import Update
 

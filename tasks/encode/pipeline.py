@@ -17,7 +17,7 @@ from artifacts.images import read_tar
 from artifacts.store import Shard, Store
 from runtimes.base import Encodes, WrongInput
 from runtimes.job import EncodeJob
-from runtimes.registry import has_own_environment, open_encoder
+from runtimes.registry import encodes_apart, open_encoder
 from tasks.beam import Watch, run_linear
 from tasks.encode.keys import STAGE
 from tasks.encode.served import ServedEncoder
@@ -58,9 +58,9 @@ class EncodeShard(beam.DoFn):
         yield work.key
 
     def _open(self) -> Encodes:
-        """In this process; or in one of its own where the runtime has an own environment."""
-        served = has_own_environment(self.encoders.runtime)
-        return ServedEncoder(self.encoders) if served else open_encoder(self.encoders)
+        """In this process; or in one of its own where the runtime wants that."""
+        apart = encodes_apart(self.encoders.runtime)
+        return ServedEncoder(self.encoders) if apart else open_encoder(self.encoders)
 
 
 class _Nothing:

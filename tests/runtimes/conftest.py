@@ -126,7 +126,8 @@ def make_job(tiny_sdxl: Path, latents_url: str, tmp_path: Path) -> MakeJob:
     """Builds a train job; keywords are train settings, or fields of the job."""
 
     def make(name: str = "run", **settings: Any) -> TrainJob:
-        fields = {key: settings.pop(key) for key in ("model", "latents") if key in settings}
+        names = ("model", "latents", "runtime")
+        fields = {key: settings.pop(key) for key in names if key in settings}
         small = {"steps": 6, "global_batch_size": 4, "learning_rate": 1e-3, "device": "cpu"}
         job = TrainJob(
             runtime="torch",

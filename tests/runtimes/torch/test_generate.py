@@ -18,7 +18,7 @@ from runtimes.base import WrongInput
 from runtimes.events import Events
 from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.draws import Stream, generator
-from runtimes.torch.models import weight_variant
+from runtimes.weights import weight_variant
 
 PROMPTS = ("one", "two", "three")
 

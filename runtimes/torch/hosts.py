@@ -6,6 +6,9 @@ back) they tell each other on the host, so that no device is waited for.
 
 from __future__ import annotations
 
+import os
+import socket
+
 import torch.distributed as dist
 
 from runtimes.ranks import Ranks
@@ -17,5 +20,14 @@ def meet(ranks: Ranks) -> Alone:
     if ranks.world == 1:
         return Alone()
     if not dist.is_initialized():
+        if os.environ.get("MASTER_ADDR") == "127.0.0.1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
         dist.init_process_group("gloo", rank=ranks.rank, world_size=ranks.world, timeout=TIMEOUT)
     return Data(ranks)
+
+
+def free_port() -> int:
+    """One that the others may be met at."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,138 @@
+"""The runtime's own step with shapes in place of arrays: to compile it where it cannot run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import ShapeDtypeStruct
+from jax.sharding import NamedSharding
+
+from artifacts.latents import LatentSample
+from configs.training import Train
+from runtimes.base import StepBatch
+from runtimes.encoders import describe_encoders
+from runtimes.families import Captioned, Family
+from runtimes.jax.batches import stack
+from runtimes.jax.bridge import as_function, recompute
+from runtimes.jax.mesh import Mesh
+from runtimes.jax.plan import Request
+from runtimes.jax.step import Step
+from runtimes.jax.weights import trained_names, without_effect
+from runtimes.torch.flops import FlopCounter
+from runtimes.torch.network import Network
+
+
+class AbstractStep:
+    """A step of a request on given devices.
+
+    Args:
+        hosts: processes that the devices belong to, each with its share of a batch.
+    """
+
+    def __init__(self, request: Request, settings: Train, devices: list[Any], hosts: int) -> None:
+        exact = "highest" if settings.compute_dtype == "float32" else "default"
+        jax.config.update("jax_default_matmul_precision", exact)
+        plain = settings.model_copy(update={"gradient_checkpointing": False})
+        network = Network.without_weights(Path(request.model), plain, request.denoiser_config)
+        self._settings, self._network, self._hosts = settings, network, hosts
+        self._mesh = Mesh(settings.mesh.fsdp, devices)
+        self._counter = FlopCounter(network)
+        self._batch = sample_batch(request, network.family, text=settings.text_encoders)
+        if settings.gradient_checkpointing:
+            for part in network.children():
+                recompute(part)
+        self._names = trained_names(network)
+        share = settings.global_batch_size // hosts
+        self._size = min(settings.micro_batch_size or share, share)
+        self.micro_batches = -(-share // self._size)
+        self.parameters = sum(p.numel() for p in network.trained().values())
+
+    def lower(self) -> Any:
+        """The step, ready to be compiled."""
+        state = self._state()
+        untouched = frozenset[str]()
+        if self._settings.text_encoders:
+            untouched = without_effect(self._counter.network, self._network, self._batch)
+        predict = as_function(self._network, training=True)
+        step = Step(predict, self._settings, self._mesh, self._names, untouched)
+        batch = self._stacked()
+        seeds, numbers = np.zeros(batch["weight"].shape[0], np.uint32), np.zeros(4, np.float32)
+        given = state, self._frozen(), batch, seeds, numbers, np.float32(1)
+        return step.compiled(state).trace(*given).lower(lowering_platforms=(self._mesh.platform,))
+
+    def flops_per_image(self) -> float | None:
+        """Of forward and backward, none counted twice."""
+        return self._counter.of(self._batch)
+
+    def argument_bytes(self) -> int:
+        """On each device."""
+        leaves = jax.tree.leaves((self._state(), self._frozen(), self._stacked()))
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in leaves
+        )
+
+    def _state(self) -> dict[str, dict[str, ShapeDtypeStruct]]:
+        def shape(parameter: torch.Tensor) -> ShapeDtypeStruct:
+            size = tuple(parameter.shape)
+            return ShapeDtypeStruct(size, jnp.float32, sharding=self._mesh.shared(size))
+
+        groups = ["weights", "exp_avg", "exp_avg_sq"]
+        groups += ["ema"] if self._settings.ema_decay is not None else []
+        trained = self._network.trained()
+        return {g: {name: shape(p) for name, p in trained.items()} for g in groups}
+
+    def _frozen(self) -> dict[str, ShapeDtypeStruct]:
+        trained, half = set(self._names.values()), jnp.dtype(self._settings.compute_dtype)
+        tensors = (*self._network.named_parameters(), *self._network.named_buffers())
+        return {
+            name: ShapeDtypeStruct(
+                tuple(tensor.shape),
+                half if tensor.is_floating_point() else jnp.int32,
+                sharding=self._mesh.whole,
+            )
+            for name, tensor in tensors
+            if name not in trained
+        }
+
+    def _stacked(self) -> dict[str, Any]:
+        """A global batch: its micro-batches, each with the share of every host."""
+        local = self._mesh.count // self._hosts
+        rows, parts = -(-self._size // local) * local * self._hosts, self.micro_batches
+        spread: NamedSharding = self._mesh.rows(axis=1)
+
+        def shape(array: Any) -> ShapeDtypeStruct:
+            return ShapeDtypeStruct((parts, rows, *array.shape[2:]), array.dtype, sharding=spread)
+
+        one = stack(self._batch, None, self._mesh, jnp.dtype(self._settings.compute_dtype))
+        return dict(jax.tree.map(shape, one))
+
+
+def sample_batch(request: Request, family: Family, *, text: bool) -> StepBatch:
+    """One sample of the shapes that a request's latents will have."""
+    vae = None if request.vae is None else Path(request.vae)
+    info = describe_encoders(Path(request.model), vae)
+    side = request.resolution // info["vae_scale_factor"]
+    latents = np.zeros((1, info["latent_channels"], side, side), np.float32)
+    square = (request.resolution, request.resolution)
+    sample = LatentSample(latents[0], latents[0], bytes(32), square, (0, 0), square, False, (0,))
+    pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
+    ids = np.zeros((len(family.clip_encoders), info["tokens"]), np.int32) if text else None
+    embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
+    captioned = Captioned(sample, embeds, pooled, ids)
+    level: Any = np.float32 if family.name == "sd3" else np.int32
+    return StepBatch(
+        step=0,
+        noisy_latents=latents,
+        timesteps=np.zeros(1, level),
+        target=latents,
+        weight=np.ones(1, np.float32),
+        conditioning=family.condition([captioned]),
+        denominator=1,
+    )

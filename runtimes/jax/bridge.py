@@ -1,0 +1,204 @@
+"""PyTorch modules as functions of JAX arrays, by torchax. All that the runtime has of it is here.
+
+A module is run while JAX traces: each of its operations becomes one of JAX. Weights go in as
+arrays, so gradients, compilation and sharding are JAX's own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+from torch.nn import functional
+
+from runtimes.jax.attention import attend
+
+Arrays = Mapping[str, Any]
+#: In names of operators' overloads that PyTorch 2.13 has no more, and torchax 0.0.13 mentions.
+_GONE = ("dimname", "names")
+
+
+def as_function(module: torch.nn.Module, *, training: bool) -> Callable[..., Any]:
+    """`call(arrays, seed, *arguments)`: what the module gives, its parameters and buffers being
+    `arrays` by their names in it; what it drops in training depends on the seed alone.
+    """
+
+    def call(arrays: Arrays, seed: Any, *arguments: Any) -> Any:
+        environment = _environment()
+        module.train(training)
+        weights, given = environment.j2t_iso((dict(arrays), arguments))
+        key = jax.random.key(seed)
+        with (
+            environment,
+            environment.override_property(prng=key),
+            torch.set_grad_enabled(training),  # diffusers asks before it recomputes
+        ):
+            found = torch.func.functional_call(module, weights, given)
+        return environment.t2j_iso(found)
+
+    return call
+
+
+def recompute(part: Any) -> None:
+    """Have a diffusers or transformers model forget a block's activations, and compute them again
+    in the backward pass."""
+    part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_recomputed)
+
+
+def _recomputed(block: Callable[..., Any], *arguments: Any) -> Any:
+    environment = _environment()
+
+    @jax.checkpoint
+    def call(key: Array, given: tuple[Any, ...]) -> Any:
+        # A key of its own: what is traced in here must not be seen outside.
+        with environment.override_property(prng=key):
+            return environment.t2j_iso(block(*environment.j2t_iso(given)))
+
+    key = environment.get_and_rotate_prng_key()
+    return environment.j2t_iso(call(key, environment.t2j_iso(arguments)))
+
+
+@cache
+def _environment() -> Any:
+    """torchax's, with better words for some operations. Opens JAX's devices."""
+    os.environ.setdefault("ENABLE_RUNTIME_UPTIME_TELEMETRY", "0")  # torchax would set it to 1
+    with _tolerant():
+        import torchax
+
+        environment = torchax.default_env()
+    ours = {
+        functional.group_norm: _group_norm,
+        functional.layer_norm: _layer_norm,
+        functional.interpolate: _interpolate,
+        functional.scaled_dot_product_attention: _attention,
+    }
+    for operation, definition in ours.items():
+        environment.override_op_definition(operation, definition)
+    return environment
+
+
+@contextmanager
+def _tolerant() -> Iterator[None]:
+    """Within, an operator's overload that is gone is a name that nothing matches."""
+    packet: Any = torch._ops.OpOverloadPacket
+    given = packet.__getattr__
+
+    def tolerant(self: Any, name: str) -> Any:
+        try:
+            return given(self, name)
+        except AttributeError:
+            if any(part in name.lower() for part in _GONE):
+                return ("gone", str(self), name)
+            raise
+
+    packet.__getattr__ = tolerant
+    try:
+        yield
+    finally:
+        packet.__getattr__ = given
+
+
+def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of JAX arrays as one of torchax's tensors."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        environment = _environment()
+        given, named = environment.t2j_iso((arguments, keywords))
+        return environment.j2t_iso(function(*given, **named))
+
+    return call
+
+
+@_on_arrays
+def _group_norm(
+    inputs: Array,
+    num_groups: int,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+) -> Array:
+    """Of [B, C, ...], its statistics in float32 (torchax's loops over groups)."""
+    batch, channels, *rest = inputs.shape
+    groups = inputs.reshape(batch, num_groups, channels // num_groups, *rest)
+    normal = _normalized(groups, tuple(range(2, groups.ndim)), eps).reshape(inputs.shape)
+    return _affine(normal, weight, bias, (channels, *(1 for _ in rest))).astype(inputs.dtype)
+
+
+@_on_arrays
+def _layer_norm(
+    inputs: Array,
+    normalized_shape: tuple[int, ...],
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+) -> Array:
+    """Over the last axes, its statistics in float32."""
+    axes = tuple(range(inputs.ndim - len(normalized_shape), inputs.ndim))
+    normal = _normalized(inputs, axes, eps)
+    return _affine(normal, weight, bias, tuple(normalized_shape)).astype(inputs.dtype)
+
+
+def _normalized(inputs: Array, axes: tuple[int, ...], eps: float) -> Array:
+    inputs = inputs.astype(jnp.float32)
+    centred = inputs - inputs.mean(axes, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.square(centred).mean(axes, keepdims=True) + eps)
+
+
+def _affine(
+    normal: Array, weight: Array | None, bias: Array | None, shape: tuple[int, ...]
+) -> Array:
+    if weight is not None:
+        normal = normal * weight.astype(jnp.float32).reshape(shape)
+    return normal if bias is None else normal + bias.astype(jnp.float32).reshape(shape)
+
+
+def _interpolate(
+    inputs: torch.Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    **keywords: Any,
+) -> torch.Tensor:
+    """Enlarging by whole factors copies rows and columns (torchax's gathers them one by one)."""
+    height, width = inputs.shape[-2:]
+    factor = scale_factor if isinstance(scale_factor, tuple | list) else (scale_factor,) * 2
+    wanted = size if size is not None else (int(height * factor[0]), int(width * factor[1]))
+    wanted = wanted if isinstance(wanted, tuple | list) else (wanted, wanted)
+    whole = inputs.ndim == 4 and wanted[0] % height == 0 and wanted[1] % width == 0
+    if mode != "nearest" or not whole:
+        return functional.interpolate(inputs, size, scale_factor, mode, **keywords)
+    return _enlarged(inputs, wanted[0] // height, wanted[1] // width)
+
+
+@_on_arrays
+def _enlarged(inputs: Array, rows: int, columns: int) -> Array:
+    return jnp.repeat(jnp.repeat(inputs, rows, axis=2), columns, axis=3)
+
+
+@_on_arrays
+def _attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Array:
+    """Of [B, heads, T, D]."""
+    if enable_gqa:
+        raise NotImplementedError("attention whose heads share keys is not known to runtime jax")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    dropping = None
+    if dropout_p > 0:
+        dropping = (_environment().get_and_rotate_prng_key(), dropout_p)
+    return attend(query, key, value, attn_mask, causal=is_causal, scale=scale, dropping=dropping)

@@ -1,0 +1,135 @@
+"""Which devices a job runs on, and what there is on this machine."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import jax
+import torch
+
+from configs.training import Train
+from runtimes.base import Probe, WrongInput
+from runtimes.compiled import Compiled
+from runtimes.jax.chips import peak_of
+from runtimes.ranks import Ranks
+from runtimes.torch.device import peak_bytes
+from runtimes.torch.flops import known_peak
+from runtimes.torch.hosts import free_port
+from runtimes.torch.parallel import Alone
+
+#: Ours -> JAX's.
+PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "cuda": "cuda", "gpu": "cuda"}
+_compiling: list[float] = []  # seconds of each compilation
+
+
+def check(settings: Train) -> None:
+    """Raise WrongInput for train settings that this runtime cannot serve."""
+    _check_name(settings.device)
+    if settings.optimizer != "adamw":
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime jax, adamw is")
+    if settings.compile:
+        raise WrongInput("train.compile is for runtime torch: this one compiles every step")
+
+
+def start(name: str, compiled: str | None, dtype: str) -> Compiled:
+    """Choose `auto`, `cpu`, `tpu` or `cuda`, and open it; all of its devices are used.
+
+    Args:
+        compiled: URL of the folder for compiled programs; None keeps none.
+        dtype: what is computed in. Where that is float32, products are as well.
+
+    Raises:
+        WrongInput: there is no such device.
+    """
+    _check_name(name)
+    if name != "auto":
+        jax.config.update("jax_platforms", PLATFORMS[name])
+    exact = "highest" if dtype == "float32" else "default"
+    jax.config.update("jax_default_matmul_precision", exact)
+    try:
+        found = jax.default_backend()
+    except RuntimeError as error:
+        words = " ".join(str(error).split())[:300]
+        raise WrongInput(f"device {name}: JAX finds none on this machine: {words}") from None
+    if name != "auto" and found != {"cuda": "gpu"}.get(PLATFORMS[name], PLATFORMS[name]):
+        raise WrongInput(f"device {name}: this process has opened {found} already")
+    if not _compiling:
+        jax.monitoring.register_event_duration_secs_listener(_count)
+        _compiling.append(0.0)
+    kept = Compiled(compiled, f"jax-{version('jaxlib')}")
+    if kept.path is not None:
+        jax.config.update("jax_compilation_cache_dir", str(kept.path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return kept
+
+
+def _check_name(name: str) -> None:
+    if name != "auto" and name not in PLATFORMS:
+        raise WrongInput(f"device {name!r} is not for runtime jax (auto, cpu, tpu or cuda)")
+
+
+def join(ranks: Ranks, hosts: Alone) -> None:
+    """Make one program's devices of those of all processes; before any is opened.
+
+    Where processes of one machine have GPUs, each takes one.
+    """
+    if ranks.world == 1 or jax.distributed.is_initialized():
+        return
+    address = os.environ["MASTER_ADDR"]
+    shared = ranks.local_world > 1 and torch.cuda.device_count() >= ranks.local_world
+    jax.distributed.initialize(
+        f"{address}:{hosts.broadcast(free_port() if ranks.first else 0)}",
+        num_processes=ranks.world,
+        process_id=ranks.rank,
+        local_device_ids=[ranks.local_rank] if shared else None,
+    )
+
+
+def describe() -> str:
+    """The devices in words, such as `tpu v5p (8 devices)`; once they are open."""
+    platform, kind = jax.default_backend(), jax.devices()[0].device_kind
+    name = platform if kind.lower() == platform else f"{platform} {kind}"
+    return f"{name} ({jax.device_count()} devices)"
+
+
+def peak_flops(compute_dtype: str) -> float | None:
+    """Operations a second of one device, or None where that is not known."""
+    kind = jax.devices()[0].device_kind
+    if jax.default_backend() == "gpu":
+        return known_peak(kind, compute_dtype)
+    return peak_of(kind) if compute_dtype == "bfloat16" else None
+
+
+def memory_bytes() -> int:
+    """Most bytes in use so far: of the first device's memory or, on a CPU, of this process."""
+    found = jax.local_devices()[0].memory_stats()
+    return peak_bytes(torch.device("cpu")) if not found else int(found["peak_bytes_in_use"])
+
+
+def compile_seconds() -> float:
+    """Time spent compiling, or reading what was compiled, since devices were opened."""
+    return sum(_compiling)
+
+
+def _count(event: str, duration_secs: float, **_: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiling.append(duration_secs)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that numbers depend on."""
+    return {n: version(n) for n in ("jax", "jaxlib", "torch", "torchax", "diffusers", "numpy")}
+
+
+def probe() -> Probe:
+    """What this runtime finds here; no device is opened, for that would take it from others."""
+    devices = []
+    if os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):
+        devices.append("tpu" if find_spec("libtpu") else "tpu (install libtpu to use it)")
+    plugins = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if find_spec(name)]
+    if torch.cuda.device_count():
+        devices.append("cuda" if plugins else "cuda (install jax[cuda13] to use it)")
+    return Probe(True, [*devices, "cpu (XLA)"], versions())

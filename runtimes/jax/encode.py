@@ -1,0 +1,104 @@
+"""Encode pictures and captions by JAX: rows shared by all devices, batches of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtimes.encoders import TEXT_BATCH
+from runtimes.jax.bridge import as_function
+from runtimes.jax.device import start
+from runtimes.jax.mesh import Mesh
+from runtimes.jax.weights import move
+from runtimes.job import EncodeJob
+from runtimes.torch import encode
+from runtimes.torch.encode import Float32
+from runtimes.torch.texts import encode_ids, join_t5
+
+
+class Encoder(encode.Encoder):
+    """See torch/encode.py. Every batch is filled up to one size, so that it is one program, and a
+    picture's bits do not depend on what came before."""
+
+    def __init__(self, job: EncodeJob) -> None:
+        self._kept, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
+        vae = None if job.vae is None else Path(job.vae)
+        super().__init__(Path(job.model), vae, device="cpu", dtype=job.dtype)
+        self._pictures, self._captions = mesh.padded(job.batch_size), mesh.padded(TEXT_BATCH)
+        clip = [model for _, model in self._clip]
+        t5 = None if self._t5 is None else self._t5[1]
+        self._moments = _compiled(_Moments(self.vae), mesh)
+        self._embeds = _compiled(_Embeds(self.info["family"], clip, t5), mesh)
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        mean, logvar = self._moments(_filled(pixels, self._pictures))
+        self._kept.keep()
+        return mean[: len(pixels)], logvar[: len(pixels)]
+
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
+        if clip:
+            return super().texts(captions, clip)
+        ids = [_filled(self.input_ids(captions).astype(np.int32), self._captions)]
+        if self._t5 is not None:
+            t5_ids = self._ids(self._t5[0], captions, self._t5_length).astype(np.int32)
+            ids.append(_filled(t5_ids, self._captions))
+        states, *pooled = self._embeds(*ids)
+        return states[: len(captions)], pooled[0][: len(captions)] if pooled else None
+
+
+def open_encoder(job: EncodeJob) -> Encoder:
+    """The encoders of a job. Raises WrongInput."""
+    return Encoder(job)
+
+
+def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
+    """A module on the devices, as a function of arrays [B, ...] of the host to such arrays."""
+    arrays, call = move(module, mesh), jax.jit(as_function(module, training=False))
+
+    def run(*given: NDArray[Any]) -> list[Float32]:
+        rows = [mesh.put_rows(array) for array in given]
+        return [mesh.fetch(found) for found in call(arrays, jnp.uint32(0), *rows)]
+
+    return run
+
+
+def _filled(array: NDArray[Any], rows: int) -> NDArray[Any]:
+    return np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
+
+
+class _Moments(torch.nn.Module):
+    """A VAE, called to encode."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.vae, self.dtype = vae, vae.dtype
+
+    def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        posterior = self.vae.encode(pixels.to(self.dtype)).latent_dist
+        return posterior.mean.float(), posterior.logvar.float()
+
+
+class _Embeds(torch.nn.Module):
+    """A pipeline's text encoders."""
+
+    def __init__(self, family: str, clip: list[Any], t5: Any) -> None:
+        super().__init__()
+        self.family, self.clip, self.t5 = family, torch.nn.ModuleList(clip), t5
+
+    def forward(
+        self, ids: torch.Tensor, t5_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        states, pooled = encode_ids(self.family, list(self.clip), ids)
+        if t5_ids is not None:
+            states = join_t5(states, self.t5(t5_ids.long())[0])
+        found = (states,) if pooled is None else (states, pooled)
+        return tuple(array.float() for array in found)

@@ -1,0 +1,65 @@
+"""Draw prompts and take held-out losses by JAX, for one model after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtimes.base import StepBatch
+from runtimes.jax.batches import one
+from runtimes.jax.bridge import as_function
+from runtimes.jax.device import compile_seconds, start
+from runtimes.jax.mesh import Mesh
+from runtimes.jax.sampler import Sampler, alike
+from runtimes.jax.step import errors
+from runtimes.jax.weights import frozen_arrays
+from runtimes.job import Drawing, GenerateJob
+from runtimes.torch.generate import load_network, own_scheduler
+from runtimes.torch.network import Network
+
+
+class ThePipeline:
+    """See base.Pipeline for what each method promises."""
+
+    def __init__(self, job: GenerateJob) -> None:
+        self._kept = start(job.device, job.compiled, job.dtype)
+        self._job, self._mesh = job, Mesh(fsdp=1)
+        self._sampler: Sampler | None = None
+        self._network: Network | None = None
+
+    def take(self, drawing: Drawing) -> None:
+        half = getattr(torch, self._job.dtype)
+        network = load_network(drawing, Path(self._job.model), half, torch.device("cpu"))
+        self._arrays = frozen_arrays(network, self._mesh, half)
+        self._scheduler = own_scheduler(drawing)
+        self.encodes_text = bool(network.text_encoders)
+        if self._network is None or not alike(network, self._network):
+            self._network = network
+            predict = as_function(network, training=False)
+            self._errors = jax.jit(partial(errors, predict))
+
+    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
+        job = self._job
+        if self._sampler is None:
+            vae = None if job.vae is None else Path(job.vae)
+            self._sampler = Sampler(Path(job.model), self._mesh, job.dtype, vae)
+        assert self._network is not None  # a model has been taken
+        self._sampler.use(self._network, self._scheduler)
+        drawn = self._sampler.draw(self._arrays, prompts, job.sampler, first=first)
+        self._kept.keep()
+        return drawn
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        micro = one(batch, self._mesh, jnp.dtype(self._job.dtype))
+        found = self._mesh.fetch(self._errors(self._arrays, jnp.uint32(0), micro))
+        return found[: len(batch.timesteps)]
+
+    def compile_seconds(self) -> float:
+        return compile_seconds()

@@ -1,0 +1,85 @@
+"""The mesh of devices: how batches and arrays are spread over it.
+
+It has two axes. All devices share a batch; those along `fsdp` share every array as well, so that
+weights, moments and average take a part of the memory on each (GSPMD, arXiv 2105.04663).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from runtimes.base import WrongInput
+
+AXES = ("data", "fsdp")
+
+
+class Mesh:
+    """Devices of all processes.
+
+    Args:
+        fsdp: how many share each array.
+        devices: all there are, if None.
+
+    Raises:
+        WrongInput: `fsdp` does not divide the number of devices.
+    """
+
+    def __init__(self, fsdp: int, devices: Sequence[Any] | None = None) -> None:
+        devices = jax.devices() if devices is None else devices
+        self.count, self.fsdp = len(devices), fsdp
+        if self.count % fsdp:
+            raise WrongInput(f"train.mesh.fsdp {fsdp} does not divide {self.count} devices")
+        self.platform = devices[0].platform
+        self.local = sum(device.process_index == jax.process_index() for device in devices)
+        shape, auto = (self.count // fsdp, fsdp), (AxisType.Auto, AxisType.Auto)
+        self.mesh = jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
+        self.whole = NamedSharding(self.mesh, PartitionSpec())
+
+    def shared(self, shape: Sequence[int]) -> NamedSharding:
+        """How an array of that shape is cut: its largest dimension that `fsdp` divides, if any."""
+        fitting = [(size, -n) for n, size in enumerate(shape) if size % self.fsdp == 0]
+        cut: list[Any] = [None] * len(shape)
+        if self.fsdp > 1 and fitting:
+            cut[-max(fitting)[1]] = "fsdp"
+        return NamedSharding(self.mesh, PartitionSpec(*cut))
+
+    def rows(self, axis: int) -> NamedSharding:
+        """An array whose rows, along `axis`, are shared by all devices."""
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
+
+    def padded(self, count: int) -> int:
+        """Rows that this process must give for so many, so that all its devices have as many."""
+        return -(-count // self.local) * self.local
+
+    def put(self, array: NDArray[Any]) -> Array:
+        """A whole array on the devices, each taking its part."""
+        return self._put(array, self.shared(array.shape))
+
+    def put_whole(self, array: NDArray[Any]) -> Array:
+        """A whole array on every device."""
+        return self._put(array, self.whole)
+
+    def _put(self, array: NDArray[Any], spread: NamedSharding) -> Array:
+        return jax.make_array_from_callback(array.shape, spread, lambda index: array[index])
+
+    def put_rows(self, array: NDArray[Any], axis: int = 0) -> Array:
+        """This process's rows of an array, along `axis`, on its devices."""
+        return jax.make_array_from_process_local_data(self.rows(axis), array)
+
+    def put_all_rows(self, array: NDArray[Any]) -> Array:
+        """An array that every process has, its rows shared by all devices."""
+        return self._put(array, self.rows(0))
+
+    def fetch(self, array: Array) -> NDArray[Any]:
+        """A copy of a whole array, put together from its parts. Every process calls it alike."""
+        if array.is_fully_addressable:
+            return np.array(array)
+        return np.array(multihost_utils.process_allgather(array, tiled=True))

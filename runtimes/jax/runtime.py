@@ -1,0 +1,192 @@
+"""The JAX runtime: one compiled step for each shape of batches, over all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from configs.training import Train
+from runtimes.base import Pipeline, State, StepBatch, StepOutput
+from runtimes.events import Events
+from runtimes.figures import later
+from runtimes.jax.batches import Stacked, one, put, stack
+from runtimes.jax.bridge import as_function, recompute
+from runtimes.jax.device import check, describe, join, memory_bytes, peak_flops, start, versions
+from runtimes.jax.mesh import Mesh
+from runtimes.jax.step import Arrays, Step, errors, gathered, numbers_of
+from runtimes.jax.weights import (
+    check_state,
+    fresh_state,
+    frozen_arrays,
+    trained_names,
+    without_effect,
+)
+from runtimes.job import GenerateJob, TrainJob
+from runtimes.objective.draws import Stream, generator
+from runtimes.objective.scheduler import trained_scheduler
+from runtimes.ranks import Ranks
+from runtimes.torch.dropout import drops
+from runtimes.torch.flops import FlopCounter
+from runtimes.torch.hosts import meet
+from runtimes.torch.network import Network
+from runtimes.torch.schedulers import make_scheduler
+
+__all__ = ["TheRuntime"]
+
+
+class TheRuntime:
+    """See base.Runtime for what each method promises."""
+
+    def __init__(self, events: Events) -> None:
+        self.versions, self.draws_together = versions(), False
+        self._sampler: Any = None  # sampler.Sampler, once a sample is asked for
+        self._compiled_step: Any = None
+
+    def load(self, job: TrainJob) -> None:
+        self._job, self._settings = job, Train(**job.train)
+        check(self._settings)
+        ranks = Ranks.here()
+        self._hosts, self._first = meet(ranks), ranks.first
+        self.draws_together = ranks.world > 1
+        join(ranks, self._hosts)
+        self._kept = start(self._settings.device, job.compiled, self._settings.compute_dtype)
+        self.device = describe()
+        self._mesh = Mesh(self._settings.mesh.fsdp)
+        network = load_network(job, self._settings)
+        self._counter = FlopCounter(network)
+        self._constants = network.constants() if self._settings.method == "full" else {}
+        self._drops = drops(network)
+        self._state = fresh_state(network, self._settings, self._mesh)
+        self._names = trained_names(network)
+        half = getattr(torch, self._settings.compute_dtype)
+        self._frozen = frozen_arrays(network, self._mesh, half)
+        self._network, self._step = network, 0
+        predict = as_function(network, training=False)
+        self._errors = jax.jit(partial(errors, predict))
+        self._working = jax.jit(
+            lambda weights: gathered(weights, self._mesh, self._settings.compute_dtype)
+        )
+
+    def put(self, batch: StepBatch) -> StepBatch:
+        return replace(batch, on_device=put(self._stack(batch), self._mesh))
+
+    def _stack(self, batch: StepBatch) -> Stacked:
+        size, dtype = self._settings.micro_batch_size, jnp.dtype(self._settings.compute_dtype)
+        return stack(batch, size, self._mesh, dtype)
+
+    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        if self._compiled_step is None:
+            self._compiled_step = self._compile(batch)
+        stacked = batch.on_device or put(self._stack(batch), self._mesh)
+        self._state, figures = self._compiled_step(
+            self._state,
+            self._frozen,
+            stacked,
+            self._seeds(batch.step, len(stacked["weight"])),
+            numbers_of(self._step, learning_rate, self._settings),
+            np.float32(batch.denominator),
+        )
+        self._step += 1
+        return later(lambda: list(np.asarray(figures).tolist()))
+
+    def _compile(self, batch: StepBatch) -> Any:
+        untouched = frozenset[str]()
+        if self._settings.text_encoders:
+            untouched = without_effect(self._counter.network, self._network, batch)
+        predict = as_function(self._network, training=True)
+        step = Step(predict, self._settings, self._mesh, self._names, untouched)
+        return step.compiled(self._state)
+
+    def _seeds(self, step: int, count: int) -> NDArray[np.uint32]:
+        """Of what each micro-batch drops, if anything is dropped."""
+        if not self._drops:
+            return np.zeros(count, np.uint32)
+        rngs = (generator(self._settings.seed, Stream.DROPOUT, step, n) for n in range(count))
+        return np.array([rng.integers(2**32) for rng in rngs], np.uint32)
+
+    def flops(self, batch: StepBatch) -> float | None:
+        whole = self._counter.of(batch)
+        return None if whole is None else whole * self._hosts.world / self._mesh.count
+
+    def peak_flops(self) -> float | None:
+        return peak_flops(self._settings.compute_dtype)
+
+    def any_rank(self, flag: bool) -> bool:
+        return self._hosts.any(flag)
+
+    def broadcast(self, number: int) -> int:
+        return self._hosts.broadcast(number)
+
+    @contextmanager
+    def profile(self, folder: str) -> Iterator[None]:
+        with jax.profiler.trace(folder):
+            yield
+
+    def state(self) -> State:
+        self._kept.keep()
+        state: State = {}
+        for group, arrays in self._state.items():
+            for name, array in arrays.items():
+                whole = self._mesh.fetch(array)
+                if self._first:
+                    state.setdefault(group, {})[name] = whole
+        if state and self._constants:
+            state["constants"] = self._constants
+        return state
+
+    def restore(self, state: State, step: int) -> None:
+        check_state(state, self._state)
+        for group, arrays in self._state.items():
+            for name in arrays:
+                arrays[name] = self._mesh.put(state[group][name])
+        self._step = step
+
+    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+        from runtimes.jax.sampler import Sampler  # pipelines are slow to import
+
+        model = Path(self._job.model)
+        if self._sampler is None:
+            vae = None if self._job.vae is None else Path(self._job.vae)
+            changed = trained_scheduler(model / "scheduler", self._settings)
+            scheduler = None if changed is None else make_scheduler(changed)
+            dtype = self._settings.compute_dtype
+            self._sampler = Sampler(model, self._mesh, dtype, vae)
+            self._sampler.use(self._network, scheduler)
+        return self._sampler.draw(self._averaged(), prompts, sampler, first=0)
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        micro = one(batch, self._mesh, jnp.dtype(self._settings.compute_dtype))
+        found = self._mesh.fetch(self._errors(self._averaged(), jnp.uint32(0), micro))
+        return found[: len(batch.timesteps)]
+
+    def _averaged(self) -> Arrays:
+        """The network's arrays in the compute dtype, averaged if an average is kept."""
+        weights = self._working(self._state.get("ema", self._state["weights"]))
+        return self._frozen | {self._names[name]: array for name, array in weights.items()}
+
+    def memory_bytes(self) -> int:
+        return memory_bytes()
+
+    def pipeline(self, job: GenerateJob) -> Pipeline:
+        from runtimes.jax.generate import ThePipeline
+
+        return ThePipeline(job)
+
+
+def load_network(job: TrainJob, settings: Train) -> Network:
+    """What is trained, on the CPU, ready to be made a function. Raises WrongInput."""
+    network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": False}))
+    if settings.gradient_checkpointing:
+        for part in network.children():
+            recompute(part)
+    return network

@@ -1,0 +1,213 @@
+"""Sampling as one program: all steps of the scheduler, guidance and the VAE, over all devices.
+
+The scheduler's numbers are data (runtimes/torch/solver.py) and batches are filled up to one size:
+what is compiled for the first batch serves all. On a CPU, where XLA runs convolutions within a
+loop slowly, a step is a program instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import Array
+from numpy.typing import NDArray
+
+from runtimes.jax.bridge import as_function
+from runtimes.jax.mesh import Mesh
+from runtimes.jax.step import Arrays
+from runtimes.jax.weights import move
+from runtimes.objective.scheduler import read_config
+from runtimes.torch.encode import Encoder
+from runtimes.torch.network import Network
+from runtimes.torch.schedulers import make_scheduler
+from runtimes.torch.solver import Table
+from runtimes.torch.starts import Start, Starts, table_of
+from runtimes.torch.texts import encode_ids
+
+Float32 = NDArray[np.float32]
+
+
+class Sampler:
+    """A pipeline's encoders, VAE and scheduler around a network.
+
+    Captions are encoded on the host, unless the network has text encoders of its own.
+
+    Args:
+        dtype: of the network's arrays, and of the VAE.
+
+    Raises:
+        WrongInput: a part of the pipeline is missing or does not load.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, dtype: str, vae: Path | None = None) -> None:
+        self._mesh, self._dtype = mesh, jnp.dtype(dtype)
+        self._encoder = Encoder(folder, vae, device="cpu")
+        self._starts = Starts(self._encoder.info, self._texts)
+        decoder = _Decoder(self._encoder.vae)
+        self._vae = move(decoder, mesh, getattr(torch, dtype))
+        self._decode = as_function(decoder, training=False)
+        self._decoded = jax.jit(self._decoded_)
+        self._own_scheduler = make_scheduler(read_config(folder / "scheduler"))
+        self._network: Network | None = None
+
+    def use(self, network: Network, scheduler: Any = None) -> None:
+        """Draw with a network from now on, and with its scheduler if it has one of its own.
+
+        What was compiled for another of the same architecture serves for this one.
+        """
+        self._scheduler = self._own_scheduler if scheduler is None else scheduler
+        if self._network is not None and alike(network, self._network):
+            return
+        self._network = network
+        self._predict = as_function(network, training=False)
+        self._stepped = jax.jit(self._step, static_argnames="guided")
+        self._drawn = jax.jit(self._draw, static_argnames="guided")
+        self._encode = jax.jit(as_function(_TextEncoders(network), training=False))
+
+    def draw(
+        self, arrays: Arrays, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+    ) -> NDArray[np.uint8]:
+        """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
+
+        Args:
+            arrays: the network's, by its names.
+            sampler: as GenerateJob.sampler.
+        """
+        self._arrays = arrays
+        assert self._network is not None  # one is in use
+        table = table_of(self._scheduler, sampler)
+        starts = self._starts.of(
+            prompts,
+            sampler,
+            first=first,
+            sample_size=self._network.denoiser.config.sample_size,
+            multiple=self._mesh.count,
+        )
+        pictures = list[NDArray[np.uint8]]()
+        for start in starts:
+            drawn = self._mesh.fetch(self._start(start, table, sampler["guidance_scale"]))
+            pictures += list(drawn[: start.count])
+        return np.stack(pictures)
+
+    def _start(self, start: Start, table: Table, guidance: float) -> Array:
+        put = self._mesh.put_all_rows
+        conditioning = {
+            name: put(array if name == "add_time_ids" else array.astype(self._dtype))
+            for name, array in start.conditioning.items()
+        }
+        latents = put(start.noise * np.float32(table.start))
+        rows = np.column_stack([table.timesteps, table.rows])
+        given = conditioning, np.float32(guidance)
+        if self._mesh.platform != "cpu":
+            return self._drawn(self._arrays, self._vae, latents, rows, *given, guided=guidance > 1)
+        before = latents * 0
+        for row in rows:
+            carry = latents, before
+            latents, before = self._stepped(self._arrays, carry, row, *given, guided=guidance > 1)
+        return self._decoded(self._vae, latents)
+
+    def _draw(
+        self,
+        arrays: Arrays,
+        vae: Arrays,
+        latents: Array,
+        rows: Array,
+        conditioning: Arrays,
+        guidance: Array,
+        *,
+        guided: bool,
+    ) -> Array:
+        def step(carry: Any, row: Array) -> Any:
+            return self._step(arrays, carry, row, conditioning, guidance, guided=guided), None
+
+        (latents, _), _ = jax.lax.scan(step, (latents, jnp.zeros_like(latents)), rows)
+        return self._decoded_(vae, latents)
+
+    def _step(
+        self,
+        arrays: Arrays,
+        carry: tuple[Array, Array],
+        row: Array,
+        conditioning: Arrays,
+        guidance: Array,
+        *,
+        guided: bool,
+    ) -> tuple[Array, Array]:
+        """From noisy latents, and the picture foreseen before, to the next ones."""
+        latents, before = carry
+        t, scale, x0_x, x0_m, next_x, next_x0, next_before = row
+        inputs = (latents * scale).astype(self._dtype)
+        if guided:
+            inputs = jnp.repeat(inputs, 2, axis=0)
+        timesteps = jnp.full(len(inputs), t)
+        found = self._predict(arrays, jnp.uint32(0), inputs, timesteps, conditioning)
+        found = found.astype(jnp.float32)
+        if guided:
+            without, found = found[0::2], found[1::2]
+            found = without + guidance * (found - without)
+        foreseen = x0_x * latents + x0_m * found
+        return next_x * latents + next_x0 * foreseen + next_before * before, foreseen
+
+    def _decoded_(self, vae: Arrays, latents: Array) -> Array:
+        """Pictures [B, H, W, 3] uint8 of latents."""
+        info = self._encoder.info
+        scale = jnp.asarray(info["latents_std"] or 1.0) / info["scaling_factor"]
+        shift = jnp.asarray(info["latents_mean"] or 0.0) + info["shift_factor"]
+        latents = latents * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
+        pixels = self._decode(vae, jnp.uint32(0), latents.astype(self._dtype))
+        levels = jnp.clip(pixels.astype(jnp.float32) / 2 + 0.5, 0, 1) * 255
+        return jnp.round(levels).astype(jnp.uint8).transpose(0, 2, 3, 1)
+
+    def _texts(self, captions: list[str]) -> tuple[Float32, Float32 | None]:
+        """Prompt embeddings [B, T, D] and pooled ones [B, P]: of CLIP by the network's encoders,
+        if it has some, and below them T5's."""
+        states, pooled = self._encoder.texts(captions)
+        if self._network is None or not self._network.text_encoders:
+            return states, pooled
+        ids = self._mesh.put_all_rows(self._encoder.input_ids(captions).astype(np.int32))
+        arrays = {f"network.{name}": array for name, array in self._arrays.items()}
+        found = self._encode(arrays, jnp.uint32(0), ids)
+        own, pooled = (None if array is None else self._numpy(array) for array in found)
+        assert own is not None
+        own = np.pad(own, ((0, 0), (0, 0), (0, states.shape[2] - own.shape[2])))
+        return np.concatenate([own, states[:, own.shape[1] :]], axis=1), pooled
+
+    def _numpy(self, array: Array) -> Float32:
+        return self._mesh.fetch(array).astype(np.float32)
+
+
+def alike(one: Network, other: Network) -> bool:
+    """Whether two networks are the same function of their arrays."""
+    first, second = (
+        {name: str(part.config) for name, part in network.named_children()}
+        for network in (one, other)
+    )
+    return first == second
+
+
+class _Decoder(torch.nn.Module):
+    """A VAE, called to decode."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        return self.vae.decode(latents, return_dict=False)[0]
+
+
+class _TextEncoders(torch.nn.Module):
+    """A network, called to encode token ids [B, n, T]."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return encode_ids(self.network.family.name, self.network.text_encoders, ids)

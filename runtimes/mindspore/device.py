@@ -1,0 +1,144 @@
+"""Which device a job runs on, and what there is on this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import version
+
+import mindspore as ms
+
+from configs.training import Train
+from runtimes.ascend import cann_version, lacking
+from runtimes.base import Probe, WrongInput
+from runtimes.memory import peak_of_process
+from runtimes.ranks import Ranks
+
+NAME = re.compile(r"(?P<kind>auto|cpu|ascend)(?::(?P<number>\d+))?")
+ALONE = Ranks()
+
+
+def check(settings: Train) -> None:
+    """Raise WrongInput for train settings that this runtime, or this machine, cannot serve."""
+    ranks = Ranks(world=settings.processes, local_world=settings.processes)
+    on_cpu = choose(settings.device, ranks)[0] == "CPU"
+    name = "runtime mindspore"
+    if settings.optimizer != "adamw":
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}, adamw is")
+    if settings.compile:
+        raise WrongInput(f"train.compile is for runtime torch: {name} has train.mindspore.mode")
+    if settings.parallel == "fsdp" and settings.processes > 1:
+        raise WrongInput(f"train.parallel: fsdp is not for {name}, data is")
+    if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):
+        raise WrongInput(f"train.lora: dora and dropout are not for {name}: leave them out")
+    if on_cpu and settings.compute_dtype == "bfloat16":
+        raise WrongInput("train.compute_dtype: MindSpore has bfloat16 on Ascend, not on a CPU")
+    if on_cpu and settings.mindspore.jit_level == "O2" and settings.mindspore.mode == "graph":
+        raise WrongInput("train.mindspore.jit_level: O2 is CANN's, on Ascend: take O0 or O1")
+
+
+def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
+    """The device that `auto`, `cpu`, `ascend` or `ascend:N` is: CPU or Ascend, and its number.
+
+    `auto` is an Ascend NPU when there is one, else the CPU; each process of a machine has an NPU of
+    its own.
+
+    Raises:
+        WrongInput: it is not there, or there are fewer than processes.
+    """
+    match = NAME.fullmatch(name)
+    if match is None or (match["kind"] != "ascend" and match["number"]):
+        raise WrongInput(f"device {name!r} is not for runtime mindspore (auto, cpu, ascend[:N])")
+    there = count_npus()
+    if match["kind"] == "cpu" or (match["kind"] == "auto" and not there):
+        return "CPU", 0
+    number = ranks.local_rank if match["number"] is None else int(match["number"])
+    if ranks.world > 1 and match["number"] is not None:
+        raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or ascend")
+    if max(number, ranks.local_world - 1) >= there:
+        raise WrongInput(
+            f"device {name}: {max(number + 1, ranks.local_world)} NPUs are wanted, MindSpore finds "
+            f"{there} here ({'; '.join(lacking()) or 'npu-smi info lists them'})"
+        )
+    return "Ascend", number
+
+
+def start(name: str, ranks: Ranks = ALONE) -> str:
+    """Open the device that `choose` finds, for all of this process's life; mindone may be imported
+    once this has returned.
+
+    Returns:
+        CPU or Ascend.
+
+    Raises:
+        WrongInput: it is not there, or another one is open.
+    """
+    target, number = choose(name, ranks)
+    _open(target, number)
+    if target == "CPU":
+        _prepare_cpu()
+    return target
+
+
+def _open(target: str, number: int) -> None:
+    current = ms.get_context("device_target") if _OPEN else target
+    if current != target:
+        raise WrongInput(f"this process has opened {current}: {target} needs another one")
+    if not _OPEN:
+        ms.set_device(target, number)
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        ms.set_deterministic(True)
+        _OPEN.append(target)
+
+
+_OPEN: list[str] = []  # the device that this process has opened, if any
+
+
+def _prepare_cpu() -> None:
+    from runtimes.mindspore.cpu_ops import route, route_models
+
+    # Without it operators wait for each other across threads: 10 to 50 times slower.
+    ms.runtime.launch_blocking()
+    route()
+    route_models()
+
+
+def count_npus() -> int:
+    """Ascend NPUs that MindSpore can use."""
+    try:
+        return int(ms.hal.device_count("Ascend")) if ms.hal.is_available("Ascend") else 0
+    except (RuntimeError, ValueError, KeyError):  # a build for CPUs only
+        return 0
+
+
+def describe() -> str:
+    """The open device in words, such as `ascend:0 (Ascend910B2)`."""
+    if _OPEN == ["Ascend"]:
+        number = ms.get_context("device_id")
+        return f"ascend:{number} ({ms.hal.get_device_name(number, 'Ascend')})"
+    return (
+        f"cpu ({os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads, {platform.machine()})"
+    )
+
+
+def memory_bytes() -> int:
+    """Most bytes in use so far: of the device's memory or, on a CPU, of this process."""
+    if _OPEN == ["Ascend"]:
+        return int(ms.runtime.max_memory_allocated())
+    return peak_of_process()
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that numbers depend on."""
+    found = {name: version(name) for name in ("mindspore", "mindone", "numpy")}
+    cann = cann_version()
+    return found | ({"cann": cann} if cann else {})
+
+
+def probe() -> Probe:
+    """What this runtime finds here; no device is opened."""
+    there = count_npus()
+    npus = [f"ascend:{n} ({ms.hal.get_device_name(n, 'Ascend')})" for n in range(there)]
+    without = "; ".join(lacking()) or "MindSpore finds none"
+    return Probe(True, [*npus, "cpu" if there else f"cpu (no NPU: {without})"], versions())

@@ -1,0 +1,202 @@
+"""Draw prompts with mindone's pipelines, and take held-out losses, for one model after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindone import diffusers
+from numpy.typing import NDArray
+
+from runtimes.adapters.lora import read_adapters
+from runtimes.base import StepBatch, WrongInput
+from runtimes.encoders import read_config as read_index
+from runtimes.families import detect_family
+from runtimes.job import Drawing, GenerateJob
+from runtimes.mindspore.encode import Encoder
+from runtimes.mindspore.inputs import Inputs, tensor
+from runtimes.mindspore.lora import lay_over
+from runtimes.mindspore.models import load_denoiser, load_text_encoder
+from runtimes.mindspore.network import Network, attend_by
+from runtimes.objective.draws import Stream, generator
+from runtimes.objective.scheduler import chosen, read_config
+
+PIPELINES = {
+    "sd": diffusers.StableDiffusionPipeline,
+    "sdxl": diffusers.StableDiffusionXLPipeline,
+}
+#: What the pipelines ask to be told of, though nothing is there.
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "sd": {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False},
+    "sdxl": {"add_watermarker": False},
+}
+
+
+class Sampler:
+    """A pipeline around given parts. Start noise is drawn on the host, so every chip starts alike.
+
+    Raises:
+        WrongInput: a part of the pipeline is missing or does not load.
+    """
+
+    def __init__(
+        self, folder: Path, parts: Mapping[str, Any], dtype: ms.Type, vae: Path | None = None
+    ) -> None:
+        family, index = detect_family(folder), read_index(folder / "model_index.json")
+        self._dtype, self._denoiser = dtype, family.denoiser
+        encoder = Encoder(folder, vae, dtype)
+        built: dict[str, Any] = {"scheduler": make_scheduler(read_config(folder / "scheduler"))}
+        built |= encoder.tokenizers | encoder.text_encoders | {"vae": encoder.vae}
+        options = dict(_LEFT_OUT[family.name])
+        if "force_zeros_for_empty_prompt" in index:
+            options["force_zeros_for_empty_prompt"] = index["force_zeros_for_empty_prompt"]
+        self._own = {name: built[name] for name in ("scheduler", *family.clip_encoders)}
+        self._pipe = PIPELINES[family.name](**{**built, **parts}, **options)
+        self._pipe.set_progress_bar_config(disable=True)
+        if family.name == "sdxl":
+            _keep_sizes_exact(self._pipe)
+
+    def use(self, parts: Mapping[str, Any]) -> None:
+        """Put other parts into the pipeline; where none is given it has its own again."""
+        self._pipe.register_modules(**{**self._own, **parts})
+
+    def draw(
+        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+    ) -> NDArray[np.uint8]:
+        """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
+
+        `sampler` is as in GenerateJob.
+        """
+        size, pictures = sampler["batch_size"], list[NDArray[np.uint8]]()
+        for start in range(0, len(prompts), size):
+            part = list(prompts[start : start + size])
+            drawn = self.draw_batch(part, sampler, first=first + start)
+            pictures += list((drawn * 255).round().astype(np.uint8))
+        return np.stack(pictures)
+
+    def draw_batch(
+        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+    ) -> NDArray[np.float32]:
+        """Pictures [N, H, W, 3] in 0..1, all at once."""
+        scheduler = chosen(self._pipe.scheduler, sampler, make_scheduler)
+        self._pipe.register_modules(scheduler=scheduler)
+        scale = self._pipe.vae_scale_factor
+        config = getattr(self._pipe, self._denoiser).config
+        height, width = (
+            sampler.get(side) or config.sample_size * scale for side in ("height", "width")
+        )
+        shape = (config.in_channels, height // scale, width // scale)
+        numbers = range(first, first + len(prompts))
+        rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
+        noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
+        try:
+            drawn = self._pipe(
+                list(prompts),
+                height=height,
+                width=width,
+                num_inference_steps=sampler["num_inference_steps"],
+                guidance_scale=sampler["guidance_scale"],
+                latents=tensor(noise).astype(self._dtype),
+                generator=rngs,  # for schedulers that draw noise at every step
+                output_type="np",
+            )[0]
+        except (RuntimeError, TypeError) as error:
+            raise self._no_kernel(error) from error
+        return np.asarray(drawn, np.float32)
+
+    def _no_kernel(self, error: Exception) -> Exception:
+        """What an operator that the device lacks means to who chose the scheduler."""
+        if "kernel" not in str(error).lower():
+            return error
+        name, target = type(self._pipe.scheduler).__name__, ms.get_context("device_target")
+        words = str(error).strip().splitlines()[0]
+        return WrongInput(
+            f"MindSpore's {target} lacks an operator that drawing with {name} takes ({words}): "
+            "another scheduler may do without"
+        )
+
+
+class ThePipeline:
+    """See base.Pipeline for what each method promises."""
+
+    def __init__(self, job: GenerateJob) -> None:
+        self._model, self._settings = Path(job.model), job.sampler
+        self._dtype = getattr(ms, job.dtype)
+        self._vae = None if job.vae is None else Path(job.vae)
+        self._sampler: Sampler | None = None
+
+    def take(self, drawing: Drawing) -> None:
+        self._network = load_network(drawing, self._model, self._dtype)
+        self._scheduler = own_scheduler(drawing)
+        self.encodes_text = self._network.encodes_text
+
+    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
+        parts = self._network.parts
+        if self._sampler is None:  # with encoders of its own: the next model may have none
+            name = self._network.family.denoiser
+            self._sampler = Sampler(self._model, {name: parts[name]}, self._dtype, self._vae)
+        own = {} if self._scheduler is None else {"scheduler": self._scheduler}
+        self._sampler.use(parts | own)
+        return self._sampler.draw(prompts, self._settings, first=first)
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        inputs = Inputs(batch, self._network, self._dtype)
+        return inputs.errors(self._network).asnumpy()
+
+    def compile_seconds(self) -> float:
+        return 0.0
+
+
+def load_network(drawing: Drawing, model: Path, dtype: ms.Type) -> Network:
+    """The model's own parts: its denoiser, and its text encoders if they were trained too.
+
+    Adapters are merged in float32 before the weights are cast.
+    """
+    family = detect_family(model)
+    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
+    known = (family.denoiser, *family.clip_encoders)
+    if strange := adapters.keys() - set(known):
+        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
+    parts = {}
+    for name in known:
+        if name != family.denoiser and name not in adapters.keys() | drawing.parts.keys():
+            continue
+        folder = Path(drawing.parts.get(name, model / name))
+        if name == family.denoiser:
+            parts[name] = load_denoiser(folder)
+        else:
+            parts[name] = load_text_encoder(model, name, folder=folder)
+        lay_over(name, parts[name], adapters.get(name, {}))
+    network = Network(family, parts)
+    network.cast(dtype)
+    attend_by(network, flash=ms.get_context("device_target") == "Ascend")
+    return network.set_train(False)
+
+
+def own_scheduler(drawing: Drawing) -> Any:
+    """The scheduler of a model trained over to other noise than the pipeline's, or None."""
+    if "scheduler" not in drawing.parts:
+        return None
+    return make_scheduler(read_config(Path(drawing.parts["scheduler"])))
+
+
+def make_scheduler(config: Mapping[str, Any]) -> Any:
+    """The scheduler of the class that a config names. Raises WrongInput."""
+    name = str(config.get("_class_name"))
+    kind = getattr(diffusers, name, None) if name.endswith("Scheduler") else None
+    if kind is None:
+        raise WrongInput(f"the scheduler {name} is not of this version of mindone")
+    return kind.from_config(dict(config))
+
+
+def _keep_sizes_exact(pipe: Any) -> None:
+    """Have sizes in float32, which in half precision would lose integers above 2048."""
+    made = pipe._get_add_time_ids
+
+    def exact(*arguments: Any, **more: Any) -> Any:
+        return made(*arguments, **{**more, "dtype": ms.float32})
+
+    pipe._get_add_time_ids = exact

@@ -1,0 +1,81 @@
+"""Low-rank adapters on mindone's models, through mindone's PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mindone.peft import LoraConfig, inject_adapter_in_model
+from mindone.peft.tuners.lora import LoraLayer
+from mindspore import mint, nn
+
+from configs.training import Lora
+from runtimes.adapters.lora import (
+    ADAPTER,
+    Adapter,
+    Layer,
+    alpha,
+    choose_layers,
+    initial_down,
+    state_name,
+)
+from runtimes.base import WrongInput
+from runtimes.mindspore.models import named_weights, put
+
+A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+
+
+def add_adapters(part: str, model: nn.Cell, lora: Lora, seed: int) -> None:
+    """Freeze a part of the pipeline and put fresh float32 adapters beside its layers.
+
+    They change nothing yet: `up` is zero.
+
+    Raises:
+        WrongInput: the targets name no layer.
+    """
+    chosen = choose_layers(part, _layers(model), lora)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=alpha(lora),
+        lora_dropout=lora.dropout,
+        target_modules=chosen,
+    )
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}
+    if adapted != set(chosen):  # a name that is the end of another's
+        odd = min(adapted ^ set(chosen))
+        raise WrongInput(f"train.lora.targets: {odd} of the {part} cannot be told from others")
+    for name, parameter in model.parameters_and_names():
+        parameter.requires_grad = name.endswith((A, B))
+        if name.endswith(A):
+            stored = state_name(part, name.removesuffix(A))
+            put(parameter, initial_down(seed, stored, parameter.shape))
+        elif name.endswith(B):
+            put(parameter, parameter.asnumpy() * 0)
+
+
+def lay_over(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
+    """Merge adapters into the weights of a part, in float32.
+
+    Raises:
+        WrongInput: they are for layers that it does not have, or of another size.
+    """
+    parameters, layers = named_weights(model), _layers(model)
+    for name, adapter in adapters.items():
+        if name not in layers:
+            raise WrongInput(f"the adapters are for another model: the {part} here has no {name}")
+        weight = parameters[f"{name}.weight"]
+        try:
+            put(weight, adapter.merged(weight.asnumpy()))
+        except ValueError:
+            raise WrongInput(f"the adapters are for another model: {name} differs") from None
+
+
+def _layers(model: nn.Cell) -> dict[str, Layer]:
+    kinds = ((name, _kind(cell)) for name, cell in model.cells_and_names())
+    return {name: kind for name, kind in kinds if kind is not None}
+
+
+def _kind(cell: nn.Cell) -> Layer | None:
+    if isinstance(cell, (mint.nn.Linear, nn.Dense)):
+        return "linear"
+    return "conv" if isinstance(cell, (mint.nn.Conv2d, nn.Conv2d)) else None

@@ -1,0 +1,151 @@
+"""What is trained, as one cell: the denoiser, and the text encoders if they are trained too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn
+
+from configs.training import Train
+from runtimes.adapters.lora import state_name
+from runtimes.families import Family, detect_family
+from runtimes.job import TrainJob
+from runtimes.mindspore.lora import add_adapters
+from runtimes.mindspore.models import (
+    fresh_denoiser,
+    load_denoiser,
+    load_text_encoder,
+    named_weights,
+)
+from runtimes.mindspore.texts import encode_ids, never_used
+from runtimes.registry import check_family
+
+#: Conditioning in the order in which the network takes it, with embeddings and with token ids.
+CONDITIONING = {
+    "sd": (("prompt_embeds",), ("input_ids", "dropped")),
+    "sdxl": (
+        ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids"),
+        ("input_ids", "dropped", "add_time_ids"),
+    ),
+}
+#: What is computed again at a time, by class: the blocks that the models repeat.
+BLOCKS = ("BasicTransformerBlock", "CLIPEncoderLayer", "ResnetBlock2D")
+
+
+class Network(nn.Cell):
+    """Predicts from noisy latents, timesteps and conditioning.
+
+    Parameters are named by the part and the name within it, as State wants them.
+    """
+
+    def __init__(self, family: Family, parts: dict[str, nn.Cell]) -> None:
+        super().__init__(auto_prefix=False)
+        check_family("mindspore", family.name)
+        self.family, self.parts = family, parts
+        self.kind = family.name
+        self.denoiser = parts[family.denoiser]
+        names = [name for name in family.clip_encoders if name in parts]
+        self.encodes_text = bool(names)
+        self.text_encoders = nn.CellList([parts[name] for name in names], auto_prefix=False)
+        for part, cell in parts.items():
+            for name, parameter in named_weights(cell).items():
+                parameter.name = f"{part}.{name}"
+
+    @classmethod
+    def load(cls, job: TrainJob, settings: Train) -> Network:
+        """The parts that the settings train. Raises WrongInput.
+
+        Weights that adapters are laid over are in the compute precision, all others in float32.
+        """
+        folder = Path(job.model)
+        family = detect_family(folder)
+        full = settings.method == "full"
+        dtype = ms.float32 if full else getattr(ms, settings.compute_dtype)
+        denoiser = folder / family.denoiser
+        if settings.init == "random":
+            unet = fresh_denoiser(denoiser, settings.seed, job.denoiser_config)
+        else:
+            unet = load_denoiser(denoiser, dtype)
+        parts = {family.denoiser: unet}
+        if settings.text_encoders:
+            names = family.clip_encoders
+            parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
+        for name, part in parts.items():
+            if not full:
+                add_adapters(name, part, settings.lora, settings.seed)
+            if settings.gradient_checkpointing:
+                _recompute(part)
+        return cls(family, parts)
+
+    def cast(self, dtype: ms.Type) -> None:
+        """Put all weights into a precision."""
+        for part in self.parts.values():
+            for parameter in part.get_parameters():
+                parameter.set_dtype(dtype)
+
+    def conditioning(self, given: dict[str, Any]) -> list[str]:
+        """The names of a batch's conditioning, in the order in which `construct` takes it."""
+        embeds, ids = CONDITIONING[self.kind]
+        return list(ids if "input_ids" in given else embeds)
+
+    def trained(self) -> dict[str, Parameter]:
+        """What the optimizer holds, by the names that State has."""
+        return {
+            state_name(part, name): parameter
+            for part, cell in self.parts.items()
+            for name, parameter in named_weights(cell).items()
+            if parameter.requires_grad
+        }
+
+    def reached(self, name: str) -> bool:
+        """Whether a gradient reaches the weight that State has by that name."""
+        part, _, rest = name.partition(".")
+        if not part.startswith("text_encoder"):
+            return True
+        layers = self.parts[part].config.num_hidden_layers
+        return not rest.startswith(never_used(self.kind, part, layers) or ("\0",))
+
+    def construct(self, noisy_latents: Tensor, timesteps: Tensor, *conditioning: Tensor) -> Tensor:
+        """The denoiser's prediction [B, C, h, w]."""
+        if self.kind == "sd" and not self.encodes_text:
+            states = conditioning[0]
+            return self.denoiser(noisy_latents, timesteps, states, return_dict=False)[0]
+        states, pooled = conditioning[0], conditioning[1]
+        if self.encodes_text:
+            states, pooled = self.encode(conditioning[0], conditioning[1])
+        if self.kind == "sd":
+            return self.denoiser(noisy_latents, timesteps, states, return_dict=False)[0]
+        added = {"text_embeds": pooled, "time_ids": conditioning[2]}
+        return self.denoiser(
+            noisy_latents, timesteps, states, added_cond_kwargs=added, return_dict=False
+        )[0]
+
+    def encode(self, ids: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Embeddings [B, T, D] and pooled ones [B, P] of token ids; zeros where `dropped` is 1."""
+        states, pooled = encode_ids(self.kind, self.text_encoders, ids)
+        kept = (1 - dropped).astype(states.dtype)
+        states = states * kept.reshape((-1, 1, 1))
+        if pooled is None:
+            return states, None
+        return states, pooled * kept.reshape((-1, 1))
+
+
+def attend_by(network: Network, *, flash: bool) -> None:
+    """Have attention computed by Ascend's fused operator, or as it is written.
+
+    In float32 it is always as written: the operator knows half precision alone, and mindone would
+    round to it without a word.
+    """
+    for part in network.parts.values():
+        if hasattr(part, "enable_flash_sdp"):
+            part.set_flash_attention_force_cast_dtype(None)
+            part.enable_flash_sdp(flash)
+
+
+def _recompute(part: nn.Cell) -> None:
+    """Have a part's blocks forget their activations and compute them again in the backward pass."""
+    for _, cell in part.cells_and_names():
+        if type(cell).__name__ in BLOCKS:
+            cell.recompute()

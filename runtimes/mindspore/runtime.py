@@ -1,0 +1,147 @@
+"""The MindSpore runtime: forward, backward and update of mindone's models on Ascend or CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from numpy.typing import NDArray
+
+from configs.training import Train
+from runtimes.base import Pipeline, State, StepBatch, StepOutput
+from runtimes.events import Events
+from runtimes.job import GenerateJob, TrainJob
+from runtimes.mindspore.device import check, describe, memory_bytes, start, versions
+from runtimes.mindspore.parallel import open_parallel
+from runtimes.objective.scheduler import trained_scheduler
+from runtimes.ranks import Ranks
+
+__all__ = ["TheRuntime"]
+
+
+class TheRuntime:
+    """See base.Runtime for what each method promises."""
+
+    draws_together = False  # each process holds all weights
+
+    def __init__(self, events: Events) -> None:
+        self.versions = versions()
+        self._events = events
+        self._sampler: Any = None  # generate.Sampler, once a sample is asked for
+
+    def load(self, job: TrainJob) -> None:
+        self._job, self._settings = job, Train(**job.train)
+        ranks = Ranks.here()
+        self._rank = ranks.rank
+        check(self._settings)
+        self._target = start(self._settings.device, ranks)
+        self.device = describe()
+        self._parallel = open_parallel(ranks)
+        # mindone is imported only now: it takes the operators as the device has left them.
+        from runtimes.mindspore.gradients import Gradients
+        from runtimes.mindspore.network import Network, attend_by
+        from runtimes.mindspore.update import Update, copied
+
+        given = self._settings
+        self._dtype = getattr(ms, given.compute_dtype)
+        network = Network.load(job, given)
+        computed = network.trained()
+        masters = computed
+        if given.method == "full" and given.compute_dtype != "float32":
+            masters = {name: copied(f"master.{name}", p) for name, p in computed.items()}
+            network.cast(self._dtype)
+        attend_by(network, flash=self._target == "Ascend" and given.mindspore.flash_attention)
+        reached = [name for name in computed if network.reached(name)]
+        self._network = network.set_train(True)
+        self._gradients = Gradients(network, [computed[n] for n in reached], given.mindspore)
+        self._update = Update(masters, computed, reached, given)
+
+    def put(self, batch: StepBatch) -> StepBatch:
+        if not (self._target == "Ascend" and self._settings.mindspore.data_sink):
+            return replace(batch, on_device=list(self._inputs(batch)))
+        return replace(batch, on_device=[part.to_device() for part in self._inputs(batch)])
+
+    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        scale = Tensor(self._update.loss_scale.value, ms.float32)
+        sums: list[Tensor] = []  # the loss, then each gradient
+        for inputs in batch.on_device or self._inputs(batch):
+            part = self._gradients(inputs, scale)
+            sums = self._gradients.add(sums, part) if sums else part
+        loss, *gradients = self._parallel.total(sums)
+        norm, skipped = self._update.apply(gradients, learning_rate)
+        return StepOutput(loss, norm, overflowed=skipped)
+
+    def _inputs(self, batch: StepBatch) -> Iterator[Any]:
+        from runtimes.mindspore.inputs import micro_batches
+
+        return micro_batches(batch, self._settings.micro_batch_size, self._network, self._dtype)
+
+    def flops(self, batch: StepBatch) -> float | None:
+        return None
+
+    def peak_flops(self) -> float | None:
+        return None
+
+    def any_rank(self, flag: bool) -> bool:
+        return self._parallel.any(flag)
+
+    def broadcast(self, number: int) -> int:
+        return self._parallel.broadcast(number)
+
+    def profile(self, folder: str) -> AbstractContextManager[None]:
+        if self._rank:
+            return nullcontext()
+        from runtimes.mindspore.profile import tracing
+
+        return tracing(folder, self._target)
+
+    def state(self) -> State:
+        return self._update.state() if self._rank == 0 else {}
+
+    def restore(self, state: State, step: int) -> None:
+        self._update.restore(state, step)
+
+    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+        from runtimes.mindspore.generate import Sampler, make_scheduler
+
+        if self._sampler is None:
+            vae = None if self._job.vae is None else Path(self._job.vae)
+            model = Path(self._job.model)
+            self._sampler = Sampler(model, self._network.parts, self._dtype, vae)
+            changed = trained_scheduler(model / "scheduler", self._settings)
+            if changed is not None:
+                self._sampler.use({"scheduler": make_scheduler(changed)})
+        with self._evaluating():
+            return self._sampler.draw(prompts, sampler, first=0)
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        from runtimes.mindspore.inputs import Inputs
+
+        inputs = Inputs(batch, self._network, self._dtype)
+        with self._evaluating():
+            return inputs.errors(self._network).asnumpy()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Within, the network has its average, if one is kept, and drops nothing."""
+        self._network.set_train(False)
+        try:
+            with self._update.averaged():
+                yield
+        finally:
+            self._network.set_train(True)
+
+    def memory_bytes(self) -> int:
+        return memory_bytes()
+
+    def pipeline(self, job: GenerateJob) -> Pipeline:
+        start(job.device)
+        from runtimes.mindspore.generate import ThePipeline
+
+        return ThePipeline(job)

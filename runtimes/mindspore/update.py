@@ -1,0 +1,283 @@
+"""Clipping, AdamW and the weight average, as one compiled graph; state goes in and out.
+
+The rule is that of torch.optim.AdamW (arXiv 1711.05101), by MindSpore's fused operator, which has
+no bias correction. With c1 = 1 - beta1^t and c2 = 1 - beta2^t,
+
+    p - rate * (m / c1 / (sqrt(v / c2) + eps) + decay * p)
+  = p - rate' * (m / (sqrt(v) + eps') + decay' * p)
+
+for rate' = rate * sqrt(c2) / c1, eps' = eps * sqrt(c2), decay' = decay * rate / rate'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from numpy.typing import NDArray
+
+from configs.training import Train
+from runtimes.base import State, WrongInput
+from runtimes.loss_scale import DynamicLossScale
+
+Gradients = Sequence[Tensor]
+Parameters = Mapping[str, Parameter]
+
+
+class Update:
+    """AdamW on float32 masters, and their exponential moving average.
+
+    Args:
+        masters: what is updated, in float32.
+        computed: what the network computes with, by the same names: the masters themselves, or
+            copies in half precision that follow them.
+        reached: names of those that gradients are given for, in their order. The others stay.
+    """
+
+    def __init__(
+        self, masters: Parameters, computed: Parameters, reached: Sequence[str], settings: Train
+    ) -> None:
+        self._settings, self._step = settings, 0
+        half = settings.compute_dtype == "float16"
+        self.loss_scale = DynamicLossScale(settings.loss_scale if half else None)
+        self._masters, self._computed = dict(masters), dict(computed)
+        self._first = {n: _zeros(f"exp_avg.{n}", p) for n, p in masters.items()}
+        self._second = {n: _zeros(f"exp_avg_sq.{n}", p) for n, p in masters.items()}
+        self._average: dict[str, Parameter] = {}
+        if settings.ema_decay is not None:
+            self._average = {n: copied(f"ema.{n}", p) for n, p in masters.items()}
+        text_rate = settings.text_encoder_learning_rate or settings.learning_rate
+        shares = {True: text_rate / settings.learning_rate, False: 1.0}
+        self._groups = []
+        for texts, share in shares.items():
+            names = [n for n in reached if n.startswith("text_encoder") == texts]
+            if names:
+                places = [at for at, n in enumerate(reached) if n in set(names)]
+                self._groups.append((places, share, ms.jit(self._adam(names).construct)))
+        self._norm = ms.jit(_Norm().construct)
+        halves = [n for n, p in masters.items() if computed[n] is not p]
+        follow = _Follow(self._pick(computed, halves), self._pick(masters, halves))
+        self._follow = ms.jit(follow.construct) if halves else None
+        averaging = _Average(self._pick(self._average, masters), self._pick(masters, masters))
+        self._averaging = ms.jit(averaging.construct) if self._average else None
+
+    def _adam(self, names: Sequence[str]) -> _AdamW:
+        masters, first, second = (
+            self._pick(group, names) for group in (self._masters, self._first, self._second)
+        )
+        return _AdamW(masters, first, second, self._settings)
+
+    @staticmethod
+    def _pick(group: Parameters, names: Iterable[str]) -> ParameterTuple:
+        return ParameterTuple([group[name] for name in names if name in group])
+
+    def apply(self, gradients: Gradients, learning_rate: float) -> tuple[Tensor, bool]:
+        """Clip the gradients of the scaled loss and update, or skip the step at an overflow.
+
+        Returns:
+            The gradients' L2 norm before clipping, and whether the step was skipped.
+        """
+        scale, given = self.loss_scale, self._settings
+        inverse = _number(1 / scale.value)
+        norm = self._norm(inverse, *gradients)
+        # Only a loss scale has to wait for the device.
+        skipped = scale.take(float(norm) if given.compute_dtype == "float16" else 0.0)
+        if not skipped:
+            for places, share, update in self._groups:
+                part = [gradients[place] for place in places]
+                update(norm, inverse, *self._numbers(learning_rate * share), *part)
+            if self._follow is not None:
+                self._follow()
+        if self._averaging is not None:
+            assert given.ema_decay is not None
+            decay = min(given.ema_decay, (1 + self._step) / (10 + self._step))
+            self._averaging(_number(1 - decay))
+        self._step += 1
+        return norm, skipped
+
+    def _numbers(self, rate: float) -> tuple[Tensor, ...]:
+        """rate', eps' and decay' of this step."""
+        (beta1, beta2), count = self._settings.betas, self.loss_scale.updates
+        first, root = 1 - beta1**count, math.sqrt(1 - beta2**count)
+        decay = self._settings.weight_decay * first / root
+        numbers = (rate * root / first, self._settings.epsilon * root, decay)
+        return tuple(_number(number) for number in numbers)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the network has the averaged weights, if an average is kept."""
+        kept = {name: self._masters[name].asnumpy().copy() for name in self._average}
+        for name, average in self._average.items():
+            self._set(name, average.asnumpy())
+        try:
+            yield
+        finally:
+            for name, array in kept.items():
+                self._set(name, array)
+
+    def _set(self, name: str, array: NDArray[np.float32]) -> None:
+        master, computed = self._masters[name], self._computed[name]
+        _assign(master, array)
+        if computed is not master:
+            _assign(computed, array)
+
+    def state(self) -> State:
+        """Copies of everything that the next step depends on, but the step's number."""
+        state = {
+            group: {name: p.asnumpy().copy() for name, p in parameters.items()}
+            for group, parameters in self._groups_of_state().items()
+        }
+        scale = self.loss_scale.state()
+        return state | ({"loss_scale": scale} if scale else {})
+
+    def restore(self, state: State, step: int) -> None:
+        """Continue as after `step` steps. Raises WrongInput if the state is of another model."""
+        for group, parameters in self._groups_of_state().items():
+            given = state.get(group, {})
+            if given.keys() != parameters.keys():
+                raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
+            for name, parameter in parameters.items():
+                if given[name].shape != tuple(parameter.shape):
+                    raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
+                _assign(parameter, given[name])
+        for name, parameter in self._computed.items():
+            if parameter is not self._masters[name]:
+                _assign(parameter, state["weights"][name])
+        self.loss_scale.restore(state.get("loss_scale", {}), step)
+        self._step = step
+
+    def _groups_of_state(self) -> dict[str, dict[str, Parameter]]:
+        groups = {
+            "weights": self._masters,
+            "exp_avg": self._first,
+            "exp_avg_sq": self._second,
+        }
+        return groups | ({"ema": self._average} if self._average else {})
+
+
+class _Norm(nn.Cell):
+    """The L2 norm of gradients, times `inverse`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = ops.HyperMap()
+
+    def construct(self, inverse: Tensor, *gradients: Tensor) -> Tensor:
+        return ops.sqrt(2 * ops.addn(self.each(ops.partial(_half_square, inverse), gradients)))
+
+
+class _AdamW(nn.Cell):
+    def __init__(
+        self,
+        masters: ParameterTuple,
+        first: ParameterTuple,
+        second: ParameterTuple,
+        settings: Train,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.masters, self.first, self.second = masters, first, second
+        self.beta1, self.beta2 = (_number(beta) for beta in settings.betas)
+        self.most = settings.max_grad_norm
+        self.each = ops.HyperMap()
+
+    def construct(
+        self,
+        norm: Tensor,
+        inverse: Tensor,
+        rate: Tensor,
+        epsilon: Tensor,
+        decay: Tensor,
+        *gradients: Tensor,
+    ) -> Any:
+        factor = inverse
+        if self.most is not None:
+            factor = inverse * ops.minimum(self.most / (norm + 1e-6), 1.0)
+        rule = ops.partial(_adamw, factor, rate, self.beta1, self.beta2, epsilon, decay)
+        return self.each(rule, self.masters, self.first, self.second, gradients)
+
+
+class _Follow(nn.Cell):
+    """Weights in half precision take their masters' values."""
+
+    def __init__(self, halves: ParameterTuple, masters: ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.halves, self.masters = halves, masters
+        self.each = ops.HyperMap()
+
+    def construct(self) -> Any:
+        return self.each(_cast, self.halves, self.masters)
+
+
+class _Average(nn.Cell):
+    def __init__(self, averages: ParameterTuple, masters: ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.averages, self.masters = averages, masters
+        self.each = ops.HyperMap()
+
+    def construct(self, share: Tensor) -> Any:
+        return self.each(ops.partial(_lerp, share), self.averages, self.masters)
+
+
+_half_square = ops.MultitypeFuncGraph("half_square")
+_adamw = ops.MultitypeFuncGraph("adamw")
+_cast = ops.MultitypeFuncGraph("cast")
+_lerp = ops.MultitypeFuncGraph("lerp")
+_fused = ops.AdamWeightDecay()
+_l2 = ops.L2Loss()  # half the sum of squares, in one operator
+
+
+@_half_square.register("Tensor", "Tensor")
+def _half_square_of(inverse: Tensor, gradient: Tensor) -> Tensor:
+    return _l2(gradient.astype(ms.float32) * inverse)
+
+
+@_adamw.register(*["Tensor"] * 10)
+def _adamw_of(
+    factor: Tensor,
+    rate: Tensor,
+    beta1: Tensor,
+    beta2: Tensor,
+    epsilon: Tensor,
+    decay: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+) -> Any:
+    gradient = gradient.astype(ms.float32) * factor
+    done = _fused(master, first, second, rate, beta1, beta2, epsilon, decay, gradient)
+    return ops.depend(True, done)
+
+
+@_cast.register("Tensor", "Tensor")
+def _cast_of(half: Tensor, master: Tensor) -> Any:
+    return ops.depend(True, ops.assign(half, master.astype(half.dtype)))
+
+
+@_lerp.register("Tensor", "Tensor", "Tensor")
+def _lerp_of(share: Tensor, average: Tensor, master: Tensor) -> Any:
+    return ops.depend(True, ops.assign(average, average + (master - average) * share))
+
+
+def _number(value: float) -> Tensor:
+    return Tensor(value, ms.float32)
+
+
+def copied(name: str, parameter: Parameter) -> Parameter:
+    """A float32 copy of a parameter under another name."""
+    array = parameter.astype(ms.float32).asnumpy().copy()
+    return Parameter(Tensor(array), name=name, requires_grad=False)
+
+
+def _zeros(name: str, like: Parameter) -> Parameter:
+    return Parameter(Tensor(np.zeros(like.shape, np.float32)), name=name, requires_grad=False)
+
+
+def _assign(parameter: Parameter, array: NDArray[np.float32]) -> None:
+    """In place: compiled graphs hold on to the parameter's memory."""
+    ops.assign(parameter, Tensor(np.array(array, np.float32)).astype(parameter.dtype))

@@ -1,0 +1,29 @@
+"""Ascend NPUs by torch_npu, which is imported when device npu is asked for, and never otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runtimes.ascend import lacking
+from runtimes.base import WrongInput
+
+
+def load() -> None:
+    """Have PyTorch know device npu. Raises WrongInput if it cannot."""
+    try:
+        import torch_npu  # noqa: F401  # registers the device
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        missing = "; ".join(lacking())
+        raise WrongInput(
+            f"device npu: torch_npu does not load: {reason}" + (f" ({missing})" if missing else "")
+        ) from None
+
+
+def attend(denoiser: Any, device: torch.device) -> None:
+    """Have a denoiser on an NPU use its fused attention, which is for half precision; in float32
+    diffusers' processor computes the ordinary one."""
+    if device.type == "npu" and hasattr(denoiser, "enable_npu_flash_attention"):
+        denoiser.enable_npu_flash_attention()

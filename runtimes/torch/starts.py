@@ -1,0 +1,116 @@
+"""What pictures of prompts are drawn from: start noise and conditioning, as arrays on the host.
+
+For runtimes that sample by a table of numbers (solver.py) in place of a diffusers pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.objective.draws import Stream, generator
+from runtimes.objective.scheduler import chosen
+from runtimes.torch.schedulers import make_scheduler
+from runtimes.torch.solver import Table, tabulate
+
+Float32 = NDArray[np.float32]
+#: Captions -> prompt embeddings [B, T, D] and pooled ones [B, P] or None.
+Texts = Callable[[list[str]], tuple[Float32, Float32 | None]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Of one batch, filled up with copies of its last prompt."""
+
+    count: int  # pictures that are wanted
+    noise: Float32  # [B, C, h, w], standard normal
+    #: keyword -> [B, ...] or, with guidance, [2 B, ...]: of every picture, without its caption and
+    #: with it, one below the other, so that they lie on one device.
+    conditioning: dict[str, Float32]
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Of a pipeline.
+
+    Args:
+        info: of its encoders, as describe_encoders gives it.
+        texts: encodes captions.
+    """
+
+    info: dict[str, Any]
+    texts: Texts
+
+    def of(
+        self,
+        prompts: Sequence[str],
+        sampler: dict[str, Any],
+        *,
+        first: int,
+        sample_size: int,
+        multiple: int = 1,
+    ) -> Iterator[Start]:
+        """Batches of `batch_size` pictures, filled up to a multiple.
+
+        Args:
+            sampler: as GenerateJob.sampler.
+            first: number of the first picture's noise.
+            sample_size: the denoiser's own, in latents.
+        """
+        factor = self.info["vae_scale_factor"]
+        height, width = (sampler.get(side) or sample_size * factor for side in ("height", "width"))
+        shape = (self.info["latent_channels"], height // factor, width // factor)
+        size = sampler["batch_size"]
+        rows = -(-size // multiple) * multiple
+        for start in range(0, len(prompts), size):
+            part = list(prompts[start : start + size])
+            noise = np.zeros((rows, *shape), np.float32)
+            for row, picture in enumerate(noise[: len(part)]):
+                rng = generator(sampler["seed"], Stream.PICTURE, first + start + row)
+                rng.standard_normal(out=picture, dtype=np.float32)
+            captions = part + [part[-1]] * (rows - len(part))
+            conditioning = self._condition(captions, (height, width), sampler["guidance_scale"])
+            yield Start(len(part), noise, conditioning)
+
+    def _condition(
+        self, captions: list[str], size: tuple[int, int], guidance: float
+    ) -> dict[str, Float32]:
+        found = self._embeds(captions)
+        if guidance > 1:
+            without = self._without(found)
+            found = {name: _in_turns(without[name], array) for name, array in found.items()}
+        if self.info["family"] == "sdxl":
+            ids = np.array([*size, 0, 0, *size], np.float32)
+            found["add_time_ids"] = np.tile(ids, (len(found["prompt_embeds"]), 1))
+        return found
+
+    def _without(self, given: dict[str, Float32]) -> dict[str, Float32]:
+        """What stands for no caption."""
+        if self.info["empty_prompt"] == "zeros":
+            return {name: np.zeros_like(array) for name, array in given.items()}
+        return self._embeds([""] * len(given["prompt_embeds"]))
+
+    def _embeds(self, captions: list[str]) -> dict[str, Float32]:
+        states, pooled = self.texts(captions)
+        # Of SD3 without a T5, what is missing is zeros.
+        missing = (self.info["tokens"] - states.shape[1], self.info["prompt_dim"] - states.shape[2])
+        found = {"prompt_embeds": np.pad(states, ((0, 0), *((0, more) for more in missing)))}
+        return found if pooled is None else {**found, "pooled_prompt_embeds": pooled}
+
+
+def table_of(scheduler: Any, sampler: Mapping[str, Any]) -> Table:
+    """The table of a model's scheduler, or of the one that pictures are asked to be drawn with.
+
+    Raises:
+        WrongInput: it has none.
+    """
+    return tabulate(chosen(scheduler, sampler, make_scheduler), sampler["num_inference_steps"])
+
+
+def _in_turns(one: Float32, other: Float32) -> Float32:
+    """Rows of two arrays [B, ...] in turns [2 B, ...]."""
+    return np.stack([one, other], axis=1).reshape(-1, *one.shape[1:])

@@ -1,0 +1,61 @@
+"""The true UNets of Stable Diffusion 2 base and XL, by their configs alone: what a plan counts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.training import Train
+
+jax = pytest.importorskip("jax")
+from runtimes.jax.abstract import AbstractStep  # noqa: E402
+from runtimes.jax.plan import Request  # noqa: E402
+
+MODELS = Path(__file__).parents[3] / "bench/models"
+GIB = 2**30
+
+
+def clip(width: int, projected: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "projection_dim": projected,
+        "num_attention_heads": width // 64,
+        "max_position_embeddings": 77,
+    }
+
+
+#: UNet's file, like which tiny pipeline the rest is, text encoders, pictures' side, TFLOP an image.
+TRUE = {
+    "sd2": ("sd2-base", "tiny_sd", [clip(1024, 512)], 512, 2.41),
+    "sdxl": ("sdxl", "tiny_sdxl", [clip(768, 768), clip(1280, 1280)], 1024, 20.28),
+}
+
+
+def configs_of(name: str, like: Path, folder: Path) -> Path:
+    """A pipeline folder without weights."""
+    unet, _, encoders, _, _ = TRUE[name]
+    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copy(MODELS / f"{unet}.json", folder / "unet/config.json")
+    parts = dict(zip(("text_encoder", "text_encoder_2"), encoders, strict=False))
+    parts["vae"] = {"block_out_channels": [128, 256, 512, 512]}
+    for part, config in parts.items():
+        path = folder / part / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRUE)
+def test_a_true_model_is_planned_from_its_configs(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    _, like, _, resolution, teraflops = TRUE[name]
+    folder = configs_of(name, request.getfixturevalue(like), tmp_path / name)
+    settings = Train(global_batch_size=16, ema_decay=0.9999, compute_dtype="bfloat16")
+    asked = Request(str(folder), settings.model_dump(mode="json"), resolution, "v5p-8")
+    step = AbstractStep(asked, settings, jax.devices()[:1], hosts=1)
+    assert step.flops_per_image() == pytest.approx(teraflops * 1e12, rel=0.02)
+    state = 4 * 4 * step.parameters  # weights, two moments and average, in float32
+    assert state < step.argument_bytes() < state + GIB / 4

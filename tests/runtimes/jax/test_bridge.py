@@ -1,0 +1,88 @@
+"""What we say in place of torchax is what PyTorch says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+jax = pytest.importorskip("jax")
+from runtimes.jax.bridge import as_function  # noqa: E402
+
+
+class Calls(torch.nn.Module):
+    """One operation on its inputs."""
+
+    def __init__(self, operation: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.operation(*inputs)
+
+
+def normal(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
+
+
+MASK = np.tri(6, 6, dtype=bool)
+OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = {
+    "group_norm": (
+        lambda x, w, b: functional.group_norm(x, 4, w, b, 1e-6),
+        (normal(2, 8, 3, 5) + 3, normal(8), normal(8)),
+    ),
+    "layer_norm": (
+        lambda x, w: functional.layer_norm(x, (7,), w),
+        (normal(2, 3, 7) * 9, normal(7)),
+    ),
+    "twice as large": (
+        lambda x: functional.interpolate(x, scale_factor=2.0, mode="nearest"),
+        (normal(2, 3, 4, 5),),
+    ),
+    "another size": (
+        lambda x: functional.interpolate(x, size=(7, 6), mode="nearest"),
+        (normal(2, 3, 4, 5),),
+    ),
+    "attention": (
+        functional.scaled_dot_product_attention,
+        (normal(2, 3, 6, 4), normal(2, 3, 6, 4), normal(2, 3, 6, 5)),
+    ),
+    "masked attention": (
+        lambda q, k, v, m: functional.scaled_dot_product_attention(q, k, v, attn_mask=m, scale=0.3),
+        (normal(2, 3, 6, 4), normal(2, 3, 6, 4), normal(2, 3, 6, 5), MASK),
+    ),
+    "causal attention": (
+        lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+        (normal(2, 3, 6, 4), normal(2, 3, 6, 4), normal(2, 3, 6, 5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_and_its_gradient_are_torch_s(name: str) -> None:
+    operation, inputs = OPERATIONS[name]
+    tensors = [torch.from_numpy(array) for array in inputs]
+    tensors[0].requires_grad_(True)
+    expected = operation(*tensors)
+    expected.square().sum().backward()
+
+    call = as_function(Calls(operation), training=True)
+
+    def loss(first: Any) -> Any:
+        found = call({}, np.uint32(0), first, *map(jax.numpy.asarray, inputs[1:]))
+        return (found**2).sum(), found
+
+    gradient, found = jax.jit(jax.grad(loss, has_aux=True))(inputs[0])
+    np.testing.assert_allclose(found, expected.detach(), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(gradient, tensors[0].grad, rtol=1e-4, atol=2e-4)
+
+
+def test_what_is_dropped_depends_on_the_seed_alone() -> None:
+    call = jax.jit(as_function(torch.nn.Dropout(0.5), training=True))
+    inputs = np.ones((64,), np.float32)
+    first, again, other = (np.asarray(call({}, np.uint32(seed), inputs)) for seed in (1, 1, 2))
+    np.testing.assert_equal(first, again)
+    assert (first != other).any()
+    assert set(first.tolist()) == {0.0, 2.0}

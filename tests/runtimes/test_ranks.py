@@ -1,0 +1,43 @@
+"""A process knows its place from whoever has started it."""
+
+import pytest
+
+from runtimes.ranks import Ranks, brings_together, launched
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MSRUN = ("MS_ROLE", "RANK_ID", "MS_WORKER_NUM", "DEVICE_ID")
+
+
+@pytest.fixture(autouse=True)
+def _nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NAMES, *MSRUN):
+        monkeypatch.delenv(name, raising=False)
+
+
+def place(monkeypatch: pytest.MonkeyPatch, **variables: object) -> Ranks:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    return Ranks.here()
+
+
+def test_one_started_by_nobody_is_alone() -> None:
+    assert Ranks.here() == Ranks() and not launched()
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = place(monkeypatch, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+    assert found == Ranks(3, 4, 1, 2) and launched()
+
+
+def test_msrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = place(monkeypatch, MS_ROLE="MS_WORKER", RANK_ID=9, MS_WORKER_NUM=16, DEVICE_ID=1)
+    assert (found.rank, found.world, found.local_rank) == (9, 16, 1) and launched()
+
+
+def test_what_an_ascend_host_sets_for_all_is_not_msrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place(monkeypatch, RANK_ID=1, DEVICE_ID=1) == Ranks() and not launched()
+
+
+def test_msruns_scheduler_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    place(monkeypatch, MS_ROLE="MS_SCHED", MS_WORKER_NUM=2)
+    assert brings_together() and not launched()
