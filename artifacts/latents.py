@@ -47,7 +47,7 @@ def flipped_group(group: str) -> str:
 
 @dataclass(frozen=True)
 class LatentSample:
-    """One encoded picture. Moments are f32; on their way to a file they may be bf16 bits (u16)."""
+    """One encoded picture. Moments are f32, or bf16 bits (u16), as a shard's are when read."""
 
     mean: NDArray[Any]  # [C, h, w]
     logvar: NDArray[Any]  # [C, h, w]
@@ -81,6 +81,12 @@ def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
+
+
+def stack_rows(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Arrays of one shape, stacked; bf16 bits (u16) become the f32 values that they stand for."""
+    stacked = np.stack(rows)
+    return from_bfloat16(stacked) if stacked.dtype == np.uint16 else stacked
 
 
 def write_latent_shard(
@@ -212,38 +218,41 @@ class LatentShard:
             raise IndexError(f"{self.path}: {name} has {len(tensor)} rows, asked for {row}")
         return tensor[row]
 
+    def _copy(self, name: str, row: int) -> NDArray[Any]:
+        """A row that does not keep the file mapped."""
+        return np.array(self._row(name, row))
+
     def sample(self, group: str, index: int) -> LatentSample:
-        """Sample `index` of `<split>/<h>x<w>`, with moments [C, h, w] in f32."""
+        """Sample `index` of `<split>/<h>x<w>`, with moments [C, h, w] as bf16 bits."""
 
         def row(name: str) -> Any:
             return self._row(f"{group}/{name}", index)
 
-        mean, logvar = from_bfloat16(row("mean")), from_bfloat16(row("logvar"))
         start, end = row("caption_offsets"), self._row(f"{group}/caption_offsets", index + 1)
         captions = self._tensors[f"{group}/caption_rows"]
         if not 0 <= start <= end <= len(captions):
             raise IndexError(f"{self.path}: {group} has no captions {start} to {end}")
         return LatentSample(
-            mean=mean,
-            logvar=logvar,
+            mean=self._copy(f"{group}/mean", index),
+            logvar=self._copy(f"{group}/logvar", index),
             id=row("id").tobytes(),
             flip=bool(row("flip")),
             caption_rows=tuple(captions[start:end].tolist()),
             **{name: tuple(row(name).tolist()) for name in _PAIRS},
         )
 
-    def prompt_embeds(self, row: int) -> NDArray[np.float32]:
-        """Embeddings [T, D] of caption `row`; row 0 is the empty caption's."""
-        return from_bfloat16(self._row("text/prompt_embeds", row))
+    def prompt_embeds(self, row: int) -> NDArray[np.uint16]:
+        """Embeddings [T, D] of caption `row`, as bf16 bits; row 0 is the empty caption's."""
+        return self._copy("text/prompt_embeds", row)
 
-    def pooled_prompt_embeds(self, row: int) -> NDArray[np.float32] | None:
-        """Pooled embedding [P] of caption `row`; None for SD 1 and 2."""
+    def pooled_prompt_embeds(self, row: int) -> NDArray[np.uint16] | None:
+        """Pooled embedding [P] of caption `row`, as bf16 bits; None for SD 1 and 2."""
         name = "text/pooled_prompt_embeds"
-        return from_bfloat16(self._row(name, row)) if name in self._tensors else None
+        return self._copy(name, row) if name in self._tensors else None
 
     def input_ids(self, row: int) -> NDArray[np.int32]:
         """Token ids [n, T] of caption `row`, by each of n CLIP tokenizers."""
-        return np.array(self._row("text/input_ids", row))
+        return self._copy("text/input_ids", row)
 
     def close(self) -> None:
         """Unmap the file; what was returned stays valid."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.latents import LatentSample
+from artifacts.latents import LatentSample, stack_rows
 from runtimes.base import WrongInput
 
 
@@ -28,8 +28,8 @@ class Captioned:
     """
 
     sample: LatentSample
-    prompt_embeds: NDArray[np.float32] | None  # [T, D]
-    pooled_prompt_embeds: NDArray[np.float32] | None  # [P]
+    prompt_embeds: NDArray[Any] | None  # [T, D], f32 or bf16 bits (u16)
+    pooled_prompt_embeds: NDArray[Any] | None  # [P], as well
     input_ids: NDArray[np.int32] | None = None  # [n, T], a row for each CLIP encoder
     dropped: bool = False  # with input_ids: the embeddings are to be zeros
 
@@ -90,7 +90,7 @@ def _stack(name: str, samples: Sequence[Captioned]) -> NDArray[Any]:
     rows = [getattr(sample, name) for sample in samples]
     if any(row is None for row in rows):
         raise WrongInput(f"the latents have no {name}, which this model needs: encode again")
-    return np.stack(rows)
+    return stack_rows(rows)
 
 
 def add_time_ids(sample: LatentSample) -> tuple[int, ...]:

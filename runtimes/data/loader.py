@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.latents import Latents, LatentSample, LatentShard, flipped_group
+from artifacts.latents import Latents, LatentSample, LatentShard, flipped_group, stack_rows
 from runtimes.base import StepBatch, WrongInput
 from runtimes.data.order import Order, Place, spread
 from runtimes.data.prefetch import Prefetch
@@ -54,7 +54,7 @@ class Reader:
         captioned = [self._read(place, c) for place, c in zip(places, chosen, strict=True)]
         levels = np.array([c.level for c in chosen], np.int32)
         mean, logvar = (
-            np.stack([getattr(item.sample, name) for item in captioned])
+            stack_rows([getattr(item.sample, name) for item in captioned])
             for name in ("mean", "logvar")
         )
         noised = self._objective.noised(mean, logvar, levels, counters)
@@ -97,12 +97,12 @@ class Reader:
             pooled = None if pooled is None else np.zeros_like(pooled)
         return Captioned(sample, prompt, pooled)
 
-    def _prompt_embeds(self, shard: LatentShard, row: int) -> NDArray[np.float32]:
-        """Prompt embeddings [T, D]; rows and columns of zeros at the end may not be stored."""
+    def _prompt_embeds(self, shard: LatentShard, row: int) -> NDArray[np.uint16]:
+        """Prompt embeddings [T, D] as bf16 bits; what is not stored at their ends is zeros."""
         stored = shard.prompt_embeds(row)
         if stored.shape == self._prompt_shape:
             return stored
-        whole = np.zeros(self._prompt_shape, np.float32)
+        whole = np.zeros_like(stored, shape=self._prompt_shape)
         whole[: stored.shape[0], : stored.shape[1]] = stored
         return whole
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from artifacts.latents import Latents, LatentShard, open_latents
+from artifacts.latents import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.base import StepBatch, WrongInput
 from runtimes.data.loader import Holdout, Loader
 from runtimes.families import FAMILIES
@@ -52,18 +52,17 @@ def test_a_batch_holds_what_the_shards_hold(latents_url: str) -> None:
             choices = objective().choices([step * 4 + row])[0]
             caption = sample.caption_rows[int(choices.caption * len(sample.caption_rows))]
             noised = objective().noised(
-                sample.mean[None],
-                sample.logvar[None],
+                from_bfloat16(sample.mean)[None],
+                from_bfloat16(sample.logvar)[None],
                 batch.timesteps[row : row + 1],
                 [step * 4 + row],
             )
             np.testing.assert_array_equal(batch.noisy_latents[row], noised.noisy_latents[0])
             np.testing.assert_array_equal(batch.target[row], noised.target[0])
             got = {name: array[row] for name, array in batch.conditioning.items()}
-            np.testing.assert_array_equal(got["prompt_embeds"], shard.prompt_embeds(caption))
-            np.testing.assert_array_equal(
-                got["pooled_prompt_embeds"], shard.pooled_prompt_embeds(caption)
-            )
+            for name in ("prompt_embeds", "pooled_prompt_embeds"):
+                stored = getattr(shard, name)(caption)
+                np.testing.assert_array_equal(got[name], from_bfloat16(stored))
             sizes = (*sample.original_size, *sample.crop_top_left, *sample.target_size)
             assert tuple(got["add_time_ids"]) == sizes
             assert got["add_time_ids"].dtype == np.float32
@@ -94,7 +93,7 @@ def test_a_dropped_caption_is_what_the_pipeline_takes_for_none(
     url = write_latents(str(tmp_path), [{"train/8x8": 8}], empty_prompt=empty_prompt)
     batch = make_loader(url, caption_dropout=1.0).batch(0)
     shard = LatentShard(open_latents(url).shards[0].url)
-    prompt, pooled = shard.prompt_embeds(0), shard.pooled_prompt_embeds(0)
+    prompt, pooled = map(from_bfloat16, (shard.prompt_embeds(0), shard.pooled_prompt_embeds(0)))
     if empty_prompt == "zeros":
         prompt, pooled = 0 * prompt, 0 * pooled
     for row in range(4):
@@ -110,7 +109,7 @@ def test_with_text_encoders_batches_have_token_ids_in_place_of_embeddings(
     loader = make_loader(url, caption_dropout=0.5, text_encoders=True)
     plain = make_loader(url, caption_dropout=0.5)
     shard = LatentShard(open_latents(url).shards[0].url)
-    embeds = {shard.prompt_embeds(row).tobytes(): row for row in range(6)}
+    embeds = {from_bfloat16(shard.prompt_embeds(row)).tobytes(): row for row in range(6)}
     dropped = []
     for step in range(6):
         batch, embedded = loader.batch(step), plain.batch(step)
@@ -155,7 +154,7 @@ def test_sd3_s_zeros_that_are_not_stored_are_added(
             continue
         assert set(found) == {"prompt_embeds", "pooled_prompt_embeds"}
         whole = np.zeros((10, 80), np.float32)
-        whole[:6, :64] = shard.prompt_embeds(0)
+        whole[:6, :64] = from_bfloat16(shard.prompt_embeds(0))
         np.testing.assert_array_equal(found["prompt_embeds"][0], whole)
 
 

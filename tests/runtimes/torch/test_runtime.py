@@ -15,7 +15,7 @@ from jobs import MakeJob, start
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import mse_loss
 
-from artifacts.latents import LatentShard, open_latents
+from artifacts.latents import LatentShard, from_bfloat16, open_latents
 from configs.training import Train
 from runtimes.base import State, WrongInput
 from runtimes.job import TrainJob
@@ -73,14 +73,14 @@ class Plain:
         sample = shard.sample(*place[1:])
         at, caption, _ = generator(self.settings.seed, Stream.CHOICES, counter).random(3)
         text = sample.caption_rows[int(caption * len(sample.caption_rows))]
-        mean, logvar = torch.from_numpy(sample.mean), torch.from_numpy(sample.logvar)
+        mean, logvar = (torch.from_numpy(from_bfloat16(x)) for x in (sample.mean, sample.logvar))
         latents = (mean + torch.exp(0.5 * logvar) * normal(Stream.POSTERIOR)) * 0.5
         sizes = [*sample.original_size, *sample.crop_top_left, *sample.target_size]
         return (
             latents,
             normal(Stream.NOISE),
-            torch.from_numpy(shard.prompt_embeds(text)),
-            torch.from_numpy(shard.pooled_prompt_embeds(text)),
+            torch.from_numpy(from_bfloat16(shard.prompt_embeds(text))),
+            torch.from_numpy(from_bfloat16(shard.pooled_prompt_embeds(text))),
             torch.tensor(sizes).float(),
             torch.tensor(int(at * 1000)),
         )

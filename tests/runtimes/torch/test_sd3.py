@@ -17,7 +17,7 @@ from diffusers import (
 from jobs import HOLDOUT, SAMPLER
 from PIL import Image
 
-from artifacts.latents import LatentShard, open_latents
+from artifacts.latents import LatentShard, from_bfloat16, open_latents
 from runtimes.data.order import Order
 from runtimes.encoders import describe_encoders, t5_length
 from runtimes.events import Events
@@ -89,7 +89,10 @@ def plain_training(folder: Path, job: TrainJob) -> tuple[SD3Transformer2DModel, 
                     generator(0, stream, counter).standard_normal(sample.mean.shape, np.float32)
                 ]
             )
-            posterior = torch.from_numpy(sample.mean) + eps * np.exp(0.5 * sample.logvar)
+            mean, logvar = (
+                torch.from_numpy(from_bfloat16(x)) for x in (sample.mean, sample.logvar)
+            )
+            posterior = mean + eps * torch.exp(0.5 * logvar)
             z = (posterior - 0.06) * 0.5
             timestep = scheduler.timesteps[[999 - int(u * 1000)]]
             noisy = scheduler.scale_noise(z, timestep, noise)
@@ -97,7 +100,7 @@ def plain_training(folder: Path, job: TrainJob) -> tuple[SD3Transformer2DModel, 
             text = 0 if dropout < 0.3 else rows[int(caption * len(rows))]
             prompt, pooled = shard.prompt_embeds(text), shard.pooled_prompt_embeds(text)
             assert pooled is not None
-            embeds = (torch.from_numpy(array[None]) for array in (prompt, pooled))
+            embeds = (torch.from_numpy(from_bfloat16(bits)[None]) for bits in (prompt, pooled))
             prediction = model(noisy, *embeds, timestep).sample
             loss = loss + (prediction - (noise - z)).square().mean() / BATCH
         loss.backward()
