@@ -11,10 +11,11 @@ export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 BIN := $(VENV)/bin
 QUIET := --quiet --quiet --disable-pip-version-check --no-input
 PIP := $(BIN)/python -m pip install $(QUIET)
-# Tests of one file share what is slow to make, so a file goes to one process. One thread each.
-PROCESSES ?= 2
+# Tests of one file share what is slow to make, so a file goes to one process. One thread each; one
+# process more than cores, as many tests wait for others that start.
+PROCESSES ?= 3
 
-.PHONY: help demo setup setup-plan setup-xla setup-mindspore test lint format ui clean
+.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore test lint format ui clean
 
 help:
 	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
@@ -30,9 +31,12 @@ help:
 demo: setup
 	$(BIN)/kiln run digits
 
-test: $(VENV)/dev.stamp setup-xla setup-mindspore
+test:
+	$(MAKE) --no-print-directory --jobs 2 environments
 	$(MAKE) --no-print-directory lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+
+environments: $(VENV)/dev.stamp setup-xla setup-mindspore
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -94,4 +98,4 @@ $(VENV)-mindspore/stamp: requirements/mindspore.txt pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-* *.egg-info
+	rm -rf $(VENV) $(VENV)-* .libtpu *.egg-info

@@ -40,6 +40,7 @@ class Sample:
     extension: str  # jpg | png | webp
     captions: tuple[str, ...]  # at least one, which may be empty
     #: url, caption, width, height, original_width, original_height (pixels), sha256 of `image`
+    #: and, where the source has it, aesthetic_score
     meta: dict[str, Any] = field(default_factory=dict)
 
 

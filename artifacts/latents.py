@@ -11,6 +11,9 @@ be mirrored, `flipped`: sample i of `flipped/8x8` is sample i of `train/8x8`, mi
     .../original_size, target_size  [N, 2] i32  (height, width) in pixels
     .../crop_top_left          [N, 2]    i32    (top, left) in pixels
     .../flip                   [N]       u8
+    .../aesthetic_score        [N]       f32    where the source has scores
+    .../masks                  [N, K, h, w] u8  K masks, 1 where a picture is hidden, if any
+    .../masked_means           [N, K, C, h, w] bf16  the VAE's mean of what each leaves to be seen
     .../caption_offsets        [N + 1]   i32    sample i has caption_rows[offsets[i]:offsets[i + 1]]
     .../caption_rows           [M]       i32
 """
@@ -34,6 +37,7 @@ from artifacts.commit import read_record
 INFO = "latents.json"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
     "I32": np.dtype("<i4"),
     "U8": np.dtype("u1"),
 }
@@ -43,6 +47,14 @@ _PAIRS = ("original_size", "crop_top_left", "target_size")
 def flipped_group(group: str) -> str:
     """The group with the mirrored variants of a group of the split `train`."""
     return group.replace("train/", "flipped/", 1)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """K masks of a picture, and what they leave of it."""
+
+    masks: NDArray[np.uint8]  # [K, h, w], 1 where the picture is hidden
+    means: NDArray[Any]  # [K, C, h, w], the VAE's mean of what is to be seen; f32 or bf16 bits
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class LatentSample:
     target_size: tuple[int, int]  # (height, width), pixels
     flip: bool  # mirrored left to right
     caption_rows: tuple[int, ...]  # rows of the shard's text tensors; (0,) is the empty caption
+    aesthetic_score: float | None = None
+    masked: Masked | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +173,12 @@ def _group_tensors(samples: Sequence[LatentSample]) -> dict[str, _Tensor]:
     rows = [sample.caption_rows for sample in samples]
     offsets = np.cumsum([0, *(len(r) for r in rows)])
     ids = np.frombuffer(b"".join(sample.id for sample in samples), np.uint8)
+    extra = {}
+    if samples[0].aesthetic_score is not None:
+        extra["aesthetic_score"] = _whole("F32", np.array([s.aesthetic_score for s in samples]))
+    if masked := [s.masked for s in samples if s.masked is not None]:
+        extra["masks"] = _whole("U8", np.stack([m.masks for m in masked]))
+        extra["masked_means"] = _bf16_rows([m.means for m in masked])
     return {
         "mean": _bf16_rows([sample.mean for sample in samples]),
         "logvar": _bf16_rows([sample.logvar for sample in samples]),
@@ -167,6 +187,7 @@ def _group_tensors(samples: Sequence[LatentSample]) -> dict[str, _Tensor]:
         "caption_offsets": _whole("I32", offsets),
         "caption_rows": _whole("I32", np.array([row for r in rows for row in r])),
         **{name: _whole("I32", np.array([getattr(s, name) for s in samples])) for name in _PAIRS},
+        **extra,
     }
 
 
@@ -228,16 +249,24 @@ class LatentShard:
         def row(name: str) -> Any:
             return self._row(f"{group}/{name}", index)
 
+        mean, logvar = (self._copy(f"{group}/{name}", index) for name in ("mean", "logvar"))
         start, end = row("caption_offsets"), self._row(f"{group}/caption_offsets", index + 1)
         captions = self._tensors[f"{group}/caption_rows"]
+        scored, is_masked = (f"{group}/{n}" in self._tensors for n in ("aesthetic_score", "masks"))
+        masked = None
+        if is_masked:
+            names = (f"{group}/{name}" for name in ("masks", "masked_means"))
+            masked = Masked(*(self._copy(name, index) for name in names))
         if not 0 <= start <= end <= len(captions):
             raise IndexError(f"{self.path}: {group} has no captions {start} to {end}")
         return LatentSample(
-            mean=self._copy(f"{group}/mean", index),
-            logvar=self._copy(f"{group}/logvar", index),
+            mean=mean,
+            logvar=logvar,
             id=row("id").tobytes(),
             flip=bool(row("flip")),
             caption_rows=tuple(captions[start:end].tolist()),
+            aesthetic_score=float(row("aesthetic_score")) if scored else None,
+            masked=masked,
             **{name: tuple(row(name).tolist()) for name in _PAIRS},
         )
 

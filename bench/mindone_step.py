@@ -5,8 +5,8 @@
 Theirs is mindone's TrainStep with what its SDXL script puts into it: noise, timesteps and loss in
 the step, a static loss scale, clipping, nn.AdamWeightDecay. Both compute in MODE (pynative, graph)
 on one batch of the job. Without SIDE, blocks of STEPS steps take turns and are timed; with SIDE
-(theirs, ours) that one alone is run, and the process's peak memory told. The last line printed is a
-JSON object.
+(theirs, ours) that one alone is run, and the process's peak memory told: theirs then with all of
+the job's samples in memory, as its script has them. The last line printed is a JSON object.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from runtimes.job import TrainJob, read_job
 from runtimes.memory import peak_of_process
 
 WARM_UP = 3
+#: Conditioning of their step, in its order.
+SEEN = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 Steps = Callable[[int], None]
 
 
@@ -39,8 +42,8 @@ def ours(job: TrainJob) -> Steps:
     return take
 
 
-def theirs(job: TrainJob, mode: str) -> Steps:
-    """So many steps of mindone's."""
+def theirs(job: TrainJob, mode: str, *, whole: bool = False) -> Steps:
+    """So many steps of mindone's, on one batch or on the whole dataset, held as arrays."""
     from runtimes.mindspore.device import start
 
     start("cpu")
@@ -78,21 +81,21 @@ def theirs(job: TrainJob, mode: str) -> Steps:
             loss = ops.mse_loss(found.float(), noise.float(), reduction="mean")
             return self.scale_loss(loss), found
 
-    step = Step(unet, optimizer, StaticLossScaler(65536), settings.max_grad_norm).set_train()
-    if mode == "graph":
-        ms.set_context(mode=ms.GRAPH_MODE)
-    batch = make_loader(job, settings, open_job_latents(job.latents)).batch(0)
-    given = batch.conditioning
-    names = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
-    inputs = [Tensor(batch.noisy_latents), *(Tensor(given[name]) for name in names)]
+    # Without a count of accumulated batches its graph would divide the loss by None.
+    step = Step(unet, optimizer, StaticLossScaler(65536), settings.max_grad_norm, 1).set_train()
+    latents = open_job_latents(job.latents)
+    loader = make_loader(job, settings, latents)
+    count = sum(latents.groups().values()) // settings.global_batch_size if whole else 1
+    batches = [loader.batch(number) for number in range(count)]
+    dataset = [(b.noisy_latents, *(b.conditioning[name] for name in SEEN)) for b in batches]
+    turns = cycle(dataset)
 
     def take(count: int) -> None:
-        if mode == "graph":
-            ms.set_context(mode=ms.GRAPH_MODE)
+        ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
         for _ in range(count):
-            loss = step(*inputs)[0]
+            loss = step(*map(Tensor, next(turns)))[0]
         float(loss.asnumpy())
-        ms.set_context(mode=ms.PYNATIVE_MODE)
+        ms.set_context(mode=ms.PYNATIVE_MODE)  # in which ours compiles its graphs
 
     return take
 
@@ -123,7 +126,8 @@ def main(arguments: list[str]) -> None:
     assert isinstance(job, TrainJob)
     job = replace(job, train={**job.train, "mindspore": {"mode": mode}})
     if side:
-        (ours(job) if side == ["ours"] else theirs(job, mode))(WARM_UP + int(steps))
+        take = ours(job) if side == ["ours"] else theirs(job, mode, whole=True)
+        take(WARM_UP + int(steps))
         print(json.dumps({"memory_bytes": peak_of_process()}))
     else:
         print(json.dumps(compare(job, int(rounds), int(steps), mode)))

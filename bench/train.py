@@ -65,7 +65,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--only", nargs="+", choices=[*ROWS, *MINDSPORE_ROWS], metavar="ROW", help="these rows only"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    known = MINDSPORE_ROWS if options.runtime == "mindspore" else ROWS
+    if wrong := [name for name in options.only or () if name not in known]:
+        parser.error(f"{', '.join(wrong)}: not a row of --runtime {options.runtime}")
+    return options
 
 
 def main(arguments: list[str]) -> int:
@@ -88,6 +92,10 @@ def main(arguments: list[str]) -> int:
         except (OSError, PeerFailed) as error:
             report.say(f"error: --peer-python {options.peer_python}: {error}")
             return WRONG_INPUT
+    if options.runtime != "torch":
+        from runtimes.registry import probe_runtime
+
+        facts["runtime_versions"] = probe_runtime(options.runtime).versions
     rows = []
     with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
         context = Context(Path(folder), peer, options.rounds, options.steps)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from bench import inputs, ours
 from bench.peer import SCRIPTS
-from bench.report import Row
+from bench.report import Row, spread
 from bench.steps import Context, Scale, loop_figures, step_row
 from runtimes.job import write_job
 
@@ -37,15 +39,25 @@ def cuda_row(
     context: Context, name: str, *, scale: Callable[[int], Scale], batch: int, method: str
 ) -> Row:
     """Images/s, MFU and peak memory; against the script where it is there; options one by one."""
+    if reason := _without():
+        return Row(name, left_out=reason)
+    return true_size_row(context, name, scale(_enlarged(batch)), method)
+
+
+def _without() -> str:
+    """Why these rows cannot be run; nothing if they can."""
     import torch
 
     if not torch.cuda.is_available():
-        return Row(name, left_out="no CUDA device")
-    if missing := [path.name for path in (SD2_UNET, SDXL_UNET) if not path.is_file()]:
-        return Row(name, left_out=f"{MODELS} has no {missing[0]}")
-    if torch.cuda.get_device_properties(0).total_memory >= LARGE:
-        batch *= 2
-    return true_size_row(context, name, scale(batch), method)
+        return "no CUDA device"
+    missing = [path.name for path in (SD2_UNET, SDXL_UNET) if not path.is_file()]
+    return f"{MODELS} has no {missing[0]}" if missing else ""
+
+
+def _enlarged(batch: int) -> int:
+    import torch
+
+    return 2 * batch if torch.cuda.get_device_properties(0).total_memory >= LARGE else batch
 
 
 def true_size_row(context: Context, name: str, scale: Scale, method: str) -> Row:
@@ -61,6 +73,31 @@ def true_size_row(context: Context, name: str, scale: Scale, method: str) -> Row
     row.figures["batch"] = scale.batch
     row.figures["options"] = _options(context, scale, method)
     return row
+
+
+def cuda_jax_row(context: Context, name: str, *, scale: Callable[[int], Scale], batch: int) -> Row:
+    """Images/s, MFU and peak memory of runtime jax and of runtime torch, which take turns."""
+    if reason := _without():
+        return Row(name, left_out=reason)
+    if not any(find_spec(plugin) for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
+        return Row(name, left_out="JAX has no CUDA here: docs/jax.md")
+    return two_runtimes_row(context, name, scale(_enlarged(batch)))
+
+
+def two_runtimes_row(context: Context, name: str, scale: Scale) -> Row:
+    """The row on whatever device there is."""
+
+    def time_by(runtime: str) -> Callable[[Path], ours.LoopTime]:
+        return lambda folder: ours.time_loop(
+            replace(context.job(scale, "full", folder), runtime=runtime)
+        )
+
+    of_torch, of_jax = context.in_turns(time_by("torch"), time_by("jax"))
+    pairs = zip(of_torch, of_jax, strict=True)
+    ratio = spread([torch.seconds / jax.seconds for torch, jax in pairs])
+    figures = {"ratio": ratio, "batch": scale.batch, **loop_figures(of_jax)}
+    figures |= {f"torch_{name}": value for name, value in loop_figures(of_torch).items()}
+    return Row(name, {f"{name}_over_torch": ratio["median"]}, figures)
 
 
 def _options(context: Context, scale: Scale, method: str) -> dict[str, Any]:
@@ -81,4 +118,6 @@ CUDA_ROWS: dict[str, Callable[[Context, str], Row]] = {
     "cuda_sd2_lora": partial(cuda_row, scale=sd2, batch=32, method="lora"),
     "cuda_sdxl_full": partial(cuda_row, scale=sdxl, batch=4, method="full"),
     "cuda_sdxl_lora": partial(cuda_row, scale=sdxl, batch=4, method="lora"),
+    "cuda_sd2_jax": partial(cuda_jax_row, scale=sd2, batch=32),
+    "cuda_sdxl_jax": partial(cuda_jax_row, scale=sdxl, batch=4),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -99,6 +100,9 @@ def jax_row(context: Context, name: str) -> Row:
     """
     if find_spec("jax") is None:
         return Row(name, left_out="jax is not installed here")
+    cores = len(os.sched_getaffinity(0))
+    if int(os.environ.get("OMP_NUM_THREADS", cores)) != cores:
+        return Row(name, left_out=f"XLA takes all {cores} cores, whatever OMP_NUM_THREADS says")
     sides: dict[str, dict[str, Any]] = {
         "torch": {},
         "torch_compile": {"compile": True},

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from configs.section import Fraction, Section
 from configs.tpu import Tpu
-from configs.training import Train
+from configs.training import MindSpore, Train
 
 RUNTIMES_BUILT = ("torch", "jax", "xla", "mindspore")
 RuntimeName = Literal["torch", "xla", "jax", "mindspore", "hpu"]
@@ -54,6 +54,9 @@ class UrlSource(Section):
         description="Column with the sha256 of the image bytes (hex). With it a changed picture "
         "is a changed row, and a download that does not match is refused.",
     )
+    aesthetic_column: str | None = Field(
+        None, description="Column with the picture's aesthetic score, for train.aesthetic_score."
+    )
     base_url: str | None = Field(None, description="What relative URLs are joined to.")
 
 
@@ -63,6 +66,9 @@ class FolderSource(Section):
     kind: Literal["folder"]
     path: str = Field(description="Folder; any fsspec URL.")
     caption_column: str = Field("text", description="Caption key in metadata.jsonl.")
+    aesthetic_column: str | None = Field(
+        None, description="Key of the aesthetic score in metadata.jsonl, if any."
+    )
 
 
 class DatasetSource(Section):
@@ -77,6 +83,9 @@ class DatasetSource(Section):
     split: str = Field("train", description="Split: files whose name begins with it are read.")
     image_column: str = Field("image", description="Column with the encoded image.")
     caption_column: str = Field("text", description="Column with the caption.")
+    aesthetic_column: str | None = Field(
+        None, description="Column with the aesthetic score, if any."
+    )
 
 
 class DigitsSource(Section):
@@ -154,7 +163,15 @@ class Encode(Section):
         description="Mirror pictures left-right with probability one half, drawn anew each time "
         "that one is trained on; both variants are stored.",
     )
-    seed: int = Field(0, ge=0, description="Seed of crops, keyed with the picture's bytes.")
+    masks: int = Field(
+        0,
+        ge=0,
+        description="Masks a picture, each stored with the latents of what it leaves to be seen: "
+        "for train.inpainting.",
+    )
+    seed: int = Field(
+        0, ge=0, description="Seed of crops and masks, keyed with the picture's bytes."
+    )
     holdout: Fraction = Field(
         0.05,
         description="Share of pictures, chosen by their bytes, kept from training to measure on.",
@@ -165,7 +182,7 @@ class Encode(Section):
     max_bad: Fraction = Field(
         0.05, description="Most samples that may give a NaN latent or not decode."
     )
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", description="auto, cpu, cuda[:N], npu[:N] or ascend[:N].")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Compute precision of the encoders."
     )
@@ -201,6 +218,12 @@ class Evaluate(Section):
     scheduler: SchedulerName | None = Field(
         None, description="What steps are taken by; null is the model's own scheduler."
     )
+    aesthetic_score: float = Field(
+        6.0, description="Asked of a model that was trained with train.aesthetic_score."
+    )
+    negative_aesthetic_score: float = Field(
+        2.5, description="What guidance leads away from, in such a model."
+    )
     num_inference_steps: PositiveInt = Field(30, description="Denoising steps.")
     guidance_scale: float = Field(5.0, ge=0, description="Classifier-free guidance.")
     height: PositiveInt | None = Field(None, description="Pixels; null is the model's own size.")
@@ -214,7 +237,7 @@ class Evaluate(Section):
         256, description="Most held-out samples the loss is taken on."
     )
     holdout_draws: PositiveInt = Field(4, description="Noise draws a held-out sample.")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", description="auto, cpu, cuda[:N], npu[:N] or ascend[:N].")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the pipeline that draws."
     )
@@ -281,6 +304,16 @@ class Recipe(Section):
     def _runtime_has_it(self) -> Recipe:
         if self.runtime == "torch" and self.train.mesh.fsdp > 1:
             raise ValueError("train.mesh is for other runtimes: torch has train.parallel: fsdp")
+        if self.train.inpainting and not self.encode.masks:
+            raise ValueError("train.inpainting needs masks: set encode.masks, such as 4")
+        if self.train.aesthetic_score and getattr(self.source, "aesthetic_column", None) is None:
+            raise ValueError(
+                "train.aesthetic_score needs scores: name their column in source.aesthetic_column"
+            )
+        if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
+            raise ValueError(
+                f"train.mindspore is for runtime mindspore, this one is {self.runtime}"
+            )
         if self.tpu is not None and self.runtime != "xla":
             raise ValueError(f"tpu is for runtime xla, this one is {self.runtime}")
         return self

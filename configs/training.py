@@ -124,6 +124,12 @@ class MindSpore(Section):
         True, description="Put batches into an NPU's memory while it computes those before."
     )
 
+    @model_validator(mode="after")
+    def _mode_has_it(self) -> MindSpore:
+        if self.mode == "pynative":
+            self.refuse_changed(("jit_level",), "mode: pynative")
+        return self
+
 
 class Wandb(Section):
     """Weights & Biases; its key is taken from WANDB_API_KEY."""
@@ -154,6 +160,16 @@ class Train(Section):
     denoiser_config: str | None = Field(
         None,
         description="With `init: random`: a config.json of another denoiser of the base's class.",
+    )
+    inpainting: bool = Field(
+        False,
+        description="Train a UNet that also sees a mask and what it leaves of the picture (nine "
+        "channels in place of four); a base without them gains them, at first without effect.",
+    )
+    aesthetic_score: bool = Field(
+        False,
+        description="Condition a UNet on each picture's aesthetic score, as a class label; a base "
+        "that takes none gains the layers, at first without effect.",
     )
     steps: PositiveInt = Field(1000, description="Optimizer steps.")
     seed: int = Field(
@@ -264,6 +280,8 @@ class Train(Section):
     def _goes_together(self) -> Train:
         if self.snr_gamma is not None and self.debiased:
             raise ValueError("snr_gamma and debiased are two weightings: give one")
+        if self.compute_dtype != "float16" and self.loss_scale != LossScale():
+            raise ValueError("loss_scale is for compute_dtype: float16")
         if self.method == "lora" and self.init == "random":
             raise ValueError("init: random trains all weights: method must be full")
         if self.denoiser_config is not None and self.init != "random":

@@ -49,11 +49,11 @@ def facts(found: Planned) -> dict[str, Any]:
         "hbm_bytes": found.where.chip.hbm_bytes,
         "argument_bytes": plan.arguments,
         "temporary_bytes": plan.temporaries,
-        "total_bytes": plan.total,
+        "total_bytes": plan.total or None,  # not said of what is refused
         "parameters": plan.parameters,
         "flops_per_image": plan.flops_per_image,
-        "flops": plan.flops,
-        "bytes_accessed": plan.bytes_accessed,
+        "flops": plan.flops or None,
+        "bytes_accessed": plan.bytes_accessed or None,
         "global_batch_size": size.global_batch_size,
         "micro_batch_size": size.micro_batch_size,
         "step_seconds": seconds,
@@ -70,8 +70,6 @@ def facts(found: Planned) -> dict[str, Any]:
 
 def _lines(found: Planned) -> list[tuple[str, str]]:
     plan, where, size, train = found.plan, found.where, found.size, found.recipe.train
-    spare = (where.chip.hbm_bytes - plan.total) / GIB
-    fits = f"fits, {spare:.1f} GiB to spare" if found.fits else f"too much by {-spare:.1f} GiB"
     lines = [
         ("recipe", f"{found.recipe.name}, {plan.parameters / 1e6:,.1f} M parameters trained"),
         ("slice", f"{where.name}: {where.chips} chips ({where.topology}), {where.hosts} hosts"),
@@ -81,12 +79,7 @@ def _lines(found: Planned) -> list[tuple[str, str]]:
             f"{size.global_batch_size} in {size.micro_batches} micro-batches, "
             f"{size.per_chip} pictures a chip at once, arrays shared by {train.mesh.fsdp}",
         ),
-        (
-            "memory",
-            f"{plan.arguments / GIB:.2f} GiB arguments + {plan.temporaries / GIB:.2f} GiB "
-            f"temporaries, {plan.total / GIB:.2f} of {where.chip.hbm_bytes / GIB:.0f} GiB a chip: "
-            f"{fits}",
-        ),
+        ("memory", _memory(found)),
         ("work", _work(plan.flops_per_image, plan.flops, plan.bytes_accessed)),
         ("time", _time(found)),
         ("storage", _stored(found)),
@@ -96,12 +89,26 @@ def _lines(found: Planned) -> list[tuple[str, str]]:
     return lines
 
 
+def _memory(found: Planned) -> str:
+    plan, hbm = found.plan, found.where.chip.hbm_bytes
+    words = f"{plan.arguments / GIB:.2f} GiB arguments"
+    if not plan.total:
+        return f"{words}; what else there is does not fit {hbm / GIB:.0f} GiB a chip"
+    if plan.temporaries:
+        words += f" + {plan.temporaries / GIB:.2f} GiB temporaries"
+    spare = (hbm - plan.total) / GIB
+    fits = f"fits, {spare:.1f} GiB to spare" if found.fits else f"too much by {-spare:.1f} GiB"
+    return f"{words}, {plan.total / GIB:.2f} of {hbm / GIB:.0f} GiB a chip: {fits}"
+
+
 def _work(of_image: float | None, of_step: float, moved: float) -> str:
-    words = "" if of_image is None else f"{of_image / 1e12:.4g} TFLOP an image; "
-    return (
-        f"{words}{of_step / 1e12:.4g} TFLOP and {moved / 1e9:,.0f} GB moved a chip and step, with "
-        "what is recomputed"
-    )
+    words = [] if of_image is None else [f"{of_image / 1e12:.4g} TFLOP an image"]
+    if of_step:
+        words.append(
+            f"{of_step / 1e12:.4g} TFLOP and {moved / 1e9:,.0f} GB moved a chip and step, with "
+            "what is recomputed"
+        )
+    return "; ".join(words) or "not known"
 
 
 def _time(found: Planned) -> str:
@@ -134,6 +141,6 @@ def _refusal(found: Planned) -> str:
         f"that a chip of {where.name} has: "
     )
     if found.largest is None:
-        return words + "nor does one a chip fit; raise train.mesh.fsdp, or take more chips"
+        return words + "even one a chip is too many; raise train.mesh.fsdp, or take more chips"
     most = found.largest.micro_batch_size
     return words + f"the largest that fits is train.micro_batch_size={most}"

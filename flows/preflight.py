@@ -19,7 +19,6 @@ from runtimes.registry import (
     check_installed,
     check_scheduler,
     check_settings,
-    has_own_environment,
     probe_runtime,
 )
 from runtimes.train.wandb_board import check_wandb
@@ -98,8 +97,8 @@ def _check_runtime(recipe: Recipe) -> None:
     asked = {s: getattr(recipe, s).device for s in ("encode", "train", "evaluate")}
     settings = recipe.train
     several = settings.processes > 1 and settings.device != "cpu"
-    elsewhere = has_own_environment(recipe.runtime)
-    unsure = several or settings.optimizer == "adamw_8bit" or elsewhere
+    other = recipe.runtime != "torch"  # with settings of its own that it refuses
+    unsure = several or settings.optimizer == "adamw_8bit" or other
     if set(asked.values()) <= {"auto", "cpu"} and not unsure:
         return  # always there; looking for others imports the runtime, which takes seconds
     found = probe_runtime(recipe.runtime)

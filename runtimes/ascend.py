@@ -11,7 +11,9 @@ from pathlib import Path
 #: Where CANN is, unless ASCEND_HOME_PATH says so (its set_env.sh does).
 TOOLKIT = Path("/usr/local/Ascend/ascend-toolkit/latest")
 DEVICES = Path("/dev")
-_VERSION = re.compile(r"(?:^|[=:\[\s])(\d+\.\d+\.[\w.]+)", re.MULTILINE)
+#: `toolkit_running_version=[7.6.0.1.220:8.0.0]`, an inner version before the one of the release, or
+#: `version=8.0.0`.
+_VERSION = re.compile(r"^\w*version=\[?(?:[^:\]\n]*:)?(\d[\w.]*)", re.MULTILINE)
 
 
 def count_npus() -> int:

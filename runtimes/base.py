@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,10 @@ class WrongInput(ValueError):
     """The job cannot be done as asked (weights, shapes, device); the message says what to do."""
 
 
+#: Conditioning that stays as it is: half precision loses integers above 2048, and parts of a score.
+EXACT = ("add_time_ids", "aesthetic_score", "input_ids")
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """One rank's share of one optimizer step, drawn on the host: the same for every runtime.
@@ -41,6 +45,12 @@ class StepBatch:
     conditioning: dict[str, NDArray[Any]]  # keyword -> [B, ...], as families.py names them
     denominator: int  # global batch size
     on_device: Any = None  # what the runtime's `put` has sent ahead
+
+    def parts(self, size: int | None) -> Iterator[tuple[int, int]]:
+        """First and end of the samples that one forward pass takes at once; None is all."""
+        count = len(self.timesteps)
+        for first in range(0, count, size or count):
+            yield first, min(first + (size or count), count)
 
 
 class Number(Protocol):
@@ -120,6 +130,9 @@ class Runtime(Protocol):
 
         `sampler` is as in GenerateJob; the training state is left as it was, to the bit.
         """
+
+    def part(self) -> None:
+        """Part from the other ranks: the last thing that all of them do together."""
 
     def memory_bytes(self) -> int:
         """Peak bytes in use on the device (of the process, on a CPU)."""

@@ -42,7 +42,8 @@ class Family:
     """What tells one architecture's conditioning from another's."""
 
     name: str
-    pipelines: tuple[str, ...]  # diffusers classes, as model_index.json names them
+    #: diffusers classes, as model_index.json names them: that of text to image, of inpainting
+    pipelines: tuple[str, ...]
     denoiser: str  # the pipeline's part that predicts, and its folder
     clip_encoders: tuple[str, ...]  # parts whose token ids are kept, and which may be trained
     condition: Callable[[Sequence[Captioned]], Conditioning]  # samples -> keyword -> [B, ...]
@@ -99,7 +100,10 @@ def add_time_ids(sample: LatentSample) -> tuple[int, ...]:
 
 
 def _sd_arguments(conditioning: Mapping[str, Any]) -> dict[str, Any]:
-    return {"encoder_hidden_states": conditioning["prompt_embeds"]}
+    found = {"encoder_hidden_states": conditioning["prompt_embeds"]}
+    if "aesthetic_score" in conditioning:  # see extras.py
+        found["class_labels"] = conditioning["aesthetic_score"]
+    return found
 
 
 def _sdxl_arguments(conditioning: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +126,7 @@ FAMILIES = {
     for family in (
         Family(
             "sd",
-            ("StableDiffusionPipeline",),
+            ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline"),
             "unet",
             ("text_encoder",),
             _text_condition,
@@ -130,7 +134,7 @@ FAMILIES = {
         ),
         Family(
             "sdxl",
-            ("StableDiffusionXLPipeline",),
+            ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline"),
             "unet",
             ("text_encoder", "text_encoder_2"),
             _sdxl_condition,

@@ -19,6 +19,7 @@ from artifacts.commit import write_atomic
 from runtimes.base import Pipeline
 from runtimes.data.loader import Holdout
 from runtimes.events import Events
+from runtimes.extras import Extras
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.objective import LatentScale, Objective
@@ -89,14 +90,17 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
         seed=job.holdout["seed"],
         noise_offset=job.holdout.get("noise_offset", 0.0),
     )
+    family = detect_family(Path(job.model))
+    folder = Path(drawing.parts.get(family.denoiser, f"{job.model}/{family.denoiser}"))
     return Holdout(
         latents,
-        detect_family(Path(job.model)),
+        family,
         objective,
         samples=job.holdout["samples"],
         draws=job.holdout["draws"],
         batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # what there is memory for
         text_encoders=pipeline.encodes_text,
+        extras=Extras.of_folder(folder),
     )
 
 

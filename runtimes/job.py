@@ -44,7 +44,8 @@ class GenerateJob:
     model: str  # local folder of the pipeline
     drawings: tuple[Drawing, ...]
     prompts: tuple[str, ...]  # one picture each, in order
-    # seed, scheduler, num_inference_steps, guidance_scale, height, width, batch_size
+    # seed, scheduler, num_inference_steps, guidance_scale, height and width (None is the model's
+    # own), batch_size; aesthetic_score and negative_aesthetic_score, for models that take one
     sampler: dict[str, Any]
     device: str = "auto"
     dtype: str = "float32"
@@ -54,6 +55,7 @@ class GenerateJob:
     )  # samples, draws, seed, objective settings
     vae: str | None = None  # local folder of a VAE in place of the pipeline's own
     compiled: str | None = None  # as TrainJob.compiled
+    flash_attention: bool = True  # as train.mindspore.flash_attention
     kind: str = "generate"
 
 

@@ -32,18 +32,17 @@ class DynamicLossScale:
         A norm that is no number even at the least scale is nothing that scaling cures: the step is
         not skipped, so that the run notices that it has diverged.
         """
-        if self._settings is None or np.isfinite(grad_norm):
-            self._grow()
+        if self._settings is None:
+            self.updates += 1
             return False
-        if self.value <= LEAST:
-            return False
-        self.value, self._since = max(self.value / 2, LEAST), 0
-        return True
-
-    def _grow(self) -> None:
-        self.updates, self._since = self.updates + 1, self._since + 1
-        if self._settings is not None and self._since == self._settings.growth_every:
+        finite = bool(np.isfinite(grad_norm))
+        if not finite and self.value > LEAST:
+            self.value, self._since = max(self.value / 2, LEAST), 0
+            return True
+        self.updates, self._since = self.updates + 1, self._since + 1 if finite else 0
+        if self._since == self._settings.growth_every:
             self.value, self._since = self.value * 2, 0
+        return False
 
     def state(self) -> Arrays:
         """As a group of State; nothing without scaling."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from runtimes.base import WrongInput
+
 #: Set for a process that the first one has started (others.py); torchrun does not set it.
 FOLLOWER = "KILN_FOLLOWER"
 
@@ -25,10 +27,12 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """As the environment says; one process alone without."""
+        """As the environment says; one process alone without. Raises WrongInput."""
         if "RANK" not in os.environ and _by_msrun():
             local_rank = int(os.environ.get("DEVICE_ID") or 0)
-            rank, world = os.environ["RANK_ID"], os.environ["MS_WORKER_NUM"]
+            rank, world = os.environ.get("RANK_ID"), os.environ["MS_WORKER_NUM"]
+            if rank is None:  # it would be known only once all have met
+                raise WrongInput("msrun on several hosts: give each its number by --node_rank")
             return cls(int(rank), int(world), local_rank, local_rank + 1)
         place = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         return cls(*(int(os.environ.get(name) or default) for name, default in place))
@@ -50,7 +54,7 @@ def brings_together() -> bool:
 
 
 def _by_msrun() -> bool:
-    return os.environ.get("MS_ROLE") == "MS_WORKER" and "RANK_ID" in os.environ
+    return os.environ.get("MS_ROLE") == "MS_WORKER"
 
 
 def follows() -> bool:

@@ -22,16 +22,30 @@ from artifacts.keys import digest_json
 from artifacts.models import resolve_configs
 from artifacts.store import Store
 from configs.schema import Recipe
+from configs.training import Train
 from runtimes.base import WrongInput
 from runtimes.encoders import describe_encoders, read_config, vae_path
 from runtimes.jax.chips import Slice, parse_slice
 from runtimes.jax.plan import Plan, Request
 
-VERSION = 1  # raised when the step that is compiled changes
+VERSION = 2  # raised when the step that is compiled changes
 #: Where `make setup-plan` puts libtpu, beside our environment: in it, it would slow every start.
 COMPILER = ".libtpu"
 #: Of a chip's peak, where the compiler estimates no time: what good training code reaches.
 USUAL_SHARE = 0.4
+#: Train settings that decide which program the step is.
+OF_THE_STEP = (
+    "method",
+    "lora",
+    "text_encoders",
+    "optimizer",
+    "ema_decay",
+    "max_grad_norm",
+    "compute_dtype",
+    "gradient_checkpointing",
+    "compile",
+    "mesh",
+)
 PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
 
 
@@ -41,20 +55,29 @@ class PlanFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Size:
-    """A step's batch on a slice."""
+    """How a slice takes a step's batch."""
 
-    per_chip: int  # samples of a forward pass
-    micro_batches: int
+    micro_batch_size: int  # samples of each host's process in a forward pass
+    share: int  # and in a step
     where: Slice
 
     @property
-    def micro_batch_size(self) -> int:
-        """Of each host's process."""
-        return self.per_chip * self.where.chips // self.where.hosts
+    def per_chip(self) -> int:
+        """Samples of a chip in a forward pass, those that fill it up included."""
+        return -(-self.micro_batch_size * self.where.hosts // self.where.chips)
+
+    @property
+    def micro_batches(self) -> int:
+        return -(-self.share // self.micro_batch_size)
 
     @property
     def global_batch_size(self) -> int:
-        return self.per_chip * self.where.chips * self.micro_batches
+        return self.share * self.where.hosts
+
+    def with_per_chip(self, count: int) -> Size:
+        """The same batch in other micro-batches; a larger one where it is less than one of them."""
+        micro = count * self.where.chips // self.where.hosts
+        return replace(self, micro_batch_size=micro, share=max(self.share, micro))
 
 
 @dataclass(frozen=True)
@@ -79,7 +102,7 @@ class Planned:
             return self.plan.optimal_seconds
         if self.plan.flops_per_image is None:
             return None
-        images = self.size.global_batch_size / self.where.chips
+        images = self.size.per_chip * self.size.micro_batches
         return self.plan.flops_per_image * images / (self.where.chip.peak * USUAL_SHARE)
 
     @property
@@ -145,8 +168,7 @@ def _size(recipe: Recipe, where: Slice) -> Size:
             f"{where.hosts} hosts of {where.name}: make it a multiple"
         )
     share = settings.global_batch_size // where.hosts
-    micro = min(settings.micro_batch_size or share, share)
-    return Size(-(-micro * where.hosts // where.chips), -(-share // micro), where)
+    return Size(min(settings.micro_batch_size or share, share), share, where)
 
 
 class _Measure:
@@ -163,23 +185,18 @@ class _Measure:
         self._recipe, self._where, self._say = recipe, where, say
         self._model, self._vae = model, vae
         self._store = Store(recipe.store)
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[Size, Plan] = {}
 
     def __call__(self, size: Size) -> Plan:
-        if size.per_chip not in self._plans:
-            self._plans[size.per_chip] = self._made(size)
-        return self._plans[size.per_chip]
+        if size not in self._plans:
+            self._plans[size] = self._made(size)
+        return self._plans[size]
 
     def _made(self, size: Size) -> Plan:
-        train = self._recipe.train.model_dump(mode="json")
-        train |= {
-            "global_batch_size": size.global_batch_size,
-            "micro_batch_size": size.micro_batch_size,
-        }
         path = self._recipe.train.denoiser_config
         request = Request(
             model=str(self._model),
-            train=train,
+            train=_of_the_step(self._recipe.train, size),
             resolution=self._recipe.encode.resolution,
             topology=self._where.name,
             vae=None if self._vae is None else str(self._vae),
@@ -205,14 +222,23 @@ class _Measure:
         configs = {
             f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
             for number, folder in enumerate(folders)
-            for path in sorted(folder.rglob("*config.json"))
+            for path in sorted([*folder.rglob("*config.json"), *folder.glob("model_index.json")])
         }
         versions = {name: version(name) for name in PACKAGES} | {"libtpu": compiler_version()}
         asked = {**asdict(request), "model": None, "vae": None}
         return digest_json([VERSION, asked, configs, versions])
 
 
-def _largest(measure: _Measure, start: Size) -> Size | None:
+def _of_the_step(train: Train, size: Size) -> dict[str, Any]:
+    """The settings that the compiled step depends on: of how long and how fast it is trained, it
+    does not."""
+    kept = train.model_dump(mode="json", include=set(OF_THE_STEP))
+    kept["ema_decay"] = None if train.ema_decay is None else 0.0  # data: see jax/step.py
+    batch = {"micro_batch_size": size.micro_batch_size, "global_batch_size": size.global_batch_size}
+    return kept | batch
+
+
+def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
     """The largest batch that fits; None if not even one picture a chip does.
 
     Between one that fits and one that does not, memory is taken to grow in a straight line; what
@@ -221,13 +247,13 @@ def _largest(measure: _Measure, start: Size) -> Size | None:
     hbm, fitting, failing = start.where.chip.hbm_bytes, 0, 0
     ask, before = start.per_chip, (0, 0)  # the batch asked for last, and its bytes
     while True:
-        plan = measure(replace(start, per_chip=ask))
+        plan = measure(start.with_per_chip(ask))
         if _fits(plan, start.where):
             fitting = ask
         else:
             failing = ask
         if failing and failing - fitting == 1:
-            return replace(start, per_chip=fitting) if fitting else None
+            return start.with_per_chip(fitting) if fitting else None
         low, high = fitting + 1, failing - 1 if failing else 8 * fitting
         if plan.total:  # else the compiler has not said how much too large it is
             count, held = before if before[1] else (0, plan.arguments)

@@ -1,4 +1,4 @@
-"""Whether what a recipe asks to train is in its base: told from files, before any work starts."""
+"""Whether what a recipe asks to train goes with its base: told from files, before work starts."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from pathlib import Path
 from configs.schema import Recipe
 from runtimes.adapters.lora import Layer, choose_layers
 from runtimes.encoders import read_config
-from runtimes.families import check_fits, detect_family
+from runtimes.extras import trained_config
+from runtimes.families import detect_family
 from tasks.publish.assemble import weight_files
 
 KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
 
 
 def check(recipe: Recipe, model: Path) -> None:
-    """Raise WrongInput for adapters' targets, or for a denoiser's config, that are not there."""
+    """Raise WrongInput for adapters' targets that are not there, or a denoiser that cannot be."""
     settings, denoiser = recipe.train, detect_family(model).denoiser
     if settings.method == "lora":
         choose_layers(denoiser, _layers(model / denoiser), settings.lora)
-    if settings.denoiser_config is not None:
-        base = read_config(model / denoiser / "config.json")
-        check_fits(read_config(Path(settings.denoiser_config)), base)
+    path = settings.denoiser_config
+    instead = None if path is None else read_config(Path(path))
+    trained_config(read_config(model / denoiser / "config.json"), settings, instead)
 
 
 def _layers(folder: Path) -> dict[str, Layer]:

@@ -28,6 +28,8 @@ SAMPLE_PROMPTS = 8
 SAMPLER = {
     "seed",
     "scheduler",
+    "aesthetic_score",
+    "negative_aesthetic_score",
     "num_inference_steps",
     "guidance_scale",
     "height",

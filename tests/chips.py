@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+#: Of XLA: a program that runs for seconds is not worth minutes of a compiler's time.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 #: Variables of a runtime's process.
 ENVIRONMENT: dict[str, dict[str, str]] = {
-    "jax": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-    "xla": {
-        "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": "4",
-        # A program that runs for seconds is not worth minutes of a compiler's time.
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "jax": {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK}",
     },
+    "xla": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": QUICK},
 }
 #: Settings by which a runtime shares a run among several devices.
 SEVERAL: dict[str, dict[str, Any]] = {

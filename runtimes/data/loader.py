@@ -14,7 +14,8 @@ from runtimes.base import StepBatch, WrongInput
 from runtimes.data.order import Order, Place, spread
 from runtimes.data.prefetch import Prefetch
 from runtimes.data.shards import ShardFiles
-from runtimes.families import Captioned, Family
+from runtimes.extras import NOTHING, Extras
+from runtimes.families import Captioned, Conditioning, Family
 from runtimes.objective.objective import Choices, Objective
 
 
@@ -23,6 +24,7 @@ class Reader:
 
     Args:
         text_encoders: captions are encoded in the step: their token ids are read.
+        extras: what the denoiser sees beside the family's conditioning.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Reader:
         objective: Objective,
         *,
         text_encoders: bool = False,
+        extras: Extras = NOTHING,
         open_limit: int = 8,
         cache_bytes: int = 20 * 2**30,
     ) -> None:
@@ -40,7 +43,14 @@ class Reader:
                 f"the latents were encoded for a model of family {latents.info['family']}, "
                 f"this one is {family.name}: encode with this model"
             )
-        self._family, self._objective = family, objective
+        if extras.inpainting and not latents.info.get("masks"):
+            raise WrongInput("the latents have no masks: set encode.masks, and encode again")
+        if extras.aesthetic_score and not latents.info.get("scored"):
+            raise WrongInput(
+                "the latents have no aesthetic scores: name their column in "
+                "source.aesthetic_column, and download again"
+            )
+        self._family, self._objective, self._extras = family, objective, extras
         self._text_encoders = text_encoders
         self._zeros = latents.info["empty_prompt"] == "zeros"
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
@@ -64,13 +74,30 @@ class Reader:
             timesteps=noised.timesteps,
             target=noised.target,
             weight=noised.weight,
-            conditioning=self._family.condition(captioned),
+            conditioning=self._family.condition(captioned) | self._seen(captioned, chosen),
             denominator=denominator,
         )
 
     def close(self) -> None:
         """Unmap the shards."""
         self._shards.close()
+
+    def _seen(self, captioned: Sequence[Captioned], chosen: Sequence[Choices]) -> Conditioning:
+        """`inpainting` [B, 1 + C, h, w], a mask above the latents of what it leaves to be seen, and
+        `aesthetic_score` [B]: as far as the denoiser takes them."""
+        found: Conditioning = {}
+        samples = [item.sample for item in captioned]
+        if self._extras.inpainting:
+            masked = [sample.masked for sample in samples if sample.masked is not None]
+            at = [int(c.mask * len(m.masks)) for m, c in zip(masked, chosen, strict=True)]
+            masks = stack_rows([m.masks[k] for m, k in zip(masked, at, strict=True)])
+            means = stack_rows([m.means[k] for m, k in zip(masked, at, strict=True)])
+            latents = self._objective.scale.scaled(means)
+            found["inpainting"] = np.concatenate([masks[:, None], latents], 1, dtype=np.float32)
+        if self._extras.aesthetic_score:
+            scores = [sample.aesthetic_score for sample in samples]
+            found["aesthetic_score"] = np.array(scores, np.float32)
+        return found
 
     def _read(self, place: Place, choices: Choices) -> Captioned:
         shard, group = self._shards[place.shard], place.group
@@ -126,6 +153,7 @@ class Loader:
         seed: int,
         window: int,
         text_encoders: bool = False,
+        extras: Extras = NOTHING,
         cache_bytes: int = 20 * 2**30,
         rank: int = 0,
         world: int = 1,
@@ -144,6 +172,7 @@ class Loader:
             family,
             objective,
             text_encoders=text_encoders,
+            extras=extras,
             open_limit=open_limit,
             cache_bytes=cache_bytes,
         )
@@ -201,6 +230,7 @@ class Holdout:
         draws: int,
         batch_size: int,
         text_encoders: bool = False,
+        extras: Extras = NOTHING,
         cache_bytes: int = 20 * 2**30,
     ) -> None:
         self._places = spread([ref.groups for ref in latents.shards], "holdout", samples)
@@ -208,7 +238,12 @@ class Holdout:
             raise WrongInput("the latents have no held-out samples: raise encode.holdout")
         self._draws, self._batch_size = draws, batch_size
         self._reader = Reader(
-            latents, family, objective, text_encoders=text_encoders, cache_bytes=cache_bytes
+            latents,
+            family,
+            objective,
+            text_encoders=text_encoders,
+            extras=extras,
+            cache_bytes=cache_bytes,
         )
 
     def batches(self) -> Iterator[tuple[list[int], StepBatch]]:

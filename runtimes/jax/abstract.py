@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding
 from artifacts.latents import LatentSample
 from configs.training import Train
 from runtimes.base import StepBatch
-from runtimes.encoders import describe_encoders
+from runtimes.encoders import describe_encoders, read_config
+from runtimes.extras import Extras
 from runtimes.families import Captioned, Family
 from runtimes.jax.batches import stack
 from runtimes.jax.bridge import as_function, recompute
@@ -43,7 +44,8 @@ class AbstractStep:
         self._settings, self._network, self._hosts = settings, network, hosts
         self._mesh = Mesh(settings.mesh.fsdp, devices)
         self._counter = FlopCounter(network)
-        self._batch = sample_batch(request, network.family, text=settings.text_encoders)
+        extras = Extras.of(network.denoiser.config)
+        self._batch = sample_batch(request, network.family, extras, text=settings.text_encoders)
         if settings.gradient_checkpointing:
             for part in network.children():
                 recompute(part)
@@ -114,7 +116,7 @@ class AbstractStep:
         return dict(jax.tree.map(shape, one))
 
 
-def sample_batch(request: Request, family: Family, *, text: bool) -> StepBatch:
+def sample_batch(request: Request, family: Family, extras: Extras, *, text: bool) -> StepBatch:
     """One sample of the shapes that a request's latents will have."""
     vae = None if request.vae is None else Path(request.vae)
     info = describe_encoders(Path(request.model), vae)
@@ -123,9 +125,18 @@ def sample_batch(request: Request, family: Family, *, text: bool) -> StepBatch:
     square = (request.resolution, request.resolution)
     sample = LatentSample(latents[0], latents[0], bytes(32), square, (0, 0), square, False, (0,))
     pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
-    ids = np.zeros((len(family.clip_encoders), info["tokens"]), np.int32) if text else None
+    ids = None
+    if text:  # of CLIP alone: SD3's tokens are T5's as well
+        clip = read_config(Path(request.model) / family.clip_encoders[0] / "config.json")
+        rows = clip["max_position_embeddings"]
+        ids = np.zeros((len(family.clip_encoders), rows), np.int32)
     embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
     captioned = Captioned(sample, embeds, pooled, ids)
+    conditioning = family.condition([captioned])
+    if extras.inpainting:
+        conditioning["inpainting"] = np.zeros((1, 1 + len(latents[0]), side, side), np.float32)
+    if extras.aesthetic_score:
+        conditioning["aesthetic_score"] = np.zeros(1, np.float32)
     level: Any = np.float32 if family.name == "sd3" else np.int32
     return StepBatch(
         step=0,
@@ -133,6 +144,6 @@ def sample_batch(request: Request, family: Family, *, text: bool) -> StepBatch:
         timesteps=np.zeros(1, level),
         target=latents,
         weight=np.ones(1, np.float32),
-        conditioning=family.condition([captioned]),
+        conditioning=conditioning,
         denominator=1,
     )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from numpy.typing import NDArray
 
-from runtimes.base import StepBatch
+from runtimes.base import EXACT, StepBatch
 from runtimes.jax.mesh import Mesh
-from runtimes.torch.inputs import EXACT
+from runtimes.mesh import filled
 
 Stacked = dict[str, Any]
 
@@ -49,7 +53,16 @@ def put(stacked: Stacked, mesh: Mesh) -> Stacked:
     return dict(jax.tree.map(lambda array: mesh.put_rows(array, axis=1), stacked))
 
 
-def one(batch: StepBatch, mesh: Mesh, dtype: Any) -> Stacked:
-    """All of a batch as one micro-batch [B, ...], on the devices."""
-    stacked = stack(batch, None, mesh, dtype)
-    return dict(jax.tree.map(lambda array: mesh.put_rows(array[0]), stacked))
+def held_out(
+    errors: Callable[..., Array], arrays: Any, batch: StepBatch, rows: int, mesh: Mesh, dtype: Any
+) -> NDArray[np.float32]:
+    """The mean squared error of each sample [B] of a batch that every process has.
+
+    Args:
+        errors: step.errors of a network, compiled.
+        rows: samples that a batch has at most; it is filled up to as many, to be one program.
+    """
+    whole = filled(batch, rows, mesh.count)
+    stacked = stack(whole, None, mesh, dtype)
+    micro = jax.tree.map(lambda array: mesh.put_all_rows(array[0]), stacked)
+    return mesh.fetch(errors(arrays, jnp.uint32(0), micro))[: len(batch.timesteps)]

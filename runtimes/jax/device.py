@@ -13,20 +13,27 @@ from configs.training import Train
 from runtimes.base import Probe, WrongInput
 from runtimes.compiled import Compiled
 from runtimes.jax.chips import peak_of
+from runtimes.memory import peak_of_process
 from runtimes.ranks import Ranks
-from runtimes.torch.device import peak_bytes
+from runtimes.torch.device import check_precision
 from runtimes.torch.flops import known_peak
 from runtimes.torch.hosts import free_port
 from runtimes.torch.parallel import Alone
 
-#: Ours -> JAX's.
-PLATFORMS = {"cpu": "cpu", "tpu": "tpu", "cuda": "cuda", "gpu": "cuda"}
+PLATFORMS = ("cpu", "tpu", "cuda")
 _compiling: list[float] = []  # seconds of each compilation
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime cannot serve."""
+    """Raise WrongInput for train settings that this runtime, or this machine, cannot serve."""
     _check_name(settings.device)
+    check_rules(settings)
+    _check_processes(settings.device, settings.processes)
+
+
+def check_rules(settings: Train) -> None:
+    """Raise WrongInput for train settings that this runtime can serve nowhere."""
+    check_precision(settings)
     if settings.optimizer != "adamw":
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime jax, adamw is")
     if settings.compile:
@@ -45,7 +52,7 @@ def start(name: str, compiled: str | None, dtype: str) -> Compiled:
     """
     _check_name(name)
     if name != "auto":
-        jax.config.update("jax_platforms", PLATFORMS[name])
+        jax.config.update("jax_platforms", name)
     exact = "highest" if dtype == "float32" else "default"
     jax.config.update("jax_default_matmul_precision", exact)
     try:
@@ -53,7 +60,7 @@ def start(name: str, compiled: str | None, dtype: str) -> Compiled:
     except RuntimeError as error:
         words = " ".join(str(error).split())[:300]
         raise WrongInput(f"device {name}: JAX finds none on this machine: {words}") from None
-    if name != "auto" and found != {"cuda": "gpu"}.get(PLATFORMS[name], PLATFORMS[name]):
+    if name != "auto" and found != {"cuda": "gpu"}.get(name, name):
         raise WrongInput(f"device {name}: this process has opened {found} already")
     if not _compiling:
         jax.monitoring.register_event_duration_secs_listener(_count)
@@ -69,23 +76,67 @@ def start(name: str, compiled: str | None, dtype: str) -> Compiled:
 def _check_name(name: str) -> None:
     if name != "auto" and name not in PLATFORMS:
         raise WrongInput(f"device {name!r} is not for runtime jax (auto, cpu, tpu or cuda)")
+    if name == "tpu" and find_spec("libtpu") is None:
+        raise WrongInput("device tpu: runtime jax needs libtpu, see docs/jax.md")
+    if name == "cuda" and not _has_cuda_plugin():
+        raise WrongInput("device cuda: runtime jax needs jax[cuda13], see docs/jax.md")
 
 
-def join(ranks: Ranks, hosts: Alone) -> None:
+def _check_processes(device: str, count: int) -> None:
+    """Raise WrongInput if so many processes of this machine cannot share its devices."""
+    if count == 1 or device == "cpu":
+        return
+    if device == "tpu" or (device == "auto" and _has_tpu()):
+        raise WrongInput("train.processes: one process has all TPU chips of a machine: leave it 1")
+    if 0 < _gpus() < count:
+        raise WrongInput(
+            f"{count} processes want a GPU each, this machine has {_gpus()}: lower "
+            "train.processes, or set device cpu"
+        )
+
+
+def _has_tpu() -> bool:
+    return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
+
+
+def _has_cuda_plugin() -> bool:
+    return any(find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+
+
+def _gpus() -> int:
+    """That JAX can use."""
+    return torch.cuda.device_count() if _has_cuda_plugin() else 0
+
+
+def join(ranks: Ranks, hosts: Alone, device: str) -> None:
     """Make one program's devices of those of all processes; before any is opened.
 
-    Where processes of one machine have GPUs, each takes one.
+    Where processes of one machine have GPUs, each takes one. See `part` for how it ends.
+
+    Raises:
+        WrongInput: there are not enough.
     """
     if ranks.world == 1 or jax.distributed.is_initialized():
         return
+    _check_processes(device, ranks.local_world)
     address = os.environ["MASTER_ADDR"]
-    shared = ranks.local_world > 1 and torch.cuda.device_count() >= ranks.local_world
+    shared = ranks.local_world > 1 and device != "cpu" and _gpus() > 0
+    # Else a process that fails waits for minutes for those that are no more, and is then aborted.
+    jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(
         f"{address}:{hosts.broadcast(free_port() if ranks.first else 0)}",
         num_processes=ranks.world,
         process_id=ranks.rank,
         local_device_ids=[ranks.local_rank] if shared else None,
     )
+
+
+def part(ranks: Ranks, hosts: Alone) -> None:
+    """Undo `join`, in all processes: the first, which the others are connected to, after them."""
+    if not ranks.first:
+        jax.distributed.shutdown()
+    hosts.any(False)
+    jax.distributed.shutdown()
 
 
 def describe() -> str:
@@ -106,7 +157,7 @@ def peak_flops(compute_dtype: str) -> float | None:
 def memory_bytes() -> int:
     """Most bytes in use so far: of the first device's memory or, on a CPU, of this process."""
     found = jax.local_devices()[0].memory_stats()
-    return peak_bytes(torch.device("cpu")) if not found else int(found["peak_bytes_in_use"])
+    return int(found["peak_bytes_in_use"]) if found else peak_of_process()
 
 
 def compile_seconds() -> float:
@@ -127,9 +178,8 @@ def versions() -> dict[str, str]:
 def probe() -> Probe:
     """What this runtime finds here; no device is opened, for that would take it from others."""
     devices = []
-    if os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):
+    if _has_tpu():
         devices.append("tpu" if find_spec("libtpu") else "tpu (install libtpu to use it)")
-    plugins = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if find_spec(name)]
     if torch.cuda.device_count():
-        devices.append("cuda" if plugins else "cuda (install jax[cuda13] to use it)")
+        devices.append("cuda" if _has_cuda_plugin() else "cuda (install jax[cuda13] to use it)")
     return Probe(True, [*devices, "cpu (XLA)"], versions())

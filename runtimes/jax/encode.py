@@ -18,6 +18,7 @@ from runtimes.jax.device import start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.weights import move
 from runtimes.job import EncodeJob
+from runtimes.mesh import filled_up, repeat_last
 from runtimes.torch import encode
 from runtimes.torch.encode import Float32
 from runtimes.torch.texts import encode_ids, join_t5
@@ -31,28 +32,27 @@ class Encoder(encode.Encoder):
         self._kept, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
         vae = None if job.vae is None else Path(job.vae)
         super().__init__(Path(job.model), vae, device="cpu", dtype=job.dtype)
-        self._pictures, self._captions = mesh.padded(job.batch_size), mesh.padded(TEXT_BATCH)
+        self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
         t5 = None if self._t5 is None else self._t5[1]
         self._moments = _compiled(_Moments(self.vae), mesh)
         self._embeds = _compiled(_Embeds(self.info["family"], clip, t5), mesh)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        mean, logvar = self._moments(_filled(pixels, self._pictures))
+        mean, logvar = self._moments(self._batch_size, pixels)
         self._kept.keep()
-        return mean[: len(pixels)], logvar[: len(pixels)]
+        return mean, logvar
 
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
     ) -> tuple[Float32, Float32 | None]:
         if clip:
             return super().texts(captions, clip)
-        ids = [_filled(self.input_ids(captions).astype(np.int32), self._captions)]
+        ids = [self.input_ids(captions).astype(np.int32)]
         if self._t5 is not None:
-            t5_ids = self._ids(self._t5[0], captions, self._t5_length).astype(np.int32)
-            ids.append(_filled(t5_ids, self._captions))
-        states, *pooled = self._embeds(*ids)
-        return states[: len(captions)], pooled[0][: len(captions)] if pooled else None
+            ids.append(self._tokens.ids(self._t5[0], captions, self._t5_length).astype(np.int32))
+        states, *pooled = self._embeds(TEXT_BATCH, *ids)
+        return states, pooled[0] if pooled else None
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
@@ -61,18 +61,17 @@ def open_encoder(job: EncodeJob) -> Encoder:
 
 
 def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
-    """A module on the devices, as a function of arrays [B, ...] of the host to such arrays."""
+    """A module on the devices, as a function of arrays [B, ...] of the host, filled up to so many
+    rows, to such arrays."""
     arrays, call = move(module, mesh), jax.jit(as_function(module, training=False))
 
-    def run(*given: NDArray[Any]) -> list[Float32]:
-        rows = [mesh.put_rows(array) for array in given]
-        return [mesh.fetch(found) for found in call(arrays, jnp.uint32(0), *rows)]
+    def run(rows: int, *given: NDArray[Any]) -> list[Float32]:
+        count = len(given[0])
+        whole = filled_up(max(rows, count), mesh.local)
+        sent = [mesh.put_rows(repeat_last(array, whole)) for array in given]
+        return [mesh.fetch(found)[:count] for found in call(arrays, jnp.uint32(0), *sent)]
 
     return run
-
-
-def _filled(array: NDArray[Any], rows: int) -> NDArray[Any]:
-    return np.concatenate([array, np.repeat(array[-1:], rows - len(array), axis=0)])
 
 
 class _Moments(torch.nn.Module):

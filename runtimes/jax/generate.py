@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.base import StepBatch
-from runtimes.jax.batches import one
+from runtimes.generate import LOSS_BATCH
+from runtimes.jax.batches import held_out
 from runtimes.jax.bridge import as_function
 from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.sampler import Sampler, alike
-from runtimes.jax.step import errors
+from runtimes.jax.step import Arrays, errors
 from runtimes.jax.weights import frozen_arrays
 from runtimes.job import Drawing, GenerateJob
 from runtimes.torch.generate import load_network, own_scheduler
@@ -35,6 +36,7 @@ class ThePipeline:
         self._network: Network | None = None
 
     def take(self, drawing: Drawing) -> None:
+        self._arrays: Arrays = {}  # their memory is wanted
         half = getattr(torch, self._job.dtype)
         network = load_network(drawing, Path(self._job.model), half, torch.device("cpu"))
         self._arrays = frozen_arrays(network, self._mesh, half)
@@ -57,9 +59,9 @@ class ThePipeline:
         return drawn
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        micro = one(batch, self._mesh, jnp.dtype(self._job.dtype))
-        found = self._mesh.fetch(self._errors(self._arrays, jnp.uint32(0), micro))
-        return found[: len(batch.timesteps)]
+        rows = min(LOSS_BATCH, self._job.sampler["batch_size"])
+        dtype = jnp.dtype(self._job.dtype)
+        return held_out(self._errors, self._arrays, batch, rows, self._mesh, dtype)
 
     def compile_seconds(self) -> float:
         return compile_seconds()

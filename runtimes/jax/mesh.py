@@ -12,13 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from runtimes.base import WrongInput
-
-AXES = ("data", "fsdp")
+from runtimes.mesh import AXES, cut, filled_up, mesh_shape
 
 
 class Mesh:
@@ -35,21 +33,18 @@ class Mesh:
     def __init__(self, fsdp: int, devices: Sequence[Any] | None = None) -> None:
         devices = jax.devices() if devices is None else devices
         self.count, self.fsdp = len(devices), fsdp
-        if self.count % fsdp:
-            raise WrongInput(f"train.mesh.fsdp {fsdp} does not divide {self.count} devices")
         self.platform = devices[0].platform
         self.local = sum(device.process_index == jax.process_index() for device in devices)
-        shape, auto = (self.count // fsdp, fsdp), (AxisType.Auto, AxisType.Auto)
-        self.mesh = jax.make_mesh(shape, AXES, axis_types=auto, devices=devices)
+        # Not jax.make_mesh, which splits no physical axis of most TPUs: four of a 4x4, say.
+        placed = mesh_utils.create_device_mesh(
+            mesh_shape(self.count, fsdp), devices, allow_split_physical_axes=True
+        )
+        self.mesh = jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
         self.whole = NamedSharding(self.mesh, PartitionSpec())
 
     def shared(self, shape: Sequence[int]) -> NamedSharding:
-        """How an array of that shape is cut: its largest dimension that `fsdp` divides, if any."""
-        fitting = [(size, -n) for n, size in enumerate(shape) if size % self.fsdp == 0]
-        cut: list[Any] = [None] * len(shape)
-        if self.fsdp > 1 and fitting:
-            cut[-max(fitting)[1]] = "fsdp"
-        return NamedSharding(self.mesh, PartitionSpec(*cut))
+        """How an array of that shape is cut."""
+        return NamedSharding(self.mesh, PartitionSpec(*cut(shape, self.fsdp)))
 
     def rows(self, axis: int) -> NamedSharding:
         """An array whose rows, along `axis`, are shared by all devices."""
@@ -57,7 +52,7 @@ class Mesh:
 
     def padded(self, count: int) -> int:
         """Rows that this process must give for so many, so that all its devices have as many."""
-        return -(-count // self.local) * self.local
+        return filled_up(count, self.local)
 
     def put(self, array: NDArray[Any]) -> Array:
         """A whole array on the devices, each taking its part."""

@@ -45,7 +45,6 @@ class Plan:
     """
 
     compiler: str  # such as libtpu 0.0.42
-    chips: int
     arguments: int  # bytes of weights, optimizer, average and batch
     temporaries: int  # bytes of activations, gradients, gathered weights
     total: int  # bytes of all that there is at once
@@ -63,8 +62,11 @@ def plan(request: Request) -> Plan:
     since = time.monotonic()
     where, settings = parse_slice(request.topology), Train(**request.train)
     compiler, devices = _devices(where)
-    from runtimes.jax.abstract import AbstractStep  # opens JAX, which is set up by now
+    # These open JAX, which is set up by now.
+    from runtimes.jax.abstract import AbstractStep
+    from runtimes.jax.device import check_rules
 
+    check_rules(settings)
     step = AbstractStep(request, settings, devices, where.hosts)
     refused = ""
     try:
@@ -78,10 +80,10 @@ def plan(request: Request) -> Plan:
     if compiled is not None:
         memory, costs = _memory(compiled.memory_analysis()), dict(compiled.cost_analysis() or {})
     optimal = costs.get("optimal_seconds", -1.0)
-    times = step.micro_batches  # a loop's body is counted once by XLA
+    # XLA counts a loop's body once; on the CPU there is none (step.py).
+    times = 1 if devices[0].platform == "cpu" else step.micro_batches
     return Plan(
         compiler=compiler,
-        chips=where.chips,
         **memory,
         flops=costs.get("flops", 0.0) * times,
         bytes_accessed=costs.get("bytes accessed", 0.0) * times,
@@ -111,7 +113,12 @@ def _devices(where: Slice) -> tuple[str, list[Any]]:
 
     if find_spec("libtpu") is None:
         return f"XLA for the CPU (jaxlib {version('jaxlib')})", jax.devices()
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=where.topology)
+    options: dict[str, Any] = {}
+    if where.hosts == 1:  # else of 2x2 chips each
+        options["chips_per_host_bounds"] = (*where.shape, 1)[:3]
+    if where.kind == "v4":
+        options["chip_config_name"] = "megacore"  # the two cores of a chip as one device
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=where.topology, **options)
     return f"libtpu {version('libtpu')}", list(topology.devices)
 
 

@@ -19,9 +19,18 @@ from configs.training import Train
 from runtimes.base import Pipeline, State, StepBatch, StepOutput
 from runtimes.events import Events
 from runtimes.figures import later
-from runtimes.jax.batches import Stacked, one, put, stack
+from runtimes.jax.batches import Stacked, held_out, put, stack
 from runtimes.jax.bridge import as_function, recompute
-from runtimes.jax.device import check, describe, join, memory_bytes, peak_flops, start, versions
+from runtimes.jax.device import (
+    check,
+    describe,
+    join,
+    memory_bytes,
+    part,
+    peak_flops,
+    start,
+    versions,
+)
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays, Step, errors, gathered, numbers_of
 from runtimes.jax.weights import (
@@ -55,10 +64,10 @@ class TheRuntime:
     def load(self, job: TrainJob) -> None:
         self._job, self._settings = job, Train(**job.train)
         check(self._settings)
-        ranks = Ranks.here()
-        self._hosts, self._first = meet(ranks), ranks.first
+        ranks = self._ranks = Ranks.here()
+        self._hosts = meet(ranks)
         self.draws_together = ranks.world > 1
-        join(ranks, self._hosts)
+        join(ranks, self._hosts, self._settings.device)
         self._kept = start(self._settings.device, job.compiled, self._settings.compute_dtype)
         self.device = describe()
         self._mesh = Mesh(self._settings.mesh.fsdp)
@@ -70,6 +79,8 @@ class TheRuntime:
         self._names = trained_names(network)
         half = getattr(torch, self._settings.compute_dtype)
         self._frozen = frozen_arrays(network, self._mesh, half)
+        share = self._settings.global_batch_size // ranks.world
+        self._share = min(self._settings.micro_batch_size or share, share)
         self._network, self._step = network, 0
         predict = as_function(network, training=False)
         self._errors = jax.jit(partial(errors, predict))
@@ -81,8 +92,8 @@ class TheRuntime:
         return replace(batch, on_device=put(self._stack(batch), self._mesh))
 
     def _stack(self, batch: StepBatch) -> Stacked:
-        size, dtype = self._settings.micro_batch_size, jnp.dtype(self._settings.compute_dtype)
-        return stack(batch, size, self._mesh, dtype)
+        dtype = jnp.dtype(self._settings.compute_dtype)
+        return stack(batch, self._share, self._mesh, dtype)
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         if self._compiled_step is None:
@@ -129,6 +140,9 @@ class TheRuntime:
 
     @contextmanager
     def profile(self, folder: str) -> Iterator[None]:
+        if not self._ranks.first:
+            yield
+            return
         with jax.profiler.trace(folder):
             yield
 
@@ -138,7 +152,7 @@ class TheRuntime:
         for group, arrays in self._state.items():
             for name, array in arrays.items():
                 whole = self._mesh.fetch(array)
-                if self._first:
+                if self._ranks.first:
                     state.setdefault(group, {})[name] = whole
         if state and self._constants:
             state["constants"] = self._constants
@@ -165,14 +179,17 @@ class TheRuntime:
         return self._sampler.draw(self._averaged(), prompts, sampler, first=0)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        micro = one(batch, self._mesh, jnp.dtype(self._settings.compute_dtype))
-        found = self._mesh.fetch(self._errors(self._averaged(), jnp.uint32(0), micro))
-        return found[: len(batch.timesteps)]
+        dtype = jnp.dtype(self._settings.compute_dtype)
+        return held_out(self._errors, self._averaged(), batch, self._share, self._mesh, dtype)
 
     def _averaged(self) -> Arrays:
         """The network's arrays in the compute dtype, averaged if an average is kept."""
         weights = self._working(self._state.get("ema", self._state["weights"]))
         return self._frozen | {self._names[name]: array for name, array in weights.items()}
+
+    def part(self) -> None:
+        if self._ranks.world > 1:
+            part(self._ranks, self._hosts)
 
     def memory_bytes(self) -> int:
         return memory_bytes()

@@ -8,6 +8,7 @@ loop slowly, a step is a program instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import torch
 from jax import Array
 from numpy.typing import NDArray
 
+from runtimes.base import EXACT
+from runtimes.encoders import vae_path
 from runtimes.jax.bridge import as_function
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays
 from runtimes.jax.weights import move
+from runtimes.mesh import filled_up, repeat_last
 from runtimes.objective.scheduler import read_config
-from runtimes.torch.encode import Encoder
+from runtimes.torch.encode import Encoder, vae_dtype
 from runtimes.torch.network import Network
 from runtimes.torch.schedulers import make_scheduler
 from runtimes.torch.solver import Table
@@ -39,20 +43,32 @@ class Sampler:
     Captions are encoded on the host, unless the network has text encoders of its own.
 
     Args:
-        dtype: of the network's arrays, and of the VAE.
+        dtype: of the network's arrays and of the VAE, unless that is not to be in half precision.
+        whole: whether all steps are one program; None is so but on a CPU.
 
     Raises:
         WrongInput: a part of the pipeline is missing or does not load.
     """
 
-    def __init__(self, folder: Path, mesh: Mesh, dtype: str, vae: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        dtype: str,
+        vae: Path | None = None,
+        *,
+        whole: bool | None = None,
+    ) -> None:
         self._mesh, self._dtype = mesh, jnp.dtype(dtype)
+        self._whole = mesh.platform != "cpu" if whole is None else whole
         self._encoder = Encoder(folder, vae, device="cpu")
-        self._starts = Starts(self._encoder.info, self._texts)
+        self._folders = folder, vae
         decoder = _Decoder(self._encoder.vae)
-        self._vae = move(decoder, mesh, getattr(torch, dtype))
-        self._decode = as_function(decoder, training=False)
-        self._decoded = jax.jit(self._decoded_)
+        wide = vae_dtype(vae_path(folder, vae), getattr(torch, dtype))
+        self._vae = move(decoder, mesh, wide)
+        self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
+        self._decoder = as_function(decoder, training=False)
+        self._jit_decode = jax.jit(self._decode)
         self._own_scheduler = make_scheduler(read_config(folder / "scheduler"))
         self._network: Network | None = None
 
@@ -66,9 +82,9 @@ class Sampler:
             return
         self._network = network
         self._predict = as_function(network, training=False)
-        self._stepped = jax.jit(self._step, static_argnames="guided")
-        self._drawn = jax.jit(self._draw, static_argnames="guided")
-        self._encode = jax.jit(as_function(_TextEncoders(network), training=False))
+        self._jit_step = jax.jit(self._step, static_argnames="guided")
+        self._jit_draw = jax.jit(self._draw, static_argnames="guided")
+        self._jit_encode = jax.jit(as_function(_TextEncoders(network), training=False))
 
     def draw(
         self, arrays: Arrays, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
@@ -79,38 +95,44 @@ class Sampler:
             arrays: the network's, by its names.
             sampler: as GenerateJob.sampler.
         """
-        self._arrays = arrays
         assert self._network is not None  # one is in use
         table = table_of(self._scheduler, sampler)
-        starts = self._starts.of(
+        texts = self._encoder.texts
+        if self._network.text_encoders:
+            texts = partial(self._texts, arrays)
+        starts = Starts(self._encoder.info, texts, self._images).of(
             prompts,
             sampler,
             first=first,
-            sample_size=self._network.denoiser.config.sample_size,
+            denoiser=self._network.denoiser.config,
             multiple=self._mesh.count,
         )
         pictures = list[NDArray[np.uint8]]()
         for start in starts:
-            drawn = self._mesh.fetch(self._start(start, table, sampler["guidance_scale"]))
+            drawn = self._mesh.fetch(self._start(arrays, start, table, sampler["guidance_scale"]))
             pictures += list(drawn[: start.count])
         return np.stack(pictures)
 
-    def _start(self, start: Start, table: Table, guidance: float) -> Array:
+    def _images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        """Mean and log-variance of pictures, by a VAE on the host: the other's weights have gone to
+        the devices."""
+        return Encoder(*self._folders, device="cpu").images(pixels)
+
+    def _start(self, arrays: Arrays, start: Start, table: Table, guidance: float) -> Array:
         put = self._mesh.put_all_rows
         conditioning = {
-            name: put(array if name == "add_time_ids" else array.astype(self._dtype))
+            name: put(array if name in EXACT else array.astype(self._dtype))
             for name, array in start.conditioning.items()
         }
         latents = put(start.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
         given = conditioning, np.float32(guidance)
-        if self._mesh.platform != "cpu":
-            return self._drawn(self._arrays, self._vae, latents, rows, *given, guided=guidance > 1)
-        before = latents * 0
+        if self._whole:
+            return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guidance > 1)
+        carry = latents, latents * 0
         for row in rows:
-            carry = latents, before
-            latents, before = self._stepped(self._arrays, carry, row, *given, guided=guidance > 1)
-        return self._decoded(self._vae, latents)
+            carry = self._jit_step(arrays, carry, row, *given, guided=guidance > 1)
+        return self._jit_decode(self._vae, carry[0])
 
     def _draw(
         self,
@@ -127,7 +149,7 @@ class Sampler:
             return self._step(arrays, carry, row, conditioning, guidance, guided=guided), None
 
         (latents, _), _ = jax.lax.scan(step, (latents, jnp.zeros_like(latents)), rows)
-        return self._decoded_(vae, latents)
+        return self._decode(vae, latents)
 
     def _step(
         self,
@@ -154,32 +176,33 @@ class Sampler:
         foreseen = x0_x * latents + x0_m * found
         return next_x * latents + next_x0 * foreseen + next_before * before, foreseen
 
-    def _decoded_(self, vae: Arrays, latents: Array) -> Array:
+    def _decode(self, vae: Arrays, latents: Array) -> Array:
         """Pictures [B, H, W, 3] uint8 of latents."""
         info = self._encoder.info
         scale = jnp.asarray(info["latents_std"] or 1.0) / info["scaling_factor"]
         shift = jnp.asarray(info["latents_mean"] or 0.0) + info["shift_factor"]
         latents = latents * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
-        pixels = self._decode(vae, jnp.uint32(0), latents.astype(self._dtype))
+        pixels = self._decoder(vae, jnp.uint32(0), latents.astype(self._vae_dtype))
         levels = jnp.clip(pixels.astype(jnp.float32) / 2 + 0.5, 0, 1) * 255
         return jnp.round(levels).astype(jnp.uint8).transpose(0, 2, 3, 1)
 
-    def _texts(self, captions: list[str]) -> tuple[Float32, Float32 | None]:
-        """Prompt embeddings [B, T, D] and pooled ones [B, P]: of CLIP by the network's encoders,
-        if it has some, and below them T5's."""
-        states, pooled = self._encoder.texts(captions)
-        if self._network is None or not self._network.text_encoders:
-            return states, pooled
-        ids = self._mesh.put_all_rows(self._encoder.input_ids(captions).astype(np.int32))
-        arrays = {f"network.{name}": array for name, array in self._arrays.items()}
-        found = self._encode(arrays, jnp.uint32(0), ids)
-        own, pooled = (None if array is None else self._numpy(array) for array in found)
-        assert own is not None
-        own = np.pad(own, ((0, 0), (0, 0), (0, states.shape[2] - own.shape[2])))
-        return np.concatenate([own, states[:, own.shape[1] :]], axis=1), pooled
-
-    def _numpy(self, array: Array) -> Float32:
-        return self._mesh.fetch(array).astype(np.float32)
+    def _texts(self, arrays: Arrays, captions: list[str]) -> tuple[Float32, Float32 | None]:
+        """Prompt embeddings [B, T, D] and pooled ones [B, P]: CLIP's by the network's encoders, and
+        below them T5's by the host's."""
+        count = len(captions)
+        ids = self._encoder.input_ids(captions).astype(np.int32)
+        ids = repeat_last(ids, filled_up(count, self._mesh.count))
+        named = {f"network.{name}": array for name, array in arrays.items()}
+        found = self._jit_encode(named, jnp.uint32(0), self._mesh.put_all_rows(ids))
+        states, *pooled = (
+            self._mesh.fetch(array)[:count].astype(np.float32)
+            for array in found
+            if array is not None
+        )
+        if (t5 := self._encoder.t5(captions)) is not None:
+            states = np.pad(states, ((0, 0), (0, 0), (0, t5.shape[2] - states.shape[2])))
+            states = np.concatenate([states, t5], axis=1)
+        return states, pooled[0] if pooled else None
 
 
 def alike(one: Network, other: Network) -> bool:

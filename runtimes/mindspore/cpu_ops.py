@@ -49,8 +49,7 @@ def _exp(input: Tensor) -> Tensor:
 
 
 def _cumsum(input: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    found = ops.cumsum(input, dim)
-    return found if dtype is None else found.astype(dtype)
+    return ops.cumsum(input if dtype is None else input.astype(dtype), dim)
 
 
 def _baddbmm(
@@ -95,6 +94,8 @@ def _repeat_interleave(
 
 
 def _norm(input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
+    if p not in (2, "fro"):
+        raise NotImplementedError(f"norm of order {p} has no kernel on a CPU here")
     return ops.norm(input, None, dim, keepdim)
 
 

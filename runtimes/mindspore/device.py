@@ -13,7 +13,7 @@ from configs.training import Train
 from runtimes.ascend import cann_version, lacking
 from runtimes.base import Probe, WrongInput
 from runtimes.memory import peak_of_process
-from runtimes.ranks import Ranks
+from runtimes.ranks import Ranks, launched
 
 NAME = re.compile(r"(?P<kind>auto|cpu|ascend)(?::(?P<number>\d+))?")
 ALONE = Ranks()
@@ -21,21 +21,29 @@ ALONE = Ranks()
 
 def check(settings: Train) -> None:
     """Raise WrongInput for train settings that this runtime, or this machine, cannot serve."""
-    ranks = Ranks(world=settings.processes, local_world=settings.processes)
+    count = settings.processes
+    ranks = Ranks.here() if launched() else Ranks(world=count, local_world=count)
     on_cpu = choose(settings.device, ranks)[0] == "CPU"
     name = "runtime mindspore"
     if settings.optimizer != "adamw":
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}, adamw is")
     if settings.compile:
         raise WrongInput(f"train.compile is for runtime torch: {name} has train.mindspore.mode")
-    if settings.parallel == "fsdp" and settings.processes > 1:
+    if settings.parallel == "fsdp" and ranks.world > 1:
         raise WrongInput(f"train.parallel: fsdp is not for {name}, data is")
     if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):
         raise WrongInput(f"train.lora: dora and dropout are not for {name}: leave them out")
-    if on_cpu and settings.compute_dtype == "bfloat16":
-        raise WrongInput("train.compute_dtype: MindSpore has bfloat16 on Ascend, not on a CPU")
+    if on_cpu:
+        precision(settings.compute_dtype, "CPU", "train.compute_dtype")
     if on_cpu and settings.mindspore.jit_level == "O2" and settings.mindspore.mode == "graph":
         raise WrongInput("train.mindspore.jit_level: O2 is CANN's, on Ascend: take O0 or O1")
+
+
+def precision(dtype: str, target: str, setting: str) -> ms.Type:
+    """MindSpore's type of that name. Raises WrongInput if the device does not have it."""
+    if target == "CPU" and dtype == "bfloat16":
+        raise WrongInput(f"{setting}: MindSpore has bfloat16 on Ascend, not on a CPU")
+    return getattr(ms, dtype)
 
 
 def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from runtimes.base import WrongInput
 from runtimes.encoders import describe_encoders, vae_path
 from runtimes.families import FAMILIES
 from runtimes.job import EncodeJob
-from runtimes.mindspore.device import start
+from runtimes.mindspore.device import choose, precision, start
+from runtimes.tokens import Tokens, check_vocabulary
 
 Float32 = NDArray[np.float32]
-#: Tokens that spell any text: CLIP's byte alphabet. Fewer means that a vocabulary was not read.
-LEAST_VOCABULARY = 256
 
 
 class Encoder:
@@ -31,27 +29,32 @@ class Encoder:
         vae_folder: an AutoencoderKL in place of the pipeline's own.
         dtype: float32, bfloat16 or float16; a VAE that says `force_upcast` stays float32 in half
             precision, as in diffusers.
+        flash: as models.load_vae.
 
     Raises:
         WrongInput: weights are missing or do not fit.
     """
 
     def __init__(
-        self, model_folder: Path, vae_folder: Path | None = None, dtype: ms.Type = ms.float32
+        self,
+        model_folder: Path,
+        vae_folder: Path | None = None,
+        dtype: ms.Type = ms.float32,
+        *,
+        flash: bool = True,
     ) -> None:
         from runtimes.mindspore.models import load_text_encoder, load_vae
 
         self.info = describe_encoders(model_folder, vae_folder)
         self._dtype = dtype
-        self.vae = load_vae(vae_path(model_folder, vae_folder), dtype)
+        self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
         self.tokenizers, self.text_encoders = dict[str, Any](), dict[str, Any]()
         for part in FAMILIES[self.info["family"]].clip_encoders:
             encoder = load_text_encoder(model_folder, part, dtype)
             name = part.replace("text_encoder", "tokenizer")
             self.tokenizers[name] = _tokenizer(model_folder / name, encoder.config.vocab_size)
             self.text_encoders[part] = encoder
-        # They keep padding and truncation as state, which threads must not share.
-        self._tokenizing = threading.Lock()
+        self._tokens = Tokens()
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Moments of the posterior of pictures [B, 3, H, W] in -1..1: mean and log-variance.
@@ -75,31 +78,20 @@ class Encoder:
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] of captions, padded and truncated, by each of n tokenizers."""
-        return np.stack([self._ids(t, captions) for t in self.tokenizers.values()], axis=1)
+        rows = [self._tokens.ids(t, captions) for t in self.tokenizers.values()]
+        return np.stack(rows, axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
         """Tokens of each caption before truncation, with marks."""
-        tokenizer = next(iter(self.tokenizers.values()))
-        with self._tokenizing:
-            return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]
-
-    def _ids(self, tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int64]:
-        with self._tokenizing:
-            found = tokenizer(
-                list(captions),
-                padding="max_length",
-                max_length=tokenizer.model_max_length,
-                truncation=True,
-                return_tensors="np",
-            )
-        return np.asarray(found.input_ids, np.int64)
+        return self._tokens.counts(next(iter(self.tokenizers.values())), captions)
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
     """The encoders of a job. Raises WrongInput."""
+    dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
     start(job.device)
     vae = None if job.vae is None else Path(job.vae)
-    return Encoder(Path(job.model), vae, getattr(ms, job.dtype))
+    return Encoder(Path(job.model), vae, dtype)
 
 
 def _tokenizer(folder: Path, vocabulary: int) -> Any:
@@ -110,6 +102,5 @@ def _tokenizer(folder: Path, vocabulary: int) -> Any:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise WrongInput(f"{folder} does not load: {reason}") from None
-    if not LEAST_VOCABULARY < len(tokenizer) <= vocabulary:
-        raise WrongInput(f"{folder} has {len(tokenizer)} tokens, its text encoder {vocabulary}")
+    check_vocabulary(str(folder), tokenizer, vocabulary)
     return tokenizer

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindone import diffusers
+from mindspore import ops
 from numpy.typing import NDArray
 
 from runtimes.adapters.lora import read_adapters
 from runtimes.base import StepBatch, WrongInput
 from runtimes.encoders import read_config as read_index
+from runtimes.extras import NOTHING, Extras, all_hidden, asked_scores
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
 from runtimes.mindspore.encode import Encoder
 from runtimes.mindspore.inputs import Inputs, tensor
 from runtimes.mindspore.lora import lay_over
-from runtimes.mindspore.models import load_denoiser, load_text_encoder
-from runtimes.mindspore.network import Network, attend_by
-from runtimes.objective.draws import Stream, generator
+from runtimes.mindspore.models import attend_by, load_denoiser, load_text_encoder
+from runtimes.mindspore.network import Network
 from runtimes.objective.scheduler import chosen, read_config
+from runtimes.pictures import starts
 
 PIPELINES = {
     "sd": diffusers.StableDiffusionPipeline,
     "sdxl": diffusers.StableDiffusionXLPipeline,
 }
+#: What MindSpore says where a device lacks an operator, or one for a type.
+NO_KERNEL = re.compile(
+    r"kernel \S+ unregistered|unsupported op|only supports? Ascend|select \w+ (operator|kernel)",
+    re.IGNORECASE,
+)
 #: What the pipelines ask to be told of, though nothing is there.
 _LEFT_OUT: dict[str, dict[str, Any]] = {
     "sd": {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False},
@@ -43,11 +52,17 @@ class Sampler:
     """
 
     def __init__(
-        self, folder: Path, parts: Mapping[str, Any], dtype: ms.Type, vae: Path | None = None
+        self,
+        folder: Path,
+        parts: Mapping[str, Any],
+        dtype: ms.Type,
+        vae: Path | None = None,
+        *,
+        flash: bool = True,
     ) -> None:
         family, index = detect_family(folder), read_index(folder / "model_index.json")
         self._dtype, self._denoiser = dtype, family.denoiser
-        encoder = Encoder(folder, vae, dtype)
+        self._encoder = encoder = Encoder(folder, vae, dtype, flash=flash)
         built: dict[str, Any] = {"scheduler": make_scheduler(read_config(folder / "scheduler"))}
         built |= encoder.tokenizers | encoder.text_encoders | {"vae": encoder.vae}
         options = dict(_LEFT_OUT[family.name])
@@ -70,46 +85,39 @@ class Sampler:
 
         `sampler` is as in GenerateJob.
         """
-        size, pictures = sampler["batch_size"], list[NDArray[np.uint8]]()
-        for start in range(0, len(prompts), size):
-            part = list(prompts[start : start + size])
-            drawn = self.draw_batch(part, sampler, first=first + start)
-            pictures += list((drawn * 255).round().astype(np.uint8))
-        return np.stack(pictures)
+        drawn = list(self.draw_floats(prompts, sampler, first=first))
+        return (np.concatenate(drawn) * 255).round().astype(np.uint8)
 
-    def draw_batch(
+    def draw_floats(
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
-    ) -> NDArray[np.float32]:
-        """Pictures [N, H, W, 3] in 0..1, all at once."""
+    ) -> Iterator[NDArray[np.float32]]:
+        """The same in 0..1, batch after batch."""
         scheduler = chosen(self._pipe.scheduler, sampler, make_scheduler)
         self._pipe.register_modules(scheduler=scheduler)
-        scale = self._pipe.vae_scale_factor
-        config = getattr(self._pipe, self._denoiser).config
-        height, width = (
-            sampler.get(side) or config.sample_size * scale for side in ("height", "width")
-        )
-        shape = (config.in_channels, height // scale, width // scale)
-        numbers = range(first, first + len(prompts))
-        rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
-        noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
-        try:
-            drawn = self._pipe(
-                list(prompts),
-                height=height,
-                width=width,
-                num_inference_steps=sampler["num_inference_steps"],
-                guidance_scale=sampler["guidance_scale"],
-                latents=tensor(noise).astype(self._dtype),
-                generator=rngs,  # for schedulers that draw noise at every step
-                output_type="np",
-            )[0]
-        except (RuntimeError, TypeError) as error:
-            raise self._no_kernel(error) from error
-        return np.asarray(drawn, np.float32)
+        unet = getattr(self._pipe, self._denoiser)
+        for batch in starts(
+            prompts, sampler, unet.config, self._pipe.vae_scale_factor, first=first
+        ):
+            size = (batch.height, batch.width)
+            try:
+                with shown_more(unet, self._encoder, sampler, size):
+                    drawn = self._pipe(
+                        batch.prompts,
+                        height=batch.height,
+                        width=batch.width,
+                        num_inference_steps=sampler["num_inference_steps"],
+                        guidance_scale=sampler["guidance_scale"],
+                        latents=tensor(batch.noise).astype(self._dtype),
+                        generator=batch.rngs,
+                        output_type="np",
+                    )[0]
+            except (RuntimeError, TypeError) as error:
+                raise self._no_kernel(error) from error
+            yield np.asarray(drawn, np.float32)
 
     def _no_kernel(self, error: Exception) -> Exception:
         """What an operator that the device lacks means to who chose the scheduler."""
-        if "kernel" not in str(error).lower():
+        if not NO_KERNEL.search(str(error)):
             return error
         name, target = type(self._pipe.scheduler).__name__, ms.get_context("device_target")
         words = str(error).strip().splitlines()[0]
@@ -119,17 +127,50 @@ class Sampler:
         )
 
 
+@contextmanager
+def shown_more(
+    unet: Any, encoder: Encoder, sampler: dict[str, Any], size: tuple[int, int]
+) -> Iterator[None]:
+    """As runtimes/torch/generate.py: within, what a UNet sees beside text is given to it too."""
+    extras = Extras.of(unet.config)
+    if extras == NOTHING:
+        yield
+        return
+    hidden = None
+    if extras.inpainting:
+        mean, _ = encoder.images(np.zeros((1, 3, *size), np.float32))
+        hidden = all_hidden(mean, encoder.info)
+    scores = asked_scores(sampler) if extras.aesthetic_score else []
+
+    def more(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        latents = given[0]
+        if hidden is not None:
+            seen = tensor(np.repeat(hidden, len(latents), axis=0)).astype(latents.dtype)
+            given = (ops.cat((latents, seen), axis=1), *given[1:])
+        if scores:  # rows without caption come first
+            asked = np.repeat(np.array(scores, np.float32), len(latents) // len(scores))
+            named = {**named, "class_labels": tensor(asked)}
+        return given, named
+
+    handle = unet.register_forward_pre_hook(more, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class ThePipeline:
     """See base.Pipeline for what each method promises."""
 
     def __init__(self, job: GenerateJob) -> None:
         self._model, self._settings = Path(job.model), job.sampler
         self._dtype = getattr(ms, job.dtype)
+        self._flash = job.flash_attention
         self._vae = None if job.vae is None else Path(job.vae)
         self._sampler: Sampler | None = None
 
     def take(self, drawing: Drawing) -> None:
-        self._network = load_network(drawing, self._model, self._dtype)
+        self._network = load_network(drawing, self._model, self._dtype, flash=self._flash)
         self._scheduler = own_scheduler(drawing)
         self.encodes_text = self._network.encodes_text
 
@@ -137,7 +178,8 @@ class ThePipeline:
         parts = self._network.parts
         if self._sampler is None:  # with encoders of its own: the next model may have none
             name = self._network.family.denoiser
-            self._sampler = Sampler(self._model, {name: parts[name]}, self._dtype, self._vae)
+            own = {name: parts[name]}
+            self._sampler = Sampler(self._model, own, self._dtype, self._vae, flash=self._flash)
         own = {} if self._scheduler is None else {"scheduler": self._scheduler}
         self._sampler.use(parts | own)
         return self._sampler.draw(prompts, self._settings, first=first)
@@ -150,7 +192,7 @@ class ThePipeline:
         return 0.0
 
 
-def load_network(drawing: Drawing, model: Path, dtype: ms.Type) -> Network:
+def load_network(drawing: Drawing, model: Path, dtype: ms.Type, *, flash: bool = True) -> Network:
     """The model's own parts: its denoiser, and its text encoders if they were trained too.
 
     Adapters are merged in float32 before the weights are cast.
@@ -172,7 +214,8 @@ def load_network(drawing: Drawing, model: Path, dtype: ms.Type) -> Network:
         lay_over(name, parts[name], adapters.get(name, {}))
     network = Network(family, parts)
     network.cast(dtype)
-    attend_by(network, flash=ms.get_context("device_target") == "Ascend")
+    for part in parts.values():
+        attend_by(part, flash=flash)
     return network.set_train(False)
 
 

@@ -10,11 +10,8 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from runtimes.base import StepBatch
+from runtimes.base import EXACT, StepBatch
 from runtimes.mindspore.network import Network
-
-#: Sizes and token ids stay as they are: half precision loses integers above 2048.
-EXACT = ("add_time_ids", "input_ids")
 
 
 class Inputs:
@@ -36,10 +33,12 @@ class Inputs:
     ) -> None:
         part = slice(first, end)
         self.first = first
-        latents = tensor(batch.noisy_latents[part]).astype(dtype)
+        # Cast on the host: an operator would be the device's, amid those of the step before.
+        kind = ms.dtype_to_nptype(dtype)
+        latents = tensor(batch.noisy_latents[part].astype(kind))
         given = batch.conditioning
         conditioning = [
-            tensor(given[name][part]) if name in EXACT else tensor(given[name][part]).astype(dtype)
+            tensor(given[name][part] if name in EXACT else given[name][part].astype(kind))
             for name in network.conditioning(given)
         ]
         self.seen = (latents, tensor(batch.timesteps[part]), *conditioning)
@@ -62,9 +61,7 @@ def micro_batches(
     batch: StepBatch, size: int | None, network: Network, dtype: ms.Type
 ) -> Iterator[Inputs]:
     """The parts of a batch that one forward pass takes at once; None is all of it."""
-    count = len(batch.timesteps)
-    for first in range(0, count, size or count):
-        end = min(first + (size or count), count)
+    for first, end in batch.parts(size):
         yield Inputs(batch, network, dtype, first, end)
 
 

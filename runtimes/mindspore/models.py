@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from transformers import CLIPTextConfig
 from runtimes.adapters.lora import stored_name
 from runtimes.base import WrongInput
 from runtimes.encoders import text_class
-from runtimes.families import check_fits
+from runtimes.extras import added_weights
 from runtimes.tensors import Arrays, read_floats
 from runtimes.weights import (
     DENOISER_WEIGHTS,
@@ -35,16 +37,33 @@ _TEXTS = {
 _STORED = {"embedding_table": "weight", "gamma": "weight", "beta": "bias"}
 
 
-def load_denoiser(folder: Path, dtype: ms.Type = ms.float32) -> Any:
+def load_denoiser(
+    folder: Path,
+    dtype: ms.Type = ms.float32,
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Any:
     """The UNet in `folder`, whatever precision it is stored in.
+
+    Args:
+        config: of one that sees more than the folder's (see extras.py).
+        seed: of the weights that it gains for that.
 
     Raises:
         WrongInput: a file is missing or damaged, or the weights are not those of the config.
     """
     path = folder / "config.json"
+    config = read_json(path) if config is None else config
     with no_init_parameters():  # no time spent on weights that are replaced at once
-        model = _denoiser(path, read_json(path))
-    _fill(model, "unet", folder, DENOISER_WEIGHTS, dtype)
+        model = _denoiser(path, config)
+    _fill(
+        model,
+        "unet",
+        folder,
+        DENOISER_WEIGHTS,
+        dtype,
+        partial(added_weights, config=config, seed=seed),
+    )
     return model
 
 
@@ -70,8 +89,11 @@ def load_text_encoder(
     return model.set_train(False)
 
 
-def load_vae(folder: Path, dtype: ms.Type = ms.float32) -> Any:
+def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -> Any:
     """An AutoencoderKL; in float32 if it says that it overflows in half precision.
+
+    Args:
+        flash: whether attention in half precision is the device's fused one, where it has one.
 
     Raises:
         WrongInput: it does not load.
@@ -89,26 +111,33 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise WrongInput(f"{folder} does not load: {reason}") from None
+    attend_by(vae, flash=flash)
     return vae.set_train(False)
 
 
-def fresh_denoiser(base: Path, seed: int, config: dict[str, Any] | None = None) -> Any:
+def attend_by(part: Any, *, flash: bool) -> None:
+    """Have attention computed by Ascend's fused operator, or as it is written.
+
+    In float32 it is always as written: the operator knows half precision alone, and mindone would
+    round to it without a word.
+    """
+    if hasattr(part, "enable_flash_sdp"):  # mindone's diffusers models
+        part.set_flash_attention_force_cast_dtype(None)
+        part.enable_flash_sdp(flash)
+
+
+def fresh_denoiser(base: Path, config: dict[str, Any], seed: int) -> Any:
     """A denoiser that has learnt nothing, as mindone initialises it: by the seed alone, for one
     version of MindSpore.
 
     Args:
         base: the folder of the base's denoiser.
-        config: one of another size, in place of the base's.
 
     Raises:
-        WrongInput: it is no config, or its denoiser does not fit the rest of the base.
+        WrongInput: it is no denoiser's config.
     """
-    path = base / "config.json"
-    wanted = read_json(path)
-    config = wanted if config is None else config
-    check_fits(config, wanted)
     ms.set_seed(seed % 2**32)
-    return _denoiser(path, config)
+    return _denoiser(base / "config.json", config)
 
 
 def _denoiser(path: Path, config: dict[str, Any]) -> Any:
@@ -121,14 +150,22 @@ def _denoiser(path: Path, config: dict[str, Any]) -> Any:
         raise WrongInput(f"{path}: not a denoiser's config: {error}") from None
 
 
-def _fill(model: nn.Cell, part: str, folder: Path, stem: str, dtype: ms.Type) -> None:
-    """Give a part of the pipeline the weights in a folder. Raises WrongInput."""
+def _fill(
+    model: nn.Cell,
+    part: str,
+    folder: Path,
+    stem: str,
+    dtype: ms.Type,
+    more: Callable[[Arrays], Arrays] = lambda arrays: Arrays(),
+) -> None:
+    """Give a part of the pipeline a folder's weights, and what they lack. Raises WrongInput."""
     files, arrays = weight_files(folder, stem), Arrays()
     for path in files:
         try:
             arrays |= {stored_name(part, n): a for n, a in read_floats(path)[1].items()}
         except (OSError, ValueError, KeyError) as error:
             raise WrongInput(f"{path} cannot be read: {error}") from None
+    arrays |= more(arrays)
     parameters = named_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     given = {n: array.shape for n, array in arrays.items() if not n.endswith("position_ids")}

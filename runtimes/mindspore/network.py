@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from configs.training import Train
 from runtimes.adapters.lora import state_name
+from runtimes.extras import Extras, job_config
 from runtimes.families import Family, detect_family
 from runtimes.job import TrainJob
 from runtimes.mindspore.lora import add_adapters
@@ -46,6 +47,8 @@ class Network(nn.Cell):
         self.family, self.parts = family, parts
         self.kind = family.name
         self.denoiser = parts[family.denoiser]
+        self.extras = Extras.of(self.denoiser.config)
+        self.paints, self.scored = self.extras.inpainting, self.extras.aesthetic_score
         names = [name for name in family.clip_encoders if name in parts]
         self.encodes_text = bool(names)
         self.text_encoders = nn.CellList([parts[name] for name in names], auto_prefix=False)
@@ -64,10 +67,11 @@ class Network(nn.Cell):
         full = settings.method == "full"
         dtype = ms.float32 if full else getattr(ms, settings.compute_dtype)
         denoiser = folder / family.denoiser
+        config = job_config(job, settings)
         if settings.init == "random":
-            unet = fresh_denoiser(denoiser, settings.seed, job.denoiser_config)
+            unet = fresh_denoiser(denoiser, config, settings.seed)
         else:
-            unet = load_denoiser(denoiser, dtype)
+            unet = load_denoiser(denoiser, dtype, config, settings.seed)
         parts = {family.denoiser: unet}
         if settings.text_encoders:
             names = family.clip_encoders
@@ -88,7 +92,8 @@ class Network(nn.Cell):
     def conditioning(self, given: dict[str, Any]) -> list[str]:
         """The names of a batch's conditioning, in the order in which `construct` takes it."""
         embeds, ids = CONDITIONING[self.kind]
-        return list(ids if "input_ids" in given else embeds)
+        more = [name for name in ("inpainting", "aesthetic_score") if getattr(self.extras, name)]
+        return [*(ids if "input_ids" in given else embeds), *more]
 
     def trained(self) -> dict[str, Parameter]:
         """What the optimizer holds, by the names that State has."""
@@ -105,21 +110,29 @@ class Network(nn.Cell):
         if not part.startswith("text_encoder"):
             return True
         layers = self.parts[part].config.num_hidden_layers
-        return not rest.startswith(never_used(self.kind, part, layers) or ("\0",))
+        return not rest.startswith(never_used(self.kind, part, layers))
 
     def construct(self, noisy_latents: Tensor, timesteps: Tensor, *conditioning: Tensor) -> Tensor:
         """The denoiser's prediction [B, C, h, w]."""
-        if self.kind == "sd" and not self.encodes_text:
-            states = conditioning[0]
-            return self.denoiser(noisy_latents, timesteps, states, return_dict=False)[0]
-        states, pooled = conditioning[0], conditioning[1]
+        score = None
+        if self.scored:
+            score, conditioning = conditioning[-1], conditioning[:-1]
+        if self.paints:
+            noisy_latents = ops.cat((noisy_latents, conditioning[-1]), axis=1)
+        states, added = conditioning[0], None
         if self.encodes_text:
             states, pooled = self.encode(conditioning[0], conditioning[1])
-        if self.kind == "sd":
-            return self.denoiser(noisy_latents, timesteps, states, return_dict=False)[0]
-        added = {"text_embeds": pooled, "time_ids": conditioning[2]}
+        elif self.kind == "sdxl":
+            pooled = conditioning[1]
+        if self.kind == "sdxl":
+            added = {"text_embeds": pooled, "time_ids": conditioning[2]}
         return self.denoiser(
-            noisy_latents, timesteps, states, added_cond_kwargs=added, return_dict=False
+            noisy_latents,
+            timesteps,
+            states,
+            class_labels=score,
+            added_cond_kwargs=added,
+            return_dict=False,
         )[0]
 
     def encode(self, ids: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -130,18 +143,6 @@ class Network(nn.Cell):
         if pooled is None:
             return states, None
         return states, pooled * kept.reshape((-1, 1))
-
-
-def attend_by(network: Network, *, flash: bool) -> None:
-    """Have attention computed by Ascend's fused operator, or as it is written.
-
-    In float32 it is always as written: the operator knows half precision alone, and mindone would
-    round to it without a word.
-    """
-    for part in network.parts.values():
-        if hasattr(part, "enable_flash_sdp"):
-            part.set_flash_attention_force_cast_dtype(None)
-            part.enable_flash_sdp(flash)
 
 
 def _recompute(part: nn.Cell) -> None:

@@ -6,6 +6,7 @@ started this process, the scheduler is there; otherwise the first process starts
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -75,7 +76,8 @@ def open_parallel(ranks: Ranks) -> Alone:
     """Meet the other processes, if there are any. Call it once the device is open.
 
     Raises:
-        WrongInput: they do not meet.
+        TimeoutError: they do not meet.
+        WrongInput: others meet than were to.
     """
     if ranks.world == 1:
         return Alone()
@@ -92,7 +94,8 @@ def open_parallel(ranks: Ranks) -> Alone:
         communication.init()
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise WrongInput(f"the processes of the run do not meet: {reason}") from None
+        words = f"the processes of the run do not meet: {reason}"
+        raise TimeoutError(errno.ETIMEDOUT, words) from None
     if communication.get_group_size() != ranks.world:
         raise WrongInput(f"{communication.get_group_size()} processes met, not {ranks.world}")
     return Data(ranks)
@@ -104,8 +107,7 @@ def _start_scheduler() -> None:
         [sys.executable, "-m", "runtimes.mindspore.scheduler"],
         env={**os.environ, STARTED: "MS_SCHED"},
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # what it has to complain of is for our log
     )
     _SCHEDULERS.append(process)
 

@@ -17,7 +17,15 @@ from configs.training import Train
 from runtimes.base import Pipeline, State, StepBatch, StepOutput
 from runtimes.events import Events
 from runtimes.job import GenerateJob, TrainJob
-from runtimes.mindspore.device import check, describe, memory_bytes, start, versions
+from runtimes.mindspore.device import (
+    check,
+    choose,
+    describe,
+    memory_bytes,
+    precision,
+    start,
+    versions,
+)
 from runtimes.mindspore.parallel import open_parallel
 from runtimes.objective.scheduler import trained_scheduler
 from runtimes.ranks import Ranks
@@ -45,7 +53,8 @@ class TheRuntime:
         self._parallel = open_parallel(ranks)
         # mindone is imported only now: it takes the operators as the device has left them.
         from runtimes.mindspore.gradients import Gradients
-        from runtimes.mindspore.network import Network, attend_by
+        from runtimes.mindspore.models import attend_by
+        from runtimes.mindspore.network import Network
         from runtimes.mindspore.update import Update, copied
 
         given = self._settings
@@ -56,16 +65,18 @@ class TheRuntime:
         if given.method == "full" and given.compute_dtype != "float32":
             masters = {name: copied(f"master.{name}", p) for name, p in computed.items()}
             network.cast(self._dtype)
-        attend_by(network, flash=self._target == "Ascend" and given.mindspore.flash_attention)
+        for part in network.parts.values():
+            attend_by(part, flash=given.mindspore.flash_attention)
         reached = [name for name in computed if network.reached(name)]
         self._network = network.set_train(True)
         self._gradients = Gradients(network, [computed[n] for n in reached], given.mindspore)
         self._update = Update(masters, computed, reached, given)
 
     def put(self, batch: StepBatch) -> StepBatch:
-        if not (self._target == "Ascend" and self._settings.mindspore.data_sink):
-            return replace(batch, on_device=list(self._inputs(batch)))
-        return replace(batch, on_device=[part.to_device() for part in self._inputs(batch)])
+        parts = list(self._inputs(batch))
+        if self._target == "Ascend" and self._settings.mindspore.data_sink:
+            parts = [part.to_device() for part in parts]
+        return replace(batch, on_device=parts)
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         scale = Tensor(self._update.loss_scale.value, ms.float32)
@@ -113,7 +124,8 @@ class TheRuntime:
         if self._sampler is None:
             vae = None if self._job.vae is None else Path(self._job.vae)
             model = Path(self._job.model)
-            self._sampler = Sampler(model, self._network.parts, self._dtype, vae)
+            flash = self._settings.mindspore.flash_attention
+            self._sampler = Sampler(model, self._network.parts, self._dtype, vae, flash=flash)
             changed = trained_scheduler(model / "scheduler", self._settings)
             if changed is not None:
                 self._sampler.use({"scheduler": make_scheduler(changed)})
@@ -137,11 +149,15 @@ class TheRuntime:
         finally:
             self._network.set_train(True)
 
+    def part(self) -> None:
+        pass  # each may end on its own
+
     def memory_bytes(self) -> int:
         return memory_bytes()
 
     def pipeline(self, job: GenerateJob) -> Pipeline:
-        start(job.device)
+        precision(job.dtype, choose(job.device)[0], "evaluate.dtype")
+        start(job.device)  # before mindone is imported
         from runtimes.mindspore.generate import ThePipeline
 
         return ThePipeline(job)

@@ -20,7 +20,7 @@ class Stream(IntEnum):
     POSTERIOR = 1  # (sample) the VAE posterior
     NOISE = 2  # (sample) the diffusion noise
     NOISE_OFFSET = 3  # (sample) its per-channel shift
-    CHOICES = 4  # (sample) timestep, caption, dropout, flip: four uniforms, in this order
+    CHOICES = 4  # (sample) timestep, caption, dropout, flip, mask: uniforms, in this order
     BATCHES = 5  # (epoch) the order of buckets
     SHARDS = 6  # (epoch, bucket) the order of shards
     WINDOW = 7  # (epoch, bucket, window) the order of samples
@@ -28,6 +28,7 @@ class Stream(IntEnum):
     INPUT_PERTURBATION = 9  # (sample) noise on the noise given to the model
     ADAPTERS = 20  # (an adapter's name, as a number) where it starts
     DROPOUT = 21  # (step, first sample of the micro batch, rank) a seed of dropout
+    SCORE = 22  # () where the layers that take an aesthetic score start
 
 
 def generator(seed: int, stream: Stream, *counter: int) -> np.random.Generator:

@@ -43,7 +43,10 @@ class LatentScale:
 
         The log-variance is clipped to [-30, 20], as diffusers' DiagonalGaussianDistribution does.
         """
-        z = mean + np.exp(np.float32(0.5) * np.clip(logvar, -30, 20)) * eps
+        return self.scaled(mean + np.exp(np.float32(0.5) * np.clip(logvar, -30, 20)) * eps)
+
+    def scaled(self, z: Array) -> Array:
+        """The VAE's latents [B, C, h, w] as the denoiser takes them."""
         if self.mean is not None and self.std is not None:
             center, spread = (np.array(x, np.float32)[:, None, None] for x in (self.mean, self.std))
             return (z - center) / spread * np.float32(self.scaling_factor)
@@ -58,6 +61,7 @@ class Choices:
     caption: float  # uniform in [0, 1): which of its captions
     dropped: bool  # train it without a caption
     flip: float  # uniform in [0, 1): below a half, mirrored if it may be
+    mask: float  # uniform in [0, 1): which of its masks
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,16 @@ class Objective:
         return Objective(self.schedule, self.scale, seed, noise_offset=self.noise_offset)
 
     def choices(self, counters: Sequence[int]) -> list[Choices]:
-        """Level of noise, caption, dropout and flip of the samples at `counters`."""
-        drawn = (rng.random(4) for rng in generators(self.seed, Stream.CHOICES, counters))
+        """Level of noise, caption, dropout, flip and mask of the samples at `counters`."""
+        drawn = (rng.random(5) for rng in generators(self.seed, Stream.CHOICES, counters))
         return [self._choices(*uniforms.tolist()) for uniforms in drawn]
 
-    def _choices(self, level: float, caption: float, dropout: float, flip: float) -> Choices:
+    def _choices(
+        self, level: float, caption: float, dropout: float, flip: float, mask: float
+    ) -> Choices:
         count, bounds = len(self.schedule), self._bounds
         chosen = int(level * count) if bounds is None else level_at(level, bounds)
-        return Choices(chosen, caption, dropout < self.caption_dropout, flip)
+        return Choices(chosen, caption, dropout < self.caption_dropout, flip, mask)
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
         """eps [B, C, h, w], with a shift per channel if there is a noise offset.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from runtimes.base import WrongInput
 from runtimes.encoders import describe_encoders, has_t5, t5_length, vae_path
 from runtimes.families import FAMILIES
 from runtimes.job import EncodeJob
+from runtimes.tokens import Tokens, check_vocabulary
 from runtimes.torch.device import choose_device, make_deterministic
 from runtimes.torch.inputs import Send, sender
 from runtimes.torch.models import SAFE, load_text_encoder
@@ -24,8 +24,6 @@ from runtimes.torch.texts import encode_ids, join_t5
 from runtimes.weights import weight_variant
 
 Float32 = NDArray[np.float32]
-#: Tokens that spell any text: CLIP's byte alphabet. Fewer means that a vocabulary was not read.
-LEAST_VOCABULARY = 256
 
 
 class Encoder:
@@ -66,10 +64,7 @@ class Encoder:
             raise WrongInput(f"model {model_folder}: its encoders do not load: {reason}") from None
 
     def _load_vae(self, folder: Path) -> None:
-        upcast = self.dtype == torch.float16 and AutoencoderKL.load_config(folder).get(
-            "force_upcast", True
-        )
-        self._vae_dtype = torch.float32 if upcast else self.dtype
+        self._vae_dtype = vae_dtype(folder, self.dtype)
         vae = AutoencoderKL.from_pretrained(
             folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
         )
@@ -83,18 +78,13 @@ class Encoder:
         self._t5, self._t5_length = None, t5_length(folder)
         if has_t5(folder):
             self._t5 = self._load_text(T5TokenizerFast, folder, "text_encoder_3")
-        # The tokenizers keep padding and truncation as state, which threads must not share.
-        self._tokenizing = threading.Lock()
+        self._tokens = Tokens()
 
     def _load_text(self, kind: Any, folder: Path, part: str) -> tuple[Any, Any]:
         model = load_text_encoder(folder, part, self.dtype).to(self.device).requires_grad_(False)
         name = part.replace("text_encoder", "tokenizer")
         tokenizer = kind.from_pretrained(folder / name, local_files_only=True)
-        # transformers 5 may read no vocabulary and say nothing; every caption would be the same.
-        if not LEAST_VOCABULARY < len(tokenizer) <= model.config.vocab_size:
-            raise ValueError(
-                f"{name} has {len(tokenizer)} tokens, its text encoder {model.config.vocab_size}"
-            )
+        check_vocabulary(name, tokenizer, model.config.vocab_size)
         return tokenizer, model
 
     @torch.no_grad()
@@ -135,37 +125,36 @@ class Encoder:
         models = clip or [model for _, model in self._clip]
         states, pooled = encode_ids(self.info["family"], models, ids)
         if self._t5 is not None:
-            tokenizer, model = self._t5
-            t5_ids = self._ids(tokenizer, captions, self._t5_length)
-            states = join_t5(states, model(self._send(t5_ids))[0])
+            states = join_t5(states, self._t5_states(captions))
         return self._host(states), None if pooled is None else self._host(pooled)
+
+    def t5(self, captions: Sequence[str]) -> Float32 | None:
+        """What `texts` has of T5 alone [K, T5, D], if there is one."""
+        with torch.no_grad():
+            return None if self._t5 is None else self._host(self._t5_states(captions))
+
+    def _t5_states(self, captions: Sequence[str]) -> torch.Tensor:
+        assert self._t5 is not None
+        tokenizer, model = self._t5
+        return model(self._send(self._tokens.ids(tokenizer, captions, self._t5_length)))[0]
 
     def _host(self, tensor: torch.Tensor) -> Float32:
         return self._fetch(tensor.float()).numpy()
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] of captions, padded and truncated, by each of n CLIP tokenizers."""
-        rows = [self._ids(t, captions, t.model_max_length) for t, _ in self._clip]
+        rows = [self._tokens.ids(t, captions) for t, _ in self._clip]
         return np.stack(rows, axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
         """Tokens of each caption before truncation, with marks, as the longest reader has them."""
-        tokenizer = (self._t5 or self._clip[0])[0]
-        with self._tokenizing:
-            return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]
+        return self._tokens.counts((self._t5 or self._clip[0])[0], captions)
 
-    def _ids(self, tokenizer: Any, captions: Sequence[str], length: int) -> NDArray[np.int64]:
-        with self._tokenizing:
-            return np.asarray(
-                tokenizer(
-                    list(captions),
-                    padding="max_length",
-                    max_length=length,
-                    truncation=True,
-                    return_tensors="np",
-                ).input_ids,
-                np.int64,
-            )
+
+def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
+    """What a VAE computes in: float32 in place of float16 if its config says `force_upcast`."""
+    upcast = dtype == torch.float16 and AutoencoderKL.load_config(folder).get("force_upcast", True)
+    return torch.float32 if upcast else dtype
 
 
 def open_encoder(job: EncodeJob) -> Encoder:

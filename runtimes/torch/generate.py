@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline
+from diffusers import AutoencoderKL
 from diffusers.utils import logging as diffusers_logging
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
@@ -17,10 +19,11 @@ from transformers.utils import logging as transformers_logging
 from runtimes.adapters.lora import read_adapters
 from runtimes.base import StepBatch, WrongInput
 from runtimes.encoders import t5_length
+from runtimes.extras import NOTHING, Extras, all_hidden, asked_scores
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
-from runtimes.objective.draws import Stream, generator
 from runtimes.objective.scheduler import chosen, read_config
+from runtimes.pictures import starts
 from runtimes.torch.device import choose_device, make_deterministic
 from runtimes.torch.inputs import Inputs, sender
 from runtimes.torch.lora import lay_over
@@ -57,7 +60,7 @@ class Sampler:
         parts = {name: None for name, spec in index.items() if spec == [None, None]} | parts
         if "safety_checker" in index:  # judging pictures is not its business
             parts |= {"safety_checker": None, "requires_safety_checker": False}
-        if index["_class_name"] == "StableDiffusionXLPipeline":
+        if family.name == "sdxl":
             parts["add_watermarker"] = False
         common = {"torch_dtype": dtype, "local_files_only": True, "use_safetensors": True}
         diffusers_logging.disable_progress_bar()
@@ -71,7 +74,8 @@ class Sampler:
                 part = folder / "vae" if vae is None else vae
                 variant = weight_variant(part)
                 parts["vae"] = AutoencoderKL.from_pretrained(part, variant=variant, **common)
-            pipe = DiffusionPipeline.from_pretrained(folder, **parts, **common)
+            kind = getattr(diffusers, family.pipelines[0])
+            pipe = kind.from_pretrained(folder, **parts, **common)
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise WrongInput(f"model {folder}: the pipeline does not load: {reason}") from None
@@ -90,36 +94,72 @@ class Sampler:
     ) -> NDArray[np.uint8]:
         """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
 
-        `sampler` has seed, num_inference_steps, guidance_scale, scheduler, height, width (None is
-        the model's own) and batch_size.
+        `sampler` is as in GenerateJob.
         """
         self._pipe.register_modules(scheduler=chosen(self._pipe.scheduler, sampler, make_scheduler))
-        scale = self._pipe.vae_scale_factor
         denoiser = getattr(self._pipe, self._denoiser)
-        height, width = (
-            sampler.get(side) or denoiser.config.sample_size * scale for side in ("height", "width")
-        )
-        shape = (denoiser.config.in_channels, height // scale, width // scale)
-        size, pictures = sampler["batch_size"], list[NDArray[np.uint8]]()
-        for start in range(0, len(prompts), size):
-            part = list(prompts[start : start + size])
-            numbers = range(first + start, first + start + len(part))
-            rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
-            noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
-            # For schedulers that draw noise at every step: of the picture, not of the batch.
-            later = [torch.Generator().manual_seed(int(rng.integers(2**63))) for rng in rngs]
-            drawn = self._pipe(
-                part,
-                height=height,
-                width=width,
-                num_inference_steps=sampler["num_inference_steps"],
-                guidance_scale=sampler["guidance_scale"],
-                latents=torch.from_numpy(noise).to(denoiser.dtype),
-                generator=later,
-                **self._more,
-            ).images
+        scale, pictures = self._pipe.vae_scale_factor, list[NDArray[np.uint8]]()
+        for batch in starts(prompts, sampler, denoiser.config, scale, first=first):
+            later = [torch.Generator().manual_seed(int(r.integers(2**63))) for r in batch.rngs]
+            size = (batch.height, batch.width)
+            with shown_more(denoiser, self._pipe.vae, sampler, size):
+                drawn = self._pipe(
+                    batch.prompts,
+                    height=batch.height,
+                    width=batch.width,
+                    num_inference_steps=sampler["num_inference_steps"],
+                    guidance_scale=sampler["guidance_scale"],
+                    latents=torch.from_numpy(batch.noise).to(denoiser.dtype),
+                    generator=later,
+                    **self._more,
+                ).images
             pictures += [np.asarray(picture) for picture in drawn]
         return np.stack(pictures)
+
+
+@contextmanager
+def shown_more(
+    denoiser: Any, vae: Any, sampler: dict[str, Any], size: tuple[int, int]
+) -> Iterator[None]:
+    """Within, what a denoiser sees beside text (see extras.py) is added to what a pipeline of text
+    to image gives it: a mask over everything, and the score that is asked for.
+
+    Args:
+        size: of the pictures, (height, width) in pixels.
+    """
+    extras = Extras.of(denoiser.config)
+    if extras == NOTHING:
+        yield
+        return
+    blank = blank_latents(vae, size) if extras.inpainting else None
+    scores = asked_scores(sampler) if extras.aesthetic_score else []
+
+    def more(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        latents = given[0]
+        if blank is not None:
+            seen = blank.to(latents).expand(len(latents), -1, -1, -1)
+            given = (torch.cat([latents, seen], dim=1), *given[1:])
+        if scores:  # rows without caption come first
+            asked = torch.tensor(scores, device=latents.device)
+            named = {**named, "class_labels": asked.repeat_interleave(len(latents) // len(scores))}
+        return given, named
+
+    handle = denoiser.register_forward_pre_hook(more, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def blank_latents(vae: Any, size: tuple[int, int]) -> torch.Tensor:
+    """`all_hidden` of one picture of a size [1, 1 + C, h, w]."""
+    config, dtype = vae.config, vae.dtype
+    grey = torch.zeros(1, config.in_channels, *size, device=vae.device)
+    # SDXL's VAE gives NaN in half precision. Not diffusers' `to`, which warns of what casts.
+    torch.nn.Module.to(vae, torch.float32)
+    mean = vae.encode(grey).latent_dist.mean
+    torch.nn.Module.to(vae, dtype)
+    return torch.from_numpy(all_hidden(mean.cpu().numpy(), config))
 
 
 class ThePipeline:

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from runtimes.base import StepBatch
+from runtimes.base import EXACT, StepBatch
 
 Send = Callable[[NDArray[Any]], torch.Tensor]
-#: Sizes and token ids stay as they are: half precision loses integers above 2048.
-EXACT = ("add_time_ids", "input_ids")
 
 
 def sender(device: torch.device) -> Send:
@@ -29,9 +27,8 @@ def sender(device: torch.device) -> Send:
 
 def micro_batches(batch: StepBatch, size: int | None, send: Send) -> Iterator[Inputs]:
     """The parts of a batch that one forward pass takes at once; None is all of it."""
-    count = len(batch.timesteps)
-    for first in range(0, count, size or count):
-        yield Inputs(batch, send, first, min(first + (size or count), count))
+    for first, end in batch.parts(size):
+        yield Inputs(batch, send, first, end)
 
 
 class Inputs:

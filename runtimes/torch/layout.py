@@ -13,6 +13,18 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
+#: Devices that take weights channels-last; torch_npu raises at them.
+CHANNELS_LAST = ("cpu", "cuda")
+
+
+def memory_format(device: torch.device, *, sharded: bool) -> torch.memory_format:
+    """How the weights of convolutions lie: as they are computed fastest, where that can be.
+
+    FSDP cuts rows off what lies row by row.
+    """
+    fastest = device.type in CHANNELS_LAST and not sharded
+    return torch.channels_last if fastest else torch.contiguous_format
+
 
 def keep_channels_last(network: torch.nn.Module) -> None:
     """Have attention blocks give back what they computed as it lies: channels last."""

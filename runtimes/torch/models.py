@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from runtimes.base import WrongInput
 from runtimes.encoders import text_class
+from runtimes.extras import added_names, added_weights
 from runtimes.weights import check_fit, read_json, weight_files, weight_variant
 
 #: Classes of diffusers, as a denoiser's config.json names them.
@@ -21,17 +22,30 @@ DENOISERS = ("UNet2DConditionModel", "SD3Transformer2DModel")
 SAFE = {"local_files_only": True, "use_safetensors": True}
 
 
-def load_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def load_denoiser(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Any:
     """The denoiser in `folder` on the CPU, whatever precision it is stored in.
+
+    Args:
+        config: of one that sees more than the folder's (see extras.py).
+        seed: of the weights that it gains for that.
 
     Raises:
         WrongInput: a file is missing or damaged, or the weights are not those of the config.
     """
-    denoiser = empty_denoiser(folder)
+    denoiser = empty_denoiser(folder, config)
     files = weight_files(folder)
     weights: dict[str, torch.Tensor] = {}
     for path in files:
         weights |= _read_weights(path, dtype)
+    if config is not None:
+        known = {n: weights[n].float().numpy() for n in added_names(config) if n in weights}
+        added = added_weights(known, config, seed)
+        weights |= {name: torch.from_numpy(array).to(dtype) for name, array in added.items()}
     check_fit(files[0], _shapes(denoiser.state_dict()), _shapes(weights))
     denoiser.load_state_dict(weights, assign=True)
     return denoiser

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.adapters.lora import state_name
+from runtimes.encoders import read_config
+from runtimes.extras import job_config, trained_config
 from runtimes.families import Family, detect_family
 from runtimes.job import TrainJob
 from runtimes.torch.fresh import fresh_denoiser
@@ -46,10 +48,11 @@ class Network(torch.nn.Module):
         folder = Path(job.model)
         family, dtype = detect_family(folder), _dtype(settings)
         base = folder / family.denoiser
+        config = job_config(job, settings)
         if settings.init == "random":
-            denoiser = fresh_denoiser(base, settings.seed, job.denoiser_config)
+            denoiser = fresh_denoiser(config, settings.seed)
         else:
-            denoiser = load_denoiser(base, dtype)
+            denoiser = load_denoiser(base, dtype, config, settings.seed)
         parts = {family.denoiser: denoiser}
         if settings.text_encoders:
             names = family.clip_encoders
@@ -64,7 +67,9 @@ class Network(torch.nn.Module):
         with. Raises WrongInput.
         """
         family, dtype = detect_family(folder), _dtype(settings)
-        parts = {family.denoiser: empty_denoiser(folder / family.denoiser, denoiser_config)}
+        base = folder / family.denoiser
+        config = trained_config(read_config(base / "config.json"), settings, denoiser_config)
+        parts = {family.denoiser: empty_denoiser(base, config)}
         if settings.text_encoders:
             parts |= {name: empty_text_encoder(folder, name) for name in family.clip_encoders}
         parts = {name: part.to(dtype).to_empty(device="cpu") for name, part in parts.items()}
@@ -129,6 +134,8 @@ class Network(torch.nn.Module):
         """The denoiser's prediction [B, C, h, w]."""
         if "input_ids" in conditioning:
             conditioning = encode_in_step(self.family.name, self.text_encoders, conditioning)
+        if "inpainting" in conditioning:  # see extras.py
+            noisy_latents = torch.cat([noisy_latents, conditioning["inpainting"]], dim=1)
         arguments = self.family.arguments(conditioning)
         return self.denoiser(noisy_latents, timestep=timesteps, **arguments, return_dict=False)[0]
 

@@ -42,7 +42,7 @@ class Alone:
 
     world = 1
     first = True  # whether this process keeps what is whole
-    memory_format = torch.channels_last  # of weights: what convolutions compute in fastest
+    sharded = False  # whether this process holds a share of every array
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
         """Take over a network that is on its device; what to call for a training forward."""
@@ -129,7 +129,7 @@ class Data(Alone):
 class Sharded(Data):
     """Every process holds a share of every array: rows, as torch.chunk cuts them."""
 
-    memory_format = torch.contiguous_format  # FSDP cuts rows off what lies row by row
+    sharded = True
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         super().__init__(ranks)

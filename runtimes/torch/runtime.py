@@ -1,4 +1,4 @@
-"""The PyTorch runtime: forward, backward and update of a diffusers denoiser on CPU or CUDA."""
+"""The PyTorch runtime: forward, backward and update of a diffusers denoiser on CPU, GPU or NPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runtimes.torch.device import (
 from runtimes.torch.dropout import drops, seed_dropout
 from runtimes.torch.flops import FlopCounter, peak_flops
 from runtimes.torch.inputs import Inputs, micro_batches, sender
-from runtimes.torch.layout import keep_channels_last, to_training
+from runtimes.torch.layout import keep_channels_last, memory_format, to_training
 from runtimes.torch.lora import merge_where_cheaper
 from runtimes.torch.network import Network
 from runtimes.torch.parallel import open_parallel
@@ -65,8 +65,9 @@ class TheRuntime:
         self._counter = FlopCounter(network)
         if self._settings.method == "lora" and self._settings.compute_dtype == "float32":
             merge_where_cheaper(network)
-        network.place(self._device, self._parallel.memory_format)
-        if self._parallel.memory_format == torch.channels_last:
+        layout = memory_format(self._device, sharded=self._parallel.sharded)
+        network.place(self._device, layout)
+        if layout == torch.channels_last:
             keep_channels_last(network)
         to_training(network)
         self._drops = drops(network)
@@ -151,6 +152,9 @@ class TheRuntime:
                 yield
         finally:
             to_training(self._network)
+
+    def part(self) -> None:
+        pass  # each may end on its own
 
     def memory_bytes(self) -> int:
         return peak_bytes(self._device)

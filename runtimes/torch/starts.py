@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtimes.extras import Extras, all_hidden, asked_scores
+from runtimes.mesh import filled_up
 from runtimes.objective.draws import Stream, generator
 from runtimes.objective.scheduler import chosen
 from runtimes.torch.schedulers import make_scheduler
 from runtimes.torch.solver import Table, tabulate
 
 Float32 = NDArray[np.float32]
+#: Pictures [B, 3, H, W] in -1..1 -> mean and log-variance of their latents [B, C, h, w].
+Images = Callable[[Float32], tuple[Any, Any]]
 #: Captions -> prompt embeddings [B, T, D] and pooled ones [B, P] or None.
 Texts = Callable[[list[str]], tuple[Float32, Float32 | None]]
 
@@ -40,10 +44,12 @@ class Starts:
     Args:
         info: of its encoders, as describe_encoders gives it.
         texts: encodes captions.
+        images: encodes pictures.
     """
 
     info: dict[str, Any]
     texts: Texts
+    images: Images
 
     def of(
         self,
@@ -51,7 +57,7 @@ class Starts:
         sampler: dict[str, Any],
         *,
         first: int,
-        sample_size: int,
+        denoiser: Mapping[str, Any],
         multiple: int = 1,
     ) -> Iterator[Start]:
         """Batches of `batch_size` pictures, filled up to a multiple.
@@ -59,13 +65,16 @@ class Starts:
         Args:
             sampler: as GenerateJob.sampler.
             first: number of the first picture's noise.
-            sample_size: the denoiser's own, in latents.
+            denoiser: its config.
         """
         factor = self.info["vae_scale_factor"]
-        height, width = (sampler.get(side) or sample_size * factor for side in ("height", "width"))
+        own = denoiser["sample_size"] * factor
+        height, width = (sampler.get(side) or own for side in ("height", "width"))
         shape = (self.info["latent_channels"], height // factor, width // factor)
-        size = sampler["batch_size"]
-        rows = -(-size // multiple) * multiple
+        size, guidance = sampler["batch_size"], sampler["guidance_scale"]
+        rows = filled_up(size, multiple)
+        without = self._without() if guidance > 1 else None
+        more = self._more(Extras.of(denoiser), (height, width), sampler, rows)
         for start in range(0, len(prompts), size):
             part = list(prompts[start : start + size])
             noise = np.zeros((rows, *shape), np.float32)
@@ -73,26 +82,43 @@ class Starts:
                 rng = generator(sampler["seed"], Stream.PICTURE, first + start + row)
                 rng.standard_normal(out=picture, dtype=np.float32)
             captions = part + [part[-1]] * (rows - len(part))
-            conditioning = self._condition(captions, (height, width), sampler["guidance_scale"])
-            yield Start(len(part), noise, conditioning)
+            conditioning = self._condition(captions, (height, width), without)
+            yield Start(len(part), noise, conditioning | more)
 
     def _condition(
-        self, captions: list[str], size: tuple[int, int], guidance: float
+        self, captions: list[str], size: tuple[int, int], without: dict[str, Float32] | None
     ) -> dict[str, Float32]:
+        """Args: without: what stands for no caption [1, ...]; None where nothing is guided."""
         found = self._embeds(captions)
-        if guidance > 1:
-            without = self._without(found)
-            found = {name: _in_turns(without[name], array) for name, array in found.items()}
+        if without is not None:
+            found = {
+                name: _in_turns(np.broadcast_to(without[name], array.shape), array)
+                for name, array in found.items()
+            }
         if self.info["family"] == "sdxl":
             ids = np.array([*size, 0, 0, *size], np.float32)
             found["add_time_ids"] = np.tile(ids, (len(found["prompt_embeds"]), 1))
         return found
 
-    def _without(self, given: dict[str, Float32]) -> dict[str, Float32]:
-        """What stands for no caption."""
+    def _more(
+        self, extras: Extras, size: tuple[int, int], sampler: Mapping[str, Any], rows: int
+    ) -> dict[str, Float32]:
+        """A mask over everything, and the score that is asked for: as far as they are taken."""
+        found = {}
+        if extras.inpainting:
+            mean, _ = self.images(np.zeros((1, 3, *size), np.float32))
+            times = 2 * rows if sampler["guidance_scale"] > 1 else rows
+            found["inpainting"] = np.repeat(all_hidden(mean, self.info), times, axis=0)
+        if extras.aesthetic_score:
+            found["aesthetic_score"] = np.tile(np.array(asked_scores(sampler), np.float32), rows)
+        return found
+
+    def _without(self) -> dict[str, Float32]:
+        """What stands for no caption, once for all pictures: [1, ...]."""
+        found = self._embeds([""])
         if self.info["empty_prompt"] == "zeros":
-            return {name: np.zeros_like(array) for name, array in given.items()}
-        return self._embeds([""] * len(given["prompt_embeds"]))
+            return {name: np.zeros_like(array) for name, array in found.items()}
+        return found
 
     def _embeds(self, captions: list[str]) -> dict[str, Float32]:
         states, pooled = self.texts(captions)

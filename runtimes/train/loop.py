@@ -12,6 +12,7 @@ from runtimes.base import Runtime, WrongInput
 from runtimes.data.loader import Holdout, Loader
 from runtimes.data.prefetch import Prefetch
 from runtimes.events import Events, Muted
+from runtimes.extras import Extras, job_config
 from runtimes.families import detect_family
 from runtimes.job import TrainJob
 from runtimes.objective.objective import LatentScale, Objective
@@ -110,6 +111,7 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
         seed=settings.seed,
         window=settings.shuffle_window,
         text_encoders=settings.text_encoders,
+        extras=Extras.of(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
         rank=ranks.rank,
         world=ranks.world,
@@ -129,6 +131,7 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
         draws=settings.validation.draws,
         batch_size=min(settings.micro_batch_size or share, share),  # what training has memory for
         text_encoders=settings.text_encoders,
+        extras=Extras.of(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
     )
 

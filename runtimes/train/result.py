@@ -20,6 +20,7 @@ from artifacts.commit import write_atomic
 from configs.training import Train
 from runtimes.adapters.lora import LORA_WEIGHTS, as_stored, metadata
 from runtimes.base import State
+from runtimes.extras import job_config
 from runtimes.job import TrainJob
 from runtimes.objective.scheduler import SCHEDULER_FILE, trained_scheduler
 from runtimes.tensors import Arrays, write_arrays, writing
@@ -64,8 +65,8 @@ def by_part(arrays: Arrays) -> dict[str, Arrays]:
 
 def _config(job: TrainJob, part: str) -> dict[str, Any]:
     """The config that a part was made by."""
-    if job.denoiser_config is not None and not part.startswith("text_encoder"):
-        return job.denoiser_config
+    if not part.startswith("text_encoder"):
+        return job_config(job, Train(**job.train))
     path = Path(job.model) / part / "config.json"
     return dict(json.loads(path.read_text(encoding="utf-8")))
 

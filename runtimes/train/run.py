@@ -139,6 +139,7 @@ class Run:
         self.recorder.settle()
         if self._offence() is None:
             self._checkpoint()
+        self._runtime.part()
         if (error := self._saver.wait()) is not None:
             raise error
 
@@ -147,6 +148,7 @@ class Run:
         self._profiling.close()  # it may last to the end
         self._saver.wait()
         state = self._runtime.state()
+        self._runtime.part()
         if not self._first:
             return
         files = write_result(self._job, state, self.recorder.history)

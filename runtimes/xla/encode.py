@@ -10,11 +10,12 @@ import torch_xla
 
 from runtimes.encoders import TEXT_BATCH
 from runtimes.job import EncodeJob
+from runtimes.mesh import repeat_last
 from runtimes.torch import encode
 from runtimes.torch.encode import Float32
 from runtimes.xla.device import start
 from runtimes.xla.graph import keep_whole
-from runtimes.xla.mesh import Mesh, repeat_last
+from runtimes.xla.mesh import Mesh
 
 
 class Encoder(encode.Encoder):

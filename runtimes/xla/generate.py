@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from runtimes.base import StepBatch
 from runtimes.generate import LOSS_BATCH
 from runtimes.job import Drawing, GenerateJob
+from runtimes.mesh import filled
 from runtimes.ranks import Ranks
 from runtimes.torch.generate import load_network, own_scheduler
 from runtimes.torch.inputs import Inputs
 from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.graph import keep_whole
-from runtimes.xla.mesh import Mesh, filled
+from runtimes.xla.mesh import Mesh
 from runtimes.xla.sampler import Sampler
 
 
@@ -55,7 +56,7 @@ class ThePipeline:
     @torch.no_grad()
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         count, rows = len(batch.timesteps), min(LOSS_BATCH, self._job.sampler["batch_size"])
-        whole = filled(batch, self._mesh, rows)
+        whole = filled(batch, rows, self._mesh.local)
         inputs = Inputs(whole, self._mesh.put_rows, dtype=self._dtype)
         return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
 

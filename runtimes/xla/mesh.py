@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,9 @@ from numpy.typing import NDArray
 from torch_xla.core import xla_model as xm
 from torch_xla.distributed import spmd
 
-from runtimes.base import StepBatch, WrongInput
+from runtimes.base import WrongInput
+from runtimes.mesh import AXES, cut, filled_up, mesh_shape
 
-AXES = ("data", "fsdp")
 Spec = tuple[Any, ...]
 
 
@@ -38,10 +37,7 @@ class Mesh:
 
     def __init__(self, fsdp: int, hosts: int) -> None:
         self.count = xr.global_runtime_device_count()
-        if self.count % fsdp:
-            raise WrongInput(f"train.mesh.fsdp {fsdp} does not divide {self.count} devices")
-        shape = (self.count // fsdp, fsdp)
-        self.mesh = spmd.Mesh(np.arange(self.count), shape, AXES)
+        self.mesh = spmd.Mesh(np.arange(self.count), mesh_shape(self.count, fsdp), AXES)
         spmd.set_global_mesh(self.mesh)
         self.local = self.count // hosts  # devices of this host
         self._fsdp, self._hosts, self._device = fsdp, hosts, torch_xla.device()
@@ -56,7 +52,7 @@ class Mesh:
 
     def whole(self, rows: int) -> int:
         """So many rows, or as few more as give each device of this host as many."""
-        return -(-rows // self.local) * self.local
+        return filled_up(rows, self.local)
 
     def put_rows(self, array: NDArray[Any]) -> torch.Tensor:
         """An array [B, ...] of this host's rows on the devices, which share those of all hosts."""
@@ -78,16 +74,8 @@ class Mesh:
 
     def _share(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say how an array is spread: it is sent no sooner than that is known."""
-        spmd.mark_sharding(tensor, self.mesh, self.spec(tensor.shape))
+        spmd.mark_sharding(tensor, self.mesh, cut(tensor.shape, self._fsdp))
         return tensor
-
-    def spec(self, shape: torch.Size) -> Spec:
-        """Which dimension is cut: the largest that `fsdp` divides; none if it divides none."""
-        whole: list[Any] = [None] * len(shape)
-        fitting = [(size, -n) for n, size in enumerate(shape) if size % self._fsdp == 0]
-        if self._fsdp > 1 and fitting:
-            whole[-max(fitting)[1]] = "fsdp"
-        return tuple(whole)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """A whole array on the host, put together from its parts: `.cpu()` would compile a program
@@ -103,22 +91,6 @@ class Mesh:
         """Of an array [B, ...] that was just computed, the rows that this host gave."""
         spmd.mark_sharding(tensor, self.mesh, (AXES, *(None for _ in tensor.shape[1:])))
         return in_order([(shard.indices[0].start, _data(shard)) for shard in _parts(tensor)])
-
-
-def repeat_last(array: NDArray[Any], rows: int) -> NDArray[Any]:
-    """An array [B, ...] with its last row repeated, up to `rows`: what is of one size is one
-    program."""
-    return np.concatenate([array, np.repeat(array[-1:], max(0, rows - len(array)), axis=0)])
-
-
-def filled(batch: StepBatch, mesh: Mesh, rows: int) -> StepBatch:
-    """A batch of at most `rows` samples with the last one repeated, up to as many for each device
-    of this host."""
-    rows = mesh.whole(max(rows, len(batch.timesteps)))
-    names = ("noisy_latents", "timesteps", "target", "weight")
-    conditioning = {name: repeat_last(array, rows) for name, array in batch.conditioning.items()}
-    arrays: dict[str, Any] = {name: repeat_last(getattr(batch, name), rows) for name in names}
-    return replace(batch, conditioning=conditioning, **arrays)
 
 
 def in_order(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from torch_xla.debug import profiler
 from configs.training import Train
 from runtimes.base import Pipeline, State, StepBatch, StepOutput
 from runtimes.events import Events
+from runtimes.figures import later
 from runtimes.job import GenerateJob, TrainJob
+from runtimes.mesh import filled
 from runtimes.objective.scheduler import trained_scheduler
 from runtimes.ranks import Ranks
 from runtimes.torch.dropout import drops, seed_dropout
@@ -29,7 +30,7 @@ from runtimes.torch.network import Network
 from runtimes.torch.schedulers import make_scheduler
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.graph import keep_whole, recompute
-from runtimes.xla.mesh import Mesh, filled
+from runtimes.xla.mesh import Mesh
 from runtimes.xla.update import Update
 
 __all__ = ["TheRuntime"]
@@ -82,9 +83,9 @@ class TheRuntime:
             loss = (inputs.weight * errors).sum() / batch.denominator
             loss.backward()
             losses.append(loss.detach())
-        figures = _Figures(self._mesh, torch.stack(losses).sum(), self._update.apply(learning_rate))
+        figures = torch.stack([torch.stack(losses).sum(), self._update.apply(learning_rate)])
         torch_xla.sync()  # starts the step; nothing waits for it
-        return StepOutput(figures.loss, figures.grad_norm)
+        return later(lambda: list(self._mesh.fetch(figures).tolist()))
 
     def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
         return micro_batches(batch, self._settings.micro_batch_size, self._mesh.put_rows)
@@ -137,7 +138,7 @@ class TheRuntime:
             return self._sampler.draw(prompts, sampler, first=0)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        count, whole = len(batch.timesteps), filled(batch, self._mesh, self._share)
+        count, whole = len(batch.timesteps), filled(batch, self._share, self._mesh.local)
         with self._evaluating(), torch.no_grad():
             inputs = Inputs(whole, self._mesh.put_rows)
             return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
@@ -152,6 +153,9 @@ class TheRuntime:
         finally:
             self._network.train()
 
+    def part(self) -> None:
+        pass  # each may end on its own
+
     def memory_bytes(self) -> int:
         return memory_bytes()
 
@@ -163,24 +167,3 @@ class TheRuntime:
     def _autocast(self) -> AbstractContextManager[None]:
         half = self._settings.compute_dtype == "bfloat16"
         return torch.autocast("xla", dtype=torch.bfloat16, enabled=half)
-
-
-class _Figures:
-    """What a step reports, brought over at once when the first of it is asked for."""
-
-    def __init__(self, mesh: Mesh, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        self._there, self._mesh = torch.stack([loss, grad_norm]), mesh
-        self.loss, self.grad_norm = _Figure(self, 0), _Figure(self, 1)
-
-    @cached_property
-    def here(self) -> list[float]:
-        return list(self._mesh.fetch(self._there).tolist())
-
-
-@dataclass(frozen=True)
-class _Figure:
-    of: _Figures
-    place: int
-
-    def __float__(self) -> float:
-        return self.of.here[self.place]

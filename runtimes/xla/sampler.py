@@ -15,8 +15,8 @@ import torch
 import torch_xla
 from numpy.typing import NDArray
 
+from runtimes.base import EXACT
 from runtimes.objective.scheduler import read_config
-from runtimes.torch.inputs import EXACT
 from runtimes.torch.network import Network
 from runtimes.torch.schedulers import make_scheduler
 from runtimes.torch.solver import Table
@@ -44,7 +44,7 @@ class Sampler:
     ) -> None:
         self._mesh, self._dtype = mesh, getattr(torch, dtype)
         self._encoder = Encoder(folder, mesh, 1, dtype, vae)
-        self._starts = Starts(self._encoder.info, self._texts)
+        self._starts = Starts(self._encoder.info, self._texts, self._encoder.images)
         self._own_scheduler = make_scheduler(read_config(folder / "scheduler"))
 
     def use(self, network: Network, scheduler: Any = None) -> None:
@@ -73,7 +73,7 @@ class Sampler:
             prompts,
             sampler,
             first=first,
-            sample_size=self._network.denoiser.config.sample_size,
+            denoiser=self._network.denoiser.config,
             multiple=self._mesh.local,
         )
         pictures = list[Float32]()

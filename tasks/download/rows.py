@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ class Row:
     sha256: str | None = None  # of the picture's bytes, hex
     file: str | None = None  # local copy, where the source holds the picture itself
     base_url: str | None = None  # what the list's relative URLs are joined to
+    aesthetic_score: float | None = None
 
     @property
     def hash(self) -> str:
@@ -31,6 +33,8 @@ class Row:
             named = {"url": self.url, "sha256": self.sha256}
         else:
             named = {"url": self._absolute()}
+        if self.aesthetic_score is not None:
+            named["aesthetic_score"] = repr(self.aesthetic_score)
         return digest_json({"captions": list(self.captions), **named})
 
     def _absolute(self) -> str:
@@ -59,13 +63,17 @@ def absolute(url: str, base_url: str | None) -> str:
 
 
 def held_row(
-    picture: bytes | None, captions: tuple[str, ...], keep: Callable[[bytes], str] | None
+    picture: bytes | None,
+    captions: tuple[str, ...],
+    keep: Callable[[bytes], str] | None,
+    score: float | None = None,
 ) -> Row:
     """A row whose picture the source holds; it is named by its content, not by its file's name."""
     if picture is None:
-        return Row("", captions)
+        return Row("", captions, aesthetic_score=score)
     sha256 = digest_bytes(picture)
-    return Row(f"sha256:{sha256}", captions, sha256, keep(picture) if keep else None)
+    file = keep(picture) if keep else None
+    return Row(f"sha256:{sha256}", captions, sha256, file, aesthetic_score=score)
 
 
 def captions_of(value: Any) -> tuple[str, ...]:
@@ -73,6 +81,15 @@ def captions_of(value: Any) -> tuple[str, ...]:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return tuple(text_of(item) for item in value) or ("",)
     return (text_of(value),)
+
+
+def score_of(value: Any) -> float | None:
+    """A score column's value; None for what is no finite number."""
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
+        return None
+    return score if math.isfinite(score) else None
 
 
 def text_of(value: Any) -> str:

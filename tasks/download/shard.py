@@ -246,4 +246,6 @@ def _samples(
         file = results[number].file
         if file is not None:
             kept = {name: value for name, value in meta.items() if name != "error_message"}
+            if (score := rows[number].aesthetic_score) is not None:
+                kept["aesthetic_score"] = score
             yield Sample(meta["key"], file.read_bytes(), extension, rows[number].captions, kept)

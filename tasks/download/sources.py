@@ -25,7 +25,7 @@ from tasks.download.lists import (
     require_columns,
     shown,
 )
-from tasks.download.rows import Keep, Row, captions_of, held_row, text_of
+from tasks.download.rows import Keep, Row, captions_of, held_row, score_of, text_of
 from tasks.download.scans import remembered
 from tasks.download.serve import check_port, serve_folder
 
@@ -69,6 +69,7 @@ class UrlList:
             wanted["source.caption_column"] = self.settings.caption_column
         if self.settings.sha256_column is not None:
             wanted["source.sha256_column"] = self.settings.sha256_column
+        wanted |= _score_column(self.settings)
         require_columns(wanted, self.format.columns(file), file)
 
     def scan(self) -> Iterator[tuple[str, Span]]:
@@ -89,7 +90,7 @@ class UrlList:
 
     def _columns(self) -> list[str]:
         s = self.settings
-        names = (s.url_column, s.caption_column, s.sha256_column)
+        names = (s.url_column, s.caption_column, s.sha256_column, s.aesthetic_column)
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def _row(self, values: dict[str, Any]) -> Row:
@@ -97,7 +98,13 @@ class UrlList:
         sha256 = values.get(s.sha256_column) if s.sha256_column else None
         captions = captions_of(values.get(s.caption_column) if s.caption_column else None)
         checked = text_of(sha256).lower() or None
-        return Row(text_of(values[s.url_column]), captions, checked, base_url=s.base_url)
+        return Row(
+            text_of(values[s.url_column]),
+            captions,
+            checked,
+            base_url=s.base_url,
+            aesthetic_score=_score(values, s),
+        )
 
 
 class Folder:
@@ -112,9 +119,14 @@ class Folder:
     def check(self) -> None:
         metadata = self._metadata()
         if metadata is None:
+            if self.settings.aesthetic_column is not None:
+                raise SourceError(
+                    f"source.aesthetic_column: {shown(self.settings.path)} has no {self.METADATA}"
+                )
             list_files(self.settings.path, PICTURES)
             return
         wanted = {"source.path": "file_name", "source.caption_column": self.settings.caption_column}
+        wanted |= _score_column(self.settings)
         require_columns(wanted, self.list.columns(metadata), metadata)
 
     def scan(self) -> Iterator[tuple[str, Span]]:
@@ -149,7 +161,7 @@ class Folder:
             return name if "file" in fs.protocol else str(fs.unstrip_protocol(name))
 
     def _columns(self) -> list[str]:
-        return ["file_name", self.settings.caption_column]
+        return ["file_name", self.settings.caption_column, *_score_column(self.settings).values()]
 
     def _beside(self, file: str, keep: Callable[[bytes], str] | None) -> Row:
         text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
@@ -165,7 +177,8 @@ class Folder:
                 f"source: {shown(metadata)}: file_name {name!r} leads out of the folder"
             )
         picture = _bytes_at(f"{metadata.rpartition('/')[0]}/{name}") if name else None
-        return held_row(picture, captions_of(values[self.settings.caption_column]), keep)
+        captions = captions_of(values[self.settings.caption_column])
+        return held_row(picture, captions, keep, _score(values, self.settings))
 
 
 class Dataset:
@@ -180,6 +193,7 @@ class Dataset:
         wanted = {
             "source.image_column": self.settings.image_column,
             "source.caption_column": self.settings.caption_column,
+            **_score_column(self.settings),
         }
         require_columns(wanted, self.list.columns(file), file)
 
@@ -203,7 +217,8 @@ class Dataset:
             yield self._row(values, None).hash
 
     def _columns(self) -> list[str]:
-        return [self.settings.image_column, self.settings.caption_column]
+        settings = self.settings
+        return [settings.image_column, settings.caption_column, *_score_column(settings).values()]
 
     def _files(self) -> list[str]:
         path, split = self.settings.path, self.settings.split
@@ -230,7 +245,8 @@ class Dataset:
                 f"source.image_column: {self.settings.image_column} holds no encoded pictures "
                 f"(bytes, or a struct with bytes) but {type(picture).__name__}"
             )
-        return held_row(picture, captions_of(values[self.settings.caption_column]), keep)
+        captions = captions_of(values[self.settings.caption_column])
+        return held_row(picture, captions, keep, _score(values, self.settings))
 
 
 class Digits:
@@ -282,6 +298,19 @@ SOURCES: dict[str, Callable[[Any], Source]] = {
     "dataset": Dataset,
     "digits": Digits,
 }
+
+
+def _score_column(settings: UrlSource | FolderSource | DatasetSource) -> dict[str, str]:
+    """The setting that names the column with scores, and the column; nothing if none is named."""
+    column = settings.aesthetic_column
+    return {} if column is None else {"source.aesthetic_column": column}
+
+
+def _score(
+    values: dict[str, Any], settings: UrlSource | FolderSource | DatasetSource
+) -> float | None:
+    column = settings.aesthetic_column
+    return None if column is None else score_of(values.get(column))
 
 
 def _bytes_at(file: str) -> bytes | None:

@@ -20,7 +20,8 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     The batch size is among them: the last bits of a latent depend on it.
     """
     settings = recipe.encode.model_dump(mode="json", exclude={"device", "max_bad"})
-    return {**settings, "max_pixels": recipe.download.max_pixels}
+    scored = TransformSettings.of(recipe).scored
+    return {**settings, "max_pixels": recipe.download.max_pixels, "scored": scored}
 
 
 def shard_key(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from artifacts.images import Sample
 from artifacts.latents import (
     LatentSample,
+    Masked,
     Texts,
     flipped_group,
     to_bfloat16,
@@ -22,6 +23,7 @@ from artifacts.latents import (
 )
 from runtimes.base import Encodes
 from runtimes.encoders import TEXT_BATCH
+from tasks.encode.masks import draw_mask
 from tasks.encode.transform import (
     BadSample,
     Transformed,
@@ -50,6 +52,7 @@ class _Picture:
     place: int  # in the shard
     captions: tuple[str, ...]
     sha256: bytes
+    score: float | None  # aesthetic
     variants: list[Transformed]
 
 
@@ -113,47 +116,80 @@ def _encode_pictures(
         sha256 = hashlib.sha256(sample.image).digest()
         try:
             variants = transform(sample.image, sha256, sample.meta, settings, buckets)
+            score = sample.meta.get("aesthetic_score") if settings.scored else None
+            if settings.scored and score is None:
+                raise BadSample("no aesthetic score")
         except BadSample as error:
             bad[error.reason] += 1
             continue
         batch = waiting[variants[0].target_size]
-        batch.append(_Picture(place, sample.captions, sha256, variants))
+        batch.append(_Picture(place, sample.captions, sha256, score, variants))
         if len(batch) == batch_size:
-            yield from _encode_batch(batch, encoder, settings.holdout, bad)
+            yield from _encode_batch(batch, encoder, settings, bad)
             batch.clear()
     for bucket in buckets:
         if waiting[bucket]:
-            yield from _encode_batch(waiting[bucket], encoder, settings.holdout, bad)
+            yield from _encode_batch(waiting[bucket], encoder, settings, bad)
 
 
 def _encode_batch(
-    batch: list[_Picture], encoder: Encodes, holdout: float, bad: Counter[str]
+    batch: list[_Picture], encoder: Encodes, settings: TransformSettings, bad: Counter[str]
 ) -> Iterator[tuple[int, _Encoded]]:
     """Mirrored variants go through the VAE after the pictures as they are, in a batch of theirs."""
     found: dict[int, list[LatentSample]] = defaultdict(list)
     for turn in range(2):
         turned = [picture for picture in batch if len(picture.variants) > turn]
         if turned:
-            for picture, latent in zip(turned, _moments(turned, turn, encoder), strict=True):
+            latents = _moments(turned, turn, encoder, settings)
+            for picture, latent in zip(turned, latents, strict=True):
                 found[picture.place].append(latent)
     for picture in batch:
         variants = found[picture.place]
-        if not all(np.isfinite(v.mean).all() and np.isfinite(v.logvar).all() for v in variants):
+        if not all(_is_finite(variant) for variant in variants):
             bad["NaN latent"] += 1
             continue
-        split = "holdout" if is_holdout(picture.sha256, holdout) else "train"
+        split = "holdout" if is_holdout(picture.sha256, settings.holdout) else "train"
         height, width = variants[0].mean.shape[1:]
-        rounded = [
-            replace(v, mean=to_bfloat16(v.mean), logvar=to_bfloat16(v.logvar)) for v in variants
-        ]
+        rounded = [_rounded(variant) for variant in variants]
         yield picture.place, _Encoded(f"{split}/{height}x{width}", picture.captions, rounded)
 
 
-def _moments(pictures: list[_Picture], turn: int, encoder: Encodes) -> list[LatentSample]:
+def _is_finite(latent: LatentSample) -> bool:
+    arrays = [latent.mean, latent.logvar]
+    if latent.masked is not None:
+        arrays.append(latent.masked.means)
+    return all(np.isfinite(array).all() for array in arrays)
+
+
+def _rounded(latent: LatentSample) -> LatentSample:
+    """With bf16 bits: half of the memory while the rest of the shard is made."""
+    masked = latent.masked
+    if masked is not None:
+        masked = replace(masked, means=to_bfloat16(masked.means))
+    mean, logvar = to_bfloat16(latent.mean), to_bfloat16(latent.logvar)
+    return replace(latent, mean=mean, logvar=logvar, masked=masked)
+
+
+def _moments(
+    pictures: list[_Picture], turn: int, encoder: Encodes, settings: TransformSettings
+) -> list[LatentSample]:
     """Variant `turn` of each picture, in f32."""
     seen = [picture.variants[turn] for picture in pictures]
-    means, logvars = encoder.images(np.stack([variant.pixels for variant in seen]))
-    return [
+    pixels = np.stack([variant.pixels for variant in seen])
+    means, logvars = encoder.images(pixels)
+    masks = [
+        np.stack(
+            [
+                # Those of a mirrored picture are others, not the same ones mirrored.
+                draw_mask(settings.seed, p.sha256, turn * settings.masks + k, v.target_size)
+                for p, v in zip(pictures, seen, strict=True)
+            ]
+        )
+        for k in range(settings.masks)
+    ]
+    behind = [encoder.images(np.where(m[:, None], np.float32(0), pixels))[0] for m in masks]
+    step = encoder.info["vae_scale_factor"]
+    found = [
         LatentSample(
             mean=mean,
             logvar=logvar,
@@ -163,8 +199,22 @@ def _moments(pictures: list[_Picture], turn: int, encoder: Encodes) -> list[Late
             target_size=variant.target_size,
             flip=variant.flip,
             caption_rows=(),
+            aesthetic_score=picture.score,
         )
         for picture, variant, mean, logvar in zip(pictures, seen, means, logvars, strict=True)
+    ]
+    if not masks:
+        return found
+    return [
+        replace(
+            latent,
+            # As diffusers' pipelines bring a mask to the latents' size: every so many pixels.
+            masked=Masked(
+                np.stack([mask[row, ::step, ::step] for mask in masks]).astype(np.uint8),
+                np.stack([mean[row] for mean in behind]),
+            ),
+        )
+        for row, latent in enumerate(found)
     ]
 
 

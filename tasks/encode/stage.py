@@ -85,6 +85,7 @@ def build(
         )
     for shard in shards:
         draft.add_shard(shard)
+    info |= {"masks": settings.masks, "scored": settings.scored}
     draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
     return summary
 

@@ -39,12 +39,15 @@ class TransformSettings:
     seed: int
     holdout: float
     max_pixels: int
+    masks: int = 0
+    scored: bool = False  # a picture without an aesthetic score is a bad one
 
     @classmethod
     def of(cls, recipe: Recipe) -> TransformSettings:
-        names = set(cls.__dataclass_fields__) - {"max_pixels"}
+        names = set(cls.__dataclass_fields__) - {"max_pixels", "scored"}
         settings = recipe.encode.model_dump(include=names)
-        return cls(**settings, max_pixels=recipe.download.max_pixels)
+        scored = getattr(recipe.source, "aesthetic_column", None) is not None
+        return cls(**settings, max_pixels=recipe.download.max_pixels, scored=scored)
 
 
 @dataclass(frozen=True)

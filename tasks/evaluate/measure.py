@@ -108,6 +108,8 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
         "scheduler",
         "num_inference_steps",
         "guidance_scale",
+        "aesthetic_score",
+        "negative_aesthetic_score",
         "height",
         "width",
         "dtype",
@@ -126,6 +128,7 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
             "seed": given.seed,
             "noise_offset": recipe.train.noise_offset,
         },
+        flash_attention=recipe.train.mindspore.flash_attention,
     )
 
 

@@ -65,6 +65,7 @@ class Sitting:
     latents: str | None  # URL of the latents whose held-out loss is taken; None takes none
     latents_digest: str
     holdout: dict[str, Any]  # samples, draws, seed, noise_offset
+    flash_attention: bool = True  # as train.mindspore.flash_attention
 
     def facts(self) -> dict[str, Any]:
         """What makes two sittings comparable; where and how fast it happened is no part of it."""
@@ -148,6 +149,7 @@ def _job(
         holdout=sitting.holdout if sitting.latents else {},
         vae=None if first.vae is None else str(first.vae),
         compiled=compiled,
+        flash_attention=sitting.flash_attention,
     )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.adapters.lora import Adapter, Adapters, stored_name
+from runtimes.extras import Extras
+from runtimes.families import detect_family
 from runtimes.objective.scheduler import SCHEDULER_FILE
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
@@ -39,6 +41,10 @@ def assemble(
     if "scheduler" in instead:  # perhaps of another class
         config = json.loads((instead["scheduler"] / SCHEDULER_FILE).read_text(encoding="utf-8"))
         index["scheduler"] = ["diffusers", config["_class_name"]]
+    family = detect_family(base)
+    denoiser = instead.get(family.denoiser, base / family.denoiser)
+    if Extras.of_folder(denoiser).inpainting:
+        index["_class_name"] = family.pipelines[-1]
     for part, spec in index.items():
         is_part = isinstance(spec, list) and len(spec) == 2 and spec[0] is not None
         if is_part:

@@ -108,12 +108,34 @@ def _use(recipe: Recipe, weights: Weights) -> str:
     prompt = next((s.prompts[0] for s in recipe.evaluate.prompts.values() if s.prompts), "a prompt")
     return (
         "```python\n"
-        "from diffusers import DiffusionPipeline\n\n"
+        + ("import torch\n" if recipe.train.aesthetic_score else "")
+        + "from diffusers import DiffusionPipeline\n\n"
         f"{_load(recipe, weights)}"
-        f"pipe({prompt!r}, num_inference_steps={recipe.evaluate.num_inference_steps}, "
+        f"{_scored(recipe)}"
+        f"pipe({prompt!r}, {_masked(recipe)}"
+        f"num_inference_steps={recipe.evaluate.num_inference_steps}, "
         f"guidance_scale={recipe.evaluate.guidance_scale}).images[0]\n"
         "```"
     ) + _about_adapters(recipe, weights)
+
+
+def _masked(recipe: Recipe) -> str:
+    """What is painted over, of which picture: two that the reader has."""
+    return "image=picture, mask_image=mask, " if recipe.train.inpainting else ""
+
+
+def _scored(recipe: Recipe) -> str:
+    """How the UNet is told the score, which no pipeline of diffusers knows of."""
+    if not recipe.train.aesthetic_score:
+        return ""
+    given = recipe.evaluate
+    scores = [given.negative_aesthetic_score, given.aesthetic_score][given.guidance_scale <= 1 :]
+    return (
+        f"scores = torch.tensor({scores}, device=pipe.device)  # of the empty prompt, of yours\n"
+        "pipe.unet.register_forward_pre_hook(\n"
+        '    lambda _, given, named: (given, named | {"class_labels": scores}), with_kwargs=True\n'
+        ")\n"
+    )
 
 
 def _load(recipe: Recipe, weights: Weights) -> str:

@@ -56,6 +56,8 @@ def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any
         ({"timesteps": {"begin": 200}}, "begin has no effect with bias: none: leave it at 0"),
         ({"timesteps": {"bias": "later", "end": 500}}, "end has no effect with bias: later"),
         ({"timesteps": {"bias": "range", "portion": 0.5}}, "portion has no effect with bias"),
+        ({"loss_scale": {"initial": 8.0}}, "loss_scale is for compute_dtype: float16"),
+        ({"mindspore": {"jit_level": "O1"}}, "jit_level has no effect with mode: pynative"),
     ],
 )
 def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str) -> None:

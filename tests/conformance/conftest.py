@@ -33,7 +33,8 @@ def _pictures(path: Path) -> None:
         buffer = io.BytesIO()
         grey.resize((32, 32)).convert("RGB").save(buffer, "png")
         caption = f"the digit {digits.target[number]}"
-        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", (caption,)))
+        meta = {"aesthetic_score": 4 + number % 7 / 2}
+        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", (caption,), meta))
     write_tar(path, samples)
 
 
@@ -44,8 +45,8 @@ def _encode(folder: Path, model: Path) -> str:
             "name": "conformance",
             "store": str(folder / "store"),
             "model": {"path": str(model)},
-            "source": {"kind": "folder", "path": "."},
-            "encode": {"resolution": 32, "holdout": 0.2, "device": "cpu"},
+            "source": {"kind": "folder", "path": ".", "aesthetic_column": "score"},
+            "encode": {"resolution": 32, "holdout": 0.2, "masks": 3, "device": "cpu"},
             "evaluate": {"prompts": {"a": {"prompts": ["a"]}}, "clip": "."},
             "publish": {"name": "conformance"},
         }

@@ -81,11 +81,15 @@ def predict(denoiser: torch.nn.Module, batch: StepBatch) -> torch.Tensor:
     """The model's prediction for a batch, called as the diffusers pipelines call it."""
     given = {name: torch.from_numpy(array) for name, array in batch.conditioning.items()}
     noisy, timesteps = torch.from_numpy(batch.noisy_latents), torch.from_numpy(batch.timesteps)
+    if "inpainting" in given:  # as StableDiffusionInpaintPipeline
+        noisy = torch.cat([noisy, given["inpainting"]], dim=1)
     return denoiser(noisy, timestep=timesteps, **_keywords(given)).sample
 
 
 def _keywords(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     keywords: dict[str, Any] = {"encoder_hidden_states": given["prompt_embeds"]}
+    if "aesthetic_score" in given:
+        keywords["class_labels"] = given["aesthetic_score"]
     if "add_time_ids" in given:  # SDXL
         added = {"text_embeds": given["pooled_prompt_embeds"], "time_ids": given["add_time_ids"]}
         return keywords | {"added_cond_kwargs": added}

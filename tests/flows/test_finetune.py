@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from command import ROOT, command, environment, kiln, run_json
 
+from runtimes.registry import probe_runtime
+
 pytestmark = pytest.mark.slow
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
 Overrides = dict[str, Any]
@@ -123,6 +125,19 @@ def test_a_model_the_gate_refuses_is_not_published(
     out = kiln(tmp_path, "run", "digits", "--json", overrides=strict, code=3, api=api)
     assert "refused by the gate" in out
     assert not (Path(str(small["store"])) / "registry").exists()
+
+
+def test_a_run_on_mindspore_is_published(tmp_path: Path, small: Overrides, api: str) -> None:
+    """By its own environment from encoding to drawing, in the process of each stage."""
+    found = probe_runtime("mindspore")
+    if not found.available:
+        pytest.skip(found.reason)
+    few = {f"evaluate.prompts.{name}.images_per_prompt": 1 for name in ("new", "old")}
+    report = run_json(tmp_path, "digits", {**small, **few, "runtime": "mindspore"}, api)
+    assert report["status"] == "published"
+    assert outcomes(report) == expect(*STAGES)
+    samples = Path(report["stages"]["train"]["uri"])
+    assert "mindspore" in (samples / "manifest.json").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("victim", ["training", "flow"])

@@ -13,6 +13,7 @@ from artifacts.latents import Latents, ShardRef
 from configs.load import load_recipe
 from flows.preflight import check_gate, prepare
 from runtimes.base import WrongInput
+from runtimes.registry import check_scheduler
 from tasks.publish.gate import GateError
 
 
@@ -27,6 +28,8 @@ from tasks.publish.gate import GateError
             "train.timesteps.begin and end: 0 to 1001 is no range",
         ),
         ({"train.optimizer": "adamw_8bit", "train.device": "cpu"}, "needs a CUDA device"),
+        ({"runtime": "jax", "train.compile": True}, "train.compile is for runtime torch"),
+        ({"runtime": "jax", "train.compute_dtype": "float16"}, "float16 is for runtime mindspore"),
         (
             {"train.prediction_type": "sample", "publish.gate": ["holdout_loss < base"]},
             "publish.gate: 'holdout_loss < base' compares errors of different predictions",
@@ -74,6 +77,15 @@ def test_more_processes_than_devices(
     prepare(load_recipe("digits", {**small, "train.processes": 2}))
     with pytest.raises(WrongInput, match="4 processes want a CUDA device each, this machine has 2"):
         prepare(load_recipe("digits", {**small, "train.processes": 4}))
+
+
+@pytest.mark.parametrize("name", ["laion-jax", "sd2-v5p"])
+def test_a_recipe_names_a_scheduler_that_its_runtime_can_draw_with(name: str) -> None:
+    recipe = load_recipe(name)
+    base = {"_class_name": "PNDMScheduler"}  # of Stable Diffusion 2
+    check_scheduler(recipe.runtime, base, recipe.evaluate.scheduler)
+    with pytest.raises(WrongInput, match="cannot draw with PNDMScheduler"):
+        check_scheduler(recipe.runtime, base, None)
 
 
 def test_rules_on_pictures_that_were_not_held_out_are_refused_before_training(

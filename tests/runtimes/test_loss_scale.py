@@ -22,8 +22,10 @@ def test_steps_without_overflow_double_it() -> None:
 
 
 def test_at_the_least_scale_a_run_is_left_to_diverge() -> None:
-    scale = DynamicLossScale(LossScale(initial=1))
+    """Such a step is carried out, and bias corrections count it."""
+    scale = DynamicLossScale(LossScale(initial=1, growth_every=1))
     assert not scale.take(math.nan)
+    assert (scale.value, scale.updates) == (1, 1)
 
 
 def test_it_goes_on_where_it_was() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from runtimes.base import WrongInput
 from runtimes.ranks import Ranks, brings_together, launched
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -32,6 +33,12 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_msrun(monkeypatch: pytest.MonkeyPatch) -> None:
     found = place(monkeypatch, MS_ROLE="MS_WORKER", RANK_ID=9, MS_WORKER_NUM=16, DEVICE_ID=1)
     assert (found.rank, found.world, found.local_rank) == (9, 16, 1) and launched()
+
+
+def test_msrun_on_several_hosts_must_number_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WrongInput, match="--node_rank"):
+        place(monkeypatch, MS_ROLE="MS_WORKER", MS_WORKER_NUM=16, DEVICE_ID=1)
+    assert launched()
 
 
 def test_what_an_ascend_host_sets_for_all_is_not_msrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,10 @@ def test_every_runtime_encodes_alike(
     here = Encoder(folder, device="cpu")
     for count in (4, 3):
         for one, other in zip(
-            (*served.images(pictures(count)), served.texts(CAPTIONS)[0]),
-            (*here.images(pictures(count)), here.texts(CAPTIONS)[0]),
+            (*served.images(pictures(count)), *served.texts(CAPTIONS)),
+            (*here.images(pictures(count)), *here.texts(CAPTIONS)),
             strict=True,
         ):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+            assert (one is None) == (other is None)  # as SD's pooled embeddings are
+            if one is not None and other is not None:
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

@@ -144,7 +144,7 @@ def test_every_sample_arrives_with_its_moments_captions_and_split(
                 assert group == f"{'holdout' if is_held_out else 'train'}/8x8"
                 found[sample.id.hex()] = True
     assert found.keys() == expected.keys()
-    assert latents.info == encoder.info
+    assert latents.info == encoder.info | {"masks": 0, "scored": False}
 
 
 def test_rebuilt_shards_have_the_bytes_they_had(make: Callable[..., Artifact]) -> None:
@@ -208,7 +208,7 @@ def test_sd3_shards_hold_what_its_pipeline_would_encode(
     for model, shape in ((tiny_sd3, (97, 80)), (tiny_sd3_without_t5, (77, 64))):
         images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
         latents = open_latents(_encode(_recipe(tmp_path / "s", model), images).uri)
-        assert latents.info == Encoder(model, device="cpu").info
+        assert latents.info.items() >= Encoder(model, device="cpu").info.items()
         shard = LatentShard(latents.shards[0].url)
         assert shard.prompt_embeds(1).shape == shape
         assert shard.sample("train/8x8", 0).mean.shape == (8, 8, 8)

@@ -1,26 +1,39 @@
 """Planning: which batch fits is found by few compilations, and a plan that was made is kept."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import chips
 import pytest
 
+from configs.schema import Recipe
+from flows.plan import DoesNotFit, tell
+from runtimes.base import WrongInput
 from runtimes.jax.chips import parse_slice
 from runtimes.jax.plan import Plan
-from tasks.plan import Size, _largest
+from tasks import plan
+from tasks.plan import Size, _largest, _size
 
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
-PLAN = Plan("a compiler", 8, 2 * GIB, 0, 0, 1e12, 1e9, 0.1, 1e12, 10, 1.0, True)
+ROOT = Path(__file__).parents[2]
+PLAN = Plan("a compiler", 2 * GIB, 0, 0, 1e12, 1e9, 0.1, 1e12, 10, 1.0, True)
 
 
 class Measured:
-    """A step that takes so many bytes a picture, and counts how often it is asked for."""
+    """A step that takes so many bytes a picture, and keeps what it is asked for."""
 
     def __init__(self, bytes_a_picture: float, extra: float = 0.0) -> None:
-        self.bytes_a_picture, self.extra, self.asked = bytes_a_picture, extra, list[int]()
+        self.bytes_a_picture, self.extra, self.asked = bytes_a_picture, extra, list[Size]()
 
     def __call__(self, size: Size) -> Plan:
-        self.asked.append(size.per_chip)
+        self.asked.append(size)
         temporaries = int(self.extra + self.bytes_a_picture * size.per_chip)
         total = PLAN.arguments + temporaries
         return replace(
@@ -28,18 +41,132 @@ class Measured:
         )
 
 
-@pytest.mark.parametrize("start", [1, 4, 64])
+@pytest.mark.parametrize("start", [8, 32, 512])
 @pytest.mark.parametrize("extra", [0.0, 1.5 * GIB])
 def test_the_largest_batch_that_fits_is_found_in_a_few_compilations(
     start: int, extra: float
 ) -> None:
     measured = Measured(0.4 * GIB, extra)
-    found = _largest(measured, Size(start, 1, SLICE))  # type: ignore[arg-type]
+    found = _largest(measured, Size(start, 512, SLICE))
     assert found is not None
     assert found.per_chip == int((14 * GIB - extra) / (0.4 * GIB))
     assert found.micro_batch_size == found.per_chip * 8
     assert len(measured.asked) <= 6, measured.asked
+    # What was compiled is the recipe's batch, in as many micro-batches as it takes.
+    assert {size.global_batch_size for size in measured.asked} == {512}
+    assert found.micro_batches == -(-512 // found.micro_batch_size)
 
 
 def test_where_one_picture_does_not_fit_none_is_found() -> None:
-    assert _largest(Measured(20.0 * GIB), Size(4, 1, SLICE)) is None  # type: ignore[arg-type]
+    assert _largest(Measured(20.0 * GIB), Size(32, 32, SLICE)) is None
+
+
+def make_recipe(folder: Path, model: Path | str = ".", **train: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "planned",
+            "runtime": "jax",
+            "store": str(folder / "store"),
+            "model": {"path": str(model)},
+            "source": {"kind": "folder", "path": "."},
+            "encode": {"resolution": 32},
+            "train": {"steps": 3600, **train},
+            "evaluate": {"prompts": {"a": {"prompts": ["a"]}}, "clip": "."},
+            "publish": {"name": "planned"},
+            "plan": {"pictures": 1000, "chip_hour_price": 2.0},
+        }
+    )
+
+
+def test_rows_that_only_fill_micro_batches_up_are_no_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four pictures on eight chips leave four idle."""
+    recipe = make_recipe(tmp_path, global_batch_size=16, micro_batch_size=4)
+    size = _size(recipe, SLICE)
+    assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
+    found = plan.Planned(recipe, SLICE, size, PLAN, {})
+    monkeypatch.setattr("flows.plan.make_plan", lambda *_, **__: found)
+    monkeypatch.setattr(plan.Planned, "bytes_per_picture", 7)
+    tell(recipe, "v5e-8", search=False, as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["global_batch_size"] == 16
+    assert facts["images_per_second"] == pytest.approx(16 / 0.1)
+    assert facts["cost"] == pytest.approx(8 * 2.0 * 0.1)
+
+
+@pytest.mark.parametrize("total", [20 * GIB, 0])
+def test_what_does_not_fit_is_refused_with_what_does(
+    total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the compiler does not say how much it needs."""
+    recipe = make_recipe(tmp_path, global_batch_size=64)
+    size, refused = _size(recipe, SLICE), replace(PLAN, total=total, flops=0, fits=False)
+    found = plan.Planned(recipe, SLICE, size, refused, {}, size.with_per_chip(3))
+    monkeypatch.setattr("flows.plan.make_plan", lambda *_, **__: found)
+    monkeypatch.setattr(plan.Planned, "bytes_per_picture", 7)
+    with pytest.raises(DoesNotFit, match="micro_batch_size=24"):
+        tell(recipe, "v5e-8", search=False, as_json=False)
+    said = capsys.readouterr().out
+    assert ("too much by 4.0 GiB" in said) == (total > 0)
+    assert " 0.00 of" not in said and " 0 TFLOP" not in said and "by -" not in said
+
+
+@pytest.mark.slow
+def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_kept(
+    tiny_sd: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(plan, "compiler_folder", lambda: None)
+    monkeypatch.setenv("XLA_FLAGS", chips.QUICK)
+    model = Path(shutil.copytree(tiny_sd, tmp_path / "model"))
+    settings: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4}
+    recipe = make_recipe(tmp_path, model, ema_decay=0.9, **settings)
+    tell(recipe, "v5e-1", search=False, as_json=True)
+    facts, said = _read(capsys)
+    assert facts["compiler"].startswith("XLA for the CPU") and facts["fits"]
+    assert "compiling" in said
+    of_pictures = 8 * facts["flops_per_image"]
+    assert 0.9 * of_pictures < facts["flops"] < 1.5 * of_pictures  # the update is a small part
+    state = 4 * 4 * facts["parameters"]  # weights, moments and average
+    assert state < facts["argument_bytes"] < 1.5 * state
+    assert facts["step_seconds"] == pytest.approx(of_pictures / (197e12 * 0.4))
+
+    # How long and how fast it is trained makes no other program.
+    changed = make_recipe(tmp_path, model, ema_decay=0.99, learning_rate=1e-3, seed=1, **settings)
+    tell(changed, "v5e-1", search=False, as_json=True)
+    assert _read(capsys) == (facts, "")
+
+    refused = make_recipe(tmp_path, model, optimizer="adafactor", **settings)
+    with pytest.raises(WrongInput, match="adafactor"):
+        tell(refused, "v5e-1", search=False, as_json=True)
+
+
+def _read(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    said = capsys.readouterr()
+    return json.loads(said.out), said.err
+
+
+MESHES = """
+import sys
+from runtimes.jax.chips import parse_slice
+from runtimes.jax.plan import _devices
+for words in sys.argv[1:]:
+    name, _, fsdp = words.partition(":")
+    where = parse_slice(name)
+    _, devices = _devices(where)
+    from runtimes.jax.mesh import Mesh
+    assert Mesh(int(fsdp), devices).mesh.devices.shape == (where.chips // int(fsdp), int(fsdp))
+    assert len({device.process_index for device in devices}) == where.hosts, name
+"""
+
+
+@pytest.mark.skipif(plan.compiler_folder() is None, reason="there is no libtpu: make setup-plan")
+def test_the_compiler_knows_slices_of_every_kind() -> None:
+    """One chip, chips of two cores, several hosts, arrays shared by part of a row of chips."""
+    slices = ["v4-8:2", "v4-32:4", "v5e-1:1", "v5e-8:4", "v5p-128:8", "v6e-16:2", "v6e-64:4"]
+    paths = [os.environ.get("PYTHONPATH", ""), str(plan.compiler_folder()), str(ROOT)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", MESHES, *slices], check=True, env=environment)

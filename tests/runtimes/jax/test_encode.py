@@ -19,9 +19,9 @@ CAPTIONS = ["a red cat", "", "a blue dog on a hill"]
 def test_pictures_and_captions_are_encoded_as_by_torch(
     family: str, request: pytest.FixtureRequest
 ) -> None:
-    """In batches of another size as well: filled up, and cut again."""
+    """In batches of other sizes as well: filled up and cut again, or larger than was said."""
     folder: Path = request.getfixturevalue(f"tiny_{family}")
-    job = EncodeJob(runtime="jax", model=str(folder), device="cpu", dtype="float32")
+    job = EncodeJob(runtime="jax", model=str(folder), device="cpu", dtype="float32", batch_size=2)
     ours, theirs = encode.open_encoder(job), open_encoder(job)
     pixels = np.random.default_rng(0).uniform(-1, 1, (3, 3, 32, 32)).astype(np.float32)
     for count in (3, 1):

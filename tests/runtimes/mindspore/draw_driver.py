@@ -28,7 +28,9 @@ def main(model: Path, folder: Path, settings: str) -> None:
     for name in given["schedulers"]:
         sampler.use({"scheduler": make_scheduler({**given["config"], "_class_name": name})})
         try:
-            drawn = sampler.draw_batch(given["prompts"], given["sampler"], first=0)
+            drawn = np.concatenate(
+                list(sampler.draw_floats(given["prompts"], given["sampler"], first=0))
+            )
         except WrongInput as error:
             wrong[name] = str(error)
         else:

@@ -41,21 +41,16 @@ def test_more_processes_than_npus_are_refused() -> None:
         "except Exception as error: found = [type(error).__name__, str(error)]"
     )
     assert found[0] == "WrongInput"
-    assert "4 processes want a Ascend NPU device each, this machine has 2" in found[1]
+    assert "4 processes want" in found[1] and "this machine has 2" in found[1]
 
 
-def test_bfloat16_is_what_autocast_computes_in() -> None:
+def test_weights_lie_as_torch_npu_takes_them() -> None:
     found = on_host(
-        "npu = device.choose_device('npu')\n"
-        "with torch.autocast(npu.type, torch.bfloat16):\n"
-        "    found = [torch.is_autocast_enabled('npu'), str(torch.get_autocast_dtype('npu'))]"
+        "from runtimes.torch.layout import memory_format\n"
+        "devices = torch.device('cpu'), device.choose_device('npu')\n"
+        "found = [str(memory_format(device, sharded=False)) for device in devices]"
     )
-    assert found == [True, "torch.bfloat16"]
-
-
-def test_processes_meet_by_hccl_and_by_gloo_on_the_host() -> None:
-    found = on_host("from runtimes.torch.parallel import BACKENDS; found = BACKENDS['npu']")
-    assert found == "cpu:gloo,npu:hccl"
+    assert found == ["torch.channels_last", "torch.contiguous_format"]
 
 
 def test_a_denoiser_gets_the_fused_attention() -> None:

@@ -75,15 +75,6 @@ def test_in_half_precision_shares_compute_what_one_process_does(
 
 
 @pytest.mark.slow
-def test_four_processes_take_the_steps_of_one(make_job: MakeJob, start_job: StartJob) -> None:
-    one = make_job("one", **SETTINGS)
-    assert train(one, Events(), Stop())
-    four = make_job("four", **SETTINGS, processes=4)
-    assert start_job(four).end() == 0
-    assert_same_run(one, four)
-
-
-@pytest.mark.slow
 def test_the_count_may_change_at_a_resume(make_job: MakeJob, start_job: StartJob) -> None:
     settings = {**SETTINGS, "steps": 40, "log_every": 1, "validation": {"every": 5}}
     one = make_job("one", **settings)

@@ -1,7 +1,9 @@
 """The true UNets of Stable Diffusion 2 base and XL: both are planned, and the smaller trains."""
 
+import ctypes
 import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,14 @@ from runtimes.torch.network import Network
 from runtimes.torch.runtime import TheRuntime
 
 MODELS = Path(__file__).parents[3] / "bench/models"
+
+
+@pytest.fixture(autouse=True)
+def _hand_memory_back() -> Iterator[None]:
+    """The runtime has the C library keep what is freed, and other tests run beside these."""
+    yield
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def make_unet(name: str) -> Any:

@@ -35,7 +35,7 @@ class _Devices(ModuleType):
 
     @staticmethod
     def empty_cache() -> None:
-        opened.append(-1)
+        """Nothing is kept."""
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

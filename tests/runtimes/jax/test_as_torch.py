@@ -1,0 +1,158 @@
+"""What a run of runtime jax leaves and reports is what torch leaves and reports."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import chips
+import numpy as np
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from jobs import SAMPLER, MakeJob, lora
+from numpy.typing import NDArray
+from PIL import Image
+
+from configs.training import Train
+from runtimes.base import StepBatch
+from runtimes.events import Events
+from runtimes.job import TrainJob, write_job
+from runtimes.train.loop import make_loader, open_job_latents
+from runtimes.train.result import write_result
+from tasks import process
+
+jax = pytest.importorskip("jax")
+from runtimes.jax.runtime import TheRuntime  # noqa: E402
+
+pytestmark = pytest.mark.slow
+WITHIN = 1e-4  # relative
+
+
+@pytest.fixture(autouse=True)
+def _compiled_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    kept = tmp_path_factory.getbasetemp() / "compiled"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(kept))
+
+
+@pytest.fixture
+def make_job(make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path) -> MakeJob:
+    """On pictures of one size: each is a program of its own."""
+    url = write_latents(tmp_path / "store", [{"train/8x8": 9, "holdout/8x8": 3}, {"train/8x8": 6}])
+    return partial(make_job, latents=url)
+
+
+def history(job: TrainJob, figure: str = "loss") -> list[float]:
+    lines = (Path(job.out) / "history.jsonl").read_text().splitlines()
+    return [line[figure] for line in map(json.loads, lines) if figure in line]
+
+
+#: `python -m runtimes`, told how the other processes ended.
+WATCHED = """
+import sys
+from runtimes import __main__, others
+end = others.Others._end
+def told(self, seconds):
+    end(self, seconds)
+    print([other.process.returncode for other in self._others], flush=True)
+others.Others._end = told
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
+def run_watched(job: TrainJob, folder: Path) -> str:
+    """Run a job of several processes; how the others ended."""
+    write_job(job, folder / "job.json")
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, str(folder / "job.json")],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        env={**os.environ, **chips.ENVIRONMENT["jax"]},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
+
+
+def both(make_job: MakeJob, *, jax: dict[str, Any], **settings: Any) -> list[TrainJob]:
+    """The same run, for torch and, with more settings, for jax."""
+    sampled = {"sample_prompts": ("a red cat", "a blue dog", "a hill"), "sampler": SAMPLER}
+    jobs = [
+        make_job("torch", **settings),
+        make_job("jax", runtime="jax", **{**settings, **jax}),
+    ]
+    return [replace(job, **sampled) for job in jobs]
+
+
+def test_adapters_validation_and_pictures_of_two_processes(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Each array is shared by two devices; each process measures all that is held out. In the end
+    none is killed for waiting on the other."""
+    settings = {"ema_decay": 0.9, "validation": {"every": 2, "samples": 5, "draws": 2}}
+    settings |= {"steps": 4, "sample_every": 4, **lora(targets="attention")}
+    expected, found = both(make_job, jax={"processes": 2, "mesh": {"fsdp": 2}}, **settings)
+    process.run_job(expected)
+    assert run_watched(found, tmp_path) == "[0]"
+    assert history(found) == pytest.approx(history(expected), rel=WITHIN)
+    of_torch = history(expected, "validation_loss")
+    assert len(of_torch) == 2
+    assert history(found, "validation_loss") == pytest.approx(of_torch, rel=WITHIN)
+    drawn, wanted = (
+        np.asarray(Image.open(Path(job.work) / "samples/step-00000004.png")).astype(int)
+        for job in (found, expected)
+    )
+    assert wanted.std() > 1 and np.abs(drawn - wanted).max() <= 1  # of 255 levels
+
+
+def test_a_fresh_denoiser_starts_and_trains_alike(make_job: MakeJob) -> None:
+    expected, found = both(make_job, jax={}, init="random", steps=4)
+    for job in (expected, found):
+        with chips.standing_in(job.runtime):
+            process.run_job(job)
+    assert history(found) == pytest.approx(history(expected), rel=WITHIN)
+
+
+def predicted(denoiser: UNet2DConditionModel, batch: StepBatch) -> NDArray[np.float32]:
+    given = {name: torch.from_numpy(array) for name, array in batch.conditioning.items()}
+    added = {"text_embeds": given["pooled_prompt_embeds"], "time_ids": given["add_time_ids"]}
+    with torch.no_grad():
+        found = denoiser(
+            torch.from_numpy(batch.noisy_latents),
+            torch.from_numpy(batch.timesteps),
+            given["prompt_embeds"],
+            added_cond_kwargs=added,
+        )
+    return found.sample.numpy()
+
+
+def test_diffusers_loads_the_weights_and_predicts_the_same(make_job: MakeJob) -> None:
+    job = make_job(runtime="jax", steps=3, learning_rate=1e-2)
+    runtime = TheRuntime(Events())
+    runtime.load(job)
+    batch = make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
+    for step in range(3):
+        runtime.step(batch(step), 1e-2)
+    write_result(job, runtime.state(), [])
+    trained = UNet2DConditionModel.from_pretrained(f"{job.out}/unet")
+    base = UNet2DConditionModel.from_pretrained(f"{job.model}/unet")
+    last = batch(3)
+    ours = predict(runtime, last)
+    np.testing.assert_allclose(ours, predicted(trained, last), rtol=WITHIN, atol=WITHIN)
+    assert np.abs(ours - predicted(base, last)).max() > 100 * WITHIN
+
+
+def predict(runtime: TheRuntime, batch: StepBatch) -> NDArray[np.float32]:
+    """What the runtime's own program predicts."""
+    from runtimes.jax.bridge import as_function
+
+    call = jax.jit(as_function(runtime._network, training=False))
+    given = batch.noisy_latents, batch.timesteps, batch.conditioning
+    return np.asarray(call(runtime._averaged(), np.uint32(0), *given))

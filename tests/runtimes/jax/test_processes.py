@@ -1,0 +1,52 @@
+"""How the processes of a run part, without a model."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from runtimes.torch.hosts import free_port
+
+pytest.importorskip("jax")
+PART = """
+import os, signal, sys
+from runtimes.jax import device
+from runtimes.ranks import Ranks
+from runtimes.torch.hosts import meet
+ranks = Ranks.here()
+hosts = meet(ranks)
+device.join(ranks, hosts, "cpu")
+device.start("cpu", None, "float32")
+hosts.any(False)
+if sys.argv[1] == "lost":
+    if not ranks.first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
+device.part(ranks, hosts)
+"""
+
+
+def end(how: str) -> list[int]:
+    """Exit codes of two processes."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PART, how], env={**os.environ, **common, "RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    try:
+        return [process.wait(240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_processes_part_in_order() -> None:
+    assert end("orderly") == [0, 0]
+
+
+def test_one_whose_other_is_lost_ends_with_its_own_code() -> None:
+    """It neither waits for the other nor is aborted."""
+    assert end("lost") == [3, -9]

@@ -1,0 +1,40 @@
+"""The whole sampler as one program draws what a program for each step draws."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jobs import SAMPLER
+
+from runtimes.job import Drawing
+from runtimes.torch.generate import load_network
+
+jax = pytest.importorskip("jax")
+from runtimes.jax.mesh import Mesh  # noqa: E402
+from runtimes.jax.sampler import Sampler  # noqa: E402
+from runtimes.jax.weights import frozen_arrays  # noqa: E402
+
+PROMPTS = ("a red cat", "a blue dog", "a hill")
+
+
+@pytest.mark.slow
+def test_one_program_draws_as_one_for_each_step(tiny_sd: Path) -> None:
+    """With the pipeline's text encoder, and with the same one as part of the network."""
+    mesh, own = Mesh(1, jax.devices()[:1]), {"text_encoder": str(tiny_sd / "text_encoder")}
+    drawn, cpu = [], torch.device("cpu")
+    for whole, parts in ((False, {}), (True, {}), (True, own)):
+        network = load_network(Drawing("", parts), tiny_sd, torch.float32, cpu)
+        assert bool(network.text_encoders) == bool(parts)
+        sampler = Sampler(tiny_sd, mesh, "float32", whole=whole)
+        sampler.use(network)
+        arrays = frozen_arrays(network, mesh, torch.float32)
+        drawn.append(sampler.draw(arrays, PROMPTS, SAMPLER, first=0).astype(int))
+    assert drawn[0].shape == (3, 32, 32, 3) and drawn[0].std() > 1
+    for others in drawn[1:]:
+        assert np.abs(others - drawn[0]).max() <= 1  # of 255 levels
+
+
+def test_a_vae_that_overflows_in_half_precision_stays_in_float32(tiny_sdxl: Path) -> None:
+    sampler = Sampler(tiny_sdxl, Mesh(1, jax.devices()[:1]), "float16")
+    assert {array.dtype for array in sampler._vae.values()} == {np.dtype(np.float32)}
