@@ -172,6 +172,10 @@ _BETWEEN = (
 )
 
 
+#: The blocks that these models repeat, by class: what is gathered, or computed again, at a time.
+BLOCKS = ("BasicTransformerBlock", "CLIPEncoderLayer", "JointTransformerBlock", "ResnetBlock2D")
+
+
 def check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Raise WrongInput if a denoiser could not take the place of the base's, by their configs."""
     for name in _BETWEEN:

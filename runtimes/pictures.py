@@ -1,16 +1,25 @@
-"""What the pictures of a GenerateJob start from, a batch at a time, for a pipeline to be called."""
+"""What the pictures of a GenerateJob are drawn with and start from, a batch at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtimes.adapters.lora import read_adapters
+from runtimes.base import WrongInput
 from runtimes.extras import latent_channels
+from runtimes.families import detect_family
+from runtimes.job import Drawing
 from runtimes.objective.draws import Stream, generator
+from runtimes.objective.scheduler import read_config
+
+#: A part's name, its folder and the adapters to be merged into it -> the part.
+Load = Callable[[str, Path, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,42 @@ class Start:
     rngs: list[np.random.Generator]
 
 
+def own_parts(drawing: Drawing, model: Path, load: Load) -> dict[str, Any]:
+    """A model's own parts: its denoiser, and its text encoders if they were trained too.
+
+    Raises:
+        WrongInput: its adapters are of another model.
+    """
+    family = detect_family(model)
+    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
+    known = (family.denoiser, *family.clip_encoders)
+    if strange := adapters.keys() - set(known):
+        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
+    return {
+        name: load(name, Path(drawing.parts.get(name, model / name)), adapters.get(name, {}))
+        for name in known
+        if name == family.denoiser or name in adapters.keys() | drawing.parts.keys()
+    }
+
+
+def own_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """The scheduler of a model trained over to other noise than the pipeline's, or None.
+
+    Args:
+        make: makes one from its config.
+    """
+    if "scheduler" not in drawing.parts:
+        return None
+    return make(read_config(Path(drawing.parts["scheduler"])))
+
+
 def starts(
-    prompts: Sequence[str], sampler: dict[str, Any], config: Any, scale: int, *, first: int
+    prompts: Sequence[str],
+    sampler: Mapping[str, Any],
+    config: Mapping[str, Any],
+    scale: int,
+    *,
+    first: int,
 ) -> Iterator[Start]:
     """Batches of `batch_size`; the first picture's noise is number `first`, whatever the batches.
 
@@ -35,7 +78,7 @@ def starts(
         config: the denoiser's.
         scale: pixels a side of a latent.
     """
-    own = config.sample_size * scale
+    own = config["sample_size"] * scale
     height, width = (sampler.get(side) or own for side in ("height", "width"))
     shape = (latent_channels(config), height // scale, width // scale)
     size = sampler["batch_size"]

@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from artifacts.commit import FileEntry
+from artifacts.latents import from_bfloat16
 
 Arrays = dict[str, NDArray[np.float32]]
 
@@ -114,8 +115,8 @@ def read_floats(path: Path) -> tuple[dict[str, str], Arrays]:
 
 
 def _floats(raw: bytes, dtype: str) -> NDArray[np.float32]:
-    if dtype == "BF16":  # the upper half of a float32
-        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    if dtype == "BF16":
+        return from_bfloat16(np.frombuffer(raw, "<u2"))
     return np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32)
 
 

@@ -5,13 +5,12 @@ For runtimes that read them with a framework of their own; nothing here needs on
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from runtimes.base import WrongInput
+from runtimes.encoders import read_config
 
 DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
 TEXT_WEIGHTS = "model"  # transformers'
@@ -43,7 +42,7 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
         if whole.exists():
             return [whole]
         if index.exists():
-            names = sorted(set(read_json(index)["weight_map"].values()))
+            names = sorted(set(read_config(index)["weight_map"].values()))
             return [folder / name for name in names]
     raise WrongInput(f"{folder / stem}.safetensors is missing: the weights of the part are needed")
 
@@ -59,13 +58,3 @@ def check_fit(path: Path, wanted: Shapes, given: Shapes) -> None:
     for name, there in wanted.items():
         if given[name] != there:
             raise WrongInput(f"{path}: {name} has shape {given[name]}, its config says {there}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises WrongInput."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise WrongInput(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise WrongInput(f"{path} cannot be read: {error}") from None

@@ -38,6 +38,8 @@ OF_THE_STEP = (
     "method",
     "lora",
     "text_encoders",
+    "inpainting",
+    "aesthetic_score",
     "optimizer",
     "ema_decay",
     "max_grad_norm",
@@ -126,11 +128,14 @@ class Planned:
 
     @property
     def bytes_per_picture(self) -> int:
-        """Of latents (16 bits: mean and log-variance) and of one caption's embeddings."""
+        """Of latents (16 bits: mean and log-variance), of masks and the mean of what each leaves,
+        and of one caption's embeddings."""
         info, encode = self.info, self.recipe.encode
-        side = encode.resolution // info["vae_scale_factor"]
-        moments = 2 * info["latent_channels"] * side * side * (2 if encode.flip else 1)
-        return 2 * (moments + info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0))
+        pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
+        moments = 2 * 2 * info["latent_channels"] * pixels
+        masked = encode.masks * (1 + 2 * info["latent_channels"]) * pixels
+        pictures = (moments + masked) * (2 if encode.flip else 1)
+        return pictures + 2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0))
 
 
 def make_plan(

@@ -22,8 +22,10 @@ from runtimes.jax.sampler import Sampler, alike
 from runtimes.jax.step import Arrays, errors
 from runtimes.jax.weights import frozen_arrays
 from runtimes.job import Drawing, GenerateJob
-from runtimes.torch.generate import load_network, own_scheduler
+from runtimes.pictures import own_scheduler
+from runtimes.torch.generate import load_network
 from runtimes.torch.network import Network
+from runtimes.torch.schedulers import make_scheduler
 
 
 class ThePipeline:
@@ -40,7 +42,7 @@ class ThePipeline:
         half = getattr(torch, self._job.dtype)
         network = load_network(drawing, Path(self._job.model), half, torch.device("cpu"))
         self._arrays = frozen_arrays(network, self._mesh, half)
-        self._scheduler = own_scheduler(drawing)
+        self._scheduler = own_scheduler(drawing, make_scheduler)
         self.encodes_text = bool(network.text_encoders)
         if self._network is None or not alike(network, self._network):
             self._network = network

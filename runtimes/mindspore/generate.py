@@ -14,7 +14,6 @@ from mindone import diffusers
 from mindspore import ops
 from numpy.typing import NDArray
 
-from runtimes.adapters.lora import read_adapters
 from runtimes.base import StepBatch, WrongInput
 from runtimes.encoders import read_config as read_index
 from runtimes.extras import NOTHING, Extras, all_hidden, asked_scores
@@ -26,7 +25,7 @@ from runtimes.mindspore.lora import lay_over
 from runtimes.mindspore.models import attend_by, load_denoiser, load_text_encoder
 from runtimes.mindspore.network import Network
 from runtimes.objective.scheduler import chosen, read_config
-from runtimes.pictures import starts
+from runtimes.pictures import own_parts, own_scheduler, starts
 
 PIPELINES = {
     "sd": diffusers.StableDiffusionPipeline,
@@ -171,7 +170,7 @@ class ThePipeline:
 
     def take(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, flash=self._flash)
-        self._scheduler = own_scheduler(drawing)
+        self._scheduler = own_scheduler(drawing, make_scheduler)
         self.encodes_text = self._network.encodes_text
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
@@ -198,32 +197,21 @@ def load_network(drawing: Drawing, model: Path, dtype: ms.Type, *, flash: bool =
     Adapters are merged in float32 before the weights are cast.
     """
     family = detect_family(model)
-    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
-    known = (family.denoiser, *family.clip_encoders)
-    if strange := adapters.keys() - set(known):
-        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
-    parts = {}
-    for name in known:
-        if name != family.denoiser and name not in adapters.keys() | drawing.parts.keys():
-            continue
-        folder = Path(drawing.parts.get(name, model / name))
+
+    def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
         if name == family.denoiser:
-            parts[name] = load_denoiser(folder)
+            part = load_denoiser(folder)
         else:
-            parts[name] = load_text_encoder(model, name, folder=folder)
-        lay_over(name, parts[name], adapters.get(name, {}))
+            part = load_text_encoder(model, name, folder=folder)
+        lay_over(name, part, adapters)
+        return part
+
+    parts = own_parts(drawing, model, load)
     network = Network(family, parts)
     network.cast(dtype)
     for part in parts.values():
         attend_by(part, flash=flash)
     return network.set_train(False)
-
-
-def own_scheduler(drawing: Drawing) -> Any:
-    """The scheduler of a model trained over to other noise than the pipeline's, or None."""
-    if "scheduler" not in drawing.parts:
-        return None
-    return make_scheduler(read_config(Path(drawing.parts["scheduler"])))
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:

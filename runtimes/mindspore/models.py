@@ -16,14 +16,13 @@ from transformers import CLIPTextConfig
 
 from runtimes.adapters.lora import stored_name
 from runtimes.base import WrongInput
-from runtimes.encoders import text_class
+from runtimes.encoders import read_config, text_class
 from runtimes.extras import added_weights
 from runtimes.tensors import Arrays, read_floats
 from runtimes.weights import (
     DENOISER_WEIGHTS,
     TEXT_WEIGHTS,
     check_fit,
-    read_json,
     weight_files,
     weight_variant,
 )
@@ -53,7 +52,7 @@ def load_denoiser(
         WrongInput: a file is missing or damaged, or the weights are not those of the config.
     """
     path = folder / "config.json"
-    config = read_json(path) if config is None else config
+    config = read_config(path) if config is None else config
     with no_init_parameters():  # no time spent on weights that are replaced at once
         model = _denoiser(path, config)
     _fill(
@@ -82,7 +81,7 @@ def load_text_encoder(
         WrongInput: its weights are missing or damaged, or not those of its config.
     """
     folder = folder or model_folder / part
-    config = CLIPTextConfig(**read_json(folder / "config.json"))
+    config = CLIPTextConfig(**read_config(folder / "config.json"))
     with no_init_parameters():
         model = _TEXTS[text_class(model_folder, part)](config)
     _fill(model, part, folder, TEXT_WEIGHTS, dtype)
@@ -98,7 +97,7 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
     Raises:
         WrongInput: it does not load.
     """
-    config = read_json(folder / "config.json")
+    config = read_config(folder / "config.json")
     upcast = dtype == ms.float16 and config.get("force_upcast", True)
     try:
         vae = AutoencoderKL.from_pretrained(

@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from configs.training import Train
 from runtimes.adapters.lora import state_name
 from runtimes.extras import Extras, job_config
-from runtimes.families import Family, detect_family
+from runtimes.families import BLOCKS, Family, detect_family
 from runtimes.job import TrainJob
 from runtimes.mindspore.lora import add_adapters
 from runtimes.mindspore.models import (
@@ -31,8 +31,6 @@ CONDITIONING = {
         ("input_ids", "dropped", "add_time_ids"),
     ),
 }
-#: What is computed again at a time, by class: the blocks that the models repeat.
-BLOCKS = ("BasicTransformerBlock", "CLIPEncoderLayer", "ResnetBlock2D")
 
 
 class Network(nn.Cell):
@@ -47,8 +45,8 @@ class Network(nn.Cell):
         self.family, self.parts = family, parts
         self.kind = family.name
         self.denoiser = parts[family.denoiser]
-        self.extras = Extras.of(self.denoiser.config)
-        self.paints, self.scored = self.extras.inpainting, self.extras.aesthetic_score
+        extras = Extras.of(self.denoiser.config)
+        self.paints, self.scored = extras.inpainting, extras.aesthetic_score
         names = [name for name in family.clip_encoders if name in parts]
         self.encodes_text = bool(names)
         self.text_encoders = nn.CellList([parts[name] for name in names], auto_prefix=False)
@@ -92,7 +90,7 @@ class Network(nn.Cell):
     def conditioning(self, given: dict[str, Any]) -> list[str]:
         """The names of a batch's conditioning, in the order in which `construct` takes it."""
         embeds, ids = CONDITIONING[self.kind]
-        more = [name for name in ("inpainting", "aesthetic_score") if getattr(self.extras, name)]
+        more = ["inpainting"] * self.paints + ["aesthetic_score"] * self.scored
         return [*(ids if "input_ids" in given else embeds), *more]
 
     def trained(self) -> dict[str, Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ from diffusers.utils import logging as diffusers_logging
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from runtimes.adapters.lora import read_adapters
 from runtimes.base import StepBatch, WrongInput
 from runtimes.encoders import t5_length
 from runtimes.extras import NOTHING, Extras, all_hidden, asked_scores
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
-from runtimes.objective.scheduler import chosen, read_config
-from runtimes.pictures import starts
+from runtimes.objective.scheduler import chosen
+from runtimes.pictures import own_parts, own_scheduler, starts
 from runtimes.torch.device import choose_device, make_deterministic
 from runtimes.torch.inputs import Inputs, sender
 from runtimes.torch.lora import lay_over
@@ -174,7 +173,7 @@ class ThePipeline:
 
     def take(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, self._device)
-        self._scheduler = own_scheduler(drawing)
+        self._scheduler = own_scheduler(drawing, make_scheduler)
         self.encodes_text = bool(self._network.text_encoders)
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
@@ -202,30 +201,17 @@ def load_network(
     Adapters are merged in float32 before the weights are cast.
     """
     family = detect_family(model)
-    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
-    known = (family.denoiser, *family.clip_encoders)
-    if strange := adapters.keys() - set(known):
-        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
-    parts = {}
-    for name in known:
-        if name != family.denoiser and name not in adapters.keys() | drawing.parts.keys():
-            continue
-        folder = Path(drawing.parts.get(name, model / name))
-        first = torch.float32 if name in adapters else dtype
+
+    def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
+        first = torch.float32 if adapters else dtype
         if name == family.denoiser:
-            parts[name] = load_denoiser(folder, first)
+            part = load_denoiser(folder, first)
         else:
-            parts[name] = load_text_encoder(model, name, first, folder)
-        lay_over(name, parts[name], adapters.get(name, {}))
-        parts[name].to(dtype)
-    network = Network(family, parts)
+            part = load_text_encoder(model, name, first, folder)
+        lay_over(name, part, adapters)
+        return part.to(dtype)
+
+    network = Network(family, own_parts(drawing, model, load))
     network.to(device)
     attend(network.denoiser, device)
     return network.requires_grad_(False).eval()
-
-
-def own_scheduler(drawing: Drawing) -> Any:
-    """The scheduler of a model trained over to other noise than the pipeline's, or None."""
-    if "scheduler" not in drawing.parts:
-        return None
-    return make_scheduler(read_config(Path(drawing.parts["scheduler"])))

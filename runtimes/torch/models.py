@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from runtimes.base import WrongInput
-from runtimes.encoders import text_class
+from runtimes.encoders import read_config, text_class
 from runtimes.extras import added_names, added_weights
-from runtimes.weights import check_fit, read_json, weight_files, weight_variant
+from runtimes.weights import check_fit, weight_files, weight_variant
 
 #: Classes of diffusers, as a denoiser's config.json names them.
 DENOISERS = ("UNet2DConditionModel", "SD3Transformer2DModel")
@@ -57,7 +57,7 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
     Raises:
         WrongInput: it is no denoiser's config.
     """
-    config = read_json(folder / "config.json") if config is None else config
+    config = read_config(folder / "config.json") if config is None else config
     kind = config.get("_class_name", DENOISERS[0])
     if kind not in DENOISERS:
         raise WrongInput(
@@ -74,7 +74,7 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
 def empty_text_encoder(model_folder: Path, part: str) -> Any:
     """A text encoder of a pipeline on the `meta` device, by its config. Raises WrongInput."""
     kind = getattr(transformers, text_class(model_folder, part))
-    config = kind.config_class.from_dict(read_json(model_folder / part / "config.json"))
+    config = kind.config_class.from_dict(read_config(model_folder / part / "config.json"))
     with torch.device("meta"):
         return kind(config)
 

@@ -25,14 +25,13 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from configs.training import Train
 from runtimes.base import WrongInput
+from runtimes.families import BLOCKS
 from runtimes.ranks import Ranks
 from runtimes.torch.network import Network
 
 #: How long a process waits for another. The first one's pauses are shorter, also when a large
 #: checkpoint goes to a slow store; that a process of this machine is lost is noticed by others.py.
 TIMEOUT = timedelta(hours=1)
-#: What is gathered at a time, by class: the blocks that diffusers' and transformers' models repeat.
-BLOCKS = ("BasicTransformerBlock", "CLIPEncoderLayer", "JointTransformerBlock", "ResnetBlock2D")
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 Masters = dict[str, torch.nn.Parameter]
 

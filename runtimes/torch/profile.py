@@ -20,6 +20,5 @@ def tracing(folder: Path, device: torch.device) -> Iterator[None]:
     with profile(activities=activities, record_shapes=True, on_trace_ready=handler):
         yield
         if device.type != "cpu":
-            torch.get_device_module(device).synchronize(
-                device
-            )  # what is still on its way belongs to these steps
+            # What is still on its way belongs to these steps.
+            torch.get_device_module(device).synchronize(device)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from runtimes.extras import Extras, all_hidden, asked_scores
 from runtimes.mesh import filled_up
-from runtimes.objective.draws import Stream, generator
 from runtimes.objective.scheduler import chosen
+from runtimes.pictures import starts
 from runtimes.torch.schedulers import make_scheduler
 from runtimes.torch.solver import Table, tabulate
 
@@ -67,23 +67,18 @@ class Starts:
             first: number of the first picture's noise.
             denoiser: its config.
         """
+        rows = filled_up(sampler["batch_size"], multiple)
+        without = self._without() if sampler["guidance_scale"] > 1 else None
+        more: dict[str, Float32] | None = None
         factor = self.info["vae_scale_factor"]
-        own = denoiser["sample_size"] * factor
-        height, width = (sampler.get(side) or own for side in ("height", "width"))
-        shape = (self.info["latent_channels"], height // factor, width // factor)
-        size, guidance = sampler["batch_size"], sampler["guidance_scale"]
-        rows = filled_up(size, multiple)
-        without = self._without() if guidance > 1 else None
-        more = self._more(Extras.of(denoiser), (height, width), sampler, rows)
-        for start in range(0, len(prompts), size):
-            part = list(prompts[start : start + size])
-            noise = np.zeros((rows, *shape), np.float32)
-            for row, picture in enumerate(noise[: len(part)]):
-                rng = generator(sampler["seed"], Stream.PICTURE, first + start + row)
-                rng.standard_normal(out=picture, dtype=np.float32)
-            captions = part + [part[-1]] * (rows - len(part))
-            conditioning = self._condition(captions, (height, width), without)
-            yield Start(len(part), noise, conditioning | more)
+        for batch in starts(prompts, sampler, denoiser, factor, first=first):
+            missing, size = rows - len(batch.prompts), (batch.height, batch.width)
+            noise = np.pad(batch.noise, ((0, missing), (0, 0), (0, 0), (0, 0)))
+            captions = batch.prompts + [batch.prompts[-1]] * missing
+            if more is None:
+                more = self._more(Extras.of(denoiser), size, sampler, rows)
+            conditioning = self._condition(captions, size, without)
+            yield Start(len(batch.prompts), noise, conditioning | more)
 
     def _condition(
         self, captions: list[str], size: tuple[int, int], without: dict[str, Float32] | None

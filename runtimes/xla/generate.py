@@ -14,9 +14,11 @@ from runtimes.base import StepBatch
 from runtimes.generate import LOSS_BATCH
 from runtimes.job import Drawing, GenerateJob
 from runtimes.mesh import filled
+from runtimes.pictures import own_scheduler
 from runtimes.ranks import Ranks
-from runtimes.torch.generate import load_network, own_scheduler
+from runtimes.torch.generate import load_network
 from runtimes.torch.inputs import Inputs
+from runtimes.torch.schedulers import make_scheduler
 from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.graph import keep_whole
 from runtimes.xla.mesh import Mesh
@@ -40,7 +42,7 @@ class ThePipeline:
         network = load_network(drawing, Path(self._job.model), self._dtype, torch.device("cpu"))
         keep_whole(network)
         self._mesh.place(network)
-        self._network, self._scheduler = network, own_scheduler(drawing)
+        self._network, self._scheduler = network, own_scheduler(drawing, make_scheduler)
         self.encodes_text = bool(network.text_encoders)
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:

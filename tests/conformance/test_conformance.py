@@ -192,7 +192,7 @@ def test_text_encoders_with_adapters_are_trained_as_torch_does(
 
 
 def test_several_devices_follow_the_reference(runtime: str, make_job: MakeJob) -> None:
-    job = make_job(runtime, steps=8, **chips.SEVERAL[runtime])
+    job = make_job(runtime, **chips.SEVERAL[runtime])
     expected = reference(job).losses()
     run_job(job)
     assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import chips
+import numpy as np
 import pytest
 
 from configs.schema import Recipe
+from configs.training import Train
 from flows.plan import DoesNotFit, tell
 from runtimes.base import WrongInput
 from runtimes.jax.chips import parse_slice
@@ -110,6 +112,22 @@ def test_what_does_not_fit_is_refused_with_what_does(
     said = capsys.readouterr().out
     assert ("too much by 4.0 GiB" in said) == (total > 0)
     assert " 0.00 of" not in said and " 0 TFLOP" not in said and "by -" not in said
+
+
+def test_what_a_model_sees_beside_text_is_planned_too(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    train = recipe.train.model_copy(update={"inpainting": True, "aesthetic_score": True})
+    encode = recipe.encode.model_copy(update={"masks": 3})
+    recipe = recipe.model_copy(update={"train": train, "encode": encode})
+    size = _size(recipe, SLICE)
+    asked = Train(**plan._of_the_step(recipe.train, size))
+    assert asked.inpainting and asked.aesthetic_score
+    info = {"vae_scale_factor": 8, "latent_channels": 4, "tokens": 77, "prompt_dim": 32}
+    planned = plan.Planned(recipe, SLICE, size, PLAN, {**info, "pooled_dim": None})
+    latents, masks = np.zeros((4, 4, 4), np.uint16), np.zeros((3, 4, 4), np.uint8)
+    masked_means, prompt = np.zeros((3, 4, 4, 4), np.uint16), np.zeros((77, 32), np.uint16)
+    kept = [latents, latents, masks, masked_means, prompt]  # two: mean and log-variance
+    assert planned.bytes_per_picture == sum(array.nbytes for array in kept)
 
 
 @pytest.mark.slow
