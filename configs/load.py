@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs.schema import RUNTIMES_BUILT, Recipe
+from configs.schema import Recipe
 from configs.urls import without_secrets
 
 RECIPES = Path(__file__).parent
@@ -32,7 +32,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     """Load recipe `name` (one of ours, or a path to a YAML file) with dotted `overrides`.
 
     Raises:
-        RecipeError: unknown recipe or setting, wrong type or range, or something not built yet.
+        RecipeError: unknown recipe or setting, wrong type or range.
     """
     path = find_recipe(name)
     settings = _read(path, seen=())
@@ -42,7 +42,6 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
         raise RecipeError(_explain(path.name, error, settings)) from None
-    _refuse_unbuilt(path.name, recipe)
     return recipe
 
 
@@ -206,10 +205,3 @@ def _source_model(kind: str | None) -> type[BaseModel] | None:
 
     models = (schema.UrlSource, schema.FolderSource, schema.DatasetSource, schema.DigitsSource)
     return next((m for m in models if kind in m.model_fields["kind"].annotation.__args__), None)  # type: ignore[union-attr]
-
-
-def _refuse_unbuilt(file: str, recipe: Recipe) -> None:
-    """Say so, rather than ignore it, when a recipe asks for what is not built yet."""
-    if recipe.runtime not in RUNTIMES_BUILT:
-        built = ", ".join(RUNTIMES_BUILT)
-        raise RecipeError(f"{file}: runtime: {recipe.runtime} is not built yet (built: {built})")

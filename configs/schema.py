@@ -10,8 +10,9 @@ from configs.section import Fraction, Section
 from configs.tpu import Tpu
 from configs.training import MindSpore, Train
 
-RUNTIMES_BUILT = ("torch", "jax", "xla", "mindspore")
-RuntimeName = Literal["torch", "xla", "jax", "mindspore", "hpu"]
+#: Of a model in the registry.
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+RuntimeName = Literal["torch", "xla", "jax", "mindspore"]
 
 
 SchedulerName = Literal[
@@ -182,7 +183,7 @@ class Encode(Section):
     max_bad: Fraction = Field(
         0.05, description="Most samples that may give a NaN latent or not decode."
     )
-    device: str = Field("auto", description="auto, cpu, cuda[:N], npu[:N] or ascend[:N].")
+    device: str = Field("auto", description="As train.device.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Compute precision of the encoders."
     )
@@ -237,7 +238,7 @@ class Evaluate(Section):
         256, description="Most held-out samples the loss is taken on."
     )
     holdout_draws: PositiveInt = Field(4, description="Noise draws a held-out sample.")
-    device: str = Field("auto", description="auto, cpu, cuda[:N], npu[:N] or ascend[:N].")
+    device: str = Field("auto", description="As train.device.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the pipeline that draws."
     )
@@ -246,7 +247,7 @@ class Evaluate(Section):
 class Publish(Section):
     """Let a model through the gate, and put it into the registry."""
 
-    name: str = Field(description="Name in the registry.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(description="Name in the registry.", pattern=f"^{NAME}$")
     gate: tuple[str, ...] = Field(
         (),
         description="Rules that must all hold, such as `digit/new >= 0.9`, `cmmd < base` or "

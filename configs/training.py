@@ -131,6 +131,35 @@ class MindSpore(Section):
         return self
 
 
+class Hpu(Section):
+    """What device hpu (Intel Gaudi) of runtime torch alone has."""
+
+    mode: Literal["eager", "lazy"] | None = Field(
+        None,
+        description="Operators one by one (and torch.compile, see `compile`), or collected into "
+        "graphs up to each mark_step; null takes PT_HPU_LAZY_MODE's word, else eager.",
+    )
+    graphs: bool = Field(
+        False, description="In mode lazy, record forward and backward as HPU graphs, and replay."
+    )
+    max_graphs: PositiveInt = Field(10, description="Most HPU graphs kept: one a shape of batches.")
+    fused: bool = Field(
+        True, description="Habana's FusedAdamW and FusedClipNorm, where they are installed."
+    )
+    recipe_cache_megabytes: PositiveInt = Field(
+        1024, description="Most megabytes of compiled graphs kept in the store."
+    )
+    gpu_migration: bool = Field(
+        False, description="Load Habana's GPU migration toolkit, for code that names cuda."
+    )
+
+    @model_validator(mode="after")
+    def _graphs_are_lazy(self) -> Hpu:
+        if self.graphs and self.mode == "eager":
+            raise ValueError("graphs is for mode: lazy")
+        return self
+
+
 class Wandb(Section):
     """Weights & Biases; its key is taken from WANDB_API_KEY."""
 
@@ -242,10 +271,13 @@ class Train(Section):
     loss_scale: LossScale = LossScale()
     gradient_checkpointing: bool = Field(False, description="Trade compute for activation memory.")
     compile: bool = Field(False, description="torch.compile the denoiser.")
-    device: str = Field("auto", description="auto, cpu, cuda[:N], npu[:N], tpu or ascend[:N].")
+    device: str = Field(
+        "auto", description="auto, cpu, cuda[:N], npu[:N], hpu[:N], tpu or ascend[:N]."
+    )
     processes: PositiveInt = Field(1, description="Processes of this machine; a GPU or NPU each.")
     mesh: Mesh = Mesh()
     mindspore: MindSpore = MindSpore()
+    hpu: Hpu = Hpu()
     parallel: Literal["data", "fsdp"] = Field(
         "data", description="A whole model in each process, or a share of it (FSDP)."
     )
@@ -322,6 +354,7 @@ CARRYING_OUT = frozenset(
         "device",
         "grace_seconds",
         "gradient_checkpointing",
+        "hpu",
         "keep_best",
         "keep_checkpoints",
         "log_every",

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from configs.generating import read_settings
 from configs.load import RecipeError, dump, json_schema, load_recipe, parse_override, recipe_names
 
 app = typer.Typer(
@@ -69,6 +70,44 @@ def run(
     report = runner.run(recipe, overrides, as_json=as_json)
     if report["status"] == "rejected":
         raise typer.Exit(REJECTED)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="Published model (digits, digits@v2), folder, hub id or URL.")
+    ],
+    prompts: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
+    file: Annotated[
+        str | None, typer.Option("--from-file", help="Text file with one prompt a line.")
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-o",
+            "--override",
+            metavar="KEY=VALUE",
+            help="A setting, such as n_samples=2, seed=7 or scheduler=ddim (docs/generation.md).",
+        ),
+    ] = None,
+    out: Annotated[str, typer.Option(help="Folder that pictures are copied into.")] = "outputs",
+    skip_grid: Annotated[bool, typer.Option("--skip-grid", help="Leave out the grid.")] = False,
+    skip_save: Annotated[
+        bool, typer.Option("--skip-save", help="Leave out the single pictures.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Draw prompts with a model; what was drawn before with the same settings is reused."""
+    settings = dict(parse_override(text) for text in override or [])
+    settings |= {} if file is None else {"file": file}
+    read_settings(model, prompts, settings)  # wrong input should not wait for servers
+    from flows import runner
+
+    runner.generate(
+        as_json=as_json,
+        **{"model": model, "prompts": prompts, "settings": settings, "out": out},
+        **{"skip_grid": skip_grid, "skip_save": skip_save},
+    )
 
 
 @app.command()

@@ -9,9 +9,10 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
-from configs.schema import RUNTIMES_BUILT, RuntimeName
+from configs.schema import RuntimeName
 from configs.urls import without_secrets
 from flows.runner import ServerAway, check_server
+from runtimes import gaudi
 from runtimes.ascend import cann_version, count_npus, lacking, torch_npu_version
 from runtimes.registry import probe_runtime
 
@@ -59,6 +60,12 @@ def _findings() -> dict[str, Any]:
             "torch_npu": torch_npu_version(),
             "lacking": lacking(),
         },
+        "gaudi": {
+            "hpus": gaudi.count_hpus(),
+            "driver": gaudi.driver_version(),
+            "habana_frameworks": gaudi.bridge_version(),
+            "lacking": gaudi.lacking(),
+        },
         "problems": problems,
     }
 
@@ -76,16 +83,14 @@ def _server() -> tuple[str, list[str]]:
 
 
 def _runtime(name: str) -> dict[str, Any]:
-    if name not in RUNTIMES_BUILT:
-        return {"available": False, "devices": [], "reason": "not built yet"}
     found = probe_runtime(name)
     return {"available": found.available, "devices": found.devices, "reason": found.reason}
 
 
-def _ascend(found: dict[str, Any]) -> str:
-    """NPUs, CANN and torch_npu in words, and what they lack."""
-    there = [f"{found['npus']} NPUs"]
-    there += [f"{name} {found[name]}" for name in ("cann", "torch_npu") if found[name]]
+def _host(found: dict[str, Any], chips: str, *software: str) -> str:
+    """Chips and their software in words, and what they lack."""
+    there = [f"{found[chips]} {chips[:-1].upper()}s"]
+    there += [f"{name} {found[name]}" for name in software if found[name]]
     return ", ".join(there) + "".join(f"; {words}" for words in found["lacking"])
 
 
@@ -104,7 +109,8 @@ def _print(found: dict[str, Any]) -> None:
     for name, runtime in found["runtimes"].items():
         state = ", ".join(runtime["devices"]) if runtime["available"] else runtime["reason"]
         print(f"runtime {name:10} {state}")
-    print(f"ascend: {_ascend(found['ascend'])}")
+    print(f"ascend: {_host(found['ascend'], 'npus', 'cann', 'torch_npu')}")
+    print(f"gaudi: {_host(found['gaudi'], 'hpus', 'driver', 'habana_frameworks')}")
     for problem in found["problems"]:
         print(f"problem: {problem}")
     print("ready" if not found["problems"] else "not ready")

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +25,36 @@ from tasks import progress
 
 
 def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
-    """Run `finetune` and print how it went; with `as_json`, the report as the last line.
+    """Run `finetune` and print how it went; with `as_json`, the report as the last line."""
+
+    def start() -> Any:
+        from flows.finetune import finetune
+
+        return finetune(recipe, overrides)
+
+    report = _with_prefect(start, as_json=as_json)
+    _print_summary(report, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(report), flush=True)
+    return report
+
+
+def generate(*, as_json: bool, **arguments: Any) -> None:
+    """Run `generate` with its arguments, and print where the pictures are."""
+
+    def start() -> Any:
+        from flows.generate import generate
+
+        return generate(**arguments)
+
+    report = _with_prefect(start, as_json=as_json)
+    from flows.generate import print_report
+
+    print_report(report, as_json=as_json)
+
+
+def _with_prefect(start: Callable[[], Any], *, as_json: bool) -> dict[str, Any]:
+    """Start a flow, and show how it goes.
 
     Uses the Prefect server that PREFECT_API_URL names, else one of its own for the time of the run.
     """
@@ -37,19 +67,13 @@ def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, A
             display.say("starting Prefect (its own server, for this run) …")
         else:
             check_server(server)
-        from flows.finetune import finetune
-
         try:
-            found: Any = finetune(recipe, overrides)
+            found: dict[str, Any] = start()
         except Exception as error:
             if as_json:
                 print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
             raise
-    report: dict[str, Any] = found
-    _print_summary(report, file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print(json.dumps(report), flush=True)
-    return report
+    return found
 
 
 def check_server(url: str) -> None:

@@ -5,8 +5,8 @@
 
 Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with no step lost; 1 anything else.
 
-Where the job asks for more processes, this one is the first and starts the others; or torchrun or
-msrun starts all of them. The first one alone speaks, and writes.
+Where the job asks for more processes, this one is the first and starts the others; or torchrun,
+mpirun or msrun starts all of them. The first one alone speaks, and writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from runtimes.events import Events
 from runtimes.generate import generate
 from runtimes.job import Job, TrainJob, read_job
 from runtimes.others import LostRank, Others
-from runtimes.ranks import Ranks, brings_together, follows, launched
+from runtimes.ranks import Ranks, adopt_mpi, brings_together, follows, launched
 from runtimes.registry import check_settings, probe_runtime
 from runtimes.stop import STOPPED, Stop
 from runtimes.train.divergence import Diverged
@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m runtimes JOB.json (others: see its docstring)", file=sys.stderr)
         return 2
+    adopt_mpi()
     if brings_together():
         from runtimes.mindspore import scheduler
 

@@ -81,6 +81,9 @@ class Probe:
 class Runtime(Protocol):
     """Forward, backward, update on one kind of chip. Everything else is shared.
 
+    It may have a method `figures() -> dict[str, float]`: more than others tell of themselves, for
+    progress and the boards.
+
     A runtime's module has a class that is called with the process's Events (see registry.py), and
     functions `probe() -> Probe` and `check(settings: Train) -> None`, which raises WrongInput.
     """

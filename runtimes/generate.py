@@ -14,6 +14,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from artifacts.commit import write_atomic
 from runtimes.base import Pipeline
@@ -24,11 +25,13 @@ from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.objective.scheduler import read_schedule
-from runtimes.registry import open_runtime
+from runtimes.registry import open_runtime, prepare
 from runtimes.train.loop import open_job_latents
 from runtimes.train.validation import sample_losses
 
 LOSS_BATCH = 32
+#: Under which a picture's PNG says how it was drawn, as others name it too.
+PNG_KEY = "parameters"
 
 
 def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
@@ -36,18 +39,20 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
 
     What is there already is kept, so that an interrupted job goes on where it was.
 
-    Returns how many were drawn, and the seconds for it: `seconds` without `compile_seconds`.
+    Returns how many were drawn, and the seconds for it: `seconds` without `compile_seconds`, of
+    which `first_seconds` are the first batch's, in which more than compiling is done once.
 
     Raises:
         WrongInput: a model is not there or does not load, or the job's latents are not there.
     """
     detect_family(Path(job.model))
+    prepare(job)
     pipeline = open_runtime(job.runtime, events).pipeline(job)
     missing = [_missing(Path(drawing.out), job) for drawing in job.drawings]
     total = len(job.drawings) * len(job.prompts)
     done = total - sum(len(numbers) for batches in missing for numbers in batches)
     events.emit("drawn", done=done, total=total)
-    already, seconds, compiling = done, 0.0, 0.0
+    already, seconds, compiling = done, list[float](), 0.0
     for drawing, batches in zip(job.drawings, missing, strict=True):
         out = Path(drawing.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -59,18 +64,24 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
         for numbers in batches:
             prompts = [job.prompts[number] for number in numbers]
             since, before = time.perf_counter(), pipeline.compile_seconds()
-            pictures = pipeline.draw(prompts, first=numbers.start)
+            first = 0 if job.fixed_noise else numbers.start
+            pictures = pipeline.draw(prompts, first=first)
             compiled = pipeline.compile_seconds() - before
-            seconds += time.perf_counter() - since - compiled
+            seconds.append(time.perf_counter() - since - compiled)
             compiling += compiled
-            _keep(pictures, numbers, out)
+            _keep(pictures, numbers, out, job, first)
             done += len(numbers)
             events.emit("drawn", done=done, total=total)
         if wanted:
             with _holdout(job, drawing, pipeline) as holdout:
                 found = sample_losses(holdout, pipeline.errors)
             _write(losses, json.dumps({"losses": found}).encode())
-    return {"drawn": done - already, "seconds": seconds, "compile_seconds": compiling}
+    return {
+        "drawn": done - already,
+        "seconds": sum(seconds),
+        "first_seconds": seconds[0] if seconds else 0.0,
+        "compile_seconds": compiling,
+    }
 
 
 def _missing(out: Path, job: GenerateJob) -> list[range]:
@@ -104,12 +115,17 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
     )
 
 
-def _keep(pictures: NDArray[np.uint8], numbers: range, out: Path) -> None:
-    for number, picture in zip(numbers, pictures, strict=True):
+def _keep(
+    pictures: NDArray[np.uint8], numbers: range, out: Path, job: GenerateJob, first: int
+) -> None:
+    for row, (number, picture) in enumerate(zip(numbers, pictures, strict=True)):
         path = _path(out, number)
         if not path.exists():
-            png = io.BytesIO()
-            Image.fromarray(picture).save(png, "png")
+            png, text = io.BytesIO(), PngInfo()
+            if job.words is not None:
+                said = {"prompt": job.prompts[number], "noise": first + row, **job.words}
+                text.add_itxt(PNG_KEY, json.dumps(said, ensure_ascii=False))
+            Image.fromarray(picture).save(png, "png", pnginfo=text)
             _write(path, png.getvalue())
 
 

@@ -45,7 +45,8 @@ class GenerateJob:
     drawings: tuple[Drawing, ...]
     prompts: tuple[str, ...]  # one picture each, in order
     # seed, scheduler, num_inference_steps, guidance_scale, height and width (None is the model's
-    # own), batch_size; aesthetic_score and negative_aesthetic_score, for models that take one
+    # own), batch_size; aesthetic_score and negative_aesthetic_score, for models that take one; and,
+    # where they are not left out, negative_prompt and eta (DDIM's, arXiv 2010.02502)
     sampler: dict[str, Any]
     device: str = "auto"
     dtype: str = "float32"
@@ -56,6 +57,9 @@ class GenerateJob:
     vae: str | None = None  # local folder of a VAE in place of the pipeline's own
     compiled: str | None = None  # as TrainJob.compiled
     flash_attention: bool = True  # as train.mindspore.flash_attention
+    fixed_noise: bool = False  # every batch starts from the noise of the first
+    # What each picture's PNG says of it besides its prompt and noise; None says nothing.
+    words: dict[str, Any] | None = None
     kind: str = "generate"
 
 

@@ -26,7 +26,8 @@ Load = Callable[[str, Path, Mapping[str, Any]], Any]
 class Start:
     """One batch of pictures."""
 
-    prompts: list[str]
+    count: int  # pictures that are wanted
+    prompts: list[str]  # perhaps filled up with copies of the last
     height: int  # pixels
     width: int
     noise: NDArray[np.float32]  # [N, C, h, w]
@@ -63,6 +64,17 @@ def own_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], Any]) -> An
     return make(read_config(Path(drawing.parts["scheduler"])))
 
 
+def more_of(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """What a pipeline of diffusers is asked besides, where it is: a prompt to lead away from, for
+    each of `count` pictures, and DDIM's eta."""
+    found: dict[str, Any] = {}
+    if sampler.get("negative_prompt") is not None:
+        found["negative_prompt"] = [sampler["negative_prompt"]] * count
+    if sampler.get("eta"):
+        found["eta"] = sampler["eta"]
+    return found
+
+
 def starts(
     prompts: Sequence[str],
     sampler: Mapping[str, Any],
@@ -70,6 +82,7 @@ def starts(
     scale: int,
     *,
     first: int,
+    rows: int = 0,
 ) -> Iterator[Start]:
     """Batches of `batch_size`; the first picture's noise is number `first`, whatever the batches.
 
@@ -77,6 +90,7 @@ def starts(
         sampler: as GenerateJob.sampler; a height or width of None is the model's own.
         config: the denoiser's.
         scale: pixels a side of a latent.
+        rows: that each batch is filled up to, with copies of its last prompt.
     """
     own = config["sample_size"] * scale
     height, width = (sampler.get(side) or own for side in ("height", "width"))
@@ -84,7 +98,9 @@ def starts(
     size = sampler["batch_size"]
     for start in range(0, len(prompts), size):
         part = list(prompts[start : start + size])
+        count = len(part)
+        part += [part[-1]] * (rows - count)
         numbers = range(first + start, first + start + len(part))
         rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
         noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
-        yield Start(part, height, width, noise, rngs)
+        yield Start(count, part, height, width, noise, rngs)

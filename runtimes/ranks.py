@@ -14,6 +14,12 @@ from runtimes.base import WrongInput
 
 #: Set for a process that the first one has started (others.py); torchrun does not set it.
 FOLLOWER = "KILN_FOLLOWER"
+_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,17 @@ def launched() -> bool:
 def brings_together() -> bool:
     """Whether msrun has started this process for the others to find each other, not to train."""
     return os.environ.get("MS_ROLE") == "MS_SCHED"
+
+
+def adopt_mpi() -> None:
+    """Say by torchrun's names what mpirun (gaudi_spawn) says by its own, where it has started this
+    process."""
+    for name, theirs in _MPI.items():
+        if theirs in os.environ:
+            os.environ.setdefault(name, os.environ[theirs])
+    if _MPI["RANK"] in os.environ:  # of one machine, unless it was told where to meet
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "12345")
 
 
 def _by_msrun() -> bool:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from configs.training import Train
 from runtimes.base import Encodes, Probe, Runtime, WrongInput
 from runtimes.events import Events
-from runtimes.job import EncodeJob
+from runtimes.job import EncodeJob, Job, TrainJob
 from runtimes.objective.scheduler import DRAWING, TABLED, drawing_config
 
 #: Seconds that another environment's interpreter has to say what it finds.
@@ -57,8 +57,17 @@ def open_runtime(name: str, events: Events) -> Runtime:
     return cast(Runtime, _module(name, "runtime").TheRuntime(events))
 
 
+def prepare(job: Job | EncodeJob) -> None:
+    """Have a job's device known before its runtime's modules are imported, where it must be: what
+    looks for accelerators without it finds none for good. Raises WrongInput."""
+    device = job.train.get("device", "auto") if isinstance(job, TrainJob) else job.device
+    if device.partition(":")[0] == "hpu":
+        _module(job.runtime, "device").prepare(job)
+
+
 def open_encoder(job: EncodeJob) -> Encodes:
     """A pipeline's encoders in this process. Raises WrongInput if they cannot be had."""
+    prepare(job)
     return cast(Encodes, _module(job.runtime, "encode").open_encoder(job))
 
 
@@ -72,6 +81,11 @@ def check_scheduler(name: str, config: Mapping[str, Any], chosen: str | None) ->
             f"evaluate.scheduler: runtime {name} cannot draw with {kind}, which is not one "
             f"program: choose one of {names}"
         )
+
+
+def draws_by_tables(name: str) -> bool:
+    """Whether a runtime's sampler is a program over a table of numbers (torch/solver.py)."""
+    return _place(name).schedulers == TABLED
 
 
 def interpreter(name: str) -> str:
@@ -132,9 +146,11 @@ def has_own_environment(name: str) -> bool:
     return interpreter(name) != sys.executable
 
 
-def encodes_apart(name: str) -> bool:
-    """Whether a runtime's encoders are to be in a process of their own."""
-    return has_own_environment(name) or _place(name).exclusive
+def encodes_apart(job: EncodeJob) -> bool:
+    """Whether encoders are to be in a process of their own. A Gaudi that is open is closed to
+    others, too."""
+    exclusive = _place(job.runtime).exclusive or job.device.startswith("hpu")
+    return exclusive or has_own_environment(job.runtime)
 
 
 def _ask(python: str, *question: str) -> dict[str, Any]:

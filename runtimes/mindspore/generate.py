@@ -25,7 +25,7 @@ from runtimes.mindspore.lora import lay_over
 from runtimes.mindspore.models import attend_by, load_denoiser, load_text_encoder
 from runtimes.mindspore.network import Network
 from runtimes.objective.scheduler import chosen, read_config
-from runtimes.pictures import own_parts, own_scheduler, starts
+from runtimes.pictures import more_of, own_parts, own_scheduler, starts
 
 PIPELINES = {
     "sd": diffusers.StableDiffusionPipeline,
@@ -109,6 +109,7 @@ class Sampler:
                         latents=tensor(batch.noise).astype(self._dtype),
                         generator=batch.rngs,
                         output_type="np",
+                        **more_of(sampler, len(batch.prompts)),
                     )[0]
             except (RuntimeError, TypeError) as error:
                 raise self._no_kernel(error) from error

@@ -12,18 +12,21 @@ from importlib.metadata import version
 
 import torch
 
-from configs.training import Train
+from configs.training import Hpu, Train
+from runtimes import gaudi
 from runtimes.ascend import count_npus, lacking, torch_npu_version
 from runtimes.base import Probe, WrongInput
+from runtimes.job import EncodeJob, Job, TrainJob
 from runtimes.memory import peak_of_process
 from runtimes.ranks import Ranks
-from runtimes.torch import npu
+from runtimes.torch import hpu, npu
+from runtimes.torch.chip import Chip
 from runtimes.torch.optimizers import check_optimizer
 
 ALONE = Ranks()
 #: Kinds of devices beside the CPU, by PyTorch's names, in words.
-ACCELERATORS = {"cuda": "CUDA", "npu": "Ascend NPU"}
-_NAME = re.compile(r"(?P<kind>auto|cpu|cuda|npu)(?:(?<!auto)(?<!cpu):(?P<number>\d+))?")
+ACCELERATORS = {"cuda": "CUDA", "npu": "Ascend NPU", "hpu": "Gaudi"}
+_NAME = re.compile(r"(?P<kind>auto|cpu|cuda|npu|hpu)(?:(?<!auto)(?<!cpu):(?P<number>\d+))?")
 #: Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -45,12 +48,12 @@ def make_deterministic() -> None:
 
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     """`auto` is CUDA when there is one, else the CPU; each process of a machine has a device of its
-    own. An NPU must be asked for.
+    own. An NPU or a Gaudi must be asked for.
 
     Raises:
         WrongInput: it is not there, or there are fewer than processes.
     """
-    known = "auto, cpu, cuda[:N] or npu[:N]"
+    known = "auto, cpu, cuda[:N], npu[:N] or hpu[:N]"
     match = _NAME.fullmatch(name)
     if match is None:
         raise WrongInput(f"device {name!r} is not for this runtime ({known})")
@@ -61,6 +64,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         return torch.device("cpu")
     if kind == "npu":
         npu.load()
+    if kind == "hpu":
+        hpu.load()
     words, there = ACCELERATORS[kind], torch.get_device_module(kind).device_count()
     if ranks.world > 1 and number is not None:
         raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or {kind}")
@@ -73,16 +78,51 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         raise WrongInput(
             f"device {name}: this machine has {there} {words} devices; set auto or cpu"
         )
+    if kind == "hpu":  # a process sees one
+        if number is not None:
+            hpu.choose_module(int(number))
+        return torch.device(kind)
     if ranks.world > 1:
         return torch.device(kind, ranks.local_rank)
     return torch.device(kind) if number is None else torch.device(kind, int(number))
+
+
+def open_chip(
+    name: str, ranks: Ranks = ALONE, settings: Hpu | None = None, compiled: str | None = None
+) -> Chip:
+    """The device of that name, see choose_device, with what its kind wants.
+
+    Args:
+        settings: of a Gaudi.
+        compiled: URL of the folder for compiled programs, where the kind has any; None keeps none.
+
+    Raises:
+        WrongInput: it is not there, or does not go with the settings.
+    """
+    if not name.startswith("hpu"):
+        return Chip(choose_device(name, ranks))
+    settings = settings or Hpu()
+    kept = hpu.load(settings, compiled)
+    choose_device(name, ranks)
+    if ranks.world > 1:
+        hpu.load_hccl()
+    return hpu.Gaudi(settings, kept)
+
+
+def prepare(job: Job | EncodeJob) -> None:
+    """Load a Gaudi's bridge for a job, see registry.prepare. Raises WrongInput."""
+    settings = Train(**job.train).hpu if isinstance(job, TrainJob) else None
+    hpu.load(settings, job.compiled)
 
 
 def check(settings: Train) -> None:
     """Raise WrongInput for train settings that the devices of this machine cannot serve."""
     ranks = Ranks(world=settings.processes, local_world=settings.processes)
     check_precision(settings)
-    check_optimizer(settings, choose_device(settings.device, ranks))
+    device = choose_device(settings.device, ranks)
+    check_optimizer(settings, device)
+    if device.type == "hpu":
+        hpu.check(settings)
 
 
 def check_precision(settings: Train) -> None:
@@ -133,8 +173,12 @@ def versions() -> dict[str, str]:
 
 
 def probe() -> Probe:
-    """What this runtime finds here. NPUs are told of as the driver shows them, not opened."""
+    """What this runtime finds here. NPUs and Gaudis are told of as the driver shows them, not
+    opened."""
     devices = [describe(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
     if torch_npu_version() is not None and not lacking():
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
+    if gaudi.bridge_version() is not None:
+        bridge = f"habana_frameworks {gaudi.bridge_version()}"
+        devices += [f"hpu:{n} ({bridge})" for n in range(gaudi.count_hpus() or hpu.count())]
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

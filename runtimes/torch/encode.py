@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from runtimes.base import WrongInput
-from runtimes.encoders import describe_encoders, has_t5, t5_length, vae_path
+from runtimes.encoders import TEXT_BATCH, describe_encoders, has_t5, t5_length, vae_path
 from runtimes.families import FAMILIES
 from runtimes.job import EncodeJob
+from runtimes.mesh import repeat_last
 from runtimes.tokens import Tokens, check_vocabulary
-from runtimes.torch.device import choose_device, make_deterministic
+from runtimes.torch.chip import Chip
+from runtimes.torch.device import choose_device, make_deterministic, open_chip
 from runtimes.torch.inputs import Send, sender
 from runtimes.torch.models import SAFE, load_text_encoder
 from runtimes.torch.texts import encode_ids, join_t5
@@ -157,7 +159,30 @@ def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if upcast else dtype
 
 
+class FilledEncoder(Encoder):
+    """One that fills batches up to one size, so that they are one program, which is kept."""
+
+    def __init__(self, job: EncodeJob, chip: Chip, vae: Path | None) -> None:
+        super().__init__(Path(job.model), vae, device=chip.device, dtype=job.dtype)
+        self._chip, self._pictures = chip, job.batch_size
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        mean, logvar = super().images(repeat_last(pixels, self._pictures))
+        self._chip.keep()
+        return mean[: len(pixels)], logvar[: len(pixels)]
+
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
+        more = [""] * (TEXT_BATCH - len(captions))
+        states, pooled = super().texts([*captions, *more], clip)
+        return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
+
+
 def open_encoder(job: EncodeJob) -> Encoder:
     """The encoders of a job. Raises WrongInput."""
     vae = None if job.vae is None else Path(job.vae)
-    return Encoder(Path(job.model), vae, device=job.device, dtype=job.dtype)
+    chip = open_chip(job.device, compiled=job.compiled)
+    if chip.fills_batches:
+        return FilledEncoder(job, chip, vae)
+    return Encoder(Path(job.model), vae, device=chip.device, dtype=job.dtype)

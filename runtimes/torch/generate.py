@@ -22,8 +22,9 @@ from runtimes.extras import NOTHING, Extras, all_hidden, asked_scores
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.scheduler import chosen
-from runtimes.pictures import own_parts, own_scheduler, starts
-from runtimes.torch.device import choose_device, make_deterministic
+from runtimes.pictures import more_of, own_parts, own_scheduler, starts
+from runtimes.torch.chip import Chip
+from runtimes.torch.device import make_deterministic, open_chip
 from runtimes.torch.inputs import Inputs, sender
 from runtimes.torch.lora import lay_over
 from runtimes.torch.models import load_denoiser, load_text_encoder
@@ -46,7 +47,7 @@ class Sampler:
         self,
         folder: Path,
         parts: dict[str, Any],
-        device: torch.device,
+        chip: Chip,
         dtype: torch.dtype = torch.float32,
         vae: Path | None = None,
     ) -> None:
@@ -78,7 +79,7 @@ class Sampler:
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise WrongInput(f"model {folder}: the pipeline does not load: {reason}") from None
-        self._pipe = pipe.to(device)
+        self._pipe, self._chip = pipe.to(chip.device), chip
         self._pipe.set_progress_bar_config(disable=True)
         swapped = ("scheduler", *family.clip_encoders)
         self._own = {name: getattr(pipe, name) for name in swapped}
@@ -98,7 +99,8 @@ class Sampler:
         self._pipe.register_modules(scheduler=chosen(self._pipe.scheduler, sampler, make_scheduler))
         denoiser = getattr(self._pipe, self._denoiser)
         scale, pictures = self._pipe.vae_scale_factor, list[NDArray[np.uint8]]()
-        for batch in starts(prompts, sampler, denoiser.config, scale, first=first):
+        rows = sampler["batch_size"] if self._chip.fills_batches else 0
+        for batch in starts(prompts, sampler, denoiser.config, scale, first=first, rows=rows):
             later = [torch.Generator().manual_seed(int(r.integers(2**63))) for r in batch.rngs]
             size = (batch.height, batch.width)
             with shown_more(denoiser, self._pipe.vae, sampler, size):
@@ -110,10 +112,16 @@ class Sampler:
                     guidance_scale=sampler["guidance_scale"],
                     latents=torch.from_numpy(batch.noise).to(denoiser.dtype),
                     generator=later,
+                    callback_on_step_end=self._after_step,
+                    **more_of(sampler, len(batch.prompts)),
                     **self._more,
                 ).images
-            pictures += [np.asarray(picture) for picture in drawn]
+            pictures += [np.asarray(picture) for picture in drawn[: batch.count]]
         return np.stack(pictures)
+
+    def _after_step(self, *told: Any) -> dict[str, Any]:
+        self._chip.cut()
+        return {}
 
 
 @contextmanager
@@ -130,17 +138,18 @@ def shown_more(
     if extras == NOTHING:
         yield
         return
-    blank = blank_latents(vae, size) if extras.inpainting else None
-    scores = asked_scores(sampler) if extras.aesthetic_score else []
+    device = denoiser.device
+    blank = blank_latents(vae, size).to(device) if extras.inpainting else None
+    scores = torch.tensor(asked_scores(sampler), device=device) if extras.aesthetic_score else None
 
     def more(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         latents = given[0]
         if blank is not None:
-            seen = blank.to(latents).expand(len(latents), -1, -1, -1)
+            seen = blank.to(latents.dtype).expand(len(latents), -1, -1, -1)
             given = (torch.cat([latents, seen], dim=1), *given[1:])
-        if scores:  # rows without caption come first
-            asked = torch.tensor(scores, device=latents.device)
-            named = {**named, "class_labels": asked.repeat_interleave(len(latents) // len(scores))}
+        if scores is not None:  # rows without caption come first
+            times = len(latents) // len(scores)
+            named = {**named, "class_labels": scores.repeat_interleave(times)}
         return given, named
 
     handle = denoiser.register_forward_pre_hook(more, with_kwargs=True)
@@ -166,23 +175,27 @@ class ThePipeline:
 
     def __init__(self, job: GenerateJob) -> None:
         make_deterministic()
-        self._device, self._dtype = choose_device(job.device), getattr(torch, job.dtype)
+        self._chip = open_chip(job.device, compiled=job.compiled)
+        self._device, self._dtype = self._chip.device, getattr(torch, job.dtype)
         self._model, self._settings = Path(job.model), job.sampler
         self._vae = None if job.vae is None else Path(job.vae)
         self._sampler: Sampler | None = None
 
     def take(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, self._device)
+        self._chip.prepare_drawing(self._network.denoiser)
         self._scheduler = own_scheduler(drawing, make_scheduler)
         self.encodes_text = bool(self._network.text_encoders)
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
         if self._sampler is None:  # with encoders of its own: the next model may have none
             denoiser = {self._network.family.denoiser: self._network.denoiser}
-            self._sampler = Sampler(self._model, denoiser, self._device, self._dtype, self._vae)
+            self._sampler = Sampler(self._model, denoiser, self._chip, self._dtype, self._vae)
         own = {} if self._scheduler is None else {"scheduler": self._scheduler}
         self._sampler.use(dict(self._network.named_children()) | own)
-        return self._sampler.draw(prompts, self._settings, first=first)
+        drawn = self._sampler.draw(prompts, self._settings, first=first)
+        self._chip.keep()
+        return drawn
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with torch.inference_mode():
@@ -190,7 +203,7 @@ class ThePipeline:
             return inputs.errors(self._network).cpu().numpy()
 
     def compile_seconds(self) -> float:
-        return 0.0
+        return self._chip.compile_seconds()
 
 
 def load_network(

@@ -13,7 +13,8 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
-#: Devices that take weights channels-last; torch_npu raises at them.
+#: Devices that take weights channels-last: torch_npu raises at them, and on a Gaudi layouts are
+#: its compiler's business.
 CHANNELS_LAST = ("cpu", "cuda")
 
 

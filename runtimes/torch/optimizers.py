@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from configs.training import Train
 from runtimes.base import WrongInput
+from runtimes.torch import hpu
 
 Tensors = dict[str, torch.Tensor]
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -27,7 +28,7 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Parameters, settings: Train) -> None:
-        kind = _KINDS[settings.optimizer]
+        kind = _kind(settings, next(iter(parameters.values())).device)
         self._parameters, self._memory, self._count = parameters, kind.memory, kind.count
         texts = {n: p for n, p in parameters.items() if n.startswith("text_encoder")}
         others = [p for n, p in parameters.items() if n not in texts]
@@ -70,6 +71,14 @@ class _Kind:
     start: Callable[[Any, torch.nn.Parameter, int, int], None]  # parameter, its group and number
     count: Callable[[int, torch.nn.Parameter], Any]  # its counter of steps
     memory: tuple[str, ...]
+
+
+def _kind(settings: Train, device: torch.device) -> _Kind:
+    kind = _KINDS[settings.optimizer]
+    if device.type == "hpu" and settings.optimizer == "adamw":
+        count = _count if hpu.counts_on_host(settings) else _count_on_device
+        return replace(kind, make=hpu.adamw, count=count)
+    return kind
 
 
 def _adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimizer:

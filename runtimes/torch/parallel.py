@@ -32,7 +32,11 @@ from runtimes.torch.network import Network
 #: How long a process waits for another. The first one's pauses are shorter, also when a large
 #: checkpoint goes to a slow store; that a process of this machine is lost is noticed by others.py.
 TIMEOUT = timedelta(hours=1)
-BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+BACKENDS = {
+    "cuda": "cpu:gloo,cuda:nccl",
+    "npu": "cpu:gloo,npu:hccl",
+    "hpu": "cpu:gloo,hpu:hccl",
+}
 Masters = dict[str, torch.nn.Parameter]
 
 
@@ -200,7 +204,7 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
     if not dist.is_initialized():
         if os.environ.get("MASTER_ADDR") == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
-        if device.type in BACKENDS:
+        if device.index is not None:
             torch.get_device_module(device).set_device(device)
         # gloo is for what lies on the host, which NCCL and HCCL cannot pass on.
         backend = BACKENDS.get(device.type, "gloo")

@@ -20,10 +20,10 @@ from runtimes.objective.scheduler import trained_scheduler
 from runtimes.ranks import Ranks
 from runtimes.torch.device import (
     check_precision,
-    choose_device,
     describe,
     keep_freed_memory,
     make_deterministic,
+    open_chip,
     peak_bytes,
     probe,
     versions,
@@ -56,7 +56,9 @@ class TheRuntime:
         ranks = Ranks.here()
         self._rank = ranks.rank
         self.draws_together = ranks.world > 1 and self._settings.parallel == "fsdp"
-        self._device = choose_device(self._settings.device, ranks)
+        self._chip = open_chip(self._settings.device, ranks, self._settings.hpu, job.compiled)
+        self._chip.check(self._settings)
+        self._device = self._chip.device
         if self._device.type == "cpu":
             keep_freed_memory()
         self._parallel = open_parallel(self._settings, ranks, self._device)
@@ -72,12 +74,17 @@ class TheRuntime:
         to_training(network)
         self._drops = drops(network)
         self._network = network
+        self._chip.prepare(network.denoiser)
         if self._settings.compile:
-            network.denoiser.compile()
+            network.denoiser.compile(backend=self._chip.compile_backend)
         self._forward = self._parallel.wrap(network)
-        self._update = Update(self._parallel.masters(), self._settings, self._parallel)
+        masters = self._parallel.masters()
+        self._update = Update(masters, self._settings, self._parallel, self._chip)
+        self._chip.cut()
 
     def put(self, batch: StepBatch) -> StepBatch:
+        if not self._chip.takes_batches_ahead:
+            return batch
         return replace(batch, on_device=list(self._inputs(batch)))
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
@@ -92,6 +99,8 @@ class TheRuntime:
                 # Gradients are averaged over the processes where their sum is wanted.
                 (part * self._parallel.world).backward()
             loss += part.detach()
+            if not inputs.last:
+                self._chip.cut()
         self._parallel.gather_gradients()
         return StepOutput(self._parallel.total(loss), self._update.apply(learning_rate))
 
@@ -116,6 +125,7 @@ class TheRuntime:
         return tracing(Path(folder), self._device)
 
     def state(self) -> State:
+        self._chip.keep()
         state = self._update.state()
         constants = self._network.constants()
         if state and constants and self._settings.method == "full":
@@ -124,6 +134,7 @@ class TheRuntime:
 
     def restore(self, state: State, step: int) -> None:
         self._update.restore(state, step)
+        self._chip.cut()
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         from runtimes.torch.generate import Sampler  # pipelines are slow to import
@@ -131,7 +142,7 @@ class TheRuntime:
         if self._sampler is None:
             vae = None if self._job.vae is None else Path(self._job.vae)
             model, parts = Path(self._job.model), dict(self._network.named_children())
-            self._sampler = Sampler(model, parts, self._device, vae=vae)
+            self._sampler = Sampler(model, parts, self._chip, vae=vae)
             changed = trained_scheduler(model / "scheduler", self._settings)
             if changed is not None:
                 self._sampler.use({"scheduler": make_scheduler(changed)})
@@ -159,6 +170,9 @@ class TheRuntime:
     def memory_bytes(self) -> int:
         return peak_bytes(self._device)
 
+    def figures(self) -> dict[str, float]:
+        return self._chip.figures()
+
     def pipeline(self, job: GenerateJob) -> Pipeline:
         from runtimes.torch.generate import ThePipeline
 
@@ -167,4 +181,9 @@ class TheRuntime:
     def _autocast(self) -> AbstractContextManager[None]:
         dtype = getattr(torch, self._settings.compute_dtype)
         enabled = dtype != torch.float32
-        return torch.autocast(self._device.type, dtype if enabled else None, enabled=enabled)
+        return torch.autocast(
+            self._device.type,
+            dtype if enabled else None,
+            enabled=enabled,
+            cache_enabled=self._chip.autocast_keeps_casts,
+        )

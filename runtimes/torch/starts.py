@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtimes.base import WrongInput
 from runtimes.extras import Extras, all_hidden, asked_scores
 from runtimes.mesh import filled_up
 from runtimes.objective.scheduler import chosen
@@ -68,17 +69,16 @@ class Starts:
             denoiser: its config.
         """
         rows = filled_up(sampler["batch_size"], multiple)
-        without = self._without() if sampler["guidance_scale"] > 1 else None
+        guided = sampler["guidance_scale"] > 1
+        without = self._without(sampler.get("negative_prompt")) if guided else None
         more: dict[str, Float32] | None = None
         factor = self.info["vae_scale_factor"]
-        for batch in starts(prompts, sampler, denoiser, factor, first=first):
-            missing, size = rows - len(batch.prompts), (batch.height, batch.width)
-            noise = np.pad(batch.noise, ((0, missing), (0, 0), (0, 0), (0, 0)))
-            captions = batch.prompts + [batch.prompts[-1]] * missing
+        for batch in starts(prompts, sampler, denoiser, factor, first=first, rows=rows):
+            size = (batch.height, batch.width)
             if more is None:
                 more = self._more(Extras.of(denoiser), size, sampler, rows)
-            conditioning = self._condition(captions, size, without)
-            yield Start(len(batch.prompts), noise, conditioning | more)
+            conditioning = self._condition(batch.prompts, size, without)
+            yield Start(batch.count, batch.noise, conditioning | more)
 
     def _condition(
         self, captions: list[str], size: tuple[int, int], without: dict[str, Float32] | None
@@ -108,10 +108,10 @@ class Starts:
             found["aesthetic_score"] = np.tile(np.array(asked_scores(sampler), np.float32), rows)
         return found
 
-    def _without(self) -> dict[str, Float32]:
-        """What stands for no caption, once for all pictures: [1, ...]."""
-        found = self._embeds([""])
-        if self.info["empty_prompt"] == "zeros":
+    def _without(self, negative: str | None) -> dict[str, Float32]:
+        """What guidance leads away from, once for all pictures [1, ...]: a prompt, or none."""
+        found = self._embeds([negative or ""])
+        if negative is None and self.info["empty_prompt"] == "zeros":
             return {name: np.zeros_like(array) for name, array in found.items()}
         return found
 
@@ -129,6 +129,8 @@ def table_of(scheduler: Any, sampler: Mapping[str, Any]) -> Table:
     Raises:
         WrongInput: it has none.
     """
+    if sampler.get("eta"):
+        raise WrongInput("eta draws noise at every step, which a table of numbers does not: set 0")
     return tabulate(chosen(scheduler, sampler, make_scheduler), sampler["num_inference_steps"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.base import State, WrongInput
+from runtimes.torch.chip import Chip
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import Alone
 
@@ -26,10 +28,15 @@ class Update:
     """
 
     def __init__(
-        self, parameters: Parameters, settings: Train, parallel: Alone | None = None
+        self,
+        parameters: Parameters,
+        settings: Train,
+        parallel: Alone | None = None,
+        chip: Chip | None = None,
     ) -> None:
         self._parameters, self._settings = parameters, settings
         self._parallel = parallel or Alone()
+        self._chip = chip or Chip(torch.device("cpu"))
         self._masters: list[torch.Tensor] = list(parameters.values())
         self._optimizer = Optimizer(parameters, settings)
         self._average: list[torch.Tensor] | None = None
@@ -39,17 +46,30 @@ class Update:
 
     def apply(self, learning_rate: float) -> torch.Tensor:
         """Clip the gradients, update, forget them. Returns their L2 norm before clipping."""
-        gradients = [p.grad for p in self._masters if p.grad is not None]
-        norm = self._parallel.total_norm(torch.nn.utils.get_total_norm(gradients, foreach=True))
-        most = self._settings.max_grad_norm
-        if most is not None and not _surely_below(most, norm):
-            torch.nn.utils.clip_grads_with_norm_(self._masters, most, norm, foreach=True)
+        norm = self._clip()
         self._optimizer.step(learning_rate)
         if self._average is not None and self._settings.ema_decay is not None:
             decay = min(self._settings.ema_decay, (1 + self._step) / (10 + self._step))
+            share: Any = self._chip.number(1 - decay)
+            if isinstance(share, torch.Tensor):
+                share = [share] * len(self._average)
             with torch.no_grad():
-                torch._foreach_lerp_(self._average, self._masters, 1 - decay)
+                torch._foreach_lerp_(self._average, self._masters, share)
+        self._chip.cut()
         self._step += 1
+        return norm
+
+    def _clip(self) -> torch.Tensor:
+        most = self._settings.max_grad_norm
+        norm = None if most is None else self._chip.clip(self._masters, most)
+        if norm is not None:
+            return norm
+        gradients = [p.grad for p in self._masters if p.grad is not None]
+        foreach = self._chip.foreach
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
+        norm = self._parallel.total_norm(norm)
+        if most is not None and not _surely_below(most, norm):
+            torch.nn.utils.clip_grads_with_norm_(self._masters, most, norm, foreach=foreach)
         return norm
 
     @contextmanager

@@ -18,7 +18,7 @@ from runtimes.job import TrainJob
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.objective.scheduler import read_schedule
 from runtimes.ranks import Ranks
-from runtimes.registry import open_runtime
+from runtimes.registry import open_runtime, prepare
 from runtimes.stop import Stop
 from runtimes.train.boards import Boards, open_boards
 from runtimes.train.run import Run
@@ -41,6 +41,7 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     loader, holdout = make_loader(job, settings, latents), make_holdout(job, settings, latents)
     if not Ranks.here().first:
         events = Muted()
+    prepare(job)
     runtime = open_runtime(job.runtime, events)  # slow to import: what is cheap is checked first
     boards = open_boards(job.work, settings) if Ranks.here().first else Boards([])
     done = False

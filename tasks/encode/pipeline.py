@@ -59,7 +59,7 @@ class EncodeShard(beam.DoFn):
 
     def _open(self) -> Encodes:
         """In this process; or in one of its own where the runtime wants that."""
-        apart = encodes_apart(self.encoders.runtime)
+        apart = encodes_apart(self.encoders)
         return ServedEncoder(self.encoders) if apart else open_encoder(self.encoders)
 
 

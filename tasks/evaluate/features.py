@@ -52,7 +52,8 @@ class ClipFeatures:
         from runtimes.torch.device import choose_device
 
         disable_progress_bar()
-        self._device = choose_device(device)
+        # A Gaudi that is open here would be closed to the processes that draw.
+        self._device = choose_device("auto" if device.startswith("hpu") else device)
         try:
             model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)

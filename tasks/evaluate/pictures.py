@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,8 +20,9 @@ from PIL import Image
 
 from artifacts.keys import digest_json
 from artifacts.models import digest_model
-from artifacts.store import Shard, Store
+from artifacts.store import Draft, Shard, Store
 from runtimes.job import Drawing, GenerateJob, Job
+from tasks.progress import Progress
 from tasks.tuned import BASE, Tuned
 
 STAGE = "evaluate"
@@ -40,6 +44,7 @@ DRAWING_PARTS = (
     "vae",
 )
 Event = dict[str, Any]
+log = logging.getLogger("kiln")
 Run = Callable[[Job, Callable[[Event], None]], Any]
 
 
@@ -104,6 +109,36 @@ def draw(
             shutil.rmtree(out)
     shards = [found[sitting.key(p)] for p in painters]
     return [shard for shard in shards if shard is not None]
+
+
+def told(stage: str, progress: Progress) -> Callable[[Event], None]:
+    """Turns what a generate job says into progress, and log lines of how long it took."""
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "drawn":
+            done, total = event["done"], event["total"]
+            progress(done, total, f"{done} of {total} pictures")
+        elif event["event"] == "result" and event.get("drawn"):
+            compiled = event["compile_seconds"]
+            words = f", after {compiled:.1f} s of compiling" if compiled else ""
+            log.info(
+                "%s: drew %d pictures in %.1f s (%.1f s of it for the first batch)%s",
+                *(stage, event["drawn"], event["seconds"], event["first_seconds"], words),
+            )
+
+    return on_event
+
+
+@contextmanager
+def scratch(draft: Draft) -> Iterator[Path]:
+    """Where pictures are drawn: beside the artifact if that is local, to go on after a kill."""
+    if draft.store.is_local:
+        folder = Path(draft.path) / "drawing"
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        with tempfile.TemporaryDirectory(prefix="kiln-drawing-") as beside:
+            yield Path(beside)
 
 
 def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:

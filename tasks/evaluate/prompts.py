@@ -28,16 +28,17 @@ def sample_prompts(recipe: Recipe) -> tuple[str, ...]:
 def _expand(name: str, given: PromptSet) -> tuple[str, ...]:
     if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
         raise WrongInput(f"evaluate.prompts: name {name!r}: use letters, digits, _, . and - only")
-    prompts = given.prompts or _read(name, str(given.file))
+    prompts = given.prompts or read_prompts(f"evaluate.prompts.{name}.file", str(given.file))
     return tuple(prompt for prompt in prompts for _ in range(given.images_per_prompt))
 
 
-def _read(name: str, url: str) -> tuple[str, ...]:
+def read_prompts(setting: str, url: str) -> tuple[str, ...]:
+    """The lines of a text file at any fsspec URL. Raises WrongInput, naming the setting."""
     try:
         with fsspec.open(url, "r", encoding="utf-8") as stream:
             prompts = tuple(line.strip() for line in stream if line.strip())
     except (OSError, ValueError) as error:
-        raise WrongInput(f"evaluate.prompts.{name}.file: {url} cannot be read: {error}") from None
+        raise WrongInput(f"{setting}: {url} cannot be read: {error}") from None
     if not prompts:
-        raise WrongInput(f"evaluate.prompts.{name}.file: {url} has no prompt")
+        raise WrongInput(f"{setting}: {url} has no prompt")
     return prompts

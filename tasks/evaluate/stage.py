@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +36,14 @@ from tasks.evaluate.measure import (
 )
 from tasks.evaluate.metrics import Metric
 from tasks.evaluate.pictures import (
-    Event,
     Painter,
     Run,
     Sitting,
     digest_pipeline,
     draw,
     read_pictures,
+    scratch,
+    told,
 )
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.published import published_painter
@@ -125,10 +123,10 @@ def build(
     """Draw with both models, measure, and put metrics, pictures and the grid into the draft."""
     conditions = sitting(recipe, latents)
     base = Painter(_digest(model_folder, vae_folder, None), model_folder, vae=vae_folder)
-    with _scratch(draft) as scratch, local_tuned(trained) as tuned:
+    with scratch(draft) as folder, local_tuned(trained) as tuned:
         digest = _digest(model_folder, vae_folder, trained)
         painters = [base, Painter(digest, model_folder, tuned, vae_folder)]
-        shards = draw(painters, conditions, draft.store, scratch, run, _shown(progress))
+        shards = draw(painters, conditions, draft.store, folder, run, told("evaluate", progress))
     log.info("evaluate: measuring %d pictures a model", len(conditions.prompts))
     yardstick = Yardstick.of(recipe, images, latents, clip_folder)
     measured = [yardstick.measure(draft.store, shard) for shard in shards]
@@ -213,33 +211,6 @@ def _digest(model_folder: Path, vae_folder: Path | None, trained: Artifact | Non
             "tuned": None if trained is None else tuned_content(trained),
         }
     )
-
-
-def _shown(progress: Progress) -> Any:
-    def on_event(event: Event) -> None:
-        if event["event"] == "drawn":
-            done, total = event["done"], event["total"]
-            progress(done, total, f"{done} of {total} pictures")
-        elif event["event"] == "result" and event.get("drawn"):
-            compiled = event["compile_seconds"]
-            words = f", after {compiled:.1f} s of compiling" if compiled else ""
-            log.info(
-                "evaluate: drew %d pictures in %.1f s%s", event["drawn"], event["seconds"], words
-            )
-
-    return on_event
-
-
-@contextmanager
-def _scratch(draft: Draft) -> Iterator[Path]:
-    """Where pictures are drawn: beside the artifact if that is local, to go on after a kill."""
-    if draft.store.is_local:
-        folder = Path(draft.path) / "drawing"
-        yield folder
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as scratch:
-            yield Path(scratch)
 
 
 def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:

@@ -102,14 +102,19 @@ class Registry:
 
     def promote(self, version: str, why: str = "promoted") -> Version:
         """Make a version the champion. Raises RegistryError if there is no such version."""
-        known = {v.name: v for v in self.versions()}
-        if version not in known:
-            there = ", ".join(known) or "none"
-            raise RegistryError(f"{self.name} {version}: no such version (there are: {there})")
+        found = self.version(version)
         with lock.hold(self.fs, f"{self.root}/lock.json"):
             if self._read_alias() != version:
                 self._move(version, why)
-        return known[version]
+        return found
+
+    def version(self, name: str) -> Version:
+        """A version by its name. Raises RegistryError if there is none."""
+        known = {v.name: v for v in self.versions()}
+        if name not in known:
+            there = ", ".join(known) or "none"
+            raise RegistryError(f"{self.name} {name}: no such version (there are: {there})")
+        return known[name]
 
     def rollback(self) -> Version:
         """Make the champion before the present one the champion again.

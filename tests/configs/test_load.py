@@ -45,7 +45,6 @@ def test_the_recipes_users_are_told_of_are_there() -> None:
         ({"train.steps": "many"}, "train.steps: Input should be a valid integer"),
         ({"train.steps": 0}, "train.steps: Input should be greater than 0 (got 0)"),
         ({"runtime": "tpu"}, "runtime: Input should be 'torch'"),
-        ({"runtime": "hpu"}, "runtime: hpu is not built yet (built: torch,"),
         ({"name.x": 1}, "name is a value, not a section"),
         ({"source.kind": "ftp"}, "source"),
         ({"train.snr_gamma": 5.0, "train.debiased": True}, "train: snr_gamma and debiased are two"),

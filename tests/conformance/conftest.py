@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chips
 import numpy as np
 import pytest
 from PIL import Image
@@ -79,9 +80,10 @@ def latents(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def make_job(models: dict[str, Path], latents: dict[str, str], tmp_path: Path) -> MakeJob:
-    """`make_job(runtime, family, name, **settings)`: a train job with much of what can be set."""
+    """`make_job(variant, family, name, **settings)`: a train job with much of what can be set."""
 
-    def make(runtime: str, family: str = "sdxl", name: str = "run", **settings: Any) -> TrainJob:
+    def make(variant: str, family: str = "sdxl", name: str = "run", **settings: Any) -> TrainJob:
+        on = chips.VARIANTS[variant]
         common = {
             "steps": 20,
             "global_batch_size": 8,
@@ -93,12 +95,13 @@ def make_job(models: dict[str, Path], latents: dict[str, str], tmp_path: Path) -
             "caption_dropout": 0.2,
             "ema_decay": 0.9,
             "seed": 3,
-            "device": "cpu",
+            "device": on.device,
+            **on.settings,
             "checkpoint_every": 8,
             "keep_checkpoints": 9,
         }
         return TrainJob(
-            runtime=runtime,
+            runtime=on.runtime,
             model=str(models[family]),
             latents=latents[family],
             train=Train(**{**common, **settings}).model_dump(mode="json"),

@@ -1,7 +1,8 @@
 """What every runtime must do alike: the same losses, resumes, pictures and complaints.
 
 Each job runs as a stage runs it: in a process of the runtime's own environment. A new runtime is
-a name in `runtimes.registry.RUNTIMES`; one that is not installed here is skipped, and says so.
+a name in `runtimes.registry.RUNTIMES`, another kind of device of one a name in `chips.VARIANTS`;
+one that is not installed here is skipped, and says so.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from runtimes.extras import job_config, trained_config
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob, Job, TrainJob
 from runtimes.objective.draws import Stream, generator
-from runtimes.registry import RUNTIMES, check_family, probe_runtime
+from runtimes.registry import check_family, probe_runtime
 from runtimes.torch.models import load_denoiser
 from tasks import process
 
@@ -59,19 +60,19 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(kept))
 
 
-def run_job(job: Job) -> None:
-    """As a stage does it, on what stands in for the runtime's chips."""
-    with chips.standing_in(job.runtime):
+def run_job(runtime: str, job: Job) -> None:
+    """As a stage does it, on what stands in for the chips of a runtime (or a variant of one)."""
+    with chips.standing_in(runtime):
         process.run_job(job)
 
 
 @cache
 def reason_to_skip(name: str) -> str:
-    found = probe_runtime(name)
-    return "" if found.available else found.reason
+    found = probe_runtime(chips.VARIANTS[name].runtime)
+    return chips.why_not(name) if found.available else found.reason
 
 
-@pytest.fixture(params=RUNTIMES)
+@pytest.fixture(params=chips.VARIANTS)
 def runtime(request: pytest.FixtureRequest) -> str:
     if reason := reason_to_skip(request.param):
         pytest.skip(reason)
@@ -79,8 +80,10 @@ def runtime(request: pytest.FixtureRequest) -> str:
 
 
 def skip_unless_known(runtime: str, family: str) -> None:
+    if family not in chips.VARIANTS[runtime].families:
+        pytest.skip(f"{family} is not run on {runtime}")
     try:
-        check_family(runtime, family)
+        check_family(chips.VARIANTS[runtime].runtime, family)
     except WrongInput as error:
         pytest.skip(str(error))
 
@@ -129,7 +132,7 @@ def test_twenty_steps_follow_the_reference_and_resume(
     job = make_job(runtime, family, **OBJECTIVES[family])
     plain = reference(job)
     expected = plain.losses()
-    run_job(job)
+    run_job(runtime, job)
     assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
     whole, lines = result(job), history(job)
     assert_close(next(iter(whole.values())), plain.weights(), WEIGHTS)
@@ -137,7 +140,7 @@ def test_twenty_steps_follow_the_reference_and_resume(
     if family == "sd3":
         return  # what it resumes by is no different
     forget_after(job, 8)
-    run_job(job)
+    run_job(runtime, job)
     assert history(job) == lines
     resumed = result(job)
     for name, weights in whole.items():
@@ -164,7 +167,7 @@ def test_adapters_follow_the_reference_and_resume(runtime: str, make_job: MakeJo
     job = make_job(runtime, gradient_checkpointing=True, **lora)
     plain = lora_reference(job)
     expected = plain.losses()
-    run_job(job)
+    run_job(runtime, job)
     assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
     weights = {f"unet.{n.replace('.default.', '.')}": a for n, a in plain.weights().items()}
     whole = result(job)[LORA_WEIGHTS]
@@ -172,7 +175,7 @@ def test_adapters_follow_the_reference_and_resume(runtime: str, make_job: MakeJo
     assert_close(whole, weights, WEIGHTS)
 
     forget_after(job, 8)
-    run_job(job)
+    run_job(runtime, job)
     np.testing.assert_equal(result(job)[LORA_WEIGHTS], whole)
 
 
@@ -183,10 +186,10 @@ def test_text_encoders_with_adapters_are_trained_as_torch_does(
         pytest.skip("this is what the others are held to")
     settings: dict[str, Any] = {"steps": 6, "method": "lora", "text_encoders": True}
     settings |= {"lora": {"rank": 4}, "learning_rate": 1e-2, "text_encoder_learning_rate": 5e-3}
-    jobs = [make_job(name, name=name, **settings) for name in ("torch", runtime)]
-    for job in jobs:
-        run_job(job)
-    expected, found = (result(job)[LORA_WEIGHTS] for job in jobs)
+    jobs = {name: make_job(name, name=name, **settings) for name in ("torch", runtime)}
+    for name, job in jobs.items():
+        run_job(name, job)
+    expected, found = (result(job)[LORA_WEIGHTS] for job in jobs.values())
     assert any(name.startswith("text_encoder_2.") for name in expected)
     assert_close(found, expected, WEIGHTS)
 
@@ -194,7 +197,7 @@ def test_text_encoders_with_adapters_are_trained_as_torch_does(
 def test_several_devices_follow_the_reference(runtime: str, make_job: MakeJob) -> None:
     job = make_job(runtime, **chips.SEVERAL[runtime])
     expected = reference(job).losses()
-    run_job(job)
+    run_job(runtime, job)
     assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
 
 
@@ -204,10 +207,10 @@ def test_a_run_goes_to_another_runtime_and_back(runtime: str, make_job: MakeJob)
     job = make_job("torch", snr_gamma=5.0)
     plain = reference(job)
     expected = plain.losses()
-    run_job(job)
+    run_job("torch", job)
     for name, step in ((runtime, 8), ("torch", 16)):
         forget_after(job, step)
-        run_job(replace(job, runtime=name))
+        run_job(name, make_job(name, snr_gamma=5.0))
     assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=LOSS)
     assert_close(next(iter(result(job).values())), plain.weights(), WEIGHTS)
 
@@ -254,7 +257,9 @@ def test_the_same_noise_gives_the_same_pictures(
     skip_unless_known(runtime, family)
     prompts = ("a red cat", "a blue dog")
     drawings = (Drawing(str(tmp_path / "drawn")),)
-    run_job(GenerateJob(runtime, str(models[family]), drawings, prompts, SAMPLER, device="cpu"))
+    on = chips.VARIANTS[runtime]
+    model = str(models[family])
+    run_job(runtime, GenerateJob(on.runtime, model, drawings, prompts, SAMPLER, device=on.device))
     for number, expected in enumerate(drawn_plainly(models[family], prompts)):
         data = (tmp_path / "drawn" / f"{number:05d}.png").read_bytes()
         found = np.asarray(Image.open(io.BytesIO(data)))
@@ -279,7 +284,8 @@ def test_what_sees_a_mask_and_a_score_draws_alike(
     prompts, drawn = ("a red cat", "a blue dog"), []
     for name in ("torch", runtime):
         drawings = (Drawing(str(tmp_path / name), {"unet": str(tmp_path / "unet")}),)
-        run_job(GenerateJob(name, str(models["sd"]), drawings, prompts, asked, device="cpu"))
+        on, model = chips.VARIANTS[name], str(models["sd"])
+        run_job(name, GenerateJob(on.runtime, model, drawings, prompts, asked, device=on.device))
         drawn.append([np.asarray(Image.open(p)) for p in sorted((tmp_path / name).glob("*.png"))])
     expected, found = np.stack(drawn).astype(int)
     assert np.abs(found - expected).max() <= 1  # of 255 levels
@@ -293,5 +299,5 @@ def test_wrong_weights_are_named_before_anything_is_written(
     broken = Path(shutil.copytree(job.model, tmp_path / "broken"))
     (broken / "unet/diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(WrongInput, match="diffusion_pytorch_model"):
-        run_job(replace(job, model=str(broken)))
+        run_job(runtime, replace(job, model=str(broken)))
     assert not (Path(job.work) / "checkpoints").exists()

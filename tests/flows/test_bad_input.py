@@ -16,7 +16,7 @@ from command import kiln
         (["run", "digits", "-o", "train.stpes=3"], "did you mean train.steps?"),
         (["run", "digits", "-o", "train.steps=x"], "train.steps: Input should be a valid integer"),
         (["run", "digits", "-o", "train.steps"], "write it as key=value"),
-        (["run", "digits", "-o", "runtime=hpu"], "runtime: hpu is not built yet (built: torch,"),
+        (["run", "digits", "-o", "runtime=hpu"], "runtime: Input should be 'torch'"),
         (["show", "xyz"], "xyz: nothing goes by that"),
         (["promote", "nobody", "v1"], "no such version"),
         (["ls", "--store", "nowhere"], "store nowhere: not there"),

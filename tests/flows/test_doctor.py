@@ -61,6 +61,13 @@ def test_a_server_that_does_not(
     assert "secret" not in said
 
 
+def test_hosts_of_other_chips_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    examine(as_json=False)
+    said = capsys.readouterr().out
+    assert "ascend: 0 NPUs; no driver" in said
+    assert "gaudi: 0 HPUs; no driver" in said
+
+
 def test_without_one_a_run_brings_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,15 +3,17 @@
 import pytest
 
 from runtimes.base import WrongInput
-from runtimes.ranks import Ranks, brings_together, launched
+from runtimes.ranks import Ranks, adopt_mpi, brings_together, launched
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 MSRUN = ("MS_ROLE", "RANK_ID", "MS_WORKER_NUM", "DEVICE_ID")
 
 
 @pytest.fixture(autouse=True)
 def _nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*NAMES, *MSRUN):
+    mpi = (f"OMPI_COMM_WORLD_{name}" for name in MPI)
+    for name in (*NAMES, *MSRUN, *mpi, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -28,6 +30,17 @@ def test_one_started_by_nobody_is_alone() -> None:
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     found = place(monkeypatch, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
     assert found == Ranks(3, 4, 1, 2) and launched()
+
+
+def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NAMES, "MASTER_ADDR", "MASTER_PORT"):  # what is set below goes with the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in zip(MPI, (3, 4, 1, 2), strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    assert not launched()
+    adopt_mpi()
+    assert Ranks.here() == Ranks(3, 4, 1, 2) and launched()
 
 
 def test_msrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from runtimes.base import WrongInput
 from runtimes.job import EncodeJob
-from runtimes.registry import RUNTIMES, probe_runtime
+from runtimes.registry import probe_runtime
 from runtimes.torch.encode import Encoder
 from tasks.encode.served import EncoderLost, ServedEncoder
 
@@ -52,19 +52,20 @@ def test_a_process_that_dies_says_its_last_line(tiny_sd: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", [name for name in RUNTIMES if name != "torch"])
+@pytest.mark.parametrize("runtime", [name for name in chips.VARIANTS if name != "torch"])
 @pytest.mark.parametrize("family", ["sd", "sdxl"])
 def test_every_runtime_encodes_alike(
-    runtime: str, family: str, tiny_sd: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: str, family: str, tiny_sd: Path, tiny_sdxl: Path
 ) -> None:
     """Whole batches and a last, smaller one."""
-    found = probe_runtime(runtime)
-    if not found.available:
-        pytest.skip(found.reason)
-    for name, value in chips.ENVIRONMENT.get(runtime, {}).items():
-        monkeypatch.setenv(name, value)
+    on = chips.VARIANTS[runtime]
+    found = probe_runtime(on.runtime)
+    if reason := chips.why_not(runtime) if found.available else found.reason:
+        pytest.skip(reason)
     folder = {"sd": tiny_sd, "sdxl": tiny_sdxl}[family]
-    served = ServedEncoder(EncodeJob(runtime, str(folder), device="cpu"))
+    with chips.standing_in(runtime):
+        job = EncodeJob(on.runtime, str(folder), batch_size=4, device=on.device)
+        served = ServedEncoder(job)
     here = Encoder(folder, device="cpu")
     for count in (4, 3):
         for one, other in zip(

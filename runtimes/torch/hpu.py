@@ -1,0 +1,273 @@
+"""Intel Gaudi by habana_frameworks, which is imported when device hpu is asked for, and never
+otherwise.
+
+Two modes. In eager mode every operator is done at once, and torch.compile makes programs of parts.
+In lazy mode operators are collected up to a `mark_step`, and what was collected is one program: it
+is compiled once for its operators, their shapes and the Python numbers in them. What changes from
+step to step (learning rate, weight decay, the average's decay) is therefore sent as a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache, cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from configs.training import Hpu, Train
+from runtimes.base import WrongInput
+from runtimes.compiled import Compiled
+from runtimes.gaudi import bridge_version, lacking
+from runtimes.torch.chip import Chip
+
+LAZY = "PT_HPU_LAZY_MODE"
+RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
+MODULE = "HLS_MODULE_ID"
+BRIDGE = "habana_frameworks.torch"
+
+
+def load(settings: Hpu | None = None, compiled: str | None = None) -> Compiled:
+    """Have PyTorch know device hpu, in the mode of the settings; else in that of PT_HPU_LAZY_MODE,
+    else eager.
+
+    Args:
+        compiled: URL of the folder for compiled programs (recipes); None keeps none.
+
+    Raises:
+        WrongInput: it cannot, or has loaded it in the other mode.
+    """
+    settings = settings or Hpu()
+    kept = _kept(compiled)
+    if BRIDGE not in sys.modules:  # which reads these when it is imported
+        os.environ.setdefault(LAZY, "0")
+        if settings.mode is not None:
+            os.environ[LAZY] = str(int(settings.mode == "lazy"))
+        if kept.path is not None:
+            size = settings.recipe_cache_megabytes
+            os.environ.setdefault(RECIPES, f"{kept.path},false,{size},false")
+    try:
+        import_module(f"{BRIDGE}.core")
+        import_module(f"{BRIDGE}.hpu")
+        if settings.gpu_migration:
+            import_module(f"{BRIDGE}.gpu_migration")
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        missing = "; ".join(lacking())
+        raise WrongInput(
+            f"device hpu: habana_frameworks does not load: {reason}"
+            + (f" ({missing})" if missing else "")
+        ) from None
+    if settings.mode not in (None, mode()):
+        raise WrongInput(f"train.hpu.mode: {settings.mode}: this process is in mode {mode()}")
+    if settings.graphs and mode() != "lazy":
+        raise WrongInput("train.hpu.graphs needs mode lazy: set train.hpu.mode to lazy")
+    return kept
+
+
+@cache
+def _kept(compiled: str | None) -> Compiled:
+    return Compiled(compiled, f"hpu-{bridge_version()}")
+
+
+def load_hccl() -> None:
+    """Have torch.distributed know backend hccl."""
+    import_module(f"{BRIDGE}.distributed.hccl")
+
+
+def count() -> int:
+    """Gaudis that the bridge knows of: older drivers do not show them where newer ones do."""
+    try:
+        load()
+    except WrongInput:
+        return 0
+    return int(torch.get_device_module("hpu").device_count())
+
+
+def mode() -> str:
+    """The mode of this process."""
+    return "lazy" if os.environ.get(LAZY) == "1" else "eager"
+
+
+def choose_module(number: int) -> None:
+    """Have this process take a Gaudi by its number; a process has one, and calls it `hpu`."""
+    os.environ[MODULE] = str(number)
+
+
+def check(settings: Train) -> None:
+    """Raise WrongInput for settings that do not go with the device."""
+    if settings.parallel == "fsdp":
+        raise WrongInput("train.parallel: fsdp is not for device hpu: take data")
+    if settings.optimizer == "adafactor":
+        raise WrongInput(
+            "train.optimizer: adafactor is not for device hpu, where its numbers would be another "
+            "program at every step: take adamw"
+        )
+
+
+class Gaudi(Chip):
+    """One Gaudi, its bridge loaded."""
+
+    compile_backend = "hpu_backend"
+    fills_batches = True
+    foreach = None
+
+    def __init__(self, settings: Hpu, kept: Compiled) -> None:
+        super().__init__(torch.device("hpu"))
+        self._settings, self._kept, self._lazy = settings, kept, mode() == "lazy"
+        self.takes_batches_ahead = not self._lazy  # operators are collected by one thread
+        # A graph that was recorded must not read casts that the next step makes anew.
+        self.autocast_keeps_casts = not settings.graphs
+        self._clippers: dict[float, Any] = {}
+        self._core = import_module(f"{BRIDGE}.core")
+        self._hpu = import_module(f"{BRIDGE}.hpu")
+
+    def check(self, settings: Train) -> None:
+        check(settings)
+
+    def prepare(self, denoiser: Any) -> None:
+        if self._settings.graphs:
+            cacher = self._hpu.ModuleCacher(max_graphs=self._settings.max_graphs)
+            cacher(model=denoiser, inplace=True, allow_unused_input=True)
+
+    def prepare_drawing(self, denoiser: Any) -> None:
+        if self._lazy:
+            self._hpu.wrap_in_hpu_graph(denoiser)
+
+    def clip(self, parameters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
+        """By FusedClipNorm; in lazy mode it would only cut the graph once more."""
+        if self._lazy or not self._settings.fused:
+            return None
+        if most not in self._clippers:
+            kind = _fused("normalization", "FusedClipNorm")
+            self._clippers[most] = None if kind is None else kind(parameters, most)
+        clipper = self._clippers[most]
+        return None if clipper is None else clipper.clip_norm(parameters).reshape(())
+
+    def number(self, value: float) -> torch.Tensor:
+        return _on_device(value)
+
+    def cut(self) -> None:
+        if self._lazy:
+            self._core.mark_step()
+
+    def keep(self) -> None:
+        self._kept.keep()
+
+    def figures(self) -> dict[str, float]:
+        """Programs compiled so far and the seconds for it, and the memory there is."""
+        found = {"device_memory_bytes": float(self._hpu.memory_stats()["Limit"])}
+        if self._compilations is not None:
+            stats = dict(self._compilations.stats())
+            found |= {
+                "graphs": float(stats["TotalNumber"]),
+                "compile_seconds": stats["TotalTime"] / 1e6,
+            }
+        return found
+
+    def compile_seconds(self) -> float:
+        return self.figures().get("compile_seconds", 0.0)
+
+    @cached_property
+    def _compilations(self) -> Any:
+        try:
+            metrics = import_module(f"{BRIDGE}.hpu.metrics")
+        except ImportError:
+            return None
+        return metrics.metric_global("graph_compilation")
+
+
+def counts_on_host(settings: Train) -> bool:
+    """Whether the optimizer that `adamw` gives counts its steps in Python."""
+    return settings.hpu.fused and _fused("optimizers", "FusedAdamW") is not None
+
+
+def adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimizer:
+    """AdamW for weights on an HPU: Habana's FusedAdamW where there is one and it is wanted, else
+    PyTorch's with its numbers on the device. In lazy mode a step of either is a graph of its own.
+    """
+    like = {"betas": settings.betas, "eps": settings.epsilon}
+    if counts_on_host(settings):
+        kind = _as_pytorch(_fused("optimizers", "FusedAdamW"))
+        return kind(groups, decay=settings.weight_decay, weight_decay=0.0, **like)
+    return _OnDevice(
+        groups,
+        lr=torch.tensor(settings.learning_rate, device="hpu"),
+        weight_decay=settings.weight_decay,
+        foreach=True,
+        capturable=True,
+        **like,
+    )
+
+
+class _OnDevice(torch.optim.AdamW):
+    """PyTorch's, with learning rate and count of steps on the device."""
+
+    def step(self, closure: Any = None) -> None:
+        if mode() == "lazy":
+            import_module(f"{BRIDGE}.core").mark_step()
+        for group in self.param_groups:
+            group["lr"] = _on_device(float(group["lr"]))
+        super().step(closure)
+
+
+def _as_pytorch(fused: Any) -> Any:
+    """FusedAdamW by PyTorch's rule, and with nothing in a graph that changes from step to step.
+
+    * Its own decay of weights is such a number in lazy mode: they are shrunk before it.
+    * It corrects its step for the bias of the moments, but not its epsilon. With c =
+      1 / sqrt(1 - beta2^s) and gradient and moments (g, m, v) given as (c g, c m, c^2 v), its
+      lr sqrt(1 - beta2^s) / (1 - beta1^s) * c m / (sqrt(c^2 v) + epsilon) is PyTorch's.
+    * It counts steps by group; we, by parameter.
+    """
+
+    class AsPyTorch(fused):
+        def __init__(self, groups: Any, *, decay: float, **more: Any) -> None:
+            super().__init__(groups, **more)
+            self._decay = decay
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            scaled = [self._scale(group) for group in self.param_groups]
+            super().step(closure)
+            for group, (scale, first, second) in zip(self.param_groups, scaled, strict=True):
+                if first:
+                    torch._foreach_mul_(first, _on_device(1 / scale))
+                    torch._foreach_mul_(second, _on_device(scale**-2))
+                for parameter in group["params"]:
+                    self.state[parameter]["step"] = group["step"]
+
+        def _scale(self, group: dict[str, Any]) -> tuple[float, list[Any], list[Any]]:
+            """Shrink weights and scale the rest; the scale, and both moments."""
+            done = group["step"] = self.state[group["params"][0]]["step"]
+            scale = (1 - group["betas"][1] ** (done + 1)) ** -0.5
+            given = [p for p in group["params"] if p.grad is not None]
+            first, second = (
+                [self.state[p][moment] for p in given] for moment in ("exp_avg", "exp_avg_sq")
+            )
+            if given:
+                if self._decay:
+                    torch._foreach_mul_(given, _on_device(1.0 - self._decay * group["lr"]))
+                factor = _on_device(scale)
+                torch._foreach_mul_([p.grad for p in given], factor)
+                torch._foreach_mul_(first, factor)
+                torch._foreach_mul_(second, _on_device(scale**2))
+            return scale, first, second
+
+    return AsPyTorch
+
+
+def _on_device(value: float) -> torch.Tensor:
+    """A number as data of the device, which is not waited for."""
+    return torch.tensor(value, dtype=torch.float32).to("hpu", non_blocking=True)
+
+
+def _fused(package: str, name: str) -> Any:
+    """A fused kernel of hpex, or None where this version of the software has none."""
+    try:
+        return getattr(import_module(f"{BRIDGE}.hpex.{package}"), name, None)
+    except ImportError:
+        return None

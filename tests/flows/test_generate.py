@@ -1,0 +1,89 @@
+"""`kiln generate`: every option of it, as its users give them, on a model that is published."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from artifacts.store import KeyParts, Store
+from tasks.publish.registry import Registry
+
+pytestmark = pytest.mark.slow
+COMMON = ("num_inference_steps=2", "n_samples=2", "guidance_scale=3", "device=cpu")
+
+
+@pytest.fixture
+def registry(tiny_sdxl: Path, tmp_path: Path) -> Path:
+    """With the tiny pipeline as a champion."""
+    draft = Store(str(tmp_path / "made")).draft(KeyParts("publish", 1, {}, {}))
+    for path in sorted(p for p in tiny_sdxl.rglob("*") if p.is_file()):
+        draft.upload(str(path), str(path.relative_to(tiny_sdxl)))
+    registry = Registry(str(tmp_path / "registry"), "tiny")
+    registry.promote(registry.publish(draft.commit({}, {"parents": {}})).name)
+    return tmp_path / "registry"
+
+
+def kiln(api: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli", "generate", *arguments],
+        **{"capture_output": True, "text": True, "env": _environment(api)},
+    )
+
+
+def _environment(api: str) -> dict[str, str]:
+    return {**os.environ, "PREFECT_API_URL": api}
+
+
+def test_pictures_come_with_their_settings(registry: Path, tmp_path: Path, api: str) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\n\na dög\n", encoding="utf-8")
+    store = f"store={tmp_path / 'store'}"
+
+    def draw(*more: str, model: str = "tiny", code: int = 0) -> Any:
+        options = [*COMMON, store, f"registry={registry}", *(m for m in more if m[0] != "-")]
+        flags = [m for m in more if m[0] == "-"]
+        given = [part for option in options for part in ("-o", option)]
+        done = kiln(api, model, "--from-file", str(tmp_path / "prompts.txt"), *given, *flags,
+                    "--out", str(tmp_path / "out"), "--json")  # fmt: skip
+        assert done.returncode == code, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]) if code == 0 else done.stderr
+
+    first = draw("n_iter=2", "n_rows=4")
+    assert first["outcome"] == "built" and first["pictures"] == 8
+    assert 0 < first["first_seconds"] <= first["seconds"]
+    folder = Path(first["folder"])
+    files = sorted((folder / "samples").iterdir())
+    pictures = [np.asarray(Image.open(path)) for path in files]
+    listed = json.loads((folder / "pictures.json").read_text(encoding="utf-8"))
+    prompts = ["a cat", "a cat", "a dög", "a dög"] * 2
+    assert [one["prompt"] for one in listed["pictures"]] == prompts
+    assert [one["noise"] for one in listed["pictures"]] == list(range(8))
+    for path, one in zip(files, listed["pictures"], strict=True):
+        said = json.loads(Image.open(path).text["parameters"])  # type: ignore[attr-defined]
+        assert {**one, **listed["settings"]}.items() >= said.items()
+        assert (said["prompt"], said["noise"], said["seed"]) == (one["prompt"], one["noise"], 42)
+    grid = np.asarray(Image.open(folder / "grid.png"))
+    assert grid.shape == (2 * 32 + 2, 4 * 32 + 6, 3)
+    np.testing.assert_array_equal(grid[34:, 34:66], pictures[5])
+
+    again = draw("n_iter=2", "n_rows=4")
+    assert again["outcome"] == "reused" and again["folder"] == first["folder"]
+
+    fixed = Path(draw("fixed_noise=true", "n_iter=2", "--skip-grid")["folder"])
+    assert not (fixed / "grid.png").exists()
+    same = [np.asarray(Image.open(path)) for path in sorted((fixed / "samples").iterdir())]
+    np.testing.assert_array_equal(same[0], same[4])
+    np.testing.assert_array_equal(same[:2], pictures[:2])
+    noise = [n["noise"] for n in json.loads((fixed / "pictures.json").read_text())["pictures"]]
+    assert noise == [0, 1] * 4
+
+    bare = draw("--skip-save", "seed=7", "scheduler=ddim", "ddim_eta=0.5", "negative_prompt=blue")
+    assert not (Path(bare["folder"]) / "samples").exists()
+    assert "ddim_eta is for scheduler ddim" in draw("ddim_eta=0.5", "scheduler=euler", code=2)
+    assert "height: 36 is not a multiple" in draw("height=36", code=2)
+    assert "v9: no such version" in draw(model="tiny@v9", code=2)

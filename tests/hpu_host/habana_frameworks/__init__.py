@@ -1,0 +1,1 @@
+"""Of an emulated Gaudi host: see ../README.md."""
