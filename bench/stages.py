@@ -21,6 +21,11 @@ from configs.schema import Recipe
 Build = Callable[[Draft], dict[str, Any]]
 
 
+def unscored(strip: bytes) -> dict[str, float]:
+    """No pictures are drawn here."""
+    raise AssertionError("there are no prompts")
+
+
 def silent(done: int, total: int, text: str = "") -> None:
     """Progress that nobody watches."""
 
@@ -58,7 +63,7 @@ class Stages:
             train,
             {"latents": latents.digest},
             lambda draft: train.build(
-                self._recipe, latents, self._model, None, (), draft, cast(Any, silent)
+                self._recipe, latents, self._model, None, (), unscored, draft, cast(Any, silent)
             ),
         )
 

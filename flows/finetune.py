@@ -96,11 +96,12 @@ class _Run:
         except gate.GateError as error:
             raise StageFailed(f"train: {error}") from error
         prompts = evaluate.sample_prompts(self.recipe)
+        score = evaluate.SampleScorer(self.recipe.evaluate.judges, at.clip, prompts)
         return self._stage(
             train,
             {"latents": latents.digest, "base": at.base_digest()},
             lambda draft, progress: train.build(
-                self.recipe, latents, at.model, at.vae, prompts, draft, progress
+                self.recipe, latents, at.model, at.vae, prompts, score, draft, progress
             ),
             latents=latents,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from configs.schema import Recipe
 from configs.training import computing
 from runtimes.encoders import read_config
 from runtimes.job import TrainJob
-from tasks.panels import Facts, Panel, Picture
+from tasks.panels import Facts, Panel, Picture, Table, human
 from tasks.process import Event, run_job
 from tasks.progress import Progress
 from tasks.show import show_in_prefect
@@ -23,7 +24,6 @@ from tasks.tpu import launch
 
 STAGE = "train"
 VERSION = 1
-SAMPLE_PROMPTS = 8
 #: Settings of evaluation that pictures while training are drawn with too.
 SAMPLER = {
     "seed",
@@ -38,6 +38,8 @@ SAMPLER = {
 }
 #: What is kept of the progress that a run makes; those not known are null.
 FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
+#: What pictures while training are worth, by name; a PNG has all of a step side by side.
+Score = Callable[[bytes], dict[str, float]]
 log = logging.getLogger("kiln")
 
 
@@ -63,6 +65,7 @@ def build(
     model_folder: Path,
     vae_folder: Path | None,
     sample_prompts: tuple[str, ...],
+    score: Score,
     draft: Draft,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -75,12 +78,12 @@ def build(
         train=recipe.train.model_dump(mode="json"),
         work=draft.uri,
         out=draft.uri,
-        sample_prompts=sample_prompts[:SAMPLE_PROMPTS],
+        sample_prompts=sample_prompts,
         sampler=recipe.evaluate.model_dump(mode="json", include=SAMPLER),
         denoiser_config=_denoiser_config(recipe),
         compiled=draft.store.compiled_url,
     )
-    watched = _Watch(progress, draft.store.fs)
+    watched = _Watch(progress, draft.store.fs, score)
     grace = recipe.train.grace_seconds
     if recipe.tpu is None:
         run_job(job, watched, grace_seconds=grace)
@@ -89,7 +92,10 @@ def build(
     for path in watched.files:
         draft.add(path)
     history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))
-    return _summary(recipe, history) | {"run": {"runtime": recipe.runtime, **watched.facts}}
+    run = {"runtime": recipe.runtime, **watched.facts}
+    if scores := watched.all_scores(f"{draft.path}/samples"):
+        run["sample_scores"] = scores
+    return _summary(recipe, history) | {"run": run}
 
 
 def _summary(recipe: Recipe, history: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,6 +124,8 @@ def show(artifact: Artifact) -> list[Panel]:
     ]
     if (png := _last_sample(artifact)) is not None:
         panels.append(Picture("Samples while training", png))
+    if scores := run.get("sample_scores"):
+        panels.append(Table("Scores of the samples", scores))
     return panels
 
 
@@ -149,11 +157,13 @@ def loss_curve(history: list[dict[str, Any]]) -> bytes:
 class _Watch:
     """Turns the process's events into progress, log lines and facts about the run."""
 
-    def __init__(self, progress: Progress, fs: AbstractFileSystem) -> None:
+    def __init__(self, progress: Progress, fs: AbstractFileSystem, score: Score) -> None:
         self.fs = fs
         self.progress = progress
+        self.score = score
         self.facts: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
+        self.scores: dict[int, dict[str, float]] = {}  # of the pictures of a step
         self.files: list[str] = []  # what the run has written
 
     def __call__(self, event: Event) -> None:
@@ -171,6 +181,7 @@ class _Watch:
             self.facts["images_per_second"] = event["images_per_second"]
         elif event["event"] == "sample":
             heading = f"{STAGE}: step {event['step']}"
+            self._score(event["step"], event["path"])
             show_in_prefect(STAGE, heading, lambda: self._so_far(event["path"]))
         elif event["event"] == "validation":
             log.info("train: held-out loss %.4f at step %d", event["loss"], event["step"])
@@ -178,13 +189,36 @@ class _Watch:
                 self.history[-1] = {**self.history[-1], "validation_loss": event["loss"]}
         elif event["event"] == "back":
             self.history = [line for line in self.history if line["step"] <= event["step"]]
+            self.scores = {n: kept for n, kept in self.scores.items() if n <= event["step"]}
         elif event["event"] == "checkpoint":
             log.debug("train: checkpoint at step %d", event["step"])
+
+    def all_scores(self, folder: str) -> list[dict[str, Any]]:
+        """Those of every step whose pictures are in a folder, also from before a resume."""
+        for path in sorted(self.fs.glob(f"{folder}/step-*.png")):
+            step = int(Path(path).stem.removeprefix("step-"))
+            if step not in self.scores:
+                self._score(step, path)
+        return self._score_lines()
+
+    def _score_lines(self) -> list[dict[str, Any]]:
+        return [{"step": step, **self.scores[step]} for step in sorted(self.scores)]
+
+    def _score(self, step: int, path: str) -> None:
+        try:
+            found = self.score(bytes(self.fs.cat_file(path)))
+        except Exception as error:  # no run ends for a score; the evaluation says what is wrong
+            log.warning("train: no scores of the pictures at step %d: %s", step, error)
+            return
+        self.scores[step] = found
+        said = ", ".join(f"{name} {human(value)}" for name, value in found.items())
+        log.info("train: step %d draws with %s", step, said)
 
     def _so_far(self, path: str) -> list[Panel]:
         return [
             Picture("Loss", loss_curve(self.history)),
             Picture("Samples while training", bytes(self.fs.cat_file(path))),
+            Table("Scores of the samples", self._score_lines()),
         ]
 
 

@@ -4,6 +4,7 @@ from tasks.evaluate.features import check_clip
 from tasks.evaluate.measure import flatten, metric_names
 from tasks.evaluate.pictures import STAGE, VERSION
 from tasks.evaluate.prompts import sample_prompts
+from tasks.evaluate.samples import SampleScorer
 from tasks.evaluate.stage import (
     build,
     check,
@@ -17,6 +18,7 @@ from tasks.evaluate.stage import (
 __all__ = [
     "STAGE",
     "VERSION",
+    "SampleScorer",
     "build",
     "check",
     "check_clip",

@@ -10,6 +10,7 @@ from configs.schema import PromptSet, Recipe
 from runtimes.base import WrongInput
 
 PromptSets = dict[str, tuple[str, ...]]
+MOST_SAMPLES = 8
 
 
 def prompt_sets(recipe: Recipe) -> PromptSets:
@@ -18,11 +19,11 @@ def prompt_sets(recipe: Recipe) -> PromptSets:
 
 
 def sample_prompts(recipe: Recipe) -> tuple[str, ...]:
-    """Distinct prompts to draw while training: the first of each set, then the second, ..."""
+    """A few distinct prompts to draw while training: the first of each set, then the second, ..."""
     sets = [list(dict.fromkeys(prompts)) for prompts in prompt_sets(recipe).values()]
     longest = max(len(prompts) for prompts in sets)
     turns = (prompts[i] for i in range(longest) for prompts in sets if i < len(prompts))
-    return tuple(dict.fromkeys(turns))
+    return tuple(dict.fromkeys(turns))[:MOST_SAMPLES]
 
 
 def _expand(name: str, given: PromptSet) -> tuple[str, ...]:

@@ -52,6 +52,10 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
     html = (model / "report.html").read_text(encoding="utf-8")
     assert html.count("data:image/png;base64,") >= 4
     assert all(f'id="{stage}"' in html for stage in STAGES)
+    trained = Path(first["stages"]["train"]["uri"]) / "manifest.json"
+    scores = json.loads(trained.read_text(encoding="utf-8"))["run"]["sample_scores"]
+    assert [(*line,) for line in scores] == [("step", "clip_score", "digit", "style")] * 2
+    assert [line["step"] for line in scores] == [3, 6]
 
     second = run_json(tmp_path, "digits", small)
     assert outcomes(second) == expect()

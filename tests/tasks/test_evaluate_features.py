@@ -1,5 +1,6 @@
 """CLIP features and judges: the models' own words, not ours."""
 
+import io
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from runtimes.base import WrongInput
 from tasks.evaluate import metrics
 from tasks.evaluate.features import ClipFeatures, check_clip
 from tasks.evaluate.judges import ask, check_prompts
+from tasks.evaluate.samples import SampleScorer
 
 PROMPTS = ["a cat", "two dogs", "a cat", "words " * 40]
 
@@ -39,6 +41,20 @@ def test_clip_score_is_what_transformers_says(tiny_clip: Path, pictures: list[np
         cosine = (logits / model.logit_scale.exp()).diag().numpy()
     np.testing.assert_allclose(ours, 100 * np.maximum(cosine, 0), atol=2e-4)
     assert np.abs(cosine).max() > 0.01
+
+
+def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_clip: Path) -> None:
+    x8, labels = world.digits("test")
+    drawn = world.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
+    prompts = [world.captions(int(label), 2)[0] for label in labels[:4]]
+    strip = io.BytesIO()
+    Image.fromarray(np.concatenate(list(drawn), axis=1)).save(strip, "png")
+    found = SampleScorer(["digits"], tiny_clip, prompts)(strip.getvalue())
+    clip = ClipFeatures(tiny_clip, "cpu")
+    scores = metrics.clip_scores(clip.images(drawn), clip.texts(prompts))
+    said = ask(["digits"], drawn, prompts)
+    assert found["clip_score"] == pytest.approx(scores.mean())
+    assert {name: found[name] for name in said} == {n: p.mean() for n, p in said.items()}
 
 
 def test_no_pictures_are_no_features(tiny_clip: Path) -> None:
