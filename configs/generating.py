@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
-from configs.load import RecipeError
+from configs.load import RecipeError, explain
 from configs.schema import RuntimeName, SchedulerName
 from configs.section import Section
 
@@ -61,11 +61,12 @@ class Generate(Section):
 def read_settings(
     model: str, prompts: Sequence[str] | None, settings: Mapping[str, Any] | None
 ) -> Generate:
-    """Raises RecipeError, naming the first setting that is wrong."""
-    given = {"model": model, "prompts": tuple(prompts or ()), **(settings or {})}
+    """Raises RecipeError, saying what is wrong with which setting."""
+    own = {"model": model, "prompts": tuple(prompts or ())}
+    if twice := sorted(own.keys() & (settings or {}).keys()):
+        raise RecipeError(f"generate: {twice[0]} is an argument of its own, no setting")
+    given = {**own, **(settings or {})}
     try:
         return Generate.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "generate"
-        raise RecipeError(f"{name}: {first['msg']}") from None
+        raise RecipeError(explain("generate", error, given, Generate)) from None

@@ -41,7 +41,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     try:
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
-        raise RecipeError(_explain(path.name, error, settings)) from None
+        raise RecipeError(explain(path.name, error, settings)) from None
     return recipe
 
 
@@ -157,19 +157,29 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
     settings.update(_merge({last: settings.get(last)}, {last: value}))
 
 
-def _explain(file: str, error: ValidationError, settings: dict[str, Any]) -> str:
-    lines = [f"{file}: {_explain_one(item, settings)}" for item in error.errors()]
+def explain(
+    where: str,
+    error: ValidationError,
+    settings: dict[str, Any],
+    model: type[BaseModel] = Recipe,
+) -> str:
+    """What is wrong with the settings of a model, a line each, with names that may be meant.
+
+    Args:
+        where: they were given.
+    """
+    lines = [f"{where}: {_explain_one(item, settings, model)}" for item in error.errors()]
     return "\n".join(dict.fromkeys(lines))
 
 
-def _explain_one(item: Any, settings: dict[str, Any]) -> str:
+def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:
     where = [str(part) for part in item["loc"]]
     kinds = {"urls", "folder", "dataset", "digits"}
     if len(where) > 1 and where[0] == "source" and where[1] in kinds:
         where.pop(1)  # the union's tag, which is not in the file
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
-        known = _field_names(where[:-1], settings)
+        known = _field_names(where[:-1], settings, model)
         near = difflib.get_close_matches(where[-1], known, n=1)
         prefix = "".join(f"{part}." for part in where[:-1])
         hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"
@@ -183,8 +193,9 @@ def _explain_one(item: Any, settings: dict[str, Any]) -> str:
     return f"{dotted}: {message} (got {item['input']!r})"
 
 
-def _field_names(path: list[str], settings: dict[str, Any]) -> list[str]:
-    model: type[BaseModel] | None = Recipe
+def _field_names(
+    path: list[str], settings: dict[str, Any], model: type[BaseModel] | None
+) -> list[str]:
     for part in path:
         if model is None:
             return []

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from configs.section import Fraction, Section
 from configs.tpu import Tpu
-from configs.training import MindSpore, Train
+from configs.training import Hpu, MindSpore, Train
 
 #: Of a model in the registry.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -303,18 +303,34 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _runtime_has_it(self) -> Recipe:
-        if self.runtime == "torch" and self.train.mesh.fsdp > 1:
-            raise ValueError("train.mesh is for other runtimes: torch has train.parallel: fsdp")
-        if self.train.inpainting and not self.encode.masks:
-            raise ValueError("train.inpainting needs masks: set encode.masks, such as 4")
-        if self.train.aesthetic_score and getattr(self.source, "aesthetic_column", None) is None:
-            raise ValueError(
-                "train.aesthetic_score needs scores: name their column in source.aesthetic_column"
-            )
+        if self.runtime in ("torch", "mindspore") and self.train.mesh.fsdp > 1:
+            raise ValueError("train.mesh is for runtimes jax and xla (torch: train.parallel: fsdp)")
+        self._extras_go_together()
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
             raise ValueError(
                 f"train.mindspore is for runtime mindspore, this one is {self.runtime}"
             )
+        if self.train.hpu != Hpu() and not self.train.device.startswith("hpu"):
+            raise ValueError(f"train.hpu is for train.device: hpu, not {self.train.device}")
         if self.tpu is not None and self.runtime != "xla":
             raise ValueError(f"tpu is for runtime xla, this one is {self.runtime}")
         return self
+
+    def _extras_go_together(self) -> None:
+        """What the denoiser sees beside text must be encoded, and what is encoded be seen."""
+        if self.train.inpainting != (self.encode.masks > 0):
+            raise ValueError(
+                "train.inpainting needs masks: set encode.masks, such as 4"
+                if self.train.inpainting
+                else "encode.masks are for train.inpainting: set it, or leave them at 0"
+            )
+        scored = getattr(self.source, "aesthetic_column", None) is not None
+        if self.train.aesthetic_score != scored:
+            raise ValueError(
+                "train.aesthetic_score needs scores: name their column in source.aesthetic_column"
+                if self.train.aesthetic_score
+                else "source.aesthetic_column is for train.aesthetic_score: set it, or leave it out"
+            )
+        if not scored:
+            names = ("aesthetic_score", "negative_aesthetic_score")
+            self.evaluate.refuse_changed(names, "train.aesthetic_score: false")

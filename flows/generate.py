@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from prefect import flow
 
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import KeyParts, Store
 from configs.generating import Generate, read_settings
 from flows.logs import log_to_prefect
 from flows.stages import run_stage
+from runtimes.base import WrongInput
 from tasks import generate as stage
 from tasks.progress import Progress
 
@@ -41,7 +43,8 @@ def generate(
     Returns where they are: `folder`, `pictures`, `seconds`, `first_seconds`, `compile_seconds`.
     """
     log_to_prefect()
-    return _run(read_settings(model, prompts, settings), Path(out), not skip_grid, not skip_save)
+    given = stage.with_prompts(read_settings(model, prompts, settings))
+    return _run(given, _made(out), not skip_grid, not skip_save)
 
 
 def _run(settings: Generate, out: Path, grid: bool, samples: bool) -> dict[str, Any]:
@@ -56,21 +59,30 @@ def _run(settings: Generate, out: Path, grid: bool, samples: bool) -> dict[str, 
         store, parts, lambda draft: stage.build(settings, painter, draft, progress), {}, stage.show
     )
     folder = out / artifact.key[:12]
-    _copy(artifact, folder, grid, samples)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / stage.LIST).write_bytes(artifact.read(stage.LIST))
+    if samples:
+        for name in stage.sample_names(artifact):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(artifact.read(name))
+    if grid:
+        columns = settings.n_rows or settings.n_samples
+        (folder / "grid.png").write_bytes(stage.grid(artifact, columns))
     log.info("generate: %d pictures in %s", artifact.summary["pictures"], folder)
     return {**artifact.summary, "folder": str(folder), "outcome": result.outcome}
 
 
-def _copy(artifact: Artifact, folder: Path, grid: bool, samples: bool) -> None:
-    """The artifact's files where they were asked for; the list says what each picture is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for entry in artifact.files:
-        is_sample = entry.path.startswith("samples/")
-        if (is_sample and not samples) or (entry.path == stage.GRID and not grid):
-            continue
-        target = folder / entry.path
-        target.parent.mkdir(exist_ok=True)
-        target.write_bytes(artifact.read(entry.path))
+def _made(out: str) -> Path:
+    """The folder, there to be written into. Raises WrongInput: better now than after drawing."""
+    if "://" in out:
+        raise WrongInput(f"out: {out} is a URL, give a folder; `store` is what may be elsewhere")
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise WrongInput(f"out: {out} cannot be written into: {error}") from None
+    return Path(out)
 
 
 def print_report(report: dict[str, Any], *, as_json: bool) -> None:
@@ -78,8 +90,11 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report), flush=True)
         return
+    if report["outcome"] == "reused":
+        print(f"{report['pictures']} pictures, drawn before: {report['folder']}")
+        return
     print(
-        f"{report['pictures']} pictures, {report['outcome']}: {report['folder']} "
+        f"{report['pictures']} pictures: {report['folder']} "
         f"({report['seconds']:.1f} s, {report['first_seconds']:.1f} s of it for the first batch; "
         f"{report['compile_seconds']:.1f} s of compiling before)"
     )

@@ -11,15 +11,16 @@ from artifacts.store import Store
 from configs.load import RecipeError
 from configs.schema import Recipe
 from runtimes.encoders import describe_encoders, vae_path
+from runtimes.extras import Extras
 from runtimes.families import detect_family
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.objective.scheduler import read_config, read_schedule, trained_scheduler
 from runtimes.registry import (
+    check_devices,
     check_family,
     check_installed,
     check_scheduler,
     check_settings,
-    probe_runtime,
 )
 from runtimes.train.wandb_board import check_wandb
 from tasks import download, evaluate, targets
@@ -101,15 +102,7 @@ def _check_runtime(recipe: Recipe) -> None:
     unsure = several or settings.optimizer == "adamw_8bit" or other
     if set(asked.values()) <= {"auto", "cpu"} and not unsure:
         return  # always there; looking for others imports the runtime, which takes seconds
-    found = probe_runtime(recipe.runtime)
-    if not found.available:
-        raise RecipeError(f"runtime {recipe.runtime}: {found.reason}")
-    names = {words.split()[0] for words in found.devices}  # cpu, cuda:0, ...
-    names |= {name.partition(":")[0] for name in names}
-    for section, device in asked.items():
-        if device not in {"auto", *names}:
-            known = ", ".join(found.devices)
-            raise RecipeError(f"{section}.device: {device} is not on this machine ({known})")
+    check_devices(recipe.runtime, {f"{name}.device": device for name, device in asked.items()})
     check_settings(recipe.runtime, settings)
 
 
@@ -149,11 +142,15 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0))
     if recipe.encode.holdout:  # evaluation takes the base's loss too
         Objective(read_schedule(folder), LatentScale(1.0), seed=0)
-    if trained_scheduler(folder, recipe.train) is None:
+    denoiser = model / detect_family(model).denoiser
+    if trained_scheduler(folder, recipe.train) is not None:
+        why = "errors of different predictions, as train.prediction_type or train.zero_terminal_snr"
+    elif Extras.of_folder(denoiser) != Extras.asked(recipe.train):
+        why = "models that see different things, as train.inpainting or train.aesthetic_score"
+    else:
         return
     for rule in map(parse_rule, recipe.publish.gate):
         if (rule.metric, rule.model) == ("holdout_loss", "base"):
             raise RecipeError(
-                f"publish.gate: {rule.text!r} compares errors of different predictions, as "
-                "train.prediction_type or train.zero_terminal_snr is not the base's: leave it out"
+                f"publish.gate: {rule.text!r} compares {why} is not the base's: leave it out"
             )

@@ -38,7 +38,7 @@ from runtimes.generate import generate
 from runtimes.job import Job, TrainJob, read_job
 from runtimes.others import LostRank, Others
 from runtimes.ranks import Ranks, adopt_mpi, brings_together, follows, launched
-from runtimes.registry import check_settings, probe_runtime
+from runtimes.registry import check_settings_here, probe_runtime
 from runtimes.stop import STOPPED, Stop
 from runtimes.train.divergence import Diverged
 from runtimes.train.loop import read_settings, train
@@ -69,13 +69,16 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m runtimes JOB.json (others: see its docstring)", file=sys.stderr)
         return 2
-    adopt_mpi()
+    events, stop = Events(), Stop()
+    try:
+        adopt_mpi()
+    except WrongInput as error:
+        return _fail(events, str(error), 2, wrong_input=True)
     if brings_together():
         from runtimes.mindspore import scheduler
 
         scheduler.serve()
         return 0
-    events, stop = Events(), Stop()
     stop.listen()
     speaker = f"process {Ranks.here().rank}: " if follows() else ""
     logging.basicConfig(format=f"{speaker}%(message)s", level=logging.WARNING)
@@ -96,7 +99,7 @@ def main(arguments: list[str]) -> int:
 
 def _wrong_with(name: str, settings: dict[str, Any]) -> str | None:
     try:
-        check_settings(name, Train(**settings))
+        check_settings_here(name, Train(**settings))
     except WrongInput as error:
         return str(error)
     return None

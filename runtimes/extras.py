@@ -46,6 +46,11 @@ class Extras:
         )
 
     @classmethod
+    def asked(cls, settings: Train) -> Extras:
+        """What settings ask for."""
+        return cls(settings.inpainting, settings.aesthetic_score)
+
+    @classmethod
     def of_folder(cls, folder: Path) -> Extras:
         """By the folder that its config.json is in."""
         return cls.of(read_config(folder / "config.json"))
@@ -65,10 +70,10 @@ def trained_config(
         WrongInput: it cannot see that, or must and is not asked to; or it does not fit the base.
     """
     if instead is not None:
-        check_fits(instead, base)
+        check_fits(_plain(instead), _plain(base))
     config = dict(base if instead is None else instead)
     has = Extras.of(config)
-    asked = Extras(settings.inpainting, settings.aesthetic_score)
+    asked = Extras.asked(settings)
     for name in ("inpainting", "aesthetic_score"):
         if getattr(has, name) and not getattr(asked, name):
             raise WrongInput(f"the base is made for it: set train.{name}: true")
@@ -82,7 +87,8 @@ def trained_config(
     if asked.inpainting:
         config["in_channels"] = _channels_to_inpaint(config)
     if asked.aesthetic_score:
-        if config.get("class_embed_type") not in (None, "timestep"):
+        own = config.get("class_embed_type") not in (None, "timestep")
+        if own or config.get("num_class_embeds") is not None:
             raise WrongInput("train.aesthetic_score: the base has classes of its own")
         config["class_embed_type"] = "timestep"
     return config
@@ -125,12 +131,18 @@ def added_weights(
 
 
 def added_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Weights of the base that `added_weights` is to be given."""
+    """Weights that `added_weights` is to be given, as far as the base has them."""
     if config.get("_class_name", UNET) != UNET:
         return ()
-    kinds = ("weight", "bias")
-    times = (f"time_embedding.{layer}.{kind}" for layer in CLASS_LAYERS for kind in kinds)
-    return ("conv_in.weight", *times)
+    return (
+        "conv_in.weight",
+        *(
+            f"{owner}.{layer}.{kind}"
+            for owner in ("time_embedding", "class_embedding")
+            for layer in CLASS_LAYERS
+            for kind in ("weight", "bias")
+        ),
+    )
 
 
 def all_hidden(mean: NDArray[Any], vae: Mapping[str, Any]) -> Float32:
@@ -156,6 +168,16 @@ def latent_channels(config: Mapping[str, Any]) -> int:
     """Channels of the latents that a denoiser makes."""
     inpainting = Extras.of(config).inpainting
     return int(config["out_channels" if inpainting else "in_channels"])
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config less what it sees beside its family's conditioning."""
+    extras, plain = Extras.of(config), dict(config)
+    if extras.inpainting:
+        plain["in_channels"] = latent_channels(config)
+    if extras.aesthetic_score:
+        plain["class_embed_type"] = None
+    return plain
 
 
 def _channels_to_inpaint(config: Mapping[str, Any]) -> int:

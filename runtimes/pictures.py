@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from runtimes.adapters.lora import read_adapters
 from runtimes.base import WrongInput
+from runtimes.encoders import describe_encoders
 from runtimes.extras import latent_channels
 from runtimes.families import detect_family
 from runtimes.job import Drawing
@@ -73,6 +75,21 @@ def more_of(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
     if sampler.get("eta"):
         found["eta"] = sampler["eta"]
     return found
+
+
+def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None = None) -> None:
+    """Raise WrongInput for pixels that a model cannot draw.
+
+    Args:
+        asked: setting -> pixels; None is the model's own.
+        model: folder of its pipeline.
+        vae: of one in place of the pipeline's own.
+    """
+    # Diffusers' pipelines take multiples of 8 only, whatever the model would.
+    step = math.lcm(8, describe_encoders(model, vae)["size_step"])
+    for setting, pixels in asked.items():
+        if (pixels or 0) % step:
+            raise WrongInput(f"{setting}: {pixels} is not a multiple of {step}")
 
 
 def starts(

@@ -61,13 +61,20 @@ def brings_together() -> bool:
 
 def adopt_mpi() -> None:
     """Say by torchrun's names what mpirun (gaudi_spawn) says by its own, where it has started this
-    process."""
-    for name, theirs in _MPI.items():
-        if theirs in os.environ:
-            os.environ.setdefault(name, os.environ[theirs])
-    if _MPI["RANK"] in os.environ:  # of one machine, unless it was told where to meet
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "12345")
+    process beside others.
+
+    Raises:
+        WrongInput: they are of several hosts, and have not been told where to meet.
+    """
+    said = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
+    if int(said.get("WORLD_SIZE", 1)) == 1:
+        return
+    if "MASTER_ADDR" not in os.environ and said["WORLD_SIZE"] != said.get("LOCAL_WORLD_SIZE"):
+        raise WrongInput("mpirun on several hosts: give each MASTER_ADDR, by `-x MASTER_ADDR=HOST`")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "12345")
+    for name, value in said.items():
+        os.environ.setdefault(name, value)
 
 
 def _by_msrun() -> bool:

@@ -61,7 +61,7 @@ def prepare(job: Job | EncodeJob) -> None:
     """Have a job's device known before its runtime's modules are imported, where it must be: what
     looks for accelerators without it finds none for good. Raises WrongInput."""
     device = job.train.get("device", "auto") if isinstance(job, TrainJob) else job.device
-    if device.partition(":")[0] == "hpu":
+    if device.partition(":")[0] == "hpu" and job.runtime == "torch":
         _module(job.runtime, "device").prepare(job)
 
 
@@ -71,14 +71,20 @@ def open_encoder(job: EncodeJob) -> Encodes:
     return cast(Encodes, _module(job.runtime, "encode").open_encoder(job))
 
 
-def check_scheduler(name: str, config: Mapping[str, Any], chosen: str | None) -> None:
-    """Raise WrongInput if a runtime cannot draw with a model's scheduler, or the one chosen."""
+def check_scheduler(
+    name: str,
+    config: Mapping[str, Any],
+    chosen: str | None,
+    setting: str = "evaluate.scheduler",
+) -> None:
+    """Raise WrongInput, naming the setting, if a runtime cannot draw with a model's scheduler, or
+    the one chosen."""
     known = _place(name).schedulers
     kind = (config if chosen is None else drawing_config(config, chosen))["_class_name"]
     if known is not None and kind not in known:
         names = ", ".join(word for word, its in DRAWING.items() if its in known)
         raise WrongInput(
-            f"evaluate.scheduler: runtime {name} cannot draw with {kind}, which is not one "
+            f"{setting}: runtime {name} cannot draw with {kind}, which is not one "
             f"program: choose one of {names}"
         )
 
@@ -122,13 +128,36 @@ def probe_runtime(name: str) -> Probe:
         return Probe(available=False, reason=str(error))
 
 
+def check_devices(name: str, asked: Mapping[str, str]) -> None:
+    """Raise WrongInput if a runtime is not here, or one of the devices is not.
+
+    Args:
+        asked: setting -> device.
+    """
+    found = probe_runtime(name)
+    if not found.available:
+        raise WrongInput(f"runtime {name}: {found.reason}")
+    names = {words.split()[0] for words in found.devices}  # cpu, cuda:0, ...
+    names |= {device.partition(":")[0] for device in names}
+    for setting, device in asked.items():
+        if device not in {"auto", *names}:
+            known = ", ".join(found.devices)
+            raise WrongInput(f"{setting}: {device} is not on this machine ({known})")
+
+
 def check_settings(name: str, settings: Train) -> None:
     """Raise WrongInput for train settings that the runtime, or a device here, cannot serve."""
     python = interpreter(name)
-    if python == sys.executable:
-        _module(name, "device").check(settings)
+    # Habana's bridge is not loaded into the flow's process, which it would change for good.
+    if python == sys.executable and not settings.device.startswith("hpu"):
+        check_settings_here(name, settings)
     elif (wrong := _ask(python, "--check", name, settings.model_dump_json())["wrong"]) is not None:
         raise WrongInput(wrong)
+
+
+def check_settings_here(name: str, settings: Train) -> None:
+    """The same in a process of the runtime's environment. Raises WrongInput."""
+    _module(name, "device").check(settings)
 
 
 def check_family(name: str, family: str) -> None:

@@ -1,16 +1,13 @@
-"""The generate stage: pictures of prompts by one model, a grid of them, a list of what each is."""
+"""The generate stage: pictures of prompts by one model, and a list of what each is."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from artifacts.models import resolve_model
@@ -18,11 +15,17 @@ from artifacts.store import Artifact, Draft
 from configs.generating import Generate
 from configs.schema import NAME
 from runtimes.base import WrongInput
-from runtimes.encoders import describe_encoders
 from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.scheduler import drawing_config, read_config
-from runtimes.registry import check_family, check_installed, check_scheduler, draws_by_tables
+from runtimes.pictures import check_size
+from runtimes.registry import (
+    check_devices,
+    check_family,
+    check_installed,
+    check_scheduler,
+    draws_by_tables,
+)
 from tasks.evaluate.pictures import Painter, scratch, told
 from tasks.evaluate.prompts import read_prompts
 from tasks.evaluate.published import published_painter
@@ -33,10 +36,10 @@ from tasks.publish.registry import Registry
 
 STAGE = "generate"
 VERSION = 1
-GRID, LIST = "grid.png", "pictures.json"
+LIST = "pictures.json"
 GAP = 2  # pixels between pictures of the grid
-#: Settings that say where something is, or is kept.
-PLACES = {"model", "file", "store", "registry", "n_rows"}
+#: Settings that say where something is or is done, or how pictures are laid out.
+PLACES = {"model", "file", "store", "registry", "device", "n_rows"}
 SHOWN = 20
 
 
@@ -58,75 +61,87 @@ def find_painter(settings: Generate) -> Painter:
 def check(settings: Generate, painter: Painter) -> None:
     """Raise WrongInput for settings that do not go with the model or the runtime."""
     check_installed(settings.runtime)
+    if settings.device not in ("auto", "cpu"):
+        check_devices(settings.runtime, {"device": settings.device})
     check_family(settings.runtime, detect_family(painter.folder).name)
     own = read_config(painter.tuned.parts.get("scheduler", painter.folder / "scheduler"))
-    check_scheduler(settings.runtime, own, settings.scheduler)
+    check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
     chosen = settings.scheduler
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):
         raise WrongInput(f"ddim_eta is for scheduler ddim, this one is {kind}: set it to 0")
+    if settings.negative_prompt is not None and settings.guidance_scale <= 1:
+        raise WrongInput(
+            "negative_prompt: nothing leads away from it: raise guidance_scale above 1"
+        )
     if settings.ddim_eta and draws_by_tables(settings.runtime):
         raise WrongInput(f"ddim_eta: runtime {settings.runtime} draws no noise in steps: set 0")
-    step = math.lcm(8, describe_encoders(painter.folder, painter.vae)["size_step"])
-    for name in ("height", "width"):
-        if (getattr(settings, name) or 0) % step:
-            raise WrongInput(f"{name}: {getattr(settings, name)} is not a multiple of {step}")
+    asked = {"height": settings.height, "width": settings.width}
+    check_size(asked, painter.folder, painter.vae)
 
 
 def settings_for_key(settings: Generate) -> dict[str, Any]:
     """All that changes a picture, but the model's content."""
-    kept = settings.model_dump(mode="json", exclude=PLACES)
-    return {**kept, "prompts": list(prompts_of(settings))}
+    return settings.model_dump(mode="json", exclude=PLACES)
 
 
-def prompts_of(settings: Generate) -> tuple[str, ...]:
-    """The prompts, from their file if they are in one. Raises WrongInput."""
-    return settings.prompts or read_prompts("file", str(settings.file))
+def with_prompts(settings: Generate) -> Generate:
+    """The settings with the prompts of their file, which is not read again. Raises WrongInput."""
+    if settings.file is None:
+        return settings
+    prompts = read_prompts("file", settings.file)
+    return settings.model_copy(update={"prompts": prompts, "file": None})
 
 
 def build(settings: Generate, painter: Painter, draft: Draft, progress: Progress) -> dict[str, Any]:
-    """Draw into the draft: `samples/00000.png`, ..., the grid, and the list."""
-    prompts = ordered(prompts_of(settings), settings)
+    """Draw into the draft: `samples/00000.png`, ..., and the list."""
+    prompts = ordered(settings)
     with scratch(draft) as folder:
         job = _job(settings, painter, prompts, folder, draft)
         result = run_job(job, told(STAGE, progress))
-        files = sorted(folder.glob("*.png"))
-        for path in files:
-            draft.upload(str(path), f"samples/{path.name}")
-        draft.write(GRID, tiled(files, settings.n_rows or settings.n_samples))
+        for number in range(len(prompts)):
+            draft.upload(str(folder / f"{number:05d}.png"), f"samples/{number:05d}.png")
     noise = settings.n_samples if settings.fixed_noise else len(prompts)
     listed = [
-        {"file": f"samples/{path.name}", "prompt": prompt, "noise": number % noise}
-        for number, (path, prompt) in enumerate(zip(files, prompts, strict=True))
+        {"file": f"samples/{number:05d}.png", "prompt": prompt, "noise": number % noise}
+        for number, prompt in enumerate(prompts)
     ]
-    said = {"model": settings.model, "digest": painter.digest, **(job.words or {})}
+    said = job.words
     times = {name: result[name] for name in ("seconds", "first_seconds", "compile_seconds")}
     text = json.dumps({"pictures": listed, "settings": said}, indent=1, ensure_ascii=False)
     draft.write(LIST, text.encode())
-    return {"pictures": len(files), "drawn": result["drawn"], **times}
+    kept = {"pictures": len(prompts), "n_samples": settings.n_samples, "drawn": result["drawn"]}
+    return {**kept, **times}
 
 
-def ordered(prompts: Sequence[str], settings: Generate) -> tuple[str, ...]:
+def ordered(settings: Generate) -> tuple[str, ...]:
     """The prompt of each picture: round after round, every prompt's samples side by side."""
-    one = [prompt for prompt in prompts for _ in range(settings.n_samples)]
+    one = [prompt for prompt in settings.prompts for _ in range(settings.n_samples)]
     return tuple(one * settings.n_iter)
 
 
-def tiled(files: Sequence[Path], columns: int) -> bytes:
-    """A PNG of all pictures, `columns` in a row."""
-    pictures = [np.asarray(Image.open(path)) for path in files]
-    height, width, _ = pictures[0].shape
-    columns = min(columns, len(pictures))
-    rows = -(-len(pictures) // columns)
-    size = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3)
-    page = np.full(size, 255, np.uint8)
-    for number, picture in enumerate(pictures):
+def grid(artifact: Artifact, columns: int, most: int | None = None) -> bytes:
+    """A PNG of its pictures, or the first `most` of them, `columns` in a row."""
+    names = sample_names(artifact)[:most]
+    columns = min(columns, len(names))
+    rows = -(-len(names) // columns)
+    page: Image.Image | None = None
+    for number, name in enumerate(names):
+        picture = Image.open(BytesIO(artifact.read(name)))
+        step = (picture.width + GAP, picture.height + GAP)
+        if page is None:
+            page = Image.new("RGB", (columns * step[0] - GAP, rows * step[1] - GAP), "white")
         row, column = divmod(number, columns)
-        top, left = row * (height + GAP), column * (width + GAP)
-        page[top : top + height, left : left + width] = picture
+        page.paste(picture, (column * step[0], row * step[1]))
+    assert page is not None  # there is at least one
     buffer = BytesIO()
-    Image.fromarray(page).save(buffer, "png")
+    page.save(buffer, "png")
     return buffer.getvalue()
+
+
+def sample_names(artifact: Artifact) -> list[str]:
+    """Where its pictures are, in order."""
+    return [one["file"] for one in json.loads(artifact.read(LIST))["pictures"]]
 
 
 def show(artifact: Artifact) -> list[Panel]:
@@ -134,7 +149,7 @@ def show(artifact: Artifact) -> list[Panel]:
     found = json.loads(artifact.read(LIST))
     title = f"Pictures ({len(found['pictures'])})"
     return [
-        Picture("Grid", artifact.read(GRID)),
+        Picture("Grid", grid(artifact, artifact.summary["n_samples"], SHOWN)),
         Facts("Drawn", artifact.summary),
         Facts("Settings", {k: v for k, v in found["settings"].items() if v is not None}),
         Table(title, found["pictures"][:SHOWN]),
@@ -149,7 +164,8 @@ def _job(
     given = settings.model_dump(mode="json")
     sampler = {name: given[name] for name in sorted(names)}
     sampler |= {"eta": settings.ddim_eta, "batch_size": settings.n_samples}
-    words = {name: given[name] for name in sorted(names | {"ddim_eta", "precision", "runtime"})}
+    told_too = {"ddim_eta", "precision", "runtime", "n_samples", "fixed_noise"}
+    words = {name: given[name] for name in sorted(names | told_too)}
     return GenerateJob(
         runtime=settings.runtime,
         model=str(painter.folder),
@@ -161,5 +177,5 @@ def _job(
         vae=None if painter.vae is None else str(painter.vae),
         compiled=draft.store.compiled_url,
         fixed_noise=settings.fixed_noise,
-        words={**words, "model": settings.model},
+        words={**words, "model": painter.digest},
     )

@@ -106,6 +106,10 @@ class Reader:
             group = mirrored
         try:
             sample = shard.sample(group, place.row)
+            if self._extras.inpainting and sample.masked is None:
+                raise ValueError(f"picture {place.row} of {group} has no masks")
+            if self._extras.aesthetic_score and sample.aesthetic_score is None:
+                raise ValueError(f"picture {place.row} of {group} has no aesthetic score")
             rows = sample.caption_rows or (0,)
             row = 0 if choices.dropped else rows[int(choices.caption * len(rows))]
             return self._captioned(sample, shard, row, choices.dropped and self._zeros)

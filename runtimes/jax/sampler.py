@@ -8,7 +8,7 @@ loop slowly, a step is a program instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,13 @@ class Sampler:
         return np.stack(pictures)
 
     def _images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        """Mean and log-variance of pictures, by a VAE on the host: the other's weights have gone to
-        the devices."""
-        return Encoder(*self._folders, device="cpu").images(pixels)
+        """Mean and log-variance of pictures."""
+        return self._host_encoder.images(pixels)
+
+    @cached_property
+    def _host_encoder(self) -> Encoder:
+        """With a VAE of its own: the other's weights have gone to the devices."""
+        return Encoder(*self._folders, device="cpu")
 
     def _start(self, arrays: Arrays, start: Start, table: Table, guidance: float) -> Array:
         put = self._mesh.put_all_rows

@@ -1,9 +1,7 @@
-"""The PyTorch runtime: CPU, CUDA and, by torch_npu, Ascend NPUs."""
+"""The PyTorch runtime: CPU, CUDA, Ascend NPUs by torch_npu, Gaudi by habana_frameworks."""
 
 import os
 
-# PyTorch would import torch_npu wherever it is installed, and fail where CANN is not.
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # Read by these libraries when they are imported: what they would say is not about the job.
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -79,8 +79,6 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
             f"device {name}: this machine has {there} {words} devices; set auto or cpu"
         )
     if kind == "hpu":  # a process sees one
-        if number is not None:
-            hpu.choose_module(int(number))
         return torch.device(kind)
     if ranks.world > 1:
         return torch.device(kind, ranks.local_rank)
@@ -104,6 +102,8 @@ def open_chip(
     settings = settings or Hpu()
     kept = hpu.load(settings, compiled)
     choose_device(name, ranks)
+    if number := name.partition(":")[2]:
+        hpu.choose_module(int(number))
     if ranks.world > 1:
         hpu.load_hccl()
     return hpu.Gaudi(settings, kept)

@@ -41,6 +41,8 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> Compiled:
         WrongInput: it cannot, or has loaded it in the other mode.
     """
     settings = settings or Hpu()
+    if bridge_version() is None:
+        raise WrongInput(f"device hpu: {'; '.join(lacking())}")
     kept = _kept(compiled)
     if BRIDGE not in sys.modules:  # which reads these when it is imported
         os.environ.setdefault(LAZY, "0")
@@ -54,7 +56,8 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> Compiled:
         import_module(f"{BRIDGE}.hpu")
         if settings.gpu_migration:
             import_module(f"{BRIDGE}.gpu_migration")
-    except (ImportError, RuntimeError, OSError) as error:
+    # It asserts that it was built for this PyTorch.
+    except (ImportError, RuntimeError, OSError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200]
         missing = "; ".join(lacking())
         raise WrongInput(
@@ -63,8 +66,6 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> Compiled:
         ) from None
     if settings.mode not in (None, mode()):
         raise WrongInput(f"train.hpu.mode: {settings.mode}: this process is in mode {mode()}")
-    if settings.graphs and mode() != "lazy":
-        raise WrongInput("train.hpu.graphs needs mode lazy: set train.hpu.mode to lazy")
     return kept
 
 
@@ -88,7 +89,7 @@ def count() -> int:
 
 
 def mode() -> str:
-    """The mode of this process."""
+    """The mode of this process, or the one that it would load the bridge in."""
     return "lazy" if os.environ.get(LAZY) == "1" else "eager"
 
 
@@ -105,6 +106,17 @@ def check(settings: Train) -> None:
         raise WrongInput(
             "train.optimizer: adafactor is not for device hpu, where its numbers would be another "
             "program at every step: take adamw"
+        )
+    lazy = (settings.hpu.mode or mode()) == "lazy"
+    if settings.compile and lazy:
+        raise WrongInput("train.compile is for mode eager of device hpu: lazy makes graphs itself")
+    if settings.hpu.graphs and not lazy:
+        raise WrongInput("train.hpu.graphs needs mode lazy: set train.hpu.mode to lazy")
+    share = -(-settings.global_batch_size // settings.processes)
+    if settings.hpu.graphs and (settings.micro_batch_size or share) < share:
+        raise WrongInput(
+            "train.hpu.graphs: a replayed graph writes its gradients over those of the micro-batch "
+            "before: leave train.micro_batch_size out"
         )
 
 
@@ -135,7 +147,9 @@ class Gaudi(Chip):
 
     def prepare_drawing(self, denoiser: Any) -> None:
         if self._lazy:
+            denoiser.register_forward_pre_hook(_own_timestep, with_kwargs=True)
             self._hpu.wrap_in_hpu_graph(denoiser)
+            denoiser.register_forward_hook(_own_output)
 
     def clip(self, parameters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
         """By FusedClipNorm; in lazy mode it would only cut the graph once more."""
@@ -178,6 +192,22 @@ class Gaudi(Chip):
         except ImportError:
             return None
         return metrics.metric_global("graph_compilation")
+
+
+def _own_timestep(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Of a table of timesteps each is a view of its own, and where a view lies is part of what HPU
+    graphs are told apart by: as a copy they are one graph."""
+    if len(given) > 1:
+        return (given[0], given[1].clone(), *given[2:]), named
+    return given, {**named, "timestep": named["timestep"].clone()}
+
+
+def _own_output(_: Any, given: tuple[Any, ...], output: Any) -> Any:
+    """A copy: the next replay writes over what this one gave, which schedulers of several steps
+    keep."""
+    if isinstance(output, tuple):
+        return tuple(one.clone() for one in output)
+    return type(output)(**{name: one.clone() for name, one in output.items()})
 
 
 def counts_on_host(settings: Train) -> bool:

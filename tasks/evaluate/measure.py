@@ -17,6 +17,7 @@ from artifacts.models import digest_model
 from artifacts.store import Artifact, Shard, Store
 from configs.schema import Recipe
 from runtimes.encoders import describe_encoders
+from runtimes.extras import Extras
 from runtimes.objective.noise import Schedule, schedule_facts
 from runtimes.objective.scheduler import read_schedule
 from tasks.encode.transform import TransformSettings
@@ -132,9 +133,12 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
     )
 
 
-def loss_facts(schedule: Schedule, folder: Path, vae: Path | None) -> dict[str, Any]:
+def loss_facts(
+    schedule: Schedule, folder: Path, vae: Path | None, extras: Extras
+) -> dict[str, Any]:
     """What a model's held-out loss is the error of: only where it is the same, losses compare."""
-    return {"schedule": schedule_facts(schedule), "encoders": describe_encoders(folder, vae)}
+    encoders = describe_encoders(folder, vae)
+    return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
 
 
 def fingerprint(
@@ -157,7 +161,7 @@ def fingerprint(
             "reference": images.digest,
             "transform": vars(TransformSettings.of(recipe)),
             "judges": list(recipe.evaluate.judges),
-            "loss": loss_facts(schedule, model_folder, vae_folder),
+            "loss": loss_facts(schedule, model_folder, vae_folder, Extras.asked(recipe.train)),
         }
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,10 @@ from artifacts.keys import digest_json
 from artifacts.models import digest_model, resolve_model
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.schema import Recipe
+from runtimes import pictures
 from runtimes.base import WrongInput
-from runtimes.encoders import describe_encoders
+from runtimes.extras import Extras
+from runtimes.families import detect_family
 from runtimes.objective.scheduler import read_schedule
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
@@ -99,12 +100,9 @@ def check(recipe: Recipe) -> None:
 
 def check_size(recipe: Recipe, model_folder: Path, vae_folder: Path | None = None) -> None:
     """Raise WrongInput for a picture size that the model cannot draw."""
-    # Diffusers' pipelines take multiples of 8 only, whatever the model would.
-    step = math.lcm(8, describe_encoders(model_folder, vae_folder)["size_step"])
-    for name in ("height", "width"):
-        pixels = getattr(recipe.evaluate, name)
-        if pixels is not None and pixels % step:
-            raise WrongInput(f"evaluate.{name}: {pixels} is not a multiple of {step}")
+    given = recipe.evaluate
+    asked = {"evaluate.height": given.height, "evaluate.width": given.width}
+    pictures.check_size(asked, model_folder, vae_folder)
 
 
 def build(
@@ -187,12 +185,16 @@ def metrics_of_published(
 def _same_loss(
     recipe: Recipe, painter: Painter, model_folder: Path, vae_folder: Path | None
 ) -> bool:
-    """Whether a painter predicts the same thing, from the same kind of latents, as what we tune."""
-    theirs = read_schedule(painter.tuned.parts.get("scheduler", painter.folder / "scheduler"))
-    ours = read_schedule(model_folder / "scheduler", recipe.train)
-    return loss_facts(theirs, painter.folder, painter.vae) == loss_facts(
-        ours, model_folder, vae_folder
+    """Whether a painter predicts the same thing, seeing the same, as what we tune."""
+    denoiser, own = detect_family(painter.folder).denoiser, painter.tuned.parts
+    theirs = loss_facts(
+        read_schedule(own.get("scheduler", painter.folder / "scheduler")),
+        painter.folder,
+        painter.vae,
+        Extras.of_folder(own.get(denoiser, painter.folder / denoiser)),
     )
+    ours = read_schedule(model_folder / "scheduler", recipe.train)
+    return theirs == loss_facts(ours, model_folder, vae_folder, Extras.asked(recipe.train))
 
 
 def show(artifact: Artifact) -> list[Panel]:

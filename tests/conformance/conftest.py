@@ -48,6 +48,7 @@ def _encode(folder: Path, model: Path) -> str:
             "model": {"path": str(model)},
             "source": {"kind": "folder", "path": ".", "aesthetic_column": "score"},
             "encode": {"resolution": 32, "holdout": 0.2, "masks": 3, "device": "cpu"},
+            "train": {"inpainting": True, "aesthetic_score": True},
             "evaluate": {"prompts": {"a": {"prompts": ["a"]}}, "clip": "."},
             "publish": {"name": "conformance"},
         }

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_pictures_come_with_their_settings(registry: Path, tmp_path: Path, api: 
     assert [one["noise"] for one in listed["pictures"]] == list(range(8))
     for path, one in zip(files, listed["pictures"], strict=True):
         said = json.loads(Image.open(path).text["parameters"])  # type: ignore[attr-defined]
-        assert {**one, **listed["settings"]}.items() >= said.items()
+        assert {**one, **listed["settings"]} == {**said, "file": one["file"]}
         assert (said["prompt"], said["noise"], said["seed"]) == (one["prompt"], one["noise"], 42)
     grid = np.asarray(Image.open(folder / "grid.png"))
     assert grid.shape == (2 * 32 + 2, 4 * 32 + 6, 3)
@@ -73,6 +74,8 @@ def test_pictures_come_with_their_settings(registry: Path, tmp_path: Path, api: 
 
     again = draw("n_iter=2", "n_rows=4")
     assert again["outcome"] == "reused" and again["folder"] == first["folder"]
+    assert draw("n_iter=2", "n_rows=8")["outcome"] == "reused"  # and laid out anew
+    assert Image.open(folder / "grid.png").size == (8 * 32 + 14, 32)
 
     fixed = Path(draw("fixed_noise=true", "n_iter=2", "--skip-grid")["folder"])
     assert not (fixed / "grid.png").exists()
@@ -82,8 +85,27 @@ def test_pictures_come_with_their_settings(registry: Path, tmp_path: Path, api: 
     noise = [n["noise"] for n in json.loads((fixed / "pictures.json").read_text())["pictures"]]
     assert noise == [0, 1] * 4
 
-    bare = draw("--skip-save", "seed=7", "scheduler=ddim", "ddim_eta=0.5", "negative_prompt=blue")
-    assert not (Path(bare["folder"]) / "samples").exists()
+    drawn = {(): pictures[0]}
+    for more in (
+        ("seed=7",),
+        ("num_inference_steps=3",),
+        ("guidance_scale=2",),
+        ("negative_prompt=blue",),
+        ("precision=bfloat16",),
+        ("scheduler=euler",),
+        ("scheduler=ddim", "ddim_eta=0.5"),
+    ):
+        drawn[more] = np.asarray(Image.open(Path(draw(*more)["folder"]) / "samples/00000.png"))
+    for one, other in combinations(drawn, 2):
+        assert (drawn[one] != drawn[other]).any(), f"{one} and {other} draw the same"
+
+    wide = Path(draw("--skip-save", "width=48", "height=24")["folder"])
+    assert not (wide / "samples").exists()
+    assert Image.open(wide / "grid.png").size == (2 * 48 + 2, 2 * 24 + 2)
+    assert "negative_prompt" in draw("negative_prompt=blue", "guidance_scale=1", code=2)
+    assert "device: tpu is not on this machine" in draw("device=tpu", code=2)
+    assert "n_sample: unknown setting (did you mean n_samples?)" in draw("n_sample=2", code=2)
+    assert "model is an argument of its own" in draw("model=other", code=2)
     assert "ddim_eta is for scheduler ddim" in draw("ddim_eta=0.5", "scheduler=euler", code=2)
     assert "height: 36 is not a multiple" in draw("height=36", code=2)
     assert "v9: no such version" in draw(model="tiny@v9", code=2)

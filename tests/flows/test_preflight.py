@@ -16,6 +16,8 @@ from runtimes.base import WrongInput
 from runtimes.registry import check_scheduler
 from tasks.publish.gate import GateError
 
+PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
+
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
@@ -33,6 +35,10 @@ from tasks.publish.gate import GateError
         (
             {"train.prediction_type": "sample", "publish.gate": ["holdout_loss < base"]},
             "publish.gate: 'holdout_loss < base' compares errors of different predictions",
+        ),
+        (
+            {**PAINTS, "publish.gate": ["holdout_loss < base"]},
+            "publish.gate: 'holdout_loss < base' compares models that see different things",
         ),
     ],
 )
@@ -52,6 +58,7 @@ def test_an_objective_that_does_not_go(
         {"train.prediction_type": "sample"},
         {"train.prediction_type": "epsilon", "train.zero_terminal_snr": False},
         {"train.snr_gamma": None, "train.debiased": True},
+        PAINTS,
     ],
 )
 def test_an_objective_that_does(small: dict[str, Any], overrides: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
 from artifacts.images import Sample
@@ -103,6 +103,30 @@ def test_a_base_that_gains_them_predicts_what_it_did(
         expected = base(latents, **given).sample
         found = more(torch.cat([latents, seen], 1), class_labels=scores, **given).sample
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_base_that_has_them_keeps_its_weights(tiny_sd: Path, tmp_path: Path) -> None:
+    settings = Train(inpainting=True, aesthetic_score=True)
+    config = trained_config(read_config(tiny_sd / "unet" / "config.json"), settings)
+    saved = UNet2DConditionModel.from_config(config)
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.normal_()
+    saved.save_pretrained(tmp_path)
+    loaded = load_denoiser(tmp_path, config=trained_config(saved.config, settings), seed=1)
+    for name, array in saved.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], array, rtol=0, atol=0)
+
+
+def test_a_fresh_denoiser_may_be_given_them_by_its_config(tiny_sd: Path) -> None:
+    base = read_config(tiny_sd / "unet" / "config.json")
+    settings = Train(init="random", inpainting=True, aesthetic_score=True)
+    fresh = {**base, "in_channels": 9, "class_embed_type": "timestep"}
+    assert Extras.of(trained_config(base, settings, fresh)) == Extras(True, True)
+    with pytest.raises(WrongInput, match=r"in_channels is 5, the base's is 4"):
+        trained_config(base, settings, {**base, "in_channels": 5})
+    with pytest.raises(WrongInput, match="has classes of its own"):
+        trained_config({**base, "num_class_embeds": 10}, settings)
 
 
 def test_what_cannot_be_trained_is_said_in_one_line(tiny_sd: Path, tiny_sd3: Path) -> None:

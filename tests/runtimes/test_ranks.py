@@ -38,9 +38,26 @@ def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     for name, value in zip(MPI, (3, 4, 1, 2), strict=True):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "first")
     assert not launched()
     adopt_mpi()
     assert Ranks.here() == Ranks(3, 4, 1, 2) and launched()
+
+
+def test_one_process_of_mpirun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may start others itself, as `kiln run` does."""
+    for name, value in zip(MPI, (0, 1, 0, 1), strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    adopt_mpi()
+    assert Ranks.here() == Ranks() and not launched()
+
+
+def test_mpirun_on_several_hosts_must_say_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(MPI, (3, 4, 1, 2), strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    with pytest.raises(WrongInput, match="MASTER_ADDR"):
+        adopt_mpi()
+    assert not launched()
 
 
 def test_msrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,14 @@ from artifacts.images import Sample, write_tar
 from artifacts.keys import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
+from configs.training import Train
 from runtimes.base import WrongInput
+from runtimes.encoders import read_config
 from runtimes.events import Events
+from runtimes.extras import trained_config
 from runtimes.generate import generate
 from runtimes.job import GenerateJob, Job
+from runtimes.torch.models import load_denoiser
 from tasks import encode, evaluate
 from tasks.evaluate.published import published_painter
 from tasks.process import run_job
@@ -283,6 +287,19 @@ def test_the_loss_of_a_champion_that_predicts_something_else_is_not_compared(
     found = world.metrics_of(champion, artifact)
     assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
     assert world.jobs[-1].latents is None
+
+
+def test_the_loss_of_a_champion_that_sees_something_else_is_not_compared(
+    world: World, tmp_path: Path
+) -> None:
+    """It sees most of a picture that it is to paint, and our latents have no masks."""
+    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
+    settings = Train(inpainting=True)
+    config = trained_config(read_config(world.model / "unet" / "config.json"), settings)
+    load_denoiser(world.model / "unet", config=config).save_pretrained(champion / "unet")
+    artifact = world.evaluate(world.trained(0.5))
+    found = world.metrics_of(champion, artifact)
+    assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
 
 
 def test_a_champion_with_trained_text_encoders_encodes_with_them(tmp_path: Path) -> None:

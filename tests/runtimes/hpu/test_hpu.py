@@ -13,9 +13,11 @@ from typing import Any
 import chips
 import pytest
 
+from configs.training import Train
 from runtimes.base import WrongInput
 from runtimes.job import TrainJob, write_job
 from runtimes.torch.device import choose_device
+from runtimes.torch.hpu import check
 
 pytestmark = [
     pytest.mark.slow,
@@ -145,6 +147,51 @@ def test_hpu_graphs_are_recorded_once_a_shape(make_job: MakeJob, tmp_path: Path)
     job = make_job(device="hpu", hpu=hpu, steps=8, compute_dtype="bfloat16", **{"ema_decay": 0.9})
     found = train("lazy", job, tmp_path)
     assert found["recorded"] == 2
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_drawing_records_one_graph_and_its_replays_are_no_ones_past(
+    guidance: float, tiny_sd: Path
+) -> None:
+    """PNDM keeps what the denoiser gave in steps before, which a replay writes over."""
+    found = code(
+        "lazy",
+        "import numpy as np\n"
+        "from pathlib import Path\n"
+        "from runtimes.torch.generate import Sampler\n"
+        "from runtimes.torch.models import load_denoiser\n"
+        f"folder = Path({str(tiny_sd)!r})\n"
+        "sampler = dict(seed=3, scheduler='pndm', num_inference_steps=6, height=None, width=None,\n"
+        f"    guidance_scale={guidance}, batch_size=2)\n"
+        "def drawn(chip):\n"
+        "    unet = load_denoiser(folder / 'unet').to(chip.device).eval().requires_grad_(False)\n"
+        "    chip.prepare_drawing(unet)\n"
+        "    pipe = Sampler(folder, {'unet': unet}, chip)\n"
+        "    return pipe.draw(['a', 'b', 'c'], sampler, first=0)\n"
+        "one, other = (drawn(c).astype(int) for c in (chip, open_chip('cpu')))\n"
+        "found = [len(graphs.recorded), int(abs(one - other).max()), len(one)]\n",
+    )
+    assert found == [1, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"compile": True, "hpu": {"mode": "lazy"}}, "train.compile is for mode eager"),
+        ({"hpu": {"graphs": True}}, "train.hpu.graphs needs mode lazy"),
+        (
+            {
+                "hpu": {"graphs": True, "mode": "lazy"},
+                "global_batch_size": 4,
+                "micro_batch_size": 2,
+            },
+            "leave train.micro_batch_size out",
+        ),
+    ],
+)
+def test_what_the_modes_cannot_do_is_said_in_one_line(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(WrongInput, match=words):
+        check(Train(device="hpu", **settings))
 
 
 def test_torch_compile_is_given_habana_s_backend(

@@ -82,4 +82,5 @@ def _hpu_backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 
 
 _register()
-torch._dynamo.register_backend(_hpu_backend, "hpu_backend")
+if not graphs.lazy():
+    torch._dynamo.register_backend(_hpu_backend, "hpu_backend")

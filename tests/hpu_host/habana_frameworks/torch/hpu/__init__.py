@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from hpu_emulator import graphs
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 memory_stats = sys.modules["torch.hpu"].memory_stats
 device_count = sys.modules["torch.hpu"].device_count
@@ -36,18 +37,26 @@ class ModuleCacher:
 def _recorded(module: Any, training: bool, most: int = 2**31) -> Any:
     if not graphs.lazy():
         raise RuntimeError("HPU graphs are for lazy mode")
-    original, met = module.forward, set[Any]()
+    original, met = module.forward, dict[Any, list[torch.Tensor]]()
 
     def forward(*given: Any, **more: Any) -> Any:
-        if module.training == training:
-            key = (id(module), _shape((given, more)))
-            met.add(key)
-            if training and torch.is_autocast_enabled("hpu"):
-                assert not torch.is_autocast_cache_enabled(), "a recorded graph keeps old casts"
-            if len(met) > most:
-                raise RuntimeError(f"more than {most} HPU graphs")
-            graphs.record(key)
-        return original(*given, **more)
+        output = original(*given, **more)
+        key = (id(module), _shape((given, more)))
+        if module.training != training or (key not in met and len(met) == most):
+            return output  # lazily, without a graph
+        if training and torch.is_autocast_enabled("hpu"):
+            assert not torch.is_autocast_cache_enabled(), "a recorded graph keeps old casts"
+        graphs.record(key)
+        if training:
+            met[key] = []
+            return output
+        leaves, form = tree_flatten(output)
+        if key not in met:
+            met[key] = leaves
+        for kept, new in zip(met[key], leaves, strict=True):
+            if kept is not new:
+                kept.copy_(new)
+        return tree_unflatten(met[key], form)  # each replay writes to the same memory
 
     module.forward = forward
     return module
@@ -58,7 +67,7 @@ def _shape(given: Any) -> Any:
     if isinstance(given, torch.Tensor):
         if given.device.type != "hpu":
             raise RuntimeError("an HPU graph was given a tensor of the host")
-        return (tuple(given.shape), given.dtype)
+        return (tuple(given.shape), given.dtype, given.stride(), given.storage_offset())
     if isinstance(given, dict):
         return tuple((name, _shape(value)) for name, value in sorted(given.items()))
     if isinstance(given, (list, tuple)):
