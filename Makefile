@@ -32,8 +32,7 @@ demo: setup
 	$(BIN)/kiln run digits
 
 test:
-	$(MAKE) --no-print-directory --jobs 2 environments
-	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory --jobs 2 environments lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
 
 environments: $(VENV)/dev.stamp setup-xla setup-mindspore

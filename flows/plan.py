@@ -70,8 +70,12 @@ def facts(found: Planned) -> dict[str, Any]:
 
 def _lines(found: Planned) -> list[tuple[str, str]]:
     plan, where, size, train = found.plan, found.where, found.size, found.recipe.train
+    other = "" if found.recipe.runtime == "jax" else ", as runtime jax trains it"
     lines = [
-        ("recipe", f"{found.recipe.name}, {plan.parameters / 1e6:,.1f} M parameters trained"),
+        (
+            "recipe",
+            f"{found.recipe.name}, {plan.parameters / 1e6:,.1f} M parameters trained{other}",
+        ),
         ("slice", f"{where.name}: {where.chips} chips ({where.topology}), {where.hosts} hosts"),
         ("compiler", f"{plan.compiler}, in {plan.seconds:.0f} s"),
         (

@@ -26,7 +26,7 @@ from runtimes.registry import (
     check_scheduler,
     draws_by_tables,
 )
-from tasks.evaluate.pictures import Painter, scratch, told
+from tasks.evaluate.pictures import Painter, Run, scratch, told
 from tasks.evaluate.prompts import read_prompts
 from tasks.evaluate.published import published_painter
 from tasks.panels import Facts, Panel, Picture, Table
@@ -93,12 +93,19 @@ def with_prompts(settings: Generate) -> Generate:
     return settings.model_copy(update={"prompts": prompts, "file": None})
 
 
-def build(settings: Generate, painter: Painter, draft: Draft, progress: Progress) -> dict[str, Any]:
+def build(
+    settings: Generate,
+    painter: Painter,
+    draft: Draft,
+    progress: Progress,
+    *,
+    run: Run = run_job,
+) -> dict[str, Any]:
     """Draw into the draft: `samples/00000.png`, ..., and the list."""
     prompts = ordered(settings)
     with scratch(draft) as folder:
         job = _job(settings, painter, prompts, folder, draft)
-        result = run_job(job, told(STAGE, progress))
+        result = run(job, told(STAGE, progress))
         for number in range(len(prompts)):
             draft.upload(str(folder / f"{number:05d}.png"), f"samples/{number:05d}.png")
     noise = settings.n_samples if settings.fixed_noise else len(prompts)

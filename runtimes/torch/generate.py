@@ -222,7 +222,7 @@ def load_network(
         else:
             part = load_text_encoder(model, name, first, folder)
         lay_over(name, part, adapters)
-        return part.to(dtype)
+        return torch.nn.Module.to(part, dtype)  # diffusers' own warns of what it casts
 
     network = Network(family, own_parts(drawing, model, load))
     network.to(device)

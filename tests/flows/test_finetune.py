@@ -151,7 +151,7 @@ def test_killed_anywhere_the_next_run_ends_where_an_uninterrupted_one_does(
     longer = {**small, "train.steps": 40, "train.checkpoint_every": 3}
     whole = run_json(tmp_path, "digits", {**longer, "store": str(tmp_path / "whole")}, api)
     chance = random.Random(victim)
-    for _ in range(3):
+    for _ in range(2):
         child = subprocess.Popen(
             command("run", "digits", "--json", overrides=longer),
             env=environment(tmp_path, api),

@@ -1,0 +1,116 @@
+"""The generate stage: each setting changes what is drawn, and what is drawn says how."""
+
+import io
+import json
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from artifacts.store import Artifact, KeyParts, Store
+from configs.generating import read_settings
+from configs.load import RecipeError
+from runtimes.base import WrongInput
+from runtimes.events import Events
+from runtimes.generate import generate as draw_here
+from runtimes.job import GenerateJob, Job
+from tasks import generate
+from tasks.progress import Progress
+
+COMMON: dict[str, Any] = {"num_inference_steps": 2, "n_samples": 2, "guidance_scale": 3}
+
+
+@pytest.fixture
+def draw(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
+    """`draw(**settings)`: as the flow does, in this process to save the start of another."""
+
+    def run(job: Job, on_event: Callable[[dict[str, Any]], None]) -> Any:
+        assert isinstance(job, GenerateJob)
+        return draw_here(job, Events())
+
+    def drawn(**more: Any) -> Artifact:
+        prompts = more.pop("prompts", ["a cat", "a dog"])
+        given = {**COMMON, "device": "cpu", "store": str(tmp_path / "store"), **more}
+        settings = read_settings(str(tiny_sdxl), prompts, given)
+        painter = generate.find_painter(settings)
+        generate.check(settings, painter)
+        key = generate.settings_for_key(settings)
+        parts = KeyParts(generate.STAGE, generate.VERSION, key, {"model": painter.digest})
+        draft = Store(settings.store).draft(parts)
+        progress = Progress(generate.STAGE)
+        return draft.commit(generate.build(settings, painter, draft, progress, run=run), {})
+
+    return drawn
+
+
+def pictures(artifact: Artifact) -> NDArray[np.uint8]:
+    files = [artifact.read(name) for name in generate.sample_names(artifact)]
+    return np.stack([np.asarray(Image.open(io.BytesIO(file))) for file in files])
+
+
+def test_each_setting_changes_the_pictures(draw: Callable[..., Artifact]) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"seed": 7},
+        {"num_inference_steps": 3},
+        {"guidance_scale": 2},
+        {"negative_prompt": "blue"},
+        {"precision": "bfloat16"},
+        {"scheduler": "euler_ancestral"},
+        {"scheduler": "ddim", "ddim_eta": 0.5},
+    ]
+    artifacts = [draw(**more) for more in settings]
+    assert len({artifact.key for artifact in artifacts}) == len(settings)
+    for (one, drawn), (other, second) in combinations(zip(settings, artifacts, strict=True), 2):
+        assert (pictures(drawn) != pictures(second)).any(), f"{one} and {other} draw the same"
+    for more, artifact in zip(settings, artifacts, strict=True):
+        said = json.loads(artifact.read(generate.LIST))["settings"]
+        assert {**COMMON, "seed": 42, **more}.items() <= said.items()
+
+
+def test_size_rounds_and_fixed_noise(draw: Callable[..., Artifact]) -> None:
+    wide = pictures(draw(width=48, height=24))
+    assert wide.shape == (4, 24, 48, 3)
+    rounds, fixed = (pictures(draw(n_iter=2, fixed_noise=fixed)) for fixed in (False, True))
+    assert len(rounds) == len(fixed) == 8
+    np.testing.assert_array_equal(rounds[:2], fixed[:2])
+    np.testing.assert_array_equal(fixed[:4], fixed[4:])
+    assert (rounds[:4] != rounds[4:]).any()
+
+
+def test_the_grid_has_as_many_in_a_row_as_are_asked_for(draw: Callable[..., Artifact]) -> None:
+    artifact = draw()
+    size = 32 + generate.GAP
+    for columns, rows in ((4, 1), (3, 2), (9, 1)):
+        page = np.asarray(Image.open(io.BytesIO(generate.grid(artifact, columns))))
+        wide = min(columns, 4)
+        assert page.shape == (rows * size - generate.GAP, wide * size - generate.GAP, 3)
+    np.testing.assert_array_equal(page[:, size : size + 32], pictures(artifact)[1])
+    first = Image.open(io.BytesIO(generate.grid(artifact, 2, 2)))
+    assert first.size == (2 * size - generate.GAP, 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"n_sample": 2}, r"n_sample: unknown setting \(did you mean n_samples\?\)"),
+        ({"model": "other"}, "model is an argument of its own"),
+        ({"file": "prompts.txt"}, "give either prompts or a file"),
+        ({"negative_prompt": "blue", "guidance_scale": 1}, "raise guidance_scale above 1"),
+        ({"ddim_eta": 0.5, "scheduler": "euler"}, "ddim_eta is for scheduler ddim"),
+        ({"height": 36}, "height: 36 is not a multiple"),
+        ({"device": "tpu"}, "device: tpu is not on this machine"),
+        ({"runtime": "jax", "scheduler": "pndm"}, "^scheduler: runtime jax cannot draw with PNDM"),
+    ],
+)
+def test_what_does_not_go_is_said_in_one_line(
+    draw: Callable[..., Artifact], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((RecipeError, WrongInput), match=words) as caught:
+        draw(**settings)
+    assert len(str(caught.value).splitlines()) == 1
