@@ -90,7 +90,7 @@ class Mesh:
     def fetch_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of an array [B, ...] that was just computed, the rows that this host gave."""
         spmd.mark_sharding(tensor, self.mesh, (AXES, *(None for _ in tensor.shape[1:])))
-        return in_order([(shard.indices[0].start, _data(shard)) for shard in _parts(tensor)])
+        return in_order([(_first_row(shard), _data(shard)) for shard in _parts(tensor)])
 
 
 def in_order(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
@@ -103,6 +103,11 @@ def _parts(tensor: torch.Tensor) -> list[Any]:
     torch_xla.sync()
     xm.wait_device_ops()
     return list(spmd.XLAShardedTensor(tensor.detach()).local_shards)
+
+
+def _first_row(shard: Any) -> int:
+    """Of an array, the row that a part begins with; one device has all of them."""
+    return 0 if shard.indices is Ellipsis else int(shard.indices[0].start)
 
 
 def _data(shard: Any) -> torch.Tensor:

@@ -122,6 +122,23 @@ def test_rows_of_a_host_are_put_in_their_order() -> None:
     assert done.stdout.splitlines()[-1] == "[4.0, 5.0, 6.0, 7.0]"
 
 
+@pytest.mark.parametrize("devices", ["1", "4"])
+def test_rows_come_back_as_they_were_sent(devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device has them whole, and says so otherwise than several do."""
+    for name, value in {**DEVICES, "CPU_NUM_DEVICES": devices}.items():
+        monkeypatch.setenv(name, value)
+    code = (
+        "import numpy as np; from runtimes.xla.device import start; start('cpu', None)\n"
+        "from runtimes.xla.mesh import Mesh; mesh = Mesh(fsdp=1, hosts=1)\n"
+        "rows = np.arange(8, dtype=np.float32).reshape(4, 2)\n"
+        "print(mesh.count, (mesh.fetch_rows(mesh.put_rows(rows) + 1) - 1 == rows).all().item())"
+    )
+    command = [interpreter("xla"), "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == f"{devices} True"
+
+
 def test_half_precision_stays_near(make_job: MakeJob, tmp_path: Path) -> None:
     """With recomputed activations and trained text encoders."""
     settings = {"steps": 4, "log_every": 1, "global_batch_size": 8, "text_encoders": True}
