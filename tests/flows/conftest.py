@@ -31,6 +31,8 @@ def small(tmp_path: Path) -> dict[str, object]:
         "train.checkpoint_every": 2,
         "train.sample_every": 3,
         "evaluate.num_inference_steps": 2,
+        "evaluate.prompts.new.images_per_prompt": 2,
+        "evaluate.prompts.old.images_per_prompt": 1,
         "evaluate.bootstrap": 10,
         "evaluate.holdout_samples": 4,
         "evaluate.holdout_draws": 1,
