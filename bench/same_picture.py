@@ -1,6 +1,6 @@
 """One prompt and seed on every runtime: `python -m bench.same_picture MODEL PROMPT...`.
 
-Each draws the prompts with `kiln generate`; what differs from runtime torch is told in levels of
+Each draws the prompts with `kiln generate`. What differs from the first is told in levels of
 255, and shown in `--out`: a row for each runtime, and below it the difference, 100 times as large.
 Runtimes that are not installed are left out; `hpu` is the emulated Gaudi of tests/hpu_host.
 """
@@ -60,10 +60,11 @@ def main(arguments: Sequence[str]) -> int:
             out = Path(folder) / name
             try:
                 drawn[name] = _draw(options.model, options.prompts, given, more, out)
-                rows.append(Row(name, figures=_compared(drawn[name], drawn["torch"])))
+                reference = next(iter(drawn.values()))
+                rows.append(Row(name, figures=_compared(drawn[name], reference)))
             except (subprocess.CalledProcessError, ValueError) as error:
                 rows.append(Row(name, failed=str(getattr(error, "stderr", error))[-500:]))
-    if options.out is not None:
+    if options.out is not None and drawn:
         _page(drawn).save(options.out)
     facts = {"machine": machine(os.cpu_count() or 1), "versions": versions()}
     publish("same_picture", rows, facts, None)

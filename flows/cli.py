@@ -104,9 +104,13 @@ def generate(
     from flows import runner
 
     runner.generate(
+        model=model,
+        prompts=prompts,
+        settings=settings,
+        out=out,
+        skip_grid=skip_grid,
+        skip_save=skip_save,
         as_json=as_json,
-        **{"model": model, "prompts": prompts, "settings": settings, "out": out},
-        **{"skip_grid": skip_grid, "skip_save": skip_save},
     )
 
 

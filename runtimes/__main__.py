@@ -38,7 +38,7 @@ from runtimes.generate import generate
 from runtimes.job import Job, TrainJob, read_job
 from runtimes.others import LostRank, Others
 from runtimes.ranks import Ranks, adopt_mpi, brings_together, follows, launched
-from runtimes.registry import check_settings_here, probe_runtime
+from runtimes.registry import check_settings_here, probe_here
 from runtimes.stop import STOPPED, Stop
 from runtimes.train.divergence import Diverged
 from runtimes.train.loop import read_settings, train
@@ -58,7 +58,7 @@ class _ToEvents(logging.Handler):
 def main(arguments: list[str]) -> int:
     """Do the job in the file named by the one argument, or print what a runtime finds here."""
     if arguments[:1] == ["--probe"] and len(arguments) == 2:
-        print(json.dumps(asdict(probe_runtime(arguments[1]))))
+        print(json.dumps(asdict(probe_here(arguments[1]))))
         return 0
     if arguments[:1] == ["--check"] and len(arguments) == 3:
         print(json.dumps({"wrong": _wrong_with(arguments[1], json.loads(arguments[2]))}))

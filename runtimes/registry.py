@@ -15,6 +15,7 @@ from typing import Any, cast
 from configs.training import Train
 from runtimes.base import Encodes, Probe, Runtime, WrongInput
 from runtimes.events import Events
+from runtimes.gaudi import bridge_version
 from runtimes.job import EncodeJob, Job, TrainJob
 from runtimes.objective.scheduler import DRAWING, TABLED, drawing_config
 
@@ -120,12 +121,16 @@ def check_installed(name: str) -> None:
 def probe_runtime(name: str) -> Probe:
     """What the runtime of that name finds on this machine, by its own environment's word."""
     try:
-        python = interpreter(name)
-        if python == sys.executable:
-            return cast(Probe, _module(name, "device").probe())
-        return Probe(**_ask(python, "--probe", name))
+        if _is_asked_apart(python := interpreter(name)):
+            return Probe(**_ask(python, "--probe", name))
+        return probe_here(name)
     except (WrongInput, TypeError) as error:
         return Probe(available=False, reason=str(error))
+
+
+def probe_here(name: str) -> Probe:
+    """The same in a process of the runtime's environment. Raises WrongInput."""
+    return cast(Probe, _module(name, "device").probe())
 
 
 def check_devices(name: str, asked: Mapping[str, str]) -> None:
@@ -147,9 +152,7 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
 
 def check_settings(name: str, settings: Train) -> None:
     """Raise WrongInput for train settings that the runtime, or a device here, cannot serve."""
-    python = interpreter(name)
-    # Habana's bridge is not loaded into the flow's process, which it would change for good.
-    if python == sys.executable and not settings.device.startswith("hpu"):
+    if not _is_asked_apart(python := interpreter(name)):
         check_settings_here(name, settings)
     elif (wrong := _ask(python, "--check", name, settings.model_dump_json())["wrong"]) is not None:
         raise WrongInput(wrong)
@@ -180,6 +183,12 @@ def encodes_apart(job: EncodeJob) -> bool:
     others, too."""
     exclusive = _place(job.runtime).exclusive or job.device.startswith("hpu")
     return exclusive or has_own_environment(job.runtime)
+
+
+def _is_asked_apart(python: str) -> bool:
+    """Whether a runtime's questions are for another process: of its own environment; or as Habana's
+    bridge may be loaded for them, which would change ours for good."""
+    return python != sys.executable or bridge_version() is not None
 
 
 def _ask(python: str, *question: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ LIST = "pictures.json"
 GAP = 2  # pixels between pictures of the grid
 #: Settings that say where something is or is done, or how pictures are laid out.
 PLACES = {"model", "file", "store", "registry", "device", "n_rows"}
+SCORES = ("aesthetic_score", "negative_aesthetic_score")
 SHOWN = 20
 
 
@@ -64,12 +65,17 @@ def check(settings: Generate, painter: Painter) -> None:
     if settings.device not in ("auto", "cpu"):
         check_devices(settings.runtime, {"device": settings.device})
     check_family(settings.runtime, detect_family(painter.folder).name)
-    own = read_config(painter.tuned.parts.get("scheduler", painter.folder / "scheduler"))
+    own = read_config(painter.part("scheduler"))
     check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
     chosen = settings.scheduler
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):
         raise WrongInput(f"ddim_eta is for scheduler ddim, this one is {kind}: set it to 0")
+    if not painter.extras.aesthetic_score:
+        try:
+            settings.refuse_changed(SCORES, "a model that was not trained with scores")
+        except ValueError as error:
+            raise WrongInput(str(error)) from None
     if settings.negative_prompt is not None and settings.guidance_scale <= 1:
         raise WrongInput(
             "negative_prompt: nothing leads away from it: raise guidance_scale above 1"
@@ -113,9 +119,8 @@ def build(
         {"file": f"samples/{number:05d}.png", "prompt": prompt, "noise": number % noise}
         for number, prompt in enumerate(prompts)
     ]
-    said = job.words
     times = {name: result[name] for name in ("seconds", "first_seconds", "compile_seconds")}
-    text = json.dumps({"pictures": listed, "settings": said}, indent=1, ensure_ascii=False)
+    text = json.dumps({"pictures": listed, "settings": job.words}, indent=1, ensure_ascii=False)
     draft.write(LIST, text.encode())
     kept = {"pictures": len(prompts), "n_samples": settings.n_samples, "drawn": result["drawn"]}
     return {**kept, **times}
@@ -167,7 +172,7 @@ def _job(
     settings: Generate, painter: Painter, prompts: tuple[str, ...], out: Path, draft: Draft
 ) -> GenerateJob:
     names = {"seed", "scheduler", "num_inference_steps", "guidance_scale", "height", "width"}
-    names |= {"negative_prompt", "aesthetic_score", "negative_aesthetic_score"}
+    names |= {"negative_prompt", *SCORES}
     given = settings.model_dump(mode="json")
     sampler = {name: given[name] for name in sorted(names)}
     sampler |= {"eta": settings.ddim_eta, "batch_size": settings.n_samples}

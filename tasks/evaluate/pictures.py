@@ -21,6 +21,8 @@ from PIL import Image
 from artifacts.keys import digest_json
 from artifacts.models import digest_model
 from artifacts.store import Draft, Shard, Store
+from runtimes.extras import Extras
+from runtimes.families import detect_family
 from runtimes.job import Drawing, GenerateJob, Job
 from tasks.progress import Progress
 from tasks.tuned import BASE, Tuned
@@ -56,6 +58,15 @@ class Painter:
     folder: Path
     tuned: Tuned = BASE
     vae: Path | None = None
+
+    def part(self, name: str) -> Path:
+        """The folder of a part: its own, or the pipeline's."""
+        return self.tuned.parts.get(name, self.folder / name)
+
+    @property
+    def extras(self) -> Extras:
+        """What its denoiser sees beside text."""
+        return Extras.of_folder(self.part(detect_family(self.folder).denoiser))
 
 
 @dataclass(frozen=True)

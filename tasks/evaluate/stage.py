@@ -20,7 +20,6 @@ from configs.schema import Recipe
 from runtimes import pictures
 from runtimes.base import WrongInput
 from runtimes.extras import Extras
-from runtimes.families import detect_family
 from runtimes.objective.scheduler import read_schedule
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
@@ -186,15 +185,11 @@ def _same_loss(
     recipe: Recipe, painter: Painter, model_folder: Path, vae_folder: Path | None
 ) -> bool:
     """Whether a painter predicts the same thing, seeing the same, as what we tune."""
-    denoiser, own = detect_family(painter.folder).denoiser, painter.tuned.parts
-    theirs = loss_facts(
-        read_schedule(own.get("scheduler", painter.folder / "scheduler")),
-        painter.folder,
-        painter.vae,
-        Extras.of_folder(own.get(denoiser, painter.folder / denoiser)),
-    )
+    theirs = read_schedule(painter.part("scheduler"))
     ours = read_schedule(model_folder / "scheduler", recipe.train)
-    return theirs == loss_facts(ours, model_folder, vae_folder, Extras.asked(recipe.train))
+    return loss_facts(theirs, painter.folder, painter.vae, painter.extras) == loss_facts(
+        ours, model_folder, vae_folder, Extras.asked(recipe.train)
+    )
 
 
 def show(artifact: Artifact) -> list[Panel]:
