@@ -17,20 +17,13 @@ NEVER = 10**9
 LAST_WORDS = 2000  # characters
 
 
-@dataclass(frozen=True)
-class Script:
-    """One of the examples."""
-
-    name: str
-    precomputes: bool  # latents and text embeddings before the first step, instead of in each
-
-
-#: By family and method.
+#: By family and method. `train_text_to_image_sdxl.py` has latents and text embeddings precomputed,
+#: the others encode in every step.
 SCRIPTS = {
-    ("sdxl", "full"): Script("train_text_to_image_sdxl.py", precomputes=True),
-    ("sdxl", "lora"): Script("train_text_to_image_lora_sdxl.py", precomputes=False),
-    ("sd", "full"): Script("train_text_to_image.py", precomputes=False),
-    ("sd", "lora"): Script("train_text_to_image_lora.py", precomputes=False),
+    ("sdxl", "full"): "train_text_to_image_sdxl.py",
+    ("sdxl", "lora"): "train_text_to_image_lora_sdxl.py",
+    ("sd", "full"): "train_text_to_image.py",
+    ("sd", "lora"): "train_text_to_image_lora.py",
 }
 
 
@@ -52,8 +45,13 @@ class PeerTime:
         return self.fetch + self.body
 
     @property
+    def precomputed(self) -> float:
+        """The step less what it spends encoding: as if latents and text embeddings were there."""
+        return self.iteration - self.encode
+
+    @property
     def training(self) -> float:
-        """What is left once latents, text embeddings and batches are there."""
+        """What is left once the batch is there, too."""
         return self.body - self.encode
 
     @classmethod
@@ -80,14 +78,14 @@ class Peer:
     examples: Path
     python: str
 
-    def missing(self, script: Script) -> str:
+    def missing(self, script: str) -> str:
         """Why a script cannot be run; nothing if it can."""
-        path = self.examples / script.name
+        path = self.examples / script
         return "" if path.is_file() else f"{path} is not there"
 
     def run(
         self,
-        script: Script,
+        script: str,
         model: Path,
         images: Path,
         scratch: Path,
@@ -115,7 +113,7 @@ class Peer:
             "seed": 0,
             **options,
         }
-        path = self.examples / script.name
+        path = self.examples / script
         command = [self.python, str(HOOKS), str(notes), str(record or "-"), str(path)]
         for name, value in given.items():
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
@@ -125,7 +123,7 @@ class Peer:
         )
         seconds = time.perf_counter() - begin
         if done.returncode:
-            raise PeerFailed(f"{script.name} exited with {done.returncode}: {_last_words(done)}")
+            raise PeerFailed(f"{script} exited with {done.returncode}: {_last_words(done)}")
         return Ended(seconds, **json.loads(notes.read_text(encoding="utf-8")))
 
     def versions(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import inputs, ours
-from bench.peer import SCRIPTS, Peer, PeerTime, Script
+from bench.peer import SCRIPTS, Peer, PeerTime
 from bench.report import Row, spread
 from runtimes.job import TrainJob
 
@@ -85,7 +85,7 @@ class Context:
         with TemporaryDirectory(dir=self.folder) as folder:
             yield Path(folder)
 
-    def without(self, script: Script) -> str:
+    def without(self, script: str) -> str:
         """Why a script cannot be run; nothing if it can."""
         return "give --diffusers-examples" if self.peer is None else self.peer.missing(script)
 
@@ -152,30 +152,30 @@ def step_row(context: Context, name: str, *, scale: Scale, method: str) -> Row:
         return ours.time_loop(context.job(scale, method, folder))
 
     their, our = context.in_turns(theirs, mine)
-    row = compare_steps(name, script, [time for time, _ in their], our)
+    row = compare_steps(name, [time for time, _ in their], our)
     row.figures["peer_memory_bytes"] = max(memory for _, memory in their)
     row.figures["unet_parameters"] = inputs.count_parameters(ready.model)
     return row
 
 
-def compare_steps(
-    name: str, script: Script, theirs: list[PeerTime], mine: list[ours.LoopTime]
-) -> Row:
+def compare_steps(name: str, theirs: list[PeerTime], mine: list[ours.LoopTime]) -> Row:
     """The row of a comparison of steps, from every round's times.
 
-    A script that has precomputed latents and text embeddings, as we have, is compared by its whole
-    iteration. From that of one that reads, decodes and encodes in the step, all this is taken
-    away. The other of the two ratios is given as well.
+    Latents and text embeddings are precomputed on both sides: from a script that encodes in the
+    step, that is taken away. Given as well are the ratios with nothing taken away, and with the
+    script's reading and decoding of pictures taken away, too.
     """
     pairs = list(zip(theirs, mine, strict=True))
     kinds = {
-        "whole_iteration": spread([their.iteration / our.seconds for their, our in pairs]),
-        "training_only": spread([their.training / our.seconds for their, our in pairs]),
+        kind: spread([getattr(their, kind) / our.seconds for their, our in pairs])
+        for kind in ("precomputed", "training", "iteration")
     }
-    main, other = kinds if script.precomputes else reversed(kinds)
-    ratios = {name: kinds[main]["median"], f"{name}_{other}": kinds[other]["median"]}
+    ratios = {name: kinds["precomputed"]["median"]}
+    ratios[f"{name}_training_only"] = kinds["training"]["median"]
+    if any(their.encode for their in theirs):
+        ratios[f"{name}_whole_iteration"] = kinds["iteration"]["median"]
     figures: dict[str, Any] = {f"ratio_{kind}": values for kind, values in kinds.items()}
-    for part in ("iteration", "training", "fetch", "encode"):
+    for part in (*kinds, "fetch", "encode"):
         figures[f"peer_{part}_seconds"] = spread([getattr(their, part) for their in theirs])
     return Row(name, ratios, figures | loop_figures(mine))
 

@@ -150,6 +150,10 @@ class Gaudi(Chip):
             denoiser.register_forward_pre_hook(_own_timestep, with_kwargs=True)
             self._hpu.wrap_in_hpu_graph(denoiser)
             denoiser.register_forward_hook(_own_output)
+        else:  # its forward alone: hooks come and go with each batch of drawings
+            denoiser.forward = torch.compile(
+                denoiser.forward, backend=self.compile_backend, dynamic=False
+            )
 
     def clip(self, parameters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
         """By FusedClipNorm; in lazy mode it would only cut the graph once more."""

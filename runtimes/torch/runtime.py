@@ -32,7 +32,7 @@ from runtimes.torch.dropout import drops, seed_dropout
 from runtimes.torch.flops import FlopCounter, peak_flops
 from runtimes.torch.inputs import Inputs, micro_batches, sender
 from runtimes.torch.layout import keep_channels_last, memory_format, to_training
-from runtimes.torch.lora import merge_where_cheaper
+from runtimes.torch.lora import with_less_work
 from runtimes.torch.network import Network
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
@@ -66,7 +66,7 @@ class TheRuntime:
         network = Network.load(job, self._settings)
         self._counter = FlopCounter(network)
         if self._settings.method == "lora" and self._settings.compute_dtype == "float32":
-            merge_where_cheaper(network)
+            with_less_work(network)
         layout = memory_format(self._device, sharded=self._parallel.sharded)
         network.place(self._device, layout)
         if layout == torch.channels_last:

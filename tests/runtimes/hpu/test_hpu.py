@@ -149,13 +149,14 @@ def test_hpu_graphs_are_recorded_once_a_shape(make_job: MakeJob, tmp_path: Path)
     assert found["recorded"] == 2
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize(("mode", "guidance"), [("lazy", 1.0), ("lazy", 3.0), ("eager", 3.0)])
 def test_drawing_records_one_graph_and_its_replays_are_no_ones_past(
-    guidance: float, tiny_sd: Path
+    mode: str, guidance: float, tiny_sd: Path
 ) -> None:
-    """PNDM keeps what the denoiser gave in steps before, which a replay writes over."""
+    """By HPU graphs or torch.compile. PNDM keeps what the denoiser gave in steps before, which a
+    replay writes over."""
     found = code(
-        "lazy",
+        mode,
         "import numpy as np\n"
         "from pathlib import Path\n"
         "from runtimes.torch.generate import Sampler\n"
