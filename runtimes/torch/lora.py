@@ -121,7 +121,7 @@ def merging_is_cheaper(shape: torch.Size, rank: int, rows: int) -> bool:
 
     Forward and backward, in multiplications and additions: merging takes 2 r in out, and as much
     twice for the adapter's gradients, and a row 2 in out for that of the weight; beside the layer
-    the adapter takes 6 r (in + out) a row, in products too thin to be as fast (docs/benchmarks.md).
+    the adapter takes 6 r (in + out) a row, in products too thin to be as fast (docs/decisions.md).
     """
     out, inputs = shape
     return (2 * rows + 6 * rank) * inputs * out <= THIN * 6 * rank * (inputs + out) * rows

@@ -72,8 +72,8 @@ def test_a_step_is_parted_into_fetching_encoding_and_the_rest(
             work(1)
             yield number
 
-    inner = watch.encoder(lambda: work(2))
-    encode = watch.encoder(lambda: inner())  # as an encoder with a projection calls one without
+    # An encoder with a projection calls one without: what both take is taken once.
+    encode = watch.encoder(watch.encoder(lambda: work(2)))
     for _ in watch.batches(fetch)(None):
         encode()
         work(4)
