@@ -28,7 +28,8 @@ from runtimes.encoders import describe_encoders, read_config, vae_path
 from runtimes.jax.chips import Slice, parse_slice
 from runtimes.jax.plan import Plan, Request
 
-VERSION = 2  # raised when the step that is compiled changes
+#: Raised when the step that is compiled changes, or what is read of what the compiler says.
+VERSION = 3
 #: Where `make setup-plan` puts libtpu, beside our environment: in it, it would slow every start.
 COMPILER = ".libtpu"
 #: Of a chip's peak, where the compiler estimates no time: what good training code reaches.
@@ -96,6 +97,11 @@ class Planned:
     @property
     def fits(self) -> bool:
         return _fits(self.plan, self.where)
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a chip that a program may take."""
+        return _limit(self.plan, self.where)
 
     @property
     def step_seconds(self) -> float | None:
@@ -249,7 +255,7 @@ def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
     Between one that fits and one that does not, memory is taken to grow in a straight line; what
     that gives is compiled, until the two are neighbours.
     """
-    hbm, fitting, failing = start.where.chip.hbm_bytes, 0, 0
+    fitting, failing = 0, 0
     ask, before = start.per_chip, (0, 0)  # the batch asked for last, and its bytes
     while True:
         plan = measure(start.with_per_chip(ask))
@@ -263,7 +269,7 @@ def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
         if plan.total:  # else the compiler has not said how much too large it is
             count, held = before if before[1] else (0, plan.arguments)
             slope = max((plan.total - held) / (ask - count), 1.0)
-            guess = int(ask + (hbm - plan.total) // slope)
+            guess = int(ask + (_limit(plan, start.where) - plan.total) // slope)
             before = (ask, plan.total)
         else:
             guess = (low + high) // 2
@@ -271,7 +277,12 @@ def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
 
 
 def _fits(plan: Plan, where: Slice) -> bool:
-    return plan.fits and plan.total <= where.chip.hbm_bytes
+    return plan.fits and plan.total <= _limit(plan, where)
+
+
+def _limit(plan: Plan, where: Slice) -> int:
+    """Bytes of a chip that a program may take."""
+    return plan.limit or where.chip.hbm_bytes
 
 
 def compiler_folder() -> Path | None:

@@ -21,6 +21,13 @@ from configs.training import Train
 from runtimes.base import WrongInput
 from runtimes.jax.chips import Slice, parse_slice
 
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+#: What libtpu says of a program that is too large: the bytes that it takes, arguments included
+#: (whatever the second form calls them), and those that there are.
+REFUSALS = (
+    re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm"),
+    re.compile(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)([KMG])\)"),
+)
 #: Of virtual devices: what a compiler can still be asked for in reasonable time.
 MOST_VIRTUAL = 16
 
@@ -47,7 +54,7 @@ class Plan:
     compiler: str  # such as libtpu 0.0.42
     arguments: int  # bytes of weights, optimizer, average and batch
     temporaries: int  # bytes of activations, gradients, gathered weights
-    total: int  # bytes of all that there is at once
+    total: int  # bytes of all that there is at once; 0 where it is not known
     flops: float  # done, what is recomputed included
     bytes_accessed: float
     optimal_seconds: float | None  # a step, as the compiler estimates it
@@ -55,6 +62,7 @@ class Plan:
     parameters: int  # that are trained
     seconds: float  # that planning took
     fits: bool  # as far as the compiler says: it refuses what does not
+    limit: int | None = None  # bytes that a program may take; known of what is refused
 
 
 def plan(request: Request) -> Plan:
@@ -75,8 +83,7 @@ def plan(request: Request) -> Plan:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         compiled, refused = None, str(error)
-    memory = {"arguments": step.argument_bytes(), "temporaries": 0, "total": _needed(refused)}
-    costs: dict[str, float] = {}
+    memory, costs = _refused(refused, step.argument_bytes()), dict[str, float]()
     if compiled is not None:
         memory, costs = _memory(compiled.memory_analysis()), dict(compiled.cost_analysis() or {})
     optimal = costs.get("optimal_seconds", -1.0)
@@ -130,12 +137,14 @@ def _memory(found: Any) -> dict[str, int]:
     return {"arguments": arguments, "temporaries": temporaries, "total": total}
 
 
-def _needed(refused: str) -> int:
-    """Bytes that libtpu says a program would need: `Used 20.19G of 15.75G hbm`."""
-    found = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", refused)
+def _refused(words: str, arguments: int) -> dict[str, int]:
+    """The memory of a program that a compiler refuses, as far as its words tell."""
+    found = next(filter(None, (pattern.search(words) for pattern in REFUSALS)), None)
     if found is None:
-        return 0
-    return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[found[2]])
+        return {"arguments": arguments, "temporaries": 0, "total": 0}
+    total, limit = (int(float(found[at]) * _UNITS[found[at + 1]]) for at in (1, 3))
+    temporaries = max(total - arguments, 0)
+    return {"arguments": arguments, "temporaries": temporaries, "total": total, "limit": limit}
 
 
 def main(path: str) -> int:

@@ -18,9 +18,9 @@ from configs.training import Train
 from flows.plan import DoesNotFit, tell
 from runtimes.base import WrongInput
 from runtimes.jax.chips import parse_slice
-from runtimes.jax.plan import Plan
+from runtimes.jax.plan import Plan, _refused
 from tasks import plan
-from tasks.plan import Size, _largest, _size
+from tasks.plan import Size, _largest, _limit, _size
 
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
@@ -57,6 +57,26 @@ def test_the_largest_batch_that_fits_is_found_in_a_few_compilations(
     # What was compiled is the recipe's batch, in as many micro-batches as it takes.
     assert {size.global_batch_size for size in measured.asked} == {512}
     assert found.micro_batches == -(-512 // found.micro_batch_size)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 28.25G of 15.75G hbm.",
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (28.25G) exceeds available HBM (15.75G).",
+    ],
+)
+def test_a_refusal_tells_how_much_too_large_a_step_is(words: str) -> None:
+    found = _refused(words, 4 * GIB)
+    whole, limit = int(28.25 * GIB), int(15.75 * GIB)
+    assert found == {
+        "arguments": 4 * GIB,
+        "temporaries": whole - 4 * GIB,
+        "total": whole,
+        "limit": limit,
+    }
+    assert _limit(replace(PLAN, **found), SLICE) == limit
 
 
 def test_where_one_picture_does_not_fit_none_is_found() -> None:
