@@ -20,6 +20,7 @@ from runtimes.adapters.lora import (
     stored_name,
 )
 from runtimes.base import WrongInput
+from runtimes.torch.products import linear, product
 
 #: How much longer a product with one side of an adapter's rank takes for its size.
 THIN = 4
@@ -76,7 +77,7 @@ def _forward(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
     if not merging_is_cheaper(base.weight.shape, len(down), inputs.numel() // inputs.shape[-1]):
         return cast(torch.Tensor, _Beside.apply(inputs, base.weight, base.bias, down, up, scale))
     weight = torch.addmm(base.weight, up, down, alpha=scale)
-    return torch.nn.functional.linear(inputs, weight, base.bias)
+    return linear(inputs, weight, base.bias)
 
 
 class _Beside(torch.autograd.Function):
@@ -94,8 +95,8 @@ class _Beside(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
-        hidden = rows @ down.t()
-        output = torch.nn.functional.linear(rows, weight, bias)
+        hidden = product(rows, down)
+        output = product(rows, weight, bias)
         output.addmm_(hidden, up.t(), alpha=scale)
         ctx.save_for_backward(rows, weight, down, up, hidden)
         ctx.scale = scale
@@ -106,11 +107,11 @@ class _Beside(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, down, up, hidden = ctx.saved_tensors
         of_output = gradient.reshape(len(rows), -1)
-        of_hidden = (of_output @ up).mul_(ctx.scale)
+        of_hidden = product(of_output, up.t()).mul_(ctx.scale)
         of_up = (of_output.t() @ hidden).mul_(ctx.scale)
         of_inputs = None
         if ctx.needs_input_grad[0]:
-            of_inputs = (of_output @ weight).addmm_(of_hidden, down)
+            of_inputs = product(of_output, weight.t()).addmm_(of_hidden, down)
             of_inputs = of_inputs.view(*gradient.shape[:-1], -1)
         return of_inputs, None, None, of_hidden.t() @ rows, of_up, None
 

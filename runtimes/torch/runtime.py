@@ -35,6 +35,7 @@ from runtimes.torch.layout import keep_channels_last, memory_format, to_training
 from runtimes.torch.lora import with_less_work
 from runtimes.torch.network import Network
 from runtimes.torch.parallel import open_parallel
+from runtimes.torch.products import with_faster_products
 from runtimes.torch.profile import tracing
 from runtimes.torch.schedulers import make_scheduler
 from runtimes.torch.update import Update
@@ -65,8 +66,10 @@ class TheRuntime:
         self.device = describe(self._device)
         network = Network.load(job, self._settings)
         self._counter = FlopCounter(network)
-        if self._settings.method == "lora" and self._settings.compute_dtype == "float32":
-            with_less_work(network)
+        if self._settings.compute_dtype == "float32":
+            with_faster_products(network, self._device)
+            if self._settings.method == "lora":
+                with_less_work(network)
         layout = memory_format(self._device, sharded=self._parallel.sharded)
         network.place(self._device, layout)
         if layout == torch.channels_last:

@@ -113,7 +113,7 @@ def test_losses_are_those_of_a_plain_diffusers_loop(
     plain = Plain(job)
     expected = [plain.step(step) for step in range(10)]
     losses, _ = run(job, 10)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(losses, expected, rtol=5e-6)
 
 
 def test_accumulated_gradients_are_the_whole_batch_s(make_job: MakeJob) -> None:

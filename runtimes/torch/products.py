@@ -1,0 +1,85 @@
+"""float32 matrix products on a CPU, by the faster of the two libraries that PyTorch has for them.
+
+PyTorch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's chips alone; oneDNN, which
+does its convolutions, uses it on those of every maker (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@cache
+def onednn_is_faster() -> bool:
+    """Whether this machine's CPU has AVX-512 and is not Intel's."""
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if not wide or not torch.backends.mkldnn.is_available() or not CPUINFO.exists():
+        return False
+    return "GenuineIntel" not in CPUINFO.read_text(encoding="utf-8")
+
+
+def with_faster_products(model: torch.nn.Module, device: torch.device) -> None:
+    """Have the linear layers of a float32 model that goes to a device multiply by what is faster
+    there, forward and backward."""
+    if device.type != "cpu" or not onednn_is_faster():
+        return
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.forward = MethodType(_forward, module)
+
+
+def linear(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x W^T + b` for inputs [..., in] and weight [out, in], with gradients."""
+    if _goes_to_onednn(inputs):
+        return cast(torch.Tensor, _Linear.apply(inputs, weight, bias))
+    return torch.nn.functional.linear(inputs, weight, bias)
+
+
+def product(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`a b^T + bias` for a [..., k] and b [n, k], without gradients."""
+    if _goes_to_onednn(left):
+        return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return torch.nn.functional.linear(left, right, bias)
+
+
+def _goes_to_onednn(inputs: torch.Tensor) -> bool:
+    return inputs.device.type == "cpu" and inputs.dtype == torch.float32 and onednn_is_faster()
+
+
+def _forward(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    return linear(inputs, layer.weight, layer.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return product(inputs, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_inputs = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = product(gradient, weight.t())
+        if ctx.needs_input_grad[1]:
+            of_weight = product(rows.t(), inputs.reshape(-1, inputs.shape[-1]).t())
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_inputs, of_weight, of_bias

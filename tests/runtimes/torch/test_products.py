@@ -1,0 +1,88 @@
+"""Products by oneDNN: the numbers of PyTorch's own, and only where they are the faster ones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import MakeJob, lora, start
+
+from runtimes.torch import products
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: faster)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("lies", ["rows", "columns", "every other"])
+def test_a_layer_computes_what_pytorch_does(
+    monkeypatch: pytest.MonkeyPatch, bias: bool, frozen: bool, lies: str
+) -> None:
+    choose(monkeypatch, True)
+    torch.manual_seed(0)
+    inputs = {
+        "rows": torch.randn(3, 5, 24),
+        "columns": torch.randn(3, 24, 5).transpose(1, 2),
+        "every other": torch.randn(3, 5, 48)[..., ::2],
+    }[lies]
+    ours, theirs = torch.nn.Linear(24, 40, bias=bias), torch.nn.Linear(24, 40, bias=bias)
+    theirs.load_state_dict(ours.state_dict())
+    products.with_faster_products(ours, torch.device("cpu"))
+    wanted = torch.randn(3, 40, 5).transpose(1, 2)
+    found = []
+    for layer in (ours, theirs):
+        layer.requires_grad_(not frozen)
+        given = inputs.clone().requires_grad_()
+        output = layer(given)
+        output.backward(wanted)
+        found.append([output, given.grad, *(weight.grad for weight in layer.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("settings", [{}, lora(), lora(dropout=0.1), lora(dora=True)])
+@pytest.mark.parametrize("more", [{}, {"gradient_checkpointing": True, "text_encoders": True}])
+def test_training_is_the_same(
+    make_job: MakeJob,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    more: dict[str, object],
+) -> None:
+    losses = []
+    for faster in (True, False):
+        choose(monkeypatch, faster)
+        runtime, batch = start(make_job(**settings, **more))
+        assert any(map(is_ours, runtime._network.modules())) == faster
+        losses.append([float(runtime.step(batch(step), 1e-3).loss) for step in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def is_ours(module: torch.nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is products._forward
+
+
+@pytest.mark.parametrize(
+    ("maker", "capability", "faster"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+        (None, "AVX512", False),
+    ],
+)
+def test_who_is_faster_is_told_by_the_chip(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    maker: str | None,
+    capability: str,
+    faster: bool,
+) -> None:
+    told = tmp_path / "cpuinfo"
+    if maker is not None:
+        told.write_text(f"processor : 0\nvendor_id : {maker}\n")
+    monkeypatch.setattr(products, "CPUINFO", told)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert products.onednn_is_faster.__wrapped__() is faster
