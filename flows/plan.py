@@ -46,7 +46,7 @@ def facts(found: Planned) -> dict[str, Any]:
         "chips": found.where.chips,
         "compiler": plan.compiler,
         "fits": found.fits,
-        "hbm_bytes": found.limit,
+        "hbm_bytes": found.where.chip.hbm_bytes,
         "argument_bytes": plan.arguments,
         "temporary_bytes": plan.temporaries,
         "total_bytes": plan.total or None,  # not said of what is refused
@@ -94,15 +94,15 @@ def _lines(found: Planned) -> list[tuple[str, str]]:
 
 
 def _memory(found: Planned) -> str:
-    plan, limit = found.plan, found.limit
+    plan, hbm = found.plan, found.where.chip.hbm_bytes
     words = f"{plan.arguments / GIB:.2f} GiB arguments"
     if not plan.total:
-        return f"{words}; what else there is does not fit {limit / GIB:g} GiB a chip"
+        return f"{words}; what else there is does not fit {hbm / GIB:g} GiB a chip"
     if plan.temporaries:
         words += f" + {plan.temporaries / GIB:.2f} GiB temporaries"
-    spare = (limit - plan.total) / GIB
+    spare = (hbm - plan.total) / GIB
     fits = f"fits, {spare:.1f} GiB to spare" if found.fits else f"too much by {-spare:.1f} GiB"
-    return f"{words}, {plan.total / GIB:.2f} of {limit / GIB:g} GiB a chip: {fits}"
+    return f"{words}, {plan.total / GIB:.2f} of {hbm / GIB:g} GiB a chip: {fits}"
 
 
 def _work(of_image: float | None, of_step: float, moved: float) -> str:
@@ -138,11 +138,11 @@ def _storage(found: Planned) -> int | None:
 
 
 def _refusal(found: Planned) -> str:
-    where = found.where
+    where, hbm = found.where, found.where.chip.hbm_bytes
     need = f"{found.plan.total / GIB:.1f} GiB" if found.plan.total else "more"
     words = (
         f"{found.size.micro_batch_size} pictures at once need {need} of the "
-        f"{found.limit / GIB:g} GiB that a chip of {where.name} has: "
+        f"{hbm / GIB:g} GiB that a chip of {where.name} has: "
     )
     if found.largest is None:
         return words + "even one a chip is too many; raise train.mesh.fsdp, or take more chips"

@@ -99,11 +99,6 @@ class Planned:
         return _fits(self.plan, self.where)
 
     @property
-    def limit(self) -> int:
-        """Bytes of a chip that a program may take."""
-        return _limit(self.plan, self.where)
-
-    @property
     def step_seconds(self) -> float | None:
         """Of a step on the slice; None where nothing is known to tell it by."""
         if self.plan.optimal_seconds is not None:
@@ -255,7 +250,7 @@ def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
     Between one that fits and one that does not, memory is taken to grow in a straight line; what
     that gives is compiled, until the two are neighbours.
     """
-    fitting, failing = 0, 0
+    hbm, fitting, failing = start.where.chip.hbm_bytes, 0, 0
     ask, before = start.per_chip, (0, 0)  # the batch asked for last, and its bytes
     while True:
         plan = measure(start.with_per_chip(ask))
@@ -269,7 +264,7 @@ def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
         if plan.total:  # else the compiler has not said how much too large it is
             count, held = before if before[1] else (0, plan.arguments)
             slope = max((plan.total - held) / (ask - count), 1.0)
-            guess = int(ask + (_limit(plan, start.where) - plan.total) // slope)
+            guess = int(ask + (hbm - plan.total) // slope)
             before = (ask, plan.total)
         else:
             guess = (low + high) // 2
@@ -277,12 +272,7 @@ def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
 
 
 def _fits(plan: Plan, where: Slice) -> bool:
-    return plan.fits and plan.total <= _limit(plan, where)
-
-
-def _limit(plan: Plan, where: Slice) -> int:
-    """Bytes of a chip that a program may take."""
-    return plan.limit or where.chip.hbm_bytes
+    return plan.fits and plan.total <= where.chip.hbm_bytes
 
 
 def compiler_folder() -> Path | None:

@@ -10,10 +10,11 @@ from runtimes.base import WrongInput
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind. Figures are those of Google's pages "TPU v4", "v5e", "v5p" and "v6e"."""
+    """One kind. Figures are those of Google's pages "TPU v4", "v5e", "v5p" and "v6e", but for what
+    of its memory libtpu 0.0.42 leaves to a program, as it says when it refuses one."""
 
     peak: float  # FLOP/s in bfloat16
-    hbm_bytes: int
+    hbm_bytes: int  # that a program may take
     hbm_bandwidth: float  # bytes/s
     cores: int  # that a slice's name counts for each chip
     shapes: tuple[tuple[int, ...], ...]  # of the slices there are, in chips
@@ -22,10 +23,10 @@ class Chip:
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
 _SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 CHIPS = {
-    "v4": Chip(275e12, 32 * 2**30, 1228e9, 2, _CUBES),
-    "v5p": Chip(459e12, 95 * 2**30, 2765e9, 2, _CUBES),
-    "v5e": Chip(197e12, 16 * 2**30, 819e9, 1, _SQUARES),
-    "v6e": Chip(918e12, 32 * 2**30, 1640e9, 1, _SQUARES),
+    "v4": Chip(275e12, int(30.75 * 2**30), 1228e9, 2, _CUBES),
+    "v5p": Chip(459e12, int(95.74 * 2**30), 2765e9, 2, _CUBES),
+    "v5e": Chip(197e12, int(15.75 * 2**30), 819e9, 1, _SQUARES),
+    "v6e": Chip(918e12, int(31.25 * 2**30), 1640e9, 1, _SQUARES),
 }
 #: What JAX calls them, where that is another name; and what Google Cloud does.
 _ALIASES = {"v5 lite": "v5e", "v5litepod": "v5e", "v6 lite": "v6e", "v5": "v5p"}

@@ -23,10 +23,10 @@ from runtimes.jax.chips import Slice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 #: What libtpu says of a program that is too large: the bytes that it takes, arguments included
-#: (whatever the second form calls them), and those that there are.
+#: whatever the second form calls them.
 REFUSALS = (
-    re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm"),
-    re.compile(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)([KMG])\)"),
+    re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm"),
+    re.compile(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM"),
 )
 #: Of virtual devices: what a compiler can still be asked for in reasonable time.
 MOST_VIRTUAL = 16
@@ -62,7 +62,6 @@ class Plan:
     parameters: int  # that are trained
     seconds: float  # that planning took
     fits: bool  # as far as the compiler says: it refuses what does not
-    limit: int | None = None  # bytes that a program may take; known of what is refused
 
 
 def plan(request: Request) -> Plan:
@@ -142,9 +141,8 @@ def _refused(words: str, arguments: int) -> dict[str, int]:
     found = next(filter(None, (pattern.search(words) for pattern in REFUSALS)), None)
     if found is None:
         return {"arguments": arguments, "temporaries": 0, "total": 0}
-    total, limit = (int(float(found[at]) * _UNITS[found[at + 1]]) for at in (1, 3))
-    temporaries = max(total - arguments, 0)
-    return {"arguments": arguments, "temporaries": temporaries, "total": total, "limit": limit}
+    total = int(float(found[1]) * _UNITS[found[2]])
+    return {"arguments": arguments, "temporaries": max(total - arguments, 0), "total": total}
 
 
 def main(path: str) -> int:
