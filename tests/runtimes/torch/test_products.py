@@ -6,7 +6,9 @@ import pytest
 import torch
 from jobs import MakeJob, lora, start
 
+from configs.training import Lora
 from runtimes.torch import products
+from runtimes.torch.lora import add_adapters, merging_is_cheaper, with_less_work
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
@@ -86,3 +88,24 @@ def test_who_is_faster_is_told_by_the_chip(
     monkeypatch.setattr(products, "CPUINFO", told)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert products.onednn_is_faster.__wrapped__() is faster
+
+
+def test_inductor_compiles_layers_with_and_without_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose(monkeypatch, True)
+    sizes = ((12, 64), (64, 64), (64, 512))
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    add_adapters("unet", model, Lora(rank=4, targets=["1", "2"]), 0)
+    products.with_faster_products(model, torch.device("cpu"))
+    with_less_work(model)
+    merged = [merging_is_cheaper(model[n].base_layer.weight.shape, 4, rows=100) for n in (1, 2)]
+    assert merged == [True, False]
+    inputs = torch.randn(100, 12)
+    found = []
+    for compiled in (False, True):
+        model.zero_grad()
+        output = (torch.compile(model) if compiled else model)(inputs)
+        output.square().mean().backward()
+        found.append([output, *(p.grad for p in model.parameters() if p.requires_grad)])
+    torch.testing.assert_close(*found)
