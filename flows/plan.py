@@ -49,7 +49,7 @@ def facts(found: Planned) -> dict[str, Any]:
         "hbm_bytes": found.where.chip.hbm_bytes,
         "argument_bytes": plan.arguments,
         "temporary_bytes": plan.temporaries,
-        "total_bytes": plan.total or None,  # not said of what is refused
+        "total_bytes": plan.total or None,  # a refusal may not say it
         "parameters": plan.parameters,
         "flops_per_image": plan.flops_per_image,
         "flops": plan.flops or None,
@@ -101,7 +101,9 @@ def _memory(found: Planned) -> str:
     if plan.temporaries:
         words += f" + {plan.temporaries / GIB:.2f} GiB temporaries"
     spare = (hbm - plan.total) / GIB
-    fits = f"fits, {spare:.1f} GiB to spare" if found.fits else f"too much by {-spare:.1f} GiB"
+    fits = (
+        f"fits, {spare:.1f} GiB to spare" if found.fits else f"too much by {max(-spare, 0):.1f} GiB"
+    )
     return f"{words}, {plan.total / GIB:.2f} of {hbm / GIB:g} GiB a chip: {fits}"
 
 

@@ -261,7 +261,7 @@ def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
         if failing and failing - fitting == 1:
             return start.with_per_chip(fitting) if fitting else None
         low, high = fitting + 1, failing - 1 if failing else 8 * fitting
-        if plan.total:  # else the compiler has not said how much too large it is
+        if plan.fits or plan.total > hbm:  # else it is not known how much too large it is
             count, held = before if before[1] else (0, plan.arguments)
             slope = max((plan.total - held) / (ask - count), 1.0)
             guess = int(ask + (hbm - plan.total) // slope)

@@ -53,7 +53,9 @@ class Plan:
 
     compiler: str  # such as libtpu 0.0.42
     arguments: int  # bytes of weights, optimizer, average and batch
-    temporaries: int  # bytes of activations, gradients, gathered weights
+    temporaries: (
+        int  # bytes of activations, gradients, gathered weights; of a refusal, all the rest
+    )
     total: int  # bytes of all that there is at once; 0 where it is not known
     flops: float  # done, what is recomputed included
     bytes_accessed: float

@@ -1,11 +1,12 @@
 """float32 matrix products on a CPU, by the faster of the two libraries that PyTorch has for them.
 
 PyTorch multiplies float32 matrices by MKL, which uses AVX-512 on Intel's chips alone; oneDNN, which
-does its convolutions, uses it on those of every maker (docs/benchmarks.md).
+does its convolutions, uses it on those of every maker (docs/decisions.md).
 """
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from types import MethodType
@@ -15,15 +16,21 @@ import torch
 from torch.autograd.function import once_differentiable
 
 CPUINFO = Path("/proc/cpuinfo")
+#: AMD's first family of CPUs whose units are as wide as AVX-512: Zen 5.
+WIDE_FAMILY = 26
+#: Rows, columns and depth of the least product that oneDNN does faster; it takes longer to begin.
+LEAST = 64
 
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether this machine's CPU has AVX-512 and is not Intel's."""
+    """Whether this machine's CPU has AVX-512 in full width, and is not Intel's."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if not wide or not torch.backends.mkldnn.is_available() or not CPUINFO.exists():
         return False
-    return "GenuineIntel" not in CPUINFO.read_text(encoding="utf-8")
+    told = CPUINFO.read_text(encoding="utf-8")
+    family = re.search(r"^cpu family\s*: (\d+)$", told, re.MULTILINE)
+    return "AuthenticAMD" in told and family is not None and int(family[1]) >= WIDE_FAMILY
 
 
 def with_faster_products(model: torch.nn.Module, device: torch.device) -> None:
@@ -40,7 +47,7 @@ def linear(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x W^T + b` for inputs [..., in] and weight [out, in], with gradients."""
-    if _goes_to_onednn(inputs):
+    if _goes_to_onednn(inputs, weight):
         return cast(torch.Tensor, _Linear.apply(inputs, weight, bias))
     return torch.nn.functional.linear(inputs, weight, bias)
 
@@ -49,15 +56,20 @@ def product(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`a b^T + bias` for a [..., k] and b [n, k], without gradients."""
-    if _goes_to_onednn(left):
+    if _goes_to_onednn(left, right):
         return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return torch.nn.functional.linear(left, right, bias)
 
 
-def _goes_to_onednn(inputs: torch.Tensor) -> bool:
-    on_cpu = inputs.device.type == "cpu" and inputs.dtype == torch.float32
-    # Inductor takes this operator with constant weights alone.
-    return on_cpu and onednn_is_faster() and not torch.compiler.is_compiling()
+def _goes_to_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling():  # Inductor takes the operator with constant weights alone
+        return False
+    kinds = {(tensor.device.type, tensor.dtype) for tensor in (left, right)}
+    if kinds != {("cpu", torch.float32)} or not onednn_is_faster():
+        return False
+    depth = right.shape[-1]
+    rows = left.numel() // max(depth, 1)
+    return left.shape[-1] == depth and min(rows, len(right), depth) >= LEAST
 
 
 def _forward(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
@@ -69,7 +81,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
+        of_inputs, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(inputs if of_weight else None, weight if of_inputs else None)
         return product(inputs, weight, bias)
 
     @staticmethod

@@ -65,7 +65,7 @@ class TheRuntime:
         self._parallel = open_parallel(self._settings, ranks, self._device)
         self.device = describe(self._device)
         network = Network.load(job, self._settings)
-        self._counter = FlopCounter(network)
+        self._counter = FlopCounter(network)  # copies it as PyTorch multiplies, which it can count
         if self._settings.compute_dtype == "float32":
             with_faster_products(network, self._device)
             if self._settings.method == "lora":

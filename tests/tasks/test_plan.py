@@ -76,6 +76,18 @@ def test_a_refusal_tells_how_much_too_large_a_step_is(words: str) -> None:
     }
 
 
+def test_the_search_goes_on_where_a_refusal_tells_no_more_than_there_is() -> None:
+    asked = []
+
+    def measure(size: Size) -> Plan:
+        asked.append(size.per_chip)
+        return replace(PLAN, total=2 * GIB + size.per_chip * GIB // 8, fits=size.per_chip < 7)
+
+    found = _largest(measure, Size(5 * 8, 512, SLICE))
+    assert found is not None and found.per_chip == 6
+    assert len(asked) <= 8, asked
+
+
 def test_where_one_picture_does_not_fit_none_is_found() -> None:
     assert _largest(Measured(20.0 * GIB), Size(32, 32, SLICE)) is None
 

@@ -1,5 +1,6 @@
 """Products by oneDNN: the numbers of PyTorch's own, and only where they are the faster ones."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from runtimes.torch.lora import add_adapters, merging_is_cheaper, with_less_work
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    """Have products of all sizes made by oneDNN, or none."""
     monkeypatch.setattr(products, "onednn_is_faster", lambda: faster)
+    monkeypatch.setattr(products, "LEAST", 1)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -37,12 +40,29 @@ def test_a_layer_computes_what_pytorch_does(
         layer.requires_grad_(not frozen)
         given = inputs.clone().requires_grad_()
         output = layer(given)
+        if layer is ours:
+            kept = [size for t in output.grad_fn.saved_tensors if t is not None for size in t.shape]
         output.backward(wanted)
         found.append([output, given.grad, *(weight.grad for weight in layer.parameters())])
     for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other)
+    assert kept == [*([] if frozen else inputs.shape), 40, 24]  # inputs for the weight alone
+
+
+def test_small_products_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes oneDNN longer to begin with one than to do it."""
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    least = products.LEAST
+    for rows, depth, columns in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 0)):
+        left = torch.randn(2, least // 2 - rows, least - depth)
+        right = torch.randn(least - columns, least - depth)
+        goes = products._goes_to_onednn(left, right)
+        assert goes == (rows == depth == columns == 0)
+    # What PyTorch would refuse, it shall refuse: its words can be understood.
+    assert not products._goes_to_onednn(torch.randn(least, least + 1), torch.randn(least, least))
+    assert not products._goes_to_onednn(torch.randn(least, least), torch.randn(least, least).half())
 
 
 @pytest.mark.parametrize("settings", [{}, lora(), lora(dropout=0.1), lora(dora=True)])
@@ -66,46 +86,55 @@ def is_ours(module: torch.nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is products._forward
 
 
+@pytest.fixture
+def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Gives this machine another chip."""
+
+    def give(maker: str | None, family: int, capability: str) -> None:
+        told = tmp_path / "cpuinfo"
+        if maker is not None:
+            told.write_text(f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\n")
+        monkeypatch.setattr(products, "CPUINFO", told)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        products.onednn_is_faster.cache_clear()
+
+    yield give
+    products.onednn_is_faster.cache_clear()
+
+
 @pytest.mark.parametrize(
-    ("maker", "capability", "faster"),
+    ("maker", "family", "capability", "faster"),
     [
-        ("AuthenticAMD", "AVX512", True),
-        ("AuthenticAMD", "AVX2", False),
-        ("GenuineIntel", "AVX512", False),
-        (None, "AVX512", False),
+        ("AuthenticAMD", 26, "AVX512", True),  # Zen 5
+        ("AuthenticAMD", 25, "AVX512", False),  # Zen 4
+        ("AuthenticAMD", 26, "AVX2", False),
+        ("GenuineIntel", 6, "AVX512", False),
+        ("HygonGenuine", 26, "AVX512", False),
+        (None, 0, "AVX512", False),
     ],
 )
 def test_who_is_faster_is_told_by_the_chip(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    maker: str | None,
-    capability: str,
-    faster: bool,
+    chip: Callable[..., None], maker: str | None, family: int, capability: str, faster: bool
 ) -> None:
-    told = tmp_path / "cpuinfo"
-    if maker is not None:
-        told.write_text(f"processor : 0\nvendor_id : {maker}\n")
-    monkeypatch.setattr(products, "CPUINFO", told)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert products.onednn_is_faster.__wrapped__() is faster
+    chip(maker, family, capability)
+    assert products.onednn_is_faster() is faster
 
 
-def test_inductor_compiles_layers_with_and_without_adapters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    choose(monkeypatch, True)
-    sizes = ((12, 64), (64, 64), (64, 512))
+def test_inductor_compiles_layers_with_and_without_adapters(chip: Callable[..., None]) -> None:
+    """As one graph."""
+    chip("AuthenticAMD", 26, "AVX512")
+    sizes = ((64, 64), (64, 64), (64, 512))
     model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
     add_adapters("unet", model, Lora(rank=4, targets=["1", "2"]), 0)
     products.with_faster_products(model, torch.device("cpu"))
     with_less_work(model)
     merged = [merging_is_cheaper(model[n].base_layer.weight.shape, 4, rows=100) for n in (1, 2)]
     assert merged == [True, False]
-    inputs = torch.randn(100, 12)
+    inputs = torch.randn(100, 64)
     found = []
     for compiled in (False, True):
         model.zero_grad()
-        output = (torch.compile(model) if compiled else model)(inputs)
+        output = (torch.compile(model, fullgraph=True) if compiled else model)(inputs)
         output.square().mean().backward()
         found.append([output, *(p.grad for p in model.parameters() if p.requires_grad)])
     torch.testing.assert_close(*found)
