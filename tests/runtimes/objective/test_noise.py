@@ -27,7 +27,8 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_schedule_noise_and_targets_are_diffusers(config: dict) -> None:
     ours, theirs = NoiseSchedule.from_config(config), DDPMScheduler(**config)
-    np.testing.assert_allclose(ours.alphas_cumprod, theirs.alphas_cumprod, rtol=1e-6)
+    # Of a chip's last bits: what rescaling leaves near zero is a difference of numbers near one.
+    np.testing.assert_allclose(ours.alphas_cumprod, theirs.alphas_cumprod, rtol=1e-6, atol=1e-8)
     z, eps = normal(5, 4, 8, 8), normal(5, 4, 8, 8, seed=1)
     tensors = torch.from_numpy(z), torch.from_numpy(eps), torch.from_numpy(LEVELS)
     np.testing.assert_allclose(
