@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 CPUINFO = Path("/proc/cpuinfo")
 #: AMD's first family of CPUs whose units are as wide as AVX-512: Zen 5.
 WIDE_FAMILY = 26
-#: Rows, columns and depth of the least product that oneDNN does faster; it takes longer to begin.
-LEAST = 64
+#: Multiplications of the least product that oneDNN does faster: it takes longer to begin.
+LEAST = 6_000_000
 
 
 @cache
@@ -67,9 +67,8 @@ def _goes_to_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
     kinds = {(tensor.device.type, tensor.dtype) for tensor in (left, right)}
     if kinds != {("cpu", torch.float32)} or not onednn_is_faster():
         return False
-    depth = right.shape[-1]
-    rows = left.numel() // max(depth, 1)
-    return left.shape[-1] == depth and min(rows, len(right), depth) >= LEAST
+    fits = left.shape[-1] == right.shape[-1]  # else PyTorch says in plain words what is wrong
+    return fits and left.numel() * len(right) >= LEAST
 
 
 def _forward(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
