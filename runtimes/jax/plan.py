@@ -22,7 +22,7 @@ from runtimes.base import WrongInput
 from runtimes.jax.chips import Slice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-#: What libtpu says of a program that is too large: the bytes that it takes, arguments included
+#: What libtpu says of a program that is too large: the bytes that it takes, arguments included,
 #: whatever the second form calls them.
 REFUSALS = (
     re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm"),
@@ -53,9 +53,7 @@ class Plan:
 
     compiler: str  # such as libtpu 0.0.42
     arguments: int  # bytes of weights, optimizer, average and batch
-    temporaries: (
-        int  # bytes of activations, gradients, gathered weights; of a refusal, all the rest
-    )
+    temporaries: int  # bytes of activations, gradients, gathered weights (refused: all else)
     total: int  # bytes of all that there is at once; 0 where it is not known
     flops: float  # done, what is recomputed included
     bytes_accessed: float
@@ -84,8 +82,10 @@ def plan(request: Request) -> Plan:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         compiled, refused = None, str(error)
-    memory, costs = _refused(refused, step.argument_bytes()), dict[str, float]()
-    if compiled is not None:
+    costs: dict[str, float] = {}
+    if compiled is None:
+        memory = _refused(refused, step.argument_bytes())
+    else:
         memory, costs = _memory(compiled.memory_analysis()), dict(compiled.cost_analysis() or {})
     optimal = costs.get("optimal_seconds", -1.0)
     # XLA counts a loop's body once; on the CPU there is none (step.py).

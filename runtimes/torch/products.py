@@ -24,7 +24,7 @@ LEAST = 6_000_000
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether this machine's CPU has AVX-512 in full width, and is not Intel's."""
+    """Whether this machine's CPU is an AMD that has AVX-512 in full width."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if not wide or not torch.backends.mkldnn.is_available() or not CPUINFO.exists():
         return False

@@ -223,6 +223,7 @@ for name in sys.argv[1:]:
     here = SingleDeviceSharding(devices[0])
     matrix = ShapeDtypeStruct((2**15, 2**20), "float32", sharding=here)  # 128 GiB
     step = jax.jit(lambda x: (x @ x.T) @ x).trace(matrix).lower(lowering_platforms=("tpu",))
+    words = ""
     try:
         step.compile()
     except Exception as error:

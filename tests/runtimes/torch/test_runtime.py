@@ -103,14 +103,8 @@ class Plain:
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
 def test_losses_are_those_of_a_plain_diffusers_loop(
-    make_job: MakeJob,
-    tiny_sdxl: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    make_job: MakeJob, tiny_sdxl: Path, tmp_path: Path, kind: str
 ) -> None:
-    # Its products are PyTorch's own, which others are compared with in test_products.py.
-    monkeypatch.setattr("runtimes.torch.products.onednn_is_faster", lambda: False)
     zero_snr = kind == "v_prediction"
     model = with_scheduler(
         tiny_sdxl, tmp_path / "model", prediction_type=kind, rescale_betas_zero_snr=zero_snr
