@@ -15,11 +15,13 @@ PIP := $(BIN)/python -m pip install $(QUIET)
 # process more than cores, as many tests wait for others that start.
 PROCESSES ?= 3
 
-.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore test lint format ui clean
+.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak lint format ui clean
 
 help:
 	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
-	@echo "make test    lint, types and all tests"
+	@echo "make quick   unit tests, in under a minute"
+	@echo "make test    lint, types, and tests of all that Kilnworks can do"
+	@echo "make soak    more kills, model families and true sizes; planted faults"
 	@echo "make setup   the environment alone (about 4 minutes, once)"
 	@echo "make setup-xla  runtime xla's own environment, in .venv-xla (7 GB, about 3 minutes, once)"
 	@echo "make setup-plan  the TPU's compiler, for kiln plan (no TPU is needed)"
@@ -31,9 +33,17 @@ help:
 demo: setup
 	$(BIN)/kiln run digits
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=25 --durations-min=5
+
+quick: $(VENV)/dev.stamp
+	$(PYTEST) -m "not slow and not soak" --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+
 test:
 	$(MAKE) --no-print-directory --jobs 2 environments lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+	$(PYTEST) -m "not soak" --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+
+soak: environments
+	$(PYTEST) -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 environments: $(VENV)/dev.stamp setup-xla setup-mindspore
 

@@ -1,244 +1,127 @@
-"""Tiny but real models in the layouts of the real ones, made once a session and never fetched."""
+"""What every test may use: tiny models and compiled programs, made once for all workers."""
 
-import json
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from diffusers import (
-    AutoencoderKL,
-    EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5TokenizerFast,
-)
 
-START, END = "<|startoftext|>", "<|endoftext|>"
-CHARACTERS = sorted(ByteLevel.alphabet())
-VOCABULARY = {
-    token: index
-    for index, token in enumerate([*CHARACTERS, *(c + "</w>" for c in CHARACTERS), START, END])
-}
+#: Groups that take longest, in the order they are started in; a group runs on one worker.
+LONGEST_FIRST = ("conformance-",)
 
 
-def make_tokenizer(pad_token: str = END) -> CLIPTokenizer:
-    """CLIP's byte-level tokenizer without merges: a token a letter."""
-    return CLIPTokenizer(vocab=VOCABULARY, merges=[], pad_token=pad_token, model_max_length=77)
+def _cpu() -> str:
+    """Which processor programs are compiled for: another one may lack its instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
-def make_text_config() -> CLIPTextConfig:
-    return CLIPTextConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        vocab_size=len(VOCABULARY),
-        bos_token_id=VOCABULARY[START],
-        eos_token_id=VOCABULARY[END],
-        pad_token_id=1,
-        projection_dim=24,
-    )
+def pytest_configure() -> None:
+    """Keep compiled programs from one session to the next, outside the tree."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = os.environ.get("KILN_TEST_CACHE") or f"{home}/kilnworks-tests"
+    kept = Path(root).expanduser() / hashlib.sha256(_cpu().encode()).hexdigest()[:12]
+    for variable, name in (
+        ("JAX_COMPILATION_CACHE_DIR", "jax"),
+        ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
+    ):
+        os.environ.setdefault(variable, str(kept / name))
 
 
-def make_t5_tokenizer() -> T5TokenizerFast:
-    """T5's unigrams: a token a letter, and of a caption the first 20."""
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -1.0)]
-    letters = [(chr(code), -2.0) for code in range(33, 383)]
-    return T5TokenizerFast(vocab=special + letters, extra_ids=0, model_max_length=20)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file share one worker, as they share fixtures; the longest groups start first."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
+    def rank(item: pytest.Item) -> int:
+        marker = item.get_closest_marker("xdist_group")
+        name = str(marker.args[0]) if marker else ""
+        ranks = (place for place, start in enumerate(LONGEST_FIRST) if name.startswith(start))
+        return next(ranks, len(LONGEST_FIRST))
 
-def make_t5() -> T5EncoderModel:
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=400,
-            d_model=80,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj="gated-gelu",
-        )
-    )
-
-
-def make_vae(**more: object) -> AutoencoderKL:
-    """Shrinks by four."""
-    settings = {
-        "block_out_channels": (8, 16, 16),
-        "down_block_types": ["DownEncoderBlock2D"] * 3,
-        "up_block_types": ["UpDecoderBlock2D"] * 3,
-        "latent_channels": 4,
-        "norm_num_groups": 4,
-        "sample_size": 32,
-        "scaling_factor": 0.5,
-        **more,
-    }
-    return AutoencoderKL(**settings)  # type: ignore[arg-type]
-
-
-def make_unet(**more: object) -> UNet2DConditionModel:
-    settings = {
-        "block_out_channels": (16, 32),
-        "layers_per_block": 1,
-        "sample_size": 8,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        "attention_head_dim": (2, 4),
-        "norm_num_groups": 8,
-        "use_linear_projection": True,
-        **more,
-    }
-    return UNet2DConditionModel(**settings)  # type: ignore[arg-type]
-
-
-def make_scheduler() -> EulerDiscreteScheduler:
-    return EulerDiscreteScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        timestep_spacing="leading",
-        steps_offset=1,
-    )
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")
-def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session that all xdist workers see."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+MakeOnce = Callable[[str, Callable[[Path], None]], Path]
+
+
+@pytest.fixture(scope="session")
+def once(shared: Path) -> MakeOnce:
+    """`once(name, make)` is the folder of that name, which `make` fills in one worker alone."""
+
+    def folder(name: str, make: Callable[[Path], None]) -> Path:
+        path, done = shared / name, shared / f"{name}.done"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                path.mkdir()
+                make(path)
+                done.touch()
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(once: MakeOnce) -> Callable[[str], Path]:
+    """`tiny_model(name)` is a folder of tiny_models.MODELS."""
+
+    def saved(name: str) -> Path:
+        from tiny_models import MODELS  # PyTorch and diffusers, which unit tests do without
+
+        return once(name, MODELS[name])
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def tiny_sdxl(tiny_model: Callable[[str], Path]) -> Path:
     """A StableDiffusionXLPipeline folder: 32 x 32 pictures, a VAE that shrinks by four."""
-    torch.manual_seed(0)
-    pipeline = StableDiffusionXLPipeline(
-        vae=make_vae(),
-        text_encoder=CLIPTextModel(make_text_config()),
-        text_encoder_2=CLIPTextModelWithProjection(make_text_config()),
-        tokenizer=make_tokenizer(),
-        tokenizer_2=make_tokenizer("!"),
-        unet=make_unet(
-            cross_attention_dim=64,
-            transformer_layers_per_block=(1, 1),
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=6 * 8 + 24,
-        ),
-        scheduler=make_scheduler(),
-        add_watermarker=False,
-    )
-    folder = tmp_path_factory.mktemp("tiny-sdxl")
-    pipeline.save_pretrained(folder)
-    return folder
+    return tiny_model("tiny-sdxl")
 
 
 @pytest.fixture(scope="session")
-def tiny_sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_sd(tiny_model: Callable[[str], Path]) -> Path:
     """A StableDiffusionPipeline folder, as Stable Diffusion 1 and 2 have it."""
-    torch.manual_seed(1)
-    pipeline = StableDiffusionPipeline(
-        vae=make_vae(),
-        text_encoder=CLIPTextModel(make_text_config()),
-        tokenizer=make_tokenizer(),
-        unet=make_unet(cross_attention_dim=32),
-        scheduler=make_scheduler(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    folder = tmp_path_factory.mktemp("tiny-sd")
-    pipeline.save_pretrained(folder)
-    return folder
-
-
-def make_sd3(t5: bool) -> StableDiffusion3Pipeline:
-    """32 x 32 pictures, eight latent channels; CLIP gives 64 numbers a token, T5 80."""
-    torch.manual_seed(4)
-    return StableDiffusion3Pipeline(
-        transformer=SD3Transformer2DModel(
-            sample_size=8,
-            patch_size=2,
-            in_channels=8,
-            num_layers=2,
-            attention_head_dim=8,
-            num_attention_heads=4,
-            joint_attention_dim=80,
-            caption_projection_dim=32,
-            pooled_projection_dim=48,
-            out_channels=8,
-            pos_embed_max_size=12,
-            dual_attention_layers=(0,),
-            qk_norm="rms_norm",
-        ),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=make_vae(
-            latent_channels=8, shift_factor=0.06, use_quant_conv=False, use_post_quant_conv=False
-        ),
-        text_encoder=CLIPTextModelWithProjection(make_text_config()),
-        tokenizer=make_tokenizer(),
-        text_encoder_2=CLIPTextModelWithProjection(make_text_config()),
-        tokenizer_2=make_tokenizer("!"),
-        text_encoder_3=make_t5() if t5 else None,
-        tokenizer_3=make_t5_tokenizer() if t5 else None,
-    )
+    return tiny_model("tiny-sd")
 
 
 @pytest.fixture(scope="session")
-def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_sd3(tiny_model: Callable[[str], Path]) -> Path:
     """A StableDiffusion3Pipeline folder, as Stable Diffusion 3 and 3.5 have it."""
-    folder = tmp_path_factory.mktemp("tiny-sd3")
-    make_sd3(t5=True).save_pretrained(folder)
-    return folder
+    return tiny_model("tiny-sd3")
 
 
 @pytest.fixture(scope="session")
-def tiny_sd3_without_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_sd3_without_t5(tiny_model: Callable[[str], Path]) -> Path:
     """The same without its third text encoder, as it is often used to save memory."""
-    folder = tmp_path_factory.mktemp("tiny-sd3-without-t5")
-    make_sd3(t5=False).save_pretrained(folder)
-    return folder
+    return tiny_model("tiny-sd3-without-t5")
 
 
 @pytest.fixture(scope="session")
-def tiny_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_vae(tiny_model: Callable[[str], Path]) -> Path:
     """Another AutoencoderKL, in a folder of its own."""
-    torch.manual_seed(2)
-    folder = tmp_path_factory.mktemp("tiny-vae")
-    make_vae().save_pretrained(folder)
-    return folder
+    return tiny_model("tiny-vae")
 
 
 @pytest.fixture(scope="session")
-def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_clip(tiny_model: Callable[[str], Path]) -> Path:
     """A CLIPModel folder with image processor and tokenizer: 32 x 32 pictures, 24 features."""
-    torch.manual_seed(3)
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "projection_dim": 24,
-    }
-    text = make_text_config().to_dict()
-    folder = tmp_path_factory.mktemp("tiny-clip")
-    CLIPModel(
-        CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
-    ).save_pretrained(folder)
-    size = {"shortest_edge": 32}
-    CLIPImageProcessor(size=size, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    (folder / "vocab.json").write_text(json.dumps(VOCABULARY), encoding="utf-8")
-    return folder
+    return tiny_model("tiny-clip")

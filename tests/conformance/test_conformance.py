@@ -53,11 +53,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Models this small gain nothing from more. What JAX compiles serves all tests."""
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models this small gain nothing from more."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    kept = tmp_path_factory.getbasetemp() / "compiled"
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(kept))
 
 
 def run_job(runtime: str, job: Job) -> None:

@@ -34,14 +34,6 @@ pytestmark = pytest.mark.slow
 WITHIN = 1e-4  # relative
 
 
-@pytest.fixture(autouse=True)
-def _compiled_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    kept = tmp_path_factory.getbasetemp() / "compiled"
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(kept))
-
-
 @pytest.fixture
 def make_job(make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path) -> MakeJob:
     """On pictures of one size: each is a program of its own."""

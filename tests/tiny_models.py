@@ -1,0 +1,236 @@
+"""Tiny but real models in the layouts of the published ones: random weights, from a fixed seed."""
+
+import json
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+CHARACTERS = sorted(ByteLevel.alphabet())
+VOCABULARY = {
+    token: index
+    for index, token in enumerate([*CHARACTERS, *(c + "</w>" for c in CHARACTERS), START, END])
+}
+
+
+def make_tokenizer(pad_token: str = END) -> CLIPTokenizer:
+    """CLIP's byte-level tokenizer without merges: a token a letter."""
+    return CLIPTokenizer(vocab=VOCABULARY, merges=[], pad_token=pad_token, model_max_length=77)
+
+
+def make_text_config() -> CLIPTextConfig:
+    return CLIPTextConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=len(VOCABULARY),
+        bos_token_id=VOCABULARY[START],
+        eos_token_id=VOCABULARY[END],
+        pad_token_id=1,
+        projection_dim=24,
+    )
+
+
+def make_t5_tokenizer() -> T5TokenizerFast:
+    """T5's unigrams: a token a letter, and of a caption the first 20."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -1.0)]
+    letters = [(chr(code), -2.0) for code in range(33, 383)]
+    return T5TokenizerFast(vocab=special + letters, extra_ids=0, model_max_length=20)
+
+
+def make_t5() -> T5EncoderModel:
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=400,
+            d_model=80,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+        )
+    )
+
+
+def make_vae(**more: object) -> AutoencoderKL:
+    """Shrinks by four."""
+    settings = {
+        "block_out_channels": (8, 16, 16),
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+        "sample_size": 32,
+        "scaling_factor": 0.5,
+        **more,
+    }
+    return AutoencoderKL(**settings)  # type: ignore[arg-type]
+
+
+def make_unet(**more: object) -> UNet2DConditionModel:
+    settings = {
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "sample_size": 8,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "attention_head_dim": (2, 4),
+        "norm_num_groups": 8,
+        "use_linear_projection": True,
+        **more,
+    }
+    return UNet2DConditionModel(**settings)  # type: ignore[arg-type]
+
+
+def make_scheduler() -> EulerDiscreteScheduler:
+    return EulerDiscreteScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        timestep_spacing="leading",
+        steps_offset=1,
+    )
+
+
+def make_sd3(t5: bool) -> StableDiffusion3Pipeline:
+    """32 x 32 pictures, eight latent channels; CLIP gives 64 numbers a token, T5 80."""
+    torch.manual_seed(4)
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=8,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=80,
+            caption_projection_dim=32,
+            pooled_projection_dim=48,
+            out_channels=8,
+            pos_embed_max_size=12,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=make_vae(
+            latent_channels=8, shift_factor=0.06, use_quant_conv=False, use_post_quant_conv=False
+        ),
+        text_encoder=CLIPTextModelWithProjection(make_text_config()),
+        tokenizer=make_tokenizer(),
+        text_encoder_2=CLIPTextModelWithProjection(make_text_config()),
+        tokenizer_2=make_tokenizer("!"),
+        text_encoder_3=make_t5() if t5 else None,
+        tokenizer_3=make_t5_tokenizer() if t5 else None,
+    )
+
+
+def save_sdxl(folder: Path) -> None:
+    """A StableDiffusionXLPipeline folder: 32 x 32 pictures, a VAE that shrinks by four."""
+    torch.manual_seed(0)
+    pipeline = StableDiffusionXLPipeline(
+        vae=make_vae(),
+        text_encoder=CLIPTextModel(make_text_config()),
+        text_encoder_2=CLIPTextModelWithProjection(make_text_config()),
+        tokenizer=make_tokenizer(),
+        tokenizer_2=make_tokenizer("!"),
+        unet=make_unet(
+            cross_attention_dim=64,
+            transformer_layers_per_block=(1, 1),
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=6 * 8 + 24,
+        ),
+        scheduler=make_scheduler(),
+        add_watermarker=False,
+    )
+    pipeline.save_pretrained(folder)
+
+
+def save_sd(folder: Path) -> None:
+    """A StableDiffusionPipeline folder, as Stable Diffusion 1 and 2 have it."""
+    torch.manual_seed(1)
+    pipeline = StableDiffusionPipeline(
+        vae=make_vae(),
+        text_encoder=CLIPTextModel(make_text_config()),
+        tokenizer=make_tokenizer(),
+        unet=make_unet(cross_attention_dim=32),
+        scheduler=make_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipeline.save_pretrained(folder)
+
+
+def save_sd3(folder: Path) -> None:
+    """A StableDiffusion3Pipeline folder, as Stable Diffusion 3 and 3.5 have it."""
+    make_sd3(t5=True).save_pretrained(folder)
+
+
+def save_sd3_without_t5(folder: Path) -> None:
+    """The same without its third text encoder, as it is often used to save memory."""
+    make_sd3(t5=False).save_pretrained(folder)
+
+
+def save_vae(folder: Path) -> None:
+    """Another AutoencoderKL, in a folder of its own."""
+    torch.manual_seed(2)
+    make_vae().save_pretrained(folder)
+
+
+def save_clip(folder: Path) -> None:
+    """A CLIPModel folder with image processor and tokenizer: 32 x 32 pictures, 24 features."""
+    torch.manual_seed(3)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "projection_dim": 24,
+    }
+    text = make_text_config().to_dict()
+    CLIPModel(
+        CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
+    ).save_pretrained(folder)
+    size = {"shortest_edge": 32}
+    CLIPImageProcessor(size=size, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps(VOCABULARY), encoding="utf-8")
+
+
+#: Folder name -> what writes it.
+MODELS = {
+    "tiny-sdxl": save_sdxl,
+    "tiny-sd": save_sd,
+    "tiny-sd3": save_sd3,
+    "tiny-sd3-without-t5": save_sd3_without_t5,
+    "tiny-vae": save_vae,
+    "tiny-clip": save_clip,
+}
