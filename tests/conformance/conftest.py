@@ -3,26 +3,77 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import chips
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+from warm import Warm
 
 from artifacts.images import Sample, write_tar
 from artifacts.store import KeyParts, Store
 from configs.schema import Recipe
 from configs.training import Train
-from runtimes.job import TrainJob
-from tasks import encode
+from runtimes.job import Job, TrainJob
+from runtimes.registry import probe_runtime
+from tasks import encode, process
 from tasks.progress import Progress
 
 PICTURES = 60
 MakeJob = Callable[..., TrainJob]
+MakeOnce = Callable[[str, Callable[[Path], None]], Path]
+
+
+class Subject:
+    """A runtime, or a variant of one, and its warm process."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.on = name, chips.VARIANTS[name]
+        self._folder, self._warm = folder, None
+
+    def run(self, job: Job) -> int | None:
+        """Do a job in the warm process; the step that training began at."""
+        if self._warm is None:
+            self._warm = Warm(self.name, self._folder)
+        return _step_of_start(self._warm.run(job))
+
+    def run_alone(self, job: Job) -> int | None:
+        """The same as a stage does it: in a process of its own. Raises what run_job does."""
+        events: list[dict[str, Any]] = []
+        with chips.standing_in(self.name):
+            process.run_job(job, events.append)
+        return _step_of_start(events)
+
+    def close(self) -> None:
+        if self._warm is not None:
+            self._warm.close()
+
+
+def _step_of_start(events: list[dict[str, Any]]) -> int | None:
+    return next((event["step"] for event in events if event["event"] == "start"), None)
+
+
+@cache
+def reason_to_skip(name: str) -> str:
+    found = probe_runtime(chips.VARIANTS[name].runtime)
+    return chips.why_not(name) if found.available else found.reason
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models this small gain nothing from more."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _pictures(path: Path) -> None:
@@ -71,12 +122,29 @@ def models(tiny_sd: Path, tiny_sdxl: Path, tiny_sd3: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def latents(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def latents(models: dict[str, Path], once: MakeOnce) -> dict[str, str]:
     """URL of the encoded pictures by family."""
-    return {
-        family: _encode(tmp_path_factory.mktemp(f"latents-{family}"), model)
-        for family, model in models.items()
-    }
+
+    def encoded(folder: Path) -> None:
+        urls = {}
+        for family, model in models.items():
+            (folder / family).mkdir()
+            urls[family] = _encode(folder / family, model)
+        (folder / "urls.json").write_text(json.dumps(urls))
+
+    return dict(json.loads((once("conformance-latents", encoded) / "urls.json").read_text()))
+
+
+@pytest.fixture(scope="session")
+def runtime(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    """The runtime, or the variant of one, that a test is about: chips.VARIANTS."""
+    if reason := reason_to_skip(request.param):
+        pytest.skip(reason)
+    subject = Subject(request.param, tmp_path_factory.mktemp(request.param))
+    yield subject
+    subject.close()
 
 
 @pytest.fixture

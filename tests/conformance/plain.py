@@ -6,6 +6,7 @@ diffusers' models. Every runtime must follow the trajectories that this loop mak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from runtimes.train.loop import make_loader, open_job_latents
 from runtimes.train.schedule import learning_rate
 
 Weights = dict[str, NDArray[np.float32]]
+Figures = dict[str, float]  # of a step: loss, and grad_norm before clipping
 
 
 class Plain:
@@ -45,24 +47,26 @@ class Plain:
             fused=False,
         )
 
-    def losses(self) -> list[float]:
-        """Train to the end; the loss of every step."""
+    def train(self) -> list[Figures]:
+        """Train to the end; the figures of every step."""
         return [self.step(step) for step in range(self.settings.steps)]
 
-    def step(self, step: int) -> float:
-        """One optimizer step on the whole batch at once; its loss."""
+    def step(self, step: int) -> Figures:
+        """One optimizer step on the whole batch at once; its loss, and its gradient's norm."""
         batch = self.batch(step)
         prediction = predict(self.denoiser, batch)
         errors = (prediction - torch.from_numpy(batch.target)).square().mean(dim=(1, 2, 3))
         loss = (errors * torch.from_numpy(batch.weight)).mean()
         loss.backward()
-        if self.settings.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.trained.values(), self.settings.max_grad_norm)
+        most = self.settings.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.trained.values(), math.inf if most is None else most
+        )
         self.optimizer.param_groups[0]["lr"] = learning_rate(step, self.settings)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._follow(step)
-        return loss.item()
+        return {"loss": loss.item(), "grad_norm": norm.item()}
 
     def _follow(self, step: int) -> None:
         """The weight average, its decay warmed up as (1 + step) / (10 + step)."""

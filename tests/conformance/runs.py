@@ -1,0 +1,166 @@
+"""What conformance tests do with jobs and with what jobs leave."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chips
+import numpy as np
+import pytest
+import torch
+from conformance.plain import Figures, Plain, Weights, read_weights
+from numpy.typing import NDArray
+from peft import LoraConfig
+from PIL import Image
+
+from configs.training import Train
+from runtimes.adapters.lora import initial_down
+from runtimes.base import WrongInput
+from runtimes.events import Events
+from runtimes.extras import job_config
+from runtimes.families import detect_family
+from runtimes.job import TrainJob
+from runtimes.registry import check_family
+from runtimes.stop import Stop
+from runtimes.torch.models import load_denoiser
+from runtimes.train import loop
+
+LOSS = 1e-4  # relative, over 20 steps
+NORM = 1e-3  # relative; a norm differs by more than a loss does
+WEIGHTS = 1e-3  # relative to the largest weight of a tensor
+Once = Callable[[str, Callable[[Path], None]], Path]
+Reference = tuple[list[Figures], Weights]
+
+
+def subjects(*, without: str = "", soak: str = "", only: str = "") -> pytest.MarkDecorator:
+    """Parametrize the fixture `runtime` by the variants of chips.VARIANTS.
+
+    Args:
+        without: names of variants that the test is not for.
+        soak: names of those that only `make soak` tests so; `only`: all others are.
+    """
+    params = []
+    for name in chips.VARIANTS:
+        if name in without.split() or (only and name not in only.split()):
+            continue
+        marks = [pytest.mark.xdist_group(f"conformance-{name}")]
+        params.append(
+            pytest.param(name, marks=[*marks, pytest.mark.soak] if name in soak.split() else marks)
+        )
+    return pytest.mark.parametrize("runtime", params, indirect=True)
+
+
+def subjects_and_families() -> pytest.MarkDecorator:
+    """Parametrize `runtime` and `family` by the families that each variant goes through."""
+    params = []
+    for name, variant in chips.VARIANTS.items():
+        group = pytest.mark.xdist_group(f"conformance-{name}")
+        params += [pytest.param(name, family, marks=group) for family in variant.families]
+        soak = [group, pytest.mark.soak]
+        params += [pytest.param(name, family, marks=soak) for family in variant.more_families]
+    return pytest.mark.parametrize(("runtime", "family"), params, indirect=["runtime"])
+
+
+def history(job: TrainJob) -> list[dict[str, Any]]:
+    """A run's lines, one a step."""
+    return [json.loads(line) for line in (Path(job.out) / "history.jsonl").read_text().splitlines()]
+
+
+def result(job: TrainJob) -> dict[str, Weights]:
+    """What a run has left: file -> arrays."""
+    out = Path(job.out)
+    files = sorted([*out.glob("*.safetensors"), *out.glob("*/*.safetensors")])
+    return {str(path.relative_to(job.out)): read_weights(path) for path in files}
+
+
+def forget_after(job: TrainJob, step: int) -> None:
+    """Leave a work folder as it was when the process was killed after the checkpoint of `step`."""
+    for path in sorted((Path(job.work) / "checkpoints").iterdir()):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    (Path(job.out) / "history.jsonl").unlink()
+    for name in result(job):
+        (Path(job.out) / name).unlink()
+
+
+def assert_follows(job: TrainJob, expected: list[Figures]) -> None:
+    """The job's losses and gradient norms are those of the reference."""
+    for name, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
+        found = [line[name] for line in history(job)]
+        assert found == pytest.approx([step[name] for step in expected], rel=tolerance), name
+
+
+def assert_close(found: Weights, expected: Weights, tolerance: float = WEIGHTS) -> None:
+    """What was trained is the same; what else a part needs (SD3's positions) is there beside it."""
+    assert found.keys() >= expected.keys()
+    for name, array in expected.items():
+        furthest = np.abs(found[name] - array).max()
+        assert furthest <= tolerance * max(np.abs(array).max(), 1e-3), name
+
+
+def reference(once: Once, name: str, make: Callable[[], Plain]) -> Reference:
+    """Figures and weights of a plain run, made once for all variants."""
+
+    def trained(folder: Path) -> None:
+        plain = make()
+        (folder / "figures.json").write_text(json.dumps(plain.train()))
+        np.savez(folder / "weights.npz", **plain.weights())
+
+    folder = once(f"reference-{name}", trained)
+    with np.load(folder / "weights.npz") as weights:
+        return json.loads((folder / "figures.json").read_text()), dict(weights)
+
+
+def plain_denoiser(job: TrainJob) -> Plain:
+    """The whole denoiser, trained plainly."""
+    folder, settings = Path(job.model), Train(**job.train)
+    config, denoiser = job_config(job, settings), detect_family(folder).denoiser
+    loaded = load_denoiser(folder / denoiser, config=config, seed=settings.seed)
+    return Plain(job, loaded.requires_grad_(True))
+
+
+def plain_adapters(job: TrainJob) -> Plain:
+    """PEFT's adapters on the attention layers, started as every runtime starts them."""
+    lora, part = Train(**job.train).lora, detect_family(Path(job.model)).denoiser
+    denoiser = load_denoiser(Path(job.model) / part).requires_grad_(False)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    denoiser.add_adapter(config)
+    for name, parameter in denoiser.named_parameters():
+        if name.endswith(".lora_A.default.weight"):
+            layer = f"{part}.{name.removesuffix('.lora_A.default.weight')}"
+            start = initial_down(job.train["seed"], layer, parameter.shape)
+            parameter.data = torch.from_numpy(start)
+    return Plain(job, denoiser)
+
+
+def run_of_torch(once: Once, name: str, make: Callable[[str], TrainJob]) -> Path:
+    """The folder of a job that runtime torch has done, once for all that are held to it.
+
+    Args:
+        make: the job that works in a folder.
+    """
+
+    def trained(folder: Path) -> None:
+        assert loop.train(make(str(folder)), Events(), Stop())
+
+    return once(f"torch-{name}", trained)
+
+
+def skip_unless_known(runtime: str, family: str) -> None:
+    """Skip what the registry says that a runtime does not know."""
+    try:
+        check_family(chips.VARIANTS[runtime].runtime, family)
+    except WrongInput as error:
+        pytest.skip(str(error))
+
+
+def pictures(folder: Path) -> NDArray[np.int64]:
+    """The pictures of a drawing, [N, H, W, 3], in levels of 0 to 255."""
+    return np.stack(
+        [np.asarray(Image.open(path)).astype(int) for path in sorted(folder.glob("*.png"))]
+    )

@@ -1,0 +1,130 @@
+"""What every runtime must draw alike: the pictures of diffusers' own pipelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conformance.conftest import Subject
+from conformance.runs import (
+    Once,
+    pictures,
+    skip_unless_known,
+    subjects,
+    subjects_and_families,
+)
+from diffusers import DiffusionPipeline
+from numpy.typing import NDArray
+
+from configs.training import Train
+from runtimes.encoders import read_config
+from runtimes.events import Events
+from runtimes.extras import trained_config
+from runtimes.families import detect_family
+from runtimes.generate import generate
+from runtimes.job import Drawing, GenerateJob
+from runtimes.objective.draws import Stream, generator
+from runtimes.torch.models import load_denoiser
+
+pytestmark = pytest.mark.slow
+PROMPTS = ("a red cat", "a blue dog")
+SAMPLER = {
+    "seed": 5,
+    "num_inference_steps": 4,
+    "guidance_scale": 3.0,
+    "height": None,
+    "width": None,
+    "batch_size": 2,
+}
+#: Levels of 255: how far a runtime's picture may be, and how far another prompt's or noise's is.
+SAME, OTHER = 1, 5
+
+
+def furthest(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """The largest difference of two sets of pictures, in levels."""
+    return int(np.abs(one - other).max())
+
+
+def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
+    """The pipeline called as its users call it, on the start noise that every runtime draws."""
+    pipe = DiffusionPipeline.from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+    # SD3: as many T5 tokens as were trained on, which is all that so small a T5 takes.
+    longest = getattr(getattr(pipe, "tokenizer_3", None), "model_max_length", None)
+    channels = pipe.components[detect_family(model).denoiser].config.in_channels
+    noise = [
+        generator(SAMPLER["seed"], Stream.PICTURE, number).standard_normal(
+            (channels, 8, 8), dtype=np.float32
+        )
+        for number in range(len(prompts))
+    ]
+    drawn = pipe(
+        list(prompts),
+        height=32,
+        width=32,
+        num_inference_steps=SAMPLER["num_inference_steps"],
+        guidance_scale=SAMPLER["guidance_scale"],
+        latents=torch.from_numpy(np.stack(noise)),
+        **({} if longest is None else {"max_sequence_length": longest}),
+    ).images
+    return np.stack([np.asarray(picture).astype(int) for picture in drawn])
+
+
+@subjects_and_families()
+def test_the_same_prompts_and_noise_give_the_same_pictures(
+    runtime: Subject, family: str, models: dict[str, Path], once: Once, tmp_path: Path
+) -> None:
+    """Each picture is of its prompt and its noise: those of the other are far from it."""
+    skip_unless_known(runtime.name, family)
+
+    def reference(folder: Path) -> None:
+        np.save(folder / "drawn", drawn_plainly(models[family], PROMPTS))
+        np.save(folder / "swapped", drawn_plainly(models[family], PROMPTS[::-1]))
+
+    plain = once(f"drawn-{family}", reference)
+    expected, swapped = np.load(plain / "drawn.npy"), np.load(plain / "swapped.npy")
+    assert min(furthest(*pair) for pair in zip(expected, swapped, strict=True)) > OTHER
+    assert furthest(expected[0], swapped[1]) > OTHER  # one prompt, two noises
+
+    drawings = (Drawing(str(tmp_path / "drawn")),)
+    on, model = runtime.on, str(models[family])
+    runtime.run(GenerateJob(on.runtime, model, drawings, PROMPTS, SAMPLER, device=on.device))
+    assert furthest(pictures(tmp_path / "drawn"), expected) <= SAME
+
+
+def seeing(model: Path, folder: Path) -> None:
+    """Save the model's UNet with a mask and a score among its inputs, which count."""
+    settings = Train(inpainting=True, aesthetic_score=True)
+    config = trained_config(read_config(model / "unet/config.json"), settings)
+    unet = load_denoiser(model / "unet", config=config)
+    torch.manual_seed(0)
+    for layer in (unet.conv_in, unet.class_embedding.linear_2):
+        torch.nn.init.normal_(layer.weight.data, std=0.2)
+    unet.save_pretrained(folder)
+
+
+@subjects(without="torch", soak="xla hpu-eager hpu-lazy npu")
+def test_what_sees_a_mask_and_a_score_draws_alike(
+    runtime: Subject, models: dict[str, Path], once: Once, tmp_path: Path
+) -> None:
+    """As torch, which tests/runtimes/test_extras.py holds to diffusers' inpainting pipeline."""
+    model = models["sd"]
+
+    def job(unet: Path, out: Path, runtime: str, device: str, score: float) -> GenerateJob:
+        drawings = (Drawing(str(out), {"unet": str(unet)}),)
+        asked = {**SAMPLER, "aesthetic_score": score, "negative_aesthetic_score": 2.0}
+        return GenerateJob(runtime, str(model), drawings, PROMPTS, asked, device=device)
+
+    def reference(folder: Path) -> None:
+        seeing(model, folder / "unet")
+        for name, score in (("drawn", 6.5), ("another score", 3.0)):
+            generate(job(folder / "unet", folder / name, "torch", "cpu", score), Events())
+
+    plain = once("drawn-seeing", reference)
+    expected = pictures(plain / "drawn")
+    assert furthest(expected, pictures(plain / "another score")) > OTHER
+    on = runtime.on
+    runtime.run(job(plain / "unet", tmp_path / "drawn", on.runtime, on.device, 6.5))
+    assert furthest(pictures(tmp_path / "drawn"), expected) <= SAME

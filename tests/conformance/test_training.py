@@ -1,0 +1,171 @@
+"""What every runtime must train alike: the same losses, norms and weights, whoever goes on.
+
+A new runtime is a name in `runtimes.registry.RUNTIMES` and in `chips.VARIANTS`; another kind of
+device of one, a name in `chips.VARIANTS`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chips
+import numpy as np
+import pytest
+from conformance import golden
+from conformance.conftest import MakeJob, Subject
+from conformance.runs import (
+    Once,
+    assert_close,
+    assert_follows,
+    forget_after,
+    history,
+    plain_adapters,
+    plain_denoiser,
+    reference,
+    result,
+    run_of_torch,
+    skip_unless_known,
+    subjects,
+    subjects_and_families,
+)
+
+from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.base import WrongInput
+
+pytestmark = pytest.mark.slow
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "sd": {
+        "micro_batch_size": 4,
+        **{"prediction_type": "v_prediction", "zero_terminal_snr": True, "snr_gamma": 5.0},
+        **{"inpainting": True, "aesthetic_score": True},
+    },
+    "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": True},
+    "sd3": {"timesteps": {"distribution": "logit_normal"}},
+}
+LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 1e-2}
+TEXT_LORA = {**LORA, "text_encoders": True, "text_encoder_learning_rate": 5e-3}
+HALF = {"mindspore": "float16"}  # MindSpore's CPU backend has no bfloat16
+
+
+@subjects_and_families()
+def test_twenty_steps_follow_the_reference_and_a_resume_ends_with_the_same_bits(
+    runtime: Subject, family: str, make_job: MakeJob, once: Once
+) -> None:
+    skip_unless_known(runtime.name, family)
+    job = make_job(runtime.name, family, **OBJECTIVES[family])
+    expected, weights = reference(once, family, lambda: plain_denoiser(job))
+    assert runtime.run(job) == 0
+    assert_follows(job, expected)
+    golden.check(runtime.name, f"{family} full", "float32", history(job))
+    whole, lines = result(job), history(job)
+    assert_close(next(iter(whole.values())), weights)
+
+    if family != runtime.on.families[0]:
+        return  # what others resume by is no different
+    forget_after(job, 8)
+    assert runtime.run(job) == 8
+    assert history(job) == lines
+    resumed = result(job)
+    for name, arrays in whole.items():
+        np.testing.assert_equal(resumed[name], arrays)
+
+
+@subjects(without="torch")
+def test_a_run_goes_to_another_runtime_and_back(
+    runtime: Subject, make_job: MakeJob, once: Once, tmp_path: Path
+) -> None:
+    settings = OBJECTIVES["sdxl"]
+    expected, weights = reference(
+        once, "sdxl", lambda: plain_denoiser(make_job("torch", **settings))
+    )
+    of_torch = run_of_torch(once, "sdxl", lambda f: make_job("torch", name=f, **settings))
+    shutil.copytree(of_torch, tmp_path / "run")
+    there, back = make_job(runtime.name, **settings), make_job("torch", **settings)
+    forget_after(there, 8)
+    assert runtime.run(there) == 8
+    forget_after(back, 16)
+    assert Subject("torch", tmp_path).run_alone(back) == 16
+    assert_follows(back, expected)
+    assert_close(next(iter(result(back).values())), weights)
+
+
+@subjects(soak="jax xla mindspore hpu-eager hpu-lazy npu")
+def test_adapters_follow_the_reference_and_resume(
+    runtime: Subject, make_job: MakeJob, once: Once
+) -> None:
+    job = make_job(runtime.name, gradient_checkpointing=True, **LORA)
+    expected, plain = reference(once, "lora", lambda: plain_adapters(job))
+    assert runtime.run(job) == 0
+    assert_follows(job, expected)
+    golden.check(runtime.name, "sdxl lora", "float32", history(job))
+    weights = {f"unet.{n.replace('.default.', '.')}": a for n, a in plain.items()}
+    whole = result(job)[LORA_WEIGHTS]
+    assert len(whole) == len(weights) > 0
+    assert_close(whole, weights)
+
+    forget_after(job, 8)
+    assert runtime.run(job) == 8
+    np.testing.assert_equal(result(job)[LORA_WEIGHTS], whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["sd", "sd3"])
+@subjects(only="torch")
+def test_adapters_of_other_families_follow_the_reference(
+    runtime: Subject, family: str, make_job: MakeJob, once: Once
+) -> None:
+    job = make_job(runtime.name, family, **LORA)
+    expected, _ = reference(once, f"lora-{family}", lambda: plain_adapters(job))
+    runtime.run(job)
+    assert_follows(job, expected)
+    golden.check(runtime.name, f"{family} lora", "float32", history(job))
+
+
+@subjects()
+def test_text_encoders_with_adapters_are_trained_as_torch_does(
+    runtime: Subject, make_job: MakeJob, once: Once
+) -> None:
+    def of_torch(folder: str) -> Any:
+        return make_job("torch", name=folder, **TEXT_LORA)
+
+    expected = of_torch(str(run_of_torch(once, "text-lora", of_torch)))
+    job = make_job(runtime.name, **TEXT_LORA)
+    runtime.run(job)
+    assert_follows(job, history(expected))
+    golden.check(runtime.name, "sdxl lora with text encoders", "float32", history(job))
+    weights = result(expected)[LORA_WEIGHTS]
+    assert any(name.startswith("text_encoder_2.") for name in weights)
+    assert_close(result(job)[LORA_WEIGHTS], weights)
+
+
+@subjects(without="hpu-eager hpu-lazy npu", soak="jax xla mindspore")
+def test_half_precision_stays_where_it_was(runtime: Subject, make_job: MakeJob) -> None:
+    dtype = HALF.get(runtime.name, "bfloat16")
+    job = make_job(runtime.name, compute_dtype=dtype, **OBJECTIVES["sdxl"])
+    runtime.run(job)
+    golden.check(runtime.name, "sdxl full", dtype, history(job))
+
+
+@subjects(without="xla", soak="jax mindspore hpu-eager npu")
+def test_several_processes_follow_the_reference(
+    runtime: Subject, make_job: MakeJob, once: Once
+) -> None:
+    job = make_job(runtime.name, steps=8, **chips.SEVERAL[runtime.name])
+    expected, _ = reference(once, "eight-steps", lambda: plain_denoiser(job))
+    runtime.run_alone(job)
+    assert_follows(job, expected)
+
+
+@subjects(soak="hpu-eager")
+def test_wrong_weights_are_named_before_anything_is_written(
+    runtime: Subject, make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(runtime.name)
+    broken = Path(shutil.copytree(job.model, tmp_path / "broken"))
+    (broken / "unet/diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(WrongInput, match="diffusion_pytorch_model"):
+        runtime.run_alone(replace(job, model=str(broken)))
+    assert not (Path(job.work) / "checkpoints").exists()
