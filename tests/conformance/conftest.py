@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from artifacts.store import KeyParts, Store
 from configs.schema import Recipe
 from configs.training import Train
 from runtimes.job import Job, TrainJob
-from runtimes.registry import probe_runtime
 from tasks import encode, process
 from tasks.progress import Progress
 
@@ -58,12 +56,6 @@ class Subject:
 
 def _step_of_start(events: list[dict[str, Any]]) -> int | None:
     return next((event["step"] for event in events if event["event"] == "start"), None)
-
-
-@cache
-def reason_to_skip(name: str) -> str:
-    found = probe_runtime(chips.VARIANTS[name].runtime)
-    return chips.why_not(name) if found.available else found.reason
 
 
 @pytest.fixture(autouse=True)
@@ -136,15 +128,30 @@ def latents(models: dict[str, Path], once: MakeOnce) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def runtime(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Subject]:
-    """The runtime, or the variant of one, that a test is about: chips.VARIANTS."""
-    if reason := reason_to_skip(request.param):
-        pytest.skip(reason)
-    subject = Subject(request.param, tmp_path_factory.mktemp(request.param))
+def open_subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Subject]]:
+    """`open_subject(name)`: one is open at a time, as the tests of one follow each other."""
+    opened: list[Subject] = []
+
+    def subject(name: str) -> Subject:
+        if not opened or opened[-1].name != name:
+            for before in opened:
+                before.close()
+            opened[:] = [Subject(name, tmp_path_factory.mktemp(name))]
+        return opened[-1]
+
     yield subject
-    subject.close()
+    for last in opened:
+        last.close()
+
+
+@pytest.fixture
+def runtime(
+    request: pytest.FixtureRequest, open_subject: Callable[[str], Subject]
+) -> Subject:
+    """The runtime, or the variant of one, that a test is about: a name of chips.VARIANTS."""
+    if reason := chips.reason_to_skip(request.param):
+        pytest.skip(reason)
+    return open_subject(request.param)
 
 
 @pytest.fixture
