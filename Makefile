@@ -14,13 +14,23 @@ PIP := $(BIN)/python -m pip install $(QUIET)
 # Tests of one file share what is slow to make, so a file goes to one process. One thread each; one
 # process more than cores, as many tests wait for others that start.
 PROCESSES ?= 3
+# Runtimes that are tested; those with an environment of their own have it made.
+RUNTIMES ?= torch jax xla mindspore
+KNOWN := torch jax xla mindspore
+$(if $(filter-out $(KNOWN),$(RUNTIMES)),$(error RUNTIMES: $(filter-out $(KNOWN),$(RUNTIMES)) is not one of $(KNOWN)))
+APART := $(filter xla mindspore,$(RUNTIMES))
+# libtpu is built for this platform alone.
+LIBTPU := $(if $(filter jax,$(RUNTIMES)),$(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)))
+export KILN_RUNTIMES := $(RUNTIMES)
+# Of what is tested, these fail where they cannot run; others are skipped.
+test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu)
 
 .PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak lint format ui clean
 
 help:
 	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
 	@echo "make quick   unit tests, in under a minute"
-	@echo "make test    lint, types, and tests of all that Kilnworks can do"
+	@echo "make test    lint, types, and tests of all that Kilnworks can do (of some: RUNTIMES=\"torch jax\")"
 	@echo "make soak    more kills, model families and true sizes; planted faults"
 	@echo "make setup   the environment alone (about 4 minutes, once)"
 	@echo "make setup-xla  runtime xla's own environment, in .venv-xla (7 GB, about 3 minutes, once)"
@@ -45,7 +55,7 @@ test:
 soak: environments
 	$(PYTEST) -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-environments: $(VENV)/dev.stamp setup-xla setup-mindspore
+environments: $(VENV)/dev.stamp $(APART:%=setup-%) $(if $(LIBTPU),setup-plan)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

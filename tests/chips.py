@@ -1,14 +1,23 @@
-"""What stands in for each runtime's chips on a machine without them; what conformance is run on."""
+"""What stands in for each runtime's chips on a machine without them; which runtimes are tested."""
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from runtimes.registry import probe_runtime
+
+#: A variable: the runtimes whose tests are run, separated by spaces. Unset, all are.
+CHOSEN = "KILN_RUNTIMES"
+#: A variable: runtimes and devices whose tests fail, and are not skipped, where they cannot run.
+MUST_RUN = "KILN_MUST_RUN"
 
 #: What a Gaudi host has installed, emulated.
 HPU_HOST = Path(__file__).with_name("hpu_host")
@@ -69,8 +78,48 @@ def standing_in(name: str) -> Iterator[None]:
         yield
 
 
+def reason_to_skip(variant: str) -> str:
+    """Why tests of a variant are skipped here; empty if they run.
+
+    What must run is not asked for what it lacks: its tests run, and fail if it cannot."""
+    on = VARIANTS[variant]
+    required = (on.runtime if on.device == "cpu" else on.device) in _must_run()
+    return not_chosen(variant) or ("" if required else _lacking(variant))
+
+
+def not_chosen(variant: str) -> str:
+    """Why a variant is no part of this session; empty if it is one."""
+    chosen = os.environ.get(CHOSEN)
+    if chosen is None or VARIANTS[variant].runtime in chosen.split():
+        return ""
+    return f"{CHOSEN} is {chosen!r}"
+
+
+def unless_required(name: str, reason: str) -> str:
+    """The reason for which tests cannot run, if any. Fails the test if they must."""
+    if reason and name in _must_run():
+        pytest.fail(f"{name} must run (see {MUST_RUN}): {reason}", pytrace=False)
+    return reason
+
+
+def _must_run() -> list[str]:
+    return os.environ.get(MUST_RUN, "").split()
+
+
+@cache
+def _lacking(variant: str) -> str:
+    """What a variant lacks on this machine; empty if nothing."""
+    if reason := why_not(variant):
+        return reason
+    found = probe_runtime(VARIANTS[variant].runtime)
+    return "" if found.available else found.reason
+
+
 def why_not(name: str) -> str:
     """What an emulated device lacks here; empty if nothing."""
-    if VARIANTS[name].device != "hpu" or shutil.which(os.environ.get("CXX", "g++")):
+    if VARIANTS[name].device == "cpu":
         return ""
-    return "the emulated HPU needs a C++ compiler (g++)"
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "an emulated device needs a C++ compiler (g++)"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.is_file() else f"an emulated device needs Python's headers ({header})"

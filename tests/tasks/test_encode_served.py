@@ -8,7 +8,6 @@ import pytest
 
 from runtimes.base import WrongInput
 from runtimes.job import EncodeJob
-from runtimes.registry import probe_runtime
 from runtimes.torch.encode import Encoder
 from tasks.encode.served import EncoderLost, ServedEncoder
 
@@ -59,8 +58,7 @@ def test_every_runtime_encodes_alike(
 ) -> None:
     """Whole batches and a last, smaller one."""
     on = chips.VARIANTS[runtime]
-    found = probe_runtime(on.runtime)
-    if reason := chips.why_not(runtime) if found.available else found.reason:
+    if reason := chips.reason_to_skip(runtime):
         pytest.skip(reason)
     folder = {"sd": tiny_sd, "sdxl": tiny_sdxl}[family]
     with chips.standing_in(runtime):

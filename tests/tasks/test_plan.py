@@ -231,9 +231,13 @@ for name in sys.argv[1:]:
     assert _refused(words, 2**37)["total"] > 2**38, words  # and a result as large
     assert f"({where.chip.hbm_bytes / 2**30:.2f}G)" in words, words
 """
-needs_libtpu = pytest.mark.skipif(
-    plan.compiler_folder() is None, reason="there is no libtpu: make setup-plan"
-)
+
+
+@pytest.fixture
+def libtpu() -> None:
+    lacking = "" if plan.compiler_folder() else "there is no libtpu: make setup-plan"
+    if reason := chips.not_chosen("jax") or chips.unless_required("libtpu", lacking):
+        pytest.skip(reason)
 
 
 def ask_compiler(program: str, *slices: str) -> None:
@@ -242,13 +246,15 @@ def ask_compiler(program: str, *slices: str) -> None:
     subprocess.run([sys.executable, "-c", program, *slices], check=True, env=environment)
 
 
-@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("libtpu")
 def test_the_compiler_knows_slices_of_every_kind() -> None:
     """One chip, chips of two cores, several hosts, arrays shared by part of a row of chips."""
     slices = ["v4-8:2", "v4-32:4", "v5e-1:1", "v5e-8:4", "v5p-128:8", "v6e-16:2", "v6e-64:4"]
     ask_compiler(MESHES, *slices)
 
 
-@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("libtpu")
 def test_what_the_compiler_leaves_to_a_program_is_what_we_take_a_chip_to_have() -> None:
     ask_compiler(REFUSED, "v4-8", "v5e-4", "v5p-8", "v6e-4")

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import chips
 import diffusers
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from safetensors.numpy import load_file
 from runtimes.base import WrongInput
 from runtimes.job import Drawing, EncodeJob, GenerateJob, TrainJob, write_job
 from runtimes.objective.draws import Stream, generator
-from runtimes.registry import interpreter, probe_runtime
+from runtimes.registry import interpreter
 from tasks.encode.served import ServedEncoder
 from tasks.process import run_job
 
@@ -39,9 +40,8 @@ NOISY = ("EulerAncestralDiscreteScheduler", "DDPMScheduler")
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
-    found = probe_runtime("mindspore")
-    if not found.available:
-        pytest.skip(found.reason)
+    if reason := chips.reason_to_skip("mindspore"):
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import chips
 import pytest
 
 from runtimes.job import TrainJob, write_job
-from runtimes.registry import interpreter, probe_runtime
+from runtimes.registry import interpreter
 from tasks.process import run_job
 
 pytestmark = pytest.mark.slow
@@ -35,9 +35,8 @@ COMMON: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
-    found = probe_runtime("xla")
-    if not found.available:
-        pytest.skip(found.reason)
+    if reason := chips.reason_to_skip("xla"):
+        pytest.skip(reason)
 
 
 def drive(driver: str, *arguments: str, **more: str) -> dict[str, Any]:
