@@ -1,5 +1,6 @@
 """A real Prefect server on loopback, for as long as the tests need it."""
 
+import fcntl
 import json
 import os
 import signal
@@ -8,33 +9,42 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from command import ROOT, environment
 
 PREFECT = [str(Path(sys.executable).parent / "prefect"), "--no-prompt"]
+#: Files in the folder of a shared server: its URL, and what its users hold a lock of.
+API, USERS, STARTING = "api", "users", "starting"
 
 
 class Server:
-    """The server, its command line, and processes beside it such as a worker."""
+    """The server, its command line, and processes beside it such as a worker.
 
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.api = f"http://127.0.0.1:{self.port}/api"
+    Args:
+        folder: for the files of Prefect and the logs of the processes.
+        api: URL of a server that runs already.
+    """
+
+    def __init__(self, folder: Path, api: str | None = None) -> None:
+        self.api = api or f"http://127.0.0.1:{_free_port()}/api"
         self.env = {
             **environment(folder),
             "PREFECT_API_URL": self.api,
             "PREFECT_WORKER_QUERY_SECONDS": "1",
+            # A minute by default, which a test of schedules would wait for.
+            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "1",
         }
         self.folder = folder
         self.children: list[subprocess.Popen[bytes]] = []
 
     def serve(self) -> None:
         """Start it, and wait until it answers."""
-        self.start("server", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+        port = self.api.rpartition(":")[2].removesuffix("/api")
+        self.start("server", "server", "start", "--host", "127.0.0.1", "--port", port)
         self.wait("server", lambda: self.ask("/health"), 120)
 
     def start(self, name: str, *words: str) -> None:
@@ -93,3 +103,62 @@ class Server:
                     child.wait(10)
                 except subprocess.TimeoutExpired:
                     continue
+
+
+@contextmanager
+def shared_server(folder: Path) -> Iterator[str]:
+    """URL of one server for all processes that name the same folder; it ends with the last.
+
+    They hold a lock, which a process that is killed lets go of, too.
+    """
+    folder.mkdir(exist_ok=True)
+    keeper = None
+    with (folder / USERS).open("a") as users:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        with (folder / STARTING).open("a") as starting:
+            fcntl.flock(starting, fcntl.LOCK_EX)
+            if not (folder / API).exists():
+                keeper = _start_keeper(folder)
+        yield (folder / API).read_text()
+    if keeper is not None:
+        keeper.wait()  # until no process is left, of ours or of the others
+
+
+def _start_keeper(folder: Path) -> subprocess.Popen[bytes]:
+    """A process that has the server as its child; Ctrl-C at a terminal is not for it."""
+    with (folder / "keeper.log").open("ab") as log:
+        keeper = subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    while not (folder / API).exists():
+        assert keeper.poll() is None, (folder / "keeper.log").read_text()
+        time.sleep(0.1)
+    return keeper
+
+
+def _keep(folder: Path) -> None:
+    """Serve as long as somebody holds the lock."""
+    server = Server(folder)
+    with (folder / USERS).open("a") as users:
+        try:
+            server.serve()
+            (folder / f"{API}.new").write_text(server.api)
+            (folder / f"{API}.new").rename(folder / API)
+            fcntl.flock(users, fcntl.LOCK_EX)
+            (folder / API).unlink()  # who comes now waits for the lock, and starts another
+        finally:
+            server.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    _keep(Path(sys.argv[1]))

@@ -1,21 +1,25 @@
-"""A small, fast recipe over the real base and real digits, in a store of its own."""
+"""A server that runs share, a small and fast recipe, and `kiln` without a process of its own."""
 
-from collections.abc import Iterator
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from server import Server
+from command import ROOT, command, environment
+from server import shared_server
+
+from flows.cli import main
 
 
 @pytest.fixture(scope="session")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server that runs may share: an own one costs each some ten seconds."""
-    server = Server(tmp_path_factory.mktemp("prefect-server"))
-    try:
-        server.serve()
-        yield server.api
-    finally:
-        server.stop()
+def api(shared: Path) -> Iterator[str]:
+    """URL of a server that all runs may share: an own one costs each some ten seconds."""
+    with shared_server(shared / "prefect-server") as url:
+        yield url
 
 
 @pytest.fixture
@@ -38,3 +42,54 @@ def small(tmp_path: Path) -> dict[str, object]:
         "evaluate.holdout_draws": 1,
         "publish.gate": [],
     }
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """`here(*words)` is `kiln` of tests/command.py in this process, which need not start first."""
+    given = environment(tmp_path)
+    for name in os.environ.keys() - given.keys():
+        monkeypatch.delenv(name)
+    for name, value in {**given, "PREFECT_LOGGING_LEVEL": "CRITICAL"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+
+    def call(
+        *words: str,
+        overrides: dict[str, Any] | None = None,
+        code: int = 0,
+        api: str | None = None,
+    ) -> str:
+        if api is not None:
+            monkeypatch.setenv("PREFECT_API_URL", api)
+            import prefect.context as context  # what it has read before is of other variables
+
+            monkeypatch.setattr(context, "GLOBAL_SETTINGS_CONTEXT", context.root_settings_context())
+        monkeypatch.setattr(sys, "argv", command(*words, overrides=overrides)[2:])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        logging.disable(logging.NOTSET)
+        said = capsys.readouterr()
+        assert (end.value.code or 0) == code, said.out + said.err
+        return said.out if code == 0 else said.err
+
+    logger = logging.getLogger("kiln")
+    level, handlers = logger.level, logger.handlers[:]
+    yield call
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+@pytest.fixture
+def run_here(here: Callable[..., str], api: str) -> Callable[..., dict[str, Any]]:
+    """`run_here(recipe, overrides)` is its report, by a run in this process."""
+
+    def run(recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
+        said = here("run", recipe, "--json", overrides=overrides, api=api)
+        report: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return report
+
+    return run

@@ -1,4 +1,4 @@
-"""From a fresh server: deploy all, start a worker, run the demo's deployment; cancel a run.
+"""On a server: deploy all, start a worker, run the demo's deployment; cancel a run.
 
 No resolver sees the version traps in requirements/README.md: this test does.
 """
@@ -15,10 +15,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("prefect"))
+def server(tmp_path_factory: pytest.TempPathFactory, api: str) -> Iterator[Server]:
+    found = Server(tmp_path_factory.mktemp("prefect"), api)
     try:
-        found.serve()
         found.cli("work-pool", "create", "kiln", "--type", "process")
         found.cli("deploy", "--all", "--prefect-file", "deploy/prefect.yaml")
         found.start("worker", "worker", "start", "--pool", "kiln")

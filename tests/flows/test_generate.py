@@ -1,9 +1,7 @@
 """`kiln generate`: every option of it, as its users give them, on a model that is published."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +27,9 @@ def registry(tiny_sdxl: Path, tmp_path: Path) -> Path:
     return tmp_path / "registry"
 
 
-def kiln(api: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flows.cli", "generate", *arguments],
-        **{"capture_output": True, "text": True, "env": _environment(api)},
-    )
-
-
-def _environment(api: str) -> dict[str, str]:
-    return {**os.environ, "PREFECT_API_URL": api}
-
-
-def test_pictures_come_with_their_settings(registry: Path, tmp_path: Path, api: str) -> None:
+def test_pictures_come_with_their_settings(
+    registry: Path, tmp_path: Path, here: Callable[..., str], api: str
+) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n\na dög\n", encoding="utf-8")
     store = f"store={tmp_path / 'store'}"
 
@@ -48,10 +37,9 @@ def test_pictures_come_with_their_settings(registry: Path, tmp_path: Path, api: 
         options = [*COMMON, store, f"registry={registry}", *(m for m in more if m[0] != "-")]
         flags = [m for m in more if m[0] == "-"]
         given = [part for option in options for part in ("-o", option)]
-        done = kiln(api, model, "--from-file", str(tmp_path / "prompts.txt"), *given, *flags,
-                    "--out", str(tmp_path / "out"), "--json")  # fmt: skip
-        assert done.returncode == code, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]) if code == 0 else done.stderr
+        said = here("generate", model, "--from-file", str(tmp_path / "prompts.txt"), *given, *flags,
+                    "--out", str(tmp_path / "out"), "--json", code=code, api=api)  # fmt: skip
+        return json.loads(said.splitlines()[-1]) if code == 0 else said
 
     first = draw("n_iter=2", "n_rows=4")
     assert first["outcome"] == "built" and first["pictures"] == 8
