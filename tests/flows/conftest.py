@@ -74,7 +74,7 @@ def here(
         logging.disable(logging.NOTSET)
         said = capsys.readouterr()
         assert (end.value.code or 0) == code, said.out + said.err
-        return said.out if code == 0 else said.err
+        return said.out if code == 0 else said.err or said.out
 
     logger = logging.getLogger("kiln")
     level, handlers = logger.level, logger.handlers[:]

@@ -3,13 +3,18 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from flows import doctor
 from flows.doctor import examine
+from runtimes.base import Probe
+from runtimes.registry import RUNTIMES
+
+Here = Callable[..., str]  # of conftest.py
 
 
 class Healthy(BaseHTTPRequestHandler):
@@ -32,12 +37,26 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The runtimes that are asked for, none of whose interpreters is started."""
+    names: list[str] = []
+
+    def probe(name: str) -> Probe:
+        names.append(name)
+        return Probe(available=name == "torch", devices=["cpu"], reason="not asked")
+
+    monkeypatch.setattr(doctor, "probe_runtime", probe)
+    return names
+
+
 def findings(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     examine(as_json=True)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
+@pytest.mark.usefixtures("asked")
 def test_a_server_that_answers(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,6 +66,7 @@ def test_a_server_that_answers(
     assert not [problem for problem in found["problems"] if "Prefect" in problem]
 
 
+@pytest.mark.usefixtures("asked")
 def test_a_server_that_does_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,15 +81,39 @@ def test_a_server_that_does_not(
     assert "secret" not in said
 
 
-def test_hosts_of_other_chips_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_of_other_chips_are_told_of(
+    asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     examine(as_json=False)
     said = capsys.readouterr().out
+    assert sorted(asked) == sorted(RUNTIMES)
     assert "ascend: 0 NPUs; no driver" in said
     assert "gaudi: 0 HPUs; no driver" in said
 
 
+@pytest.mark.usefixtures("asked")
 def test_without_one_a_run_brings_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     assert findings(capsys)["prefect_api"] == "embedded, for the time of a run"
+
+
+def test_a_machine_that_lacks_something_is_told_so_by_the_exit_code(
+    here: Here, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert here("doctor").splitlines()[-1] == "ready"
+    monkeypatch.setattr(doctor, "TRAPS", {"pytest": "is a trap here"})
+    said = here("doctor", code=1).splitlines()
+    assert said[-2:] == ["problem: pytest is a trap here", "not ready"]
+
+
+@pytest.mark.slow
+def test_every_runtime_answers_from_its_own_environment(here: Here) -> None:
+    found = json.loads(here("doctor", "--json"))["runtimes"]
+    assert [
+        name for name in found if found[name]["available"] != bool(found[name]["devices"])
+    ] == []
+    assert found["torch"]["available"] and "cpu" in found["torch"]["devices"][0]
+    for name in ("xla", "mindspore"):
+        assert found[name]["available"] or name in found[name]["reason"]
