@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["stores"]
 #: Groups that take longest, in the order they are started in; a group runs on one worker.
 LONGEST_FIRST = ("conformance-",)
 
