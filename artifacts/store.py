@@ -182,7 +182,8 @@ class Store:
     def __init__(self, url: str) -> None:
         self.fs: AbstractFileSystem
         try:
-            self.fs, root = url_to_fs(url)
+            # Listings that a client remembers say nothing of what others have done since.
+            self.fs, root = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise StoreError(f"store {url}: {error}") from None
         self.root = root.rstrip("/")

@@ -55,7 +55,7 @@ class GcsServer(ThreadingHTTPServer):
 def serving() -> Iterator[GcsServer]:
     """A server that answers."""
     with GcsServer() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
         server.shutdown()
 

@@ -1,13 +1,29 @@
 """Servers of remote stores on loopback, and what makes the real clients use them."""
 
+from __future__ import annotations
+
+import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from gcs_server import GcsServer, serving
 
+UrlOf = Callable[[str], str]
+RequestsTo = Callable[[str], list[tuple[str, str]]]
+#: Kinds of stores that other machines see, each behind a server.
+REMOTE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("s3", "gs")]
+
 # No client looks for anybody's credentials, or asks a cloud's own servers for them.
 os.environ |= {
+    "AWS_ACCESS_KEY_ID": "tests",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_SECRET_ACCESS_KEY": "tests",
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     "FSSPEC_GS_TOKEN": "anon",
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
 }
@@ -19,3 +35,62 @@ def gcs() -> Iterator[GcsServer]:
     with serving() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", server.url)
         yield server
+
+
+class S3Server(logging.Handler):
+    """Where moto's server is; `requests` has the (method, path) of each request so far."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+        self.requests: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a line of the server's log."""
+        if asked := re.search(r"([A-Z]+) (/[^ ?]*)", record.getMessage()):
+            self.requests.append((asked[1], asked[2]))
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """Amazon's S3: any `s3://<bucket>`, here and in processes that inherit from us."""
+    from moto.server import ThreadedMotoServer  # half a second, which unit tests do without
+
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    log = logging.getLogger("werkzeug")
+    moto.start()
+    host, port = moto.get_host_and_port()
+    server = S3Server(f"http://{host}:{port}")
+    log.setLevel(logging.INFO)
+    log.addHandler(server)
+    log.propagate = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", server.url)
+        yield server
+    log.removeHandler(server)
+    moto.stop()
+
+
+@pytest.fixture
+def url_of(request: pytest.FixtureRequest, tmp_path: Path) -> UrlOf:
+    """`url_of(kind)` is a store of that kind, empty: local, memory, s3 or gs."""
+
+    def url(kind: str) -> str:
+        if kind == "local":
+            return str(tmp_path / "store")
+        if kind != "memory":
+            _server(request, kind)
+        return f"{kind}://bucket/{uuid4()}"
+
+    return url
+
+
+@pytest.fixture
+def requests_to(request: pytest.FixtureRequest) -> RequestsTo:
+    """`requests_to(kind)`: (method, path) of each request to the server, which grows."""
+    return lambda kind: _server(request, kind).requests
+
+
+def _server(request: pytest.FixtureRequest, kind: str) -> GcsServer | S3Server:
+    found: GcsServer | S3Server = request.getfixturevalue({"s3": "s3", "gs": "gcs"}[kind])
+    return found
