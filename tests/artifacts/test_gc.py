@@ -1,25 +1,32 @@
 """Garbage is what no published model and no recent run needs, and nothing else."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
+from stores import REMOTE, UrlOf
 
 from artifacts import gc
 from artifacts.store import Artifact, KeyParts, Store
 
 
+@pytest.fixture(params=["local", *REMOTE])
+def store(request: pytest.FixtureRequest, url_of: UrlOf) -> Store:
+    return Store(url_of(request.param))
+
+
 def make(store: Store, stage: str, n: int, **parents: Artifact) -> Artifact:
     draft = store.draft(KeyParts(stage, 1, {"n": n}, {k: a.digest for k, a in parents.items()}))
     draft.write("data", f"{stage} {n}".encode())
-    source = Path(store.root) / f"{stage}{n}.tmp"
-    source.write_bytes(b"x" * n)
-    draft.add_shard(store.commit_shard(stage, f"shard{n}", {".tar": str(source)}, {}))
+    with tempfile.NamedTemporaryFile() as source:
+        source.write(b"x" * n)
+        source.flush()
+        draft.add_shard(store.commit_shard(stage, f"shard{n}", {".tar": source.name}, {}))
     known = {name: {"stage": a.stage, "key": a.key} for name, a in parents.items()}
     return draft.commit({}, {"parents": known})
 
 
-def test_only_what_nothing_needs_is_garbage(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+def test_only_what_nothing_needs_is_garbage(store: Store) -> None:
     images, images2 = make(store, "download", 1), make(store, "download", 2)
     model = make(store, "train", 1, images=images)
     make(store, "train", 2, images=images2)
@@ -40,8 +47,7 @@ def test_only_what_nothing_needs_is_garbage(tmp_path: Path) -> None:
     assert gc.garbage(store, keep) == []
 
 
-def test_what_a_living_builder_is_at_stays(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+def test_what_a_living_builder_is_at_stays(store: Store) -> None:
     parts = KeyParts("train", 1, {}, {})
     with store.lock("train", parts.key, waiting=lambda owner: None):
         store.draft(parts).write("half", b"1")
@@ -57,11 +63,10 @@ def test_what_a_recent_run_has_begun_stays(tmp_path: Path) -> None:
 
 
 def test_checkpoints_go_once_their_training_is_finished_and_nobody_is_at_it(
-    tmp_path: Path,
+    store: Store,
 ) -> None:
-    store = Store(str(tmp_path))
     model = make(store, "train", 1)
-    store.fs.makedirs(f"{model.path}/checkpoints")
+    store.fs.makedirs(f"{model.path}/checkpoints", exist_ok=True)
     store.fs.pipe_file(f"{model.path}/checkpoints/step-1", b"12345")
     keep = gc.needed_by(store, [("train", model.key)])
     with store.lock("train", model.key, waiting=lambda owner: None):
@@ -104,8 +109,7 @@ def test_nothing_is_deleted_when_a_damaged_file_hides_what_is_needed(tmp_path: P
         list(gc.recent_runs(store, days=1))
 
 
-def test_runs_are_remembered_for_a_while(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+def test_runs_are_remembered_for_a_while(store: Store) -> None:
     gc.record_run(store, "r1", {"stages": {}})
     assert len(list(gc.recent_runs(store, days=1))) == 1
     assert list(gc.recent_runs(store, days=-1)) == []

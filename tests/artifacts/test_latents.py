@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from stores import REMOTE, UrlOf
 
 from artifacts.commit import write_record
 from artifacts.keys import digest_bytes
@@ -153,10 +154,11 @@ def test_a_header_that_lies_about_a_tensor_is_refused_in_one_line(
         LatentShard(tmp_path / "b")
 
 
-@pytest.mark.parametrize("root", ["local", "memory"])
-def test_open_latents_reads_only_the_manifest(content, tmp_path: Path, root: str) -> None:
-    url = str(tmp_path / "store") if root == "local" else f"memory://{tmp_path.name}"
-    store = Store(url)
+@pytest.mark.parametrize("kind", ["local", "memory", *REMOTE])
+def test_open_latents_reads_only_the_manifest(
+    content, tmp_path: Path, kind: str, url_of: UrlOf
+) -> None:
+    store = Store(url_of(kind))
     draft = store.draft(KeyParts("encode", 1, {}, {}))
     write_latent_shard(tmp_path / "a", *content)
     meta = {"groups": {"train/8x8": 3, "train/6x10": 1, "holdout/8x8": 1}}

@@ -9,24 +9,29 @@ import time
 from itertools import count
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from stores import REMOTE, UrlOf
 
 from artifacts import lock
 
 
 @pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path):
-    url = str(tmp_path) if request.param == "local" else f"memory://{uuid4()}"
-    fs, root = url_to_fs(url)
+def place(request: pytest.FixtureRequest, url_of: UrlOf):
+    fs, root = url_to_fs(url_of(request.param))
     return fs, f"{root}/stage/lock.json"
 
 
-def test_two_builders_take_turns(place) -> None:
-    fs, path = place
+@pytest.fixture(params=["local", "memory", *REMOTE])
+def any_place(request: pytest.FixtureRequest, url_of: UrlOf):
+    fs, root = url_to_fs(url_of(request.param))
+    return fs, f"{root}/stage/lock.json"
+
+
+def test_two_builders_take_turns(any_place) -> None:
+    fs, path = any_place
     inside, most, waited = [0], [0], []
 
     def work() -> None:

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
+from stores import REMOTE, UrlOf
 
 from artifacts.store import Artifact, KeyParts, Store, StoreError
 from tasks.publish.registry import Registry, RegistryError
@@ -18,8 +18,14 @@ def model(store: Store, n: int) -> Artifact:
 
 
 @pytest.fixture(params=["local", "memory"])
-def registry(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Registry]:
-    url = str(tmp_path / "store") if request.param == "local" else f"memory://{uuid4()}"
+def registry(request: pytest.FixtureRequest, url_of: UrlOf) -> tuple[Store, Registry]:
+    url = url_of(request.param)
+    return Store(url), Registry(f"{url}/registry", "digits")
+
+
+@pytest.fixture(params=["local", "memory", *REMOTE])
+def any_registry(request: pytest.FixtureRequest, url_of: UrlOf) -> tuple[Store, Registry]:
+    url = url_of(request.param)
     return Store(url), Registry(f"{url}/registry", "digits")
 
 
@@ -42,8 +48,10 @@ def test_a_version_without_its_manifest_is_none_and_is_overwritten(
     assert found.fs.cat_file(f"{found.root}/v1/model_index.json") == b"2"
 
 
-def test_the_champion_moves_and_rolls_back_step_by_step(registry: tuple[Store, Registry]) -> None:
-    store, found = registry
+def test_the_champion_moves_and_rolls_back_step_by_step(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
     assert found.champion() is None and found.last_move() is None
     for n in (1, 2, 3):
         found.promote(found.publish(model(store, n)).name)
@@ -69,9 +77,9 @@ def test_an_unknown_version_names_those_there(registry: tuple[Store, Registry]) 
 
 
 def test_a_damaged_champion_is_said_and_a_damaged_version_is_copied_again(
-    registry: tuple[Store, Registry],
+    any_registry: tuple[Store, Registry],
 ) -> None:
-    store, found = registry
+    store, found = any_registry
     artifact = model(store, 3)
     found.promote(found.publish(artifact).name)
     found.fs.pipe_file(f"{found.root}/v1/unet/weights.safetensors", b"xxx")

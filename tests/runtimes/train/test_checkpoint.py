@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from stores import REMOTE, UrlOf
 
 from runtimes.base import State
 from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
@@ -28,9 +29,9 @@ def save(checkpoints: Checkpoints, *steps: int) -> None:
         checkpoints.save(step, state(step), [f'{{"step": {n + 1}}}' for n in range(step)], FACTS)
 
 
-@pytest.mark.parametrize("kind", ["local", "memory"])
-def test_what_is_saved_is_read_back(tmp_path: Path, kind: str) -> None:
-    url = str(tmp_path) if kind == "local" else f"memory://{tmp_path.name}"
+@pytest.mark.parametrize("kind", ["local", "memory", *REMOTE])
+def test_what_is_saved_is_read_back(kind: str, url_of: UrlOf) -> None:
+    url = url_of(kind)
     save(Checkpoints(url, keep=2), 3)
     latest = Checkpoints(url, keep=2).latest()
     assert latest is not None and latest.step == 3
@@ -48,9 +49,11 @@ def test_none_yet(tmp_path: Path) -> None:
     assert Checkpoints(str(tmp_path), keep=2).latest() is None
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    save(Checkpoints(str(tmp_path), keep=2), 1, 2, 3, 12)
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+@pytest.mark.parametrize("kind", ["local", *REMOTE])
+def test_the_newest_are_kept(kind: str, url_of: UrlOf) -> None:
+    fs, root = fsspec.core.url_to_fs(url_of(kind))
+    save(Checkpoints(fs.unstrip_protocol(root), keep=2), 1, 2, 3, 12)
+    kept = sorted({path.split("/")[-2] for path in fs.find(f"{root}/checkpoints")})
     assert kept == ["step-00000003", "step-00000012"]
 
 
@@ -75,12 +78,13 @@ def test_a_broken_one_is_skipped(
     assert (damage, name) == ("gone", "manifest") or "step-00000002 is skipped" in caplog.text
 
 
-def test_a_half_written_one_is_written_anew(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(str(tmp_path), keep=2)
+@pytest.mark.parametrize("kind", ["local", *REMOTE])
+def test_a_half_written_one_is_written_anew(kind: str, url_of: UrlOf) -> None:
+    fs, root = fsspec.core.url_to_fs(url_of(kind))
+    checkpoints = Checkpoints(fs.unstrip_protocol(root), keep=2)
     save(checkpoints, 1)
-    left = tmp_path / "checkpoints/step-00000002/weights.safetensors"
-    left.parent.mkdir()
-    left.write_bytes(b"killed while writing")
+    fs.makedirs(f"{root}/checkpoints/step-00000002", exist_ok=True)
+    fs.pipe_file(f"{root}/checkpoints/step-00000002/weights.safetensors", b"killed while writing")
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 1
     save(checkpoints, 2)
