@@ -64,7 +64,7 @@ def make_job(model: Path, latents: str, folder: Path, warm_up: int, **train: Any
 
 
 def time_loop(job: TrainJob) -> LoopTime:
-    """Run `python -m runtimes` on a job and time its steps."""
+    """Run `python -P -m runtimes` on a job and time its steps."""
     from tasks.process import run_job
 
     events: list[dict[str, Any]] = []

@@ -1,7 +1,9 @@
-"""`python -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
-`python -m runtimes --probe RUNTIME` prints what that runtime finds here, as JSON;
-`python -m runtimes --check RUNTIME SETTINGS` what of train settings it cannot serve;
-`python -m runtimes --encode SOCKET` encodes for the process that started it (encoding.py).
+"""`python -P -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
+`python -P -m runtimes --probe RUNTIME` prints what that runtime finds here, as JSON;
+`python -P -m runtimes --check RUNTIME SETTINGS` what of train settings it cannot serve;
+`python -P -m runtimes --encode SOCKET` encodes for the process that started it (encoding.py).
+
+With `-P` a user's own `configs` or `tasks` in the working directory is not taken for ours.
 
 Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with no step lost; 1 anything else.
 
@@ -67,7 +69,7 @@ def main(arguments: list[str]) -> int:
         serve(int(arguments[1]))
         return 0
     if len(arguments) != 1:
-        print("usage: python -m runtimes JOB.json (others: see its docstring)", file=sys.stderr)
+        print("usage: python -P -m runtimes JOB.json (others: see its docstring)", file=sys.stderr)
         return 2
     events, stop = Events(), Stop()
     try:

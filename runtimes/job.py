@@ -80,7 +80,7 @@ Job = TrainJob | GenerateJob
 
 
 def write_job(job: Job, path: Path) -> None:
-    """Write a job for `python -m runtimes`."""
+    """Write a job for `python -P -m runtimes`."""
     path.write_text(json.dumps(asdict(job), indent=1), encoding="utf-8")
 
 

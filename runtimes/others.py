@@ -158,7 +158,7 @@ def _start(job: Path, rank: int) -> _Other:
     events, write = os.pipe()
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), EVENT_FD: str(write), FOLLOWER: "1"}
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "runtimes", str(job)],
+        [sys.executable, "-P", "-u", "-m", "runtimes", str(job)],
         env={**os.environ, **place},
         pass_fds=(write,),
         stdin=subprocess.PIPE,

@@ -193,7 +193,7 @@ def _is_asked_apart(python: str) -> bool:
 
 def _ask(python: str, *question: str) -> dict[str, Any]:
     """What another environment answers, in the last line that it prints."""
-    command = [python, "-m", "runtimes", *question]
+    command = [python, "-P", "-m", "runtimes", *question]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
         return dict(json.loads(done.stdout.splitlines()[-1]))

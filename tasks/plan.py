@@ -300,7 +300,7 @@ def _compile(request: Request) -> Plan:
     with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
         path = Path(scratch) / "request.json"
         path.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        command = [sys.executable, "-m", "runtimes.jax.plan", str(path)]
+        command = [sys.executable, "-P", "-m", "runtimes.jax.plan", str(path)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         last = "\n".join(done.stderr.splitlines()[-20:])

@@ -41,7 +41,7 @@ def run_job(
     *,
     grace_seconds: float = 60.0,
 ) -> Event:
-    """Run `python -m runtimes JOB.json` and return the fields of its `result` event.
+    """Run `python -P -m runtimes JOB.json` and return the fields of its `result` event.
 
     The process, and those it starts, have a session of their own, so that only we signal them. When
     we are interrupted (Ctrl-C, a cancelled Prefect run) they get SIGTERM, `grace_seconds` to
@@ -59,7 +59,7 @@ def run_job(
         write_job(job, path)
         events_read, events_write = os.pipe()
         child = subprocess.Popen(
-            [interpreter(job.runtime), "-u", "-m", "runtimes", str(path)],
+            [interpreter(job.runtime), "-P", "-u", "-m", "runtimes", str(path)],
             env={**os.environ, EVENT_FD: str(events_write)},
             pass_fds=(events_write,),
             start_new_session=True,

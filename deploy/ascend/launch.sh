@@ -15,4 +15,4 @@ export PATH=$PWD/.venv-mindspore/bin:$PATH
 exec msrun --worker_num="$all" --local_worker_num="$here" --node_rank="$number" \
   --master_addr="$first" --master_port="${MASTER_PORT:-8118}" --cluster_time_out=600 \
   --log_dir="logs/$(basename "$job" .json)" --join=True \
-  python -m runtimes "$job"
+  python -P -m runtimes "$job"

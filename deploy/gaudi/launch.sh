@@ -6,4 +6,5 @@ job=$(realpath "$1") hosts=$2 here=$3 first=$4 number=$5
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD PT_HPU_LAZY_MODE=${PT_HPU_LAZY_MODE:-0}
 exec torchrun --nnodes="$hosts" --nproc_per_node="$here" --node_rank="$number" \
-  --master_addr="$first" --master_port="${MASTER_PORT:-12345}" -m runtimes "$job"
+  --master_addr="$first" --master_port="${MASTER_PORT:-12345}" --no-python \
+  python3 -P -m runtimes "$job"

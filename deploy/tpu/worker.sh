@@ -21,7 +21,7 @@ export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 KILN_EVENT_FD=3
 
 # What an earlier try has left running would hold the chips.
 pkill -KILL -f "runtimes $(dirname "$PWD")/kiln-[0-9a-f]*/job[.]json" || true
-train() { .venv-xla/bin/python -m runtimes "$job"; }
+train() { .venv-xla/bin/python -P -m runtimes "$job"; }
 # Its input ends with the connection, and it takes that for a wish to stop.
 if [ "$rank" = 0 ]; then
   train 3>&1 2>&1

@@ -1,7 +1,7 @@
 """What a training step takes on a TPU slice, found by compiling it for that slice, without a TPU.
 
-`python -m runtimes.jax.plan REQUEST.json` prints one JSON object, a Plan. libtpu's compiler does it
-where libtpu can be imported; else XLA's for the CPU, over as many virtual devices.
+`python -P -m runtimes.jax.plan REQUEST.json` prints one JSON object, a Plan. libtpu's compiler does
+it where libtpu can be imported; else XLA's for the CPU, over as many virtual devices.
 """
 
 from __future__ import annotations

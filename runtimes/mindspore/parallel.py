@@ -104,7 +104,7 @@ def open_parallel(ranks: Ranks) -> Alone:
 def _start_scheduler() -> None:
     """Its standard input is a pipe from us, which ends with us."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "runtimes.mindspore.scheduler"],
+        [sys.executable, "-P", "-m", "runtimes.mindspore.scheduler"],
         env={**os.environ, STARTED: "MS_SCHED"},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,  # what it has to complain of is for our log

@@ -1,4 +1,4 @@
-"""Where the processes of a run find each other: `python -m runtimes.mindspore.scheduler`.
+"""Where the processes of a run find each other: `python -P -m runtimes.mindspore.scheduler`.
 
 msrun starts one itself; without msrun the first process of a run does (parallel.py).
 """

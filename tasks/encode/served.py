@@ -43,7 +43,7 @@ class ServedEncoder:
         with theirs:
             number = theirs.fileno()
             self._child = subprocess.Popen(
-                [interpreter(job.runtime), "-m", "runtimes", "--encode", str(number)],
+                [interpreter(job.runtime), "-P", "-m", "runtimes", "--encode", str(number)],
                 pass_fds=(number,),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

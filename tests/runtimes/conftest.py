@@ -155,7 +155,7 @@ class Child:
         self,
         job: TrainJob,
         folder: Path,
-        program: Sequence[str] = ("-m", "runtimes"),
+        program: Sequence[str] = ("-P", "-m", "runtimes"),
         pipe: int = 4096,
         **more: str,
     ) -> None:

@@ -138,6 +138,7 @@ def test_msrun_starts_two_processes_that_write_one_checkpoint(
             "--join=True",
             f"--log_dir={tmp_path / 'log'}",
             "python",
+            "-P",
             "-m",
             "runtimes",
             str(path),

@@ -151,7 +151,8 @@ def test_whoever_is_killed_they_end_with_the_same_bytes(
     # torchrun may start them as well.
     write_job(job, tmp_path / "torchrun.json")
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    run += ["--standalone", "-m", "runtimes", str(tmp_path / "torchrun.json")]
+    run += ["--standalone", "--no-python", sys.executable, "-P", "-m", "runtimes"]
+    run += [str(tmp_path / "torchrun.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
