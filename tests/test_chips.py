@@ -56,7 +56,7 @@ def test_what_must_run_fails_where_something_else_is_lacking(
 ) -> None:
     assert chips.unless_required("libtpu", "there is none") == "there is none"
     monkeypatch.setenv(chips.MUST_RUN, "jax libtpu")
-    with pytest.raises(pytest.fail.Exception, match="libtpu must run .*: there is none"):
+    with pytest.raises(pytest.fail.Exception, match=r"libtpu must run .*: there is none"):
         chips.unless_required("libtpu", "there is none")
     assert chips.unless_required("libtpu", "") == ""
 
