@@ -138,6 +138,23 @@ def plain_adapters(job: TrainJob) -> Plain:
     return Plain(job, denoiser)
 
 
+class _Start(Events):
+    """Keeps the step that training began at."""
+
+    step: int | None = None
+
+    def emit(self, event: str, **fields: Any) -> None:
+        if event == "start":
+            self.step = fields["step"]
+
+
+def train_here(job: TrainJob) -> int | None:
+    """Do a job of runtime torch in this process; the step that it began at."""
+    events = _Start()
+    assert loop.train(job, events, Stop())
+    return events.step
+
+
 def run_of_torch(once: Once, name: str, make: Callable[[str], TrainJob]) -> Path:
     """The folder of a job that runtime torch has done, once for all that are held to it.
 
@@ -146,7 +163,7 @@ def run_of_torch(once: Once, name: str, make: Callable[[str], TrainJob]) -> Path
     """
 
     def trained(folder: Path) -> None:
-        assert loop.train(make(str(folder)), Events(), Stop())
+        train_here(make(str(folder)))
 
     return once(f"torch-{name}", trained)
 

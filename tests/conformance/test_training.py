@@ -30,6 +30,7 @@ from conformance.runs import (
     skip_unless_known,
     subjects,
     subjects_and_families,
+    train_here,
 )
 
 from runtimes.adapters.lora import LORA_WEIGHTS
@@ -87,7 +88,7 @@ def test_a_run_goes_to_another_runtime_and_back(
     forget_after(there, 8)
     assert runtime.run(there) == 8
     forget_after(back, 16)
-    assert Subject("torch", tmp_path).run_alone(back) == 16
+    assert train_here(back) == 16
     assert_follows(back, expected)
     assert_close(next(iter(result(back).values())), weights)
 
