@@ -1,0 +1,127 @@
+"""A stage has one builder, says why it builds, and what is wrong with its store."""
+
+import errno
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from artifacts.store import Draft, KeyParts, Store
+from tasks.stage import StageResult, StorageError, build_or_reuse, storage_error
+
+SETTINGS = {"size": 32, "name": "a", "adam": {"rate": 1.0, "decay": 0.0}, "betas": [0.9, 0.99]}
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+def parts(inputs: dict[str, str] | None = None, **settings: Any) -> KeyParts:
+    return KeyParts("encode", 1, {**SETTINGS, **settings}, inputs or {"images": "1" * 64})
+
+
+def write(draft: Draft) -> dict[str, Any]:
+    draft.write("file", b"content")
+    return {"files": 1}
+
+
+def built(store: Store, wanted: KeyParts) -> str:
+    """Why a stage was built, as its artifact tells from then on."""
+    result = build_or_reuse(store, wanted, write, parents={})
+    assert result.outcome == "built"
+    artifact = store.load("encode", result.key)
+    assert artifact is not None
+    return str(artifact.manifest["run"]["reason"])
+
+
+def test_of_two_builders_one_builds_and_the_other_reuses(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    building, builds = threading.Event(), list[str]()
+
+    def build(draft: Draft) -> dict[str, Any]:
+        builds.append(threading.current_thread().name)
+        building.set()
+        until = time.monotonic() + 60
+        while "is building it; waiting" not in caplog.text:  # the other has found the lock taken
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return write(draft)
+
+    def run() -> StageResult:
+        return build_or_reuse(store, parts(), build, parents={})
+
+    with caplog.at_level(logging.INFO, "kiln"), ThreadPoolExecutor(2) as threads:
+        first = threads.submit(run)
+        assert building.wait(60)
+        second = threads.submit(run)
+        results = first.result(), second.result()
+    assert [result.outcome for result in results] == ["built", "reused"]
+    assert len(builds) == 1
+    assert results[0].digest == results[1].digest
+
+
+def test_a_builder_that_fails_leaves_it_to_the_next(store: Store) -> None:
+    def fail(draft: Draft) -> dict[str, Any]:
+        draft.write("file", b"half")
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        build_or_reuse(store, parts(), fail, parents={})
+    assert built(store, parts()) == "none was built before"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (parts(size=64), "changed: size 32 → 64"),
+        (parts(name="b"), "changed: name"),
+        (parts(adam={"rate": 2.0, "decay": 0.0}), "changed: adam.rate 1.0 → 2.0"),
+        (parts(adam={"rate": 1.0}), "changed: adam.decay 0.0 → None"),
+        (parts(betas=[0.9, 0.95]), "changed: betas"),
+        (parts({"images": "2" * 64}), "changed: images"),
+        (parts(size=64, name="b"), "changed: name, size 32 → 64"),
+    ],
+)
+def test_what_has_changed_is_said(store: Store, wanted: KeyParts, reason: str) -> None:
+    assert built(store, parts()) == "none was built before"
+    found = built(store, wanted).replace("inputs.", "").replace("settings.", "")
+    assert found == reason
+
+
+def test_what_is_wanted_is_compared_with_what_is_most_like_it(store: Store) -> None:
+    for settings in ({"size": 1, "name": "b"}, {"size": 2}, {"size": 3, "betas": []}):
+        built(store, parts(**settings))
+    assert built(store, parts()).endswith("size 2 → 32")
+
+
+def test_one_that_was_damaged_is_built_for_that(store: Store) -> None:
+    result = build_or_reuse(store, parts(), write, parents={})
+    store.fs.pipe_file(f"{store.root}/encode/{result.key}/file", b"other")
+    assert built(store, parts()) == "it was damaged"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "no space left for /a/b: free some (try `kiln gc`), then run again"),
+        (errno.EDQUOT, "no space left for /a/b"),
+        (errno.EACCES, "no permission for /a/b: mend that, or choose another `store`"),
+        (errno.EROFS, "no permission for /a/b"),
+    ],
+)
+def test_a_store_that_is_full_or_closed_is_said(store: Store, number: int, words: str) -> None:
+    def build(draft: Draft) -> dict[str, Any]:
+        raise OSError(number, "as the system says", "/a/b")
+
+    with pytest.raises(StorageError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        build_or_reuse(store, parts(), build, parents={})
+
+
+def test_an_error_that_is_not_of_the_store_stays_itself(store: Store) -> None:
+    away = ConnectionResetError(errno.ECONNRESET, "reset")
+    assert storage_error(store, away) is away
