@@ -18,6 +18,8 @@ from tasks.panels import Panel
 from tasks.show import show_in_prefect
 from tasks.stage import StageResult, TransientError, build_or_reuse
 
+#: Seconds before each further try of a stage whose failure may pass.
+RETRY_AFTER = (2, 20)
 log = logging.getLogger("kiln")
 
 
@@ -91,8 +93,8 @@ def _as_task(name: str) -> Task[..., Any]:
         cache_key_fn=_cache_key,
         persist_result=True,
         result_serializer="json",
-        retries=2,
-        retry_delay_seconds=[2, 20],
+        retries=len(RETRY_AFTER),
+        retry_delay_seconds=list(RETRY_AFTER),
         retry_condition_fn=_may_pass,
     )
     return as_task(_build)

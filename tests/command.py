@@ -60,3 +60,22 @@ def run_json(
     out = kiln(tmp_path, "run", recipe, "--json", overrides=overrides, api=api)
     report: dict[str, Any] = json.loads(out.splitlines()[-1])
     return report
+
+
+def processes_below(pid: int) -> dict[int, str]:
+    """Command lines of the processes that a process has started, and those that they have."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    found: dict[int, str] = {}
+    parents = {pid}
+    while parents:
+        born = {int(own): args for own, parent, args in rows if int(parent) in parents}
+        found |= born
+        parents = set(born)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there; one that has ended and is not yet waited for is not."""
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return done.stdout.strip()[:1] not in ("", "Z")

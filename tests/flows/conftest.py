@@ -3,13 +3,14 @@
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, command, environment
+from command import ROOT, command, environment, run_json
 from server import shared_server
 
 from flows.cli import main
@@ -22,11 +23,10 @@ def api(shared: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> dict[str, object]:
+@pytest.fixture(scope="session")
+def smallest() -> dict[str, object]:
     """Overrides of `digits` for a whole run in seconds; the gate lets everything pass."""
     return {
-        "store": str(tmp_path / "store"),
         "source.count": 60,
         "source.rehearsal": 0,
         "download.shard_size": 20,
@@ -45,16 +45,67 @@ def small(tmp_path: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., str]]:
-    """`here(*words)` is `kiln` of tests/command.py in this process, which need not start first."""
+def small(smallest: dict[str, object], tmp_path: Path) -> dict[str, object]:
+    """The same, with a store of the test's own."""
+    return {**smallest, "store": str(tmp_path / "store")}
+
+
+@pytest.fixture(scope="session")
+def published(once: Callable[..., Path], smallest: dict[str, object]) -> Path:
+    """A folder that `kiln run` has left its `store` in, and its report as `report.json`.
+
+    The run had a Prefect server of its own, with its files in `prefect`.
+    """
+
+    def make(folder: Path) -> None:
+        report = run_json(folder, "digits", {**smallest, "store": str(folder / "store")})
+        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+    return once("published-digits", make)
+
+
+@pytest.fixture
+def first(published: Path, tmp_path: Path) -> dict[str, Any]:
+    """The report of that run, whose artifacts are in the store of `small`, too."""
+    shutil.copytree(published / "store", tmp_path / "store", symlinks=True)
+    text = (published / "report.json").read_text(encoding="utf-8")
+    report: dict[str, Any] = json.loads(text.replace(f"{published}/", f"{tmp_path}/"))
+    return report
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Prefect's files and our cache are the test's own; `at_home(api)` says which server to use.
+
+    Nothing of the developer's variables and Prefect profile counts, in this process, too.
+    """
     given = environment(tmp_path)
     for name in os.environ.keys() - given.keys():
         monkeypatch.delenv(name)
     for name, value in {**given, "PREFECT_LOGGING_LEVEL": "CRITICAL"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
+
+    def use(api: str) -> None:
+        monkeypatch.setenv("PREFECT_API_URL", api)
+        import prefect.context as context  # what it has read before is of other variables
+
+        monkeypatch.setattr(context, "GLOBAL_SETTINGS_CONTEXT", context.root_settings_context())
+
+    logger = logging.getLogger("kiln")
+    level, handlers = logger.level, logger.handlers[:]
+    yield use
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+@pytest.fixture
+def here(
+    at_home: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """`here(*words)` is `kiln` of tests/command.py in this process, which need not start first."""
 
     def call(
         *words: str,
@@ -63,10 +114,7 @@ def here(
         api: str | None = None,
     ) -> str:
         if api is not None:
-            monkeypatch.setenv("PREFECT_API_URL", api)
-            import prefect.context as context  # what it has read before is of other variables
-
-            monkeypatch.setattr(context, "GLOBAL_SETTINGS_CONTEXT", context.root_settings_context())
+            at_home(api)
         monkeypatch.setattr(sys, "argv", command(*words, overrides=overrides)[2:])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
@@ -76,11 +124,7 @@ def here(
         assert (end.value.code or 0) == code, said.out + said.err
         return said.out if code == 0 else said.err or said.out
 
-    logger = logging.getLogger("kiln")
-    level, handlers = logger.level, logger.handlers[:]
-    yield call
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
+    return call
 
 
 @pytest.fixture

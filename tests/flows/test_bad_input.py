@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from command import kiln
+from server import Server
 
 Here = Callable[..., str]  # of conftest.py
 
@@ -61,6 +62,21 @@ def test_what_is_found_before_any_stage(
     assert last.startswith("kiln: ")
     assert line in last
     assert not list(Path(str(small["store"])).glob("*/*"))
+
+
+@pytest.mark.slow
+def test_a_wrong_deployment_fails_before_any_stage(
+    at_home: Callable[..., None], small: dict[str, Any], tmp_path: Path, api: str
+) -> None:
+    at_home(api)
+    from flows.finetune import finetune
+
+    state: Any = finetune("digits", {**small, "train.stepz": 3}, return_state=True)
+    run, server = state.state_details.flow_run_id, Server(tmp_path, api)
+    known = server.ask(f"/flow_runs/{run}")["state"]
+    assert known["name"] == "Failed"
+    assert "did you mean train.steps?" in known["message"]
+    assert server.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [str(run)]}}}) == []
 
 
 @pytest.mark.slow

@@ -1,25 +1,32 @@
 """`kiln run`: a whole run, what a second run reuses, and what damage rebuilds."""
 
+import base64
+import io
 import json
-import os
-import random
-import signal
-import subprocess
-import time
+import re
+import shutil
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from command import ROOT, command, environment, kiln, run_json
+from numpy.typing import NDArray
+from PIL import Image
 
 from runtimes.registry import probe_runtime
 
 pytestmark = pytest.mark.slow
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
 Overrides = dict[str, Any]
+Here = Callable[..., str]  # of conftest.py, as are these
+RunHere = Callable[..., dict[str, Any]]
+Report = dict[str, Any]
+Picture = NDArray[np.uint8]  # [H, W, 3]
 
 
-def outcomes(report: dict[str, Any]) -> dict[str, str]:
+def outcomes(report: Report) -> dict[str, str]:
     return {name: stage["outcome"] for name, stage in report["stages"].items()}
 
 
@@ -27,9 +34,17 @@ def expect(*built: str) -> dict[str, str]:
     return {name: "built" if name in built else "reused" for name in STAGES}
 
 
-def weights(report: dict[str, Any]) -> bytes:
-    folder = Path(report["stages"]["train"]["uri"])
-    return (folder / "unet/diffusion_pytorch_model.safetensors").read_bytes()
+def folder(report: Report, stage: str) -> Path:
+    return Path(report["stages"][stage]["uri"])
+
+
+def manifest(report: Report, stage: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder(report, stage) / "manifest.json").read_bytes())
+    return found
+
+
+def weights(report: Report) -> bytes:
+    return (folder(report, "train") / "unet/diffusion_pytorch_model.safetensors").read_bytes()
 
 
 def damage(path: Path) -> None:
@@ -39,9 +54,8 @@ def damage(path: Path) -> None:
 
 
 def test_a_run_is_published_and_everything_about_it_is_reused(
-    tmp_path: Path, small: Overrides
+    first: Report, small: Overrides, here: Here, run_here: RunHere, api: str
 ) -> None:
-    first = run_json(tmp_path, "digits", small)
     assert first["status"] == "published"
     assert outcomes(first) == expect(*STAGES)
     model = Path(first["model"])
@@ -49,56 +63,109 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
     card = (model / "README.md").read_text(encoding="utf-8")
     assert "license: apache-2.0" in card
     assert "holdout\\_loss" in card
-    html = (model / "report.html").read_text(encoding="utf-8")
-    assert html.count("data:image/png;base64,") >= 4
-    assert all(f'id="{stage}"' in html for stage in STAGES)
-    trained = Path(first["stages"]["train"]["uri"]) / "manifest.json"
-    scores = json.loads(trained.read_text(encoding="utf-8"))["run"]["sample_scores"]
+    run = manifest(first, "train")["run"]
+    assert run["resumed_from"] == 0
+    scores = run["sample_scores"]
     assert [(*line,) for line in scores] == [("step", "clip_score", "digit", "style")] * 2
     assert [line["step"] for line in scores] == [3, 6]
 
-    second = run_json(tmp_path, "digits", small)
+    second = run_here("digits", small)  # by a server whose database has never heard of it
     assert outcomes(second) == expect()
     assert second["model"] == first["model"]
 
-    (tmp_path / "prefect").rename(tmp_path / "old-prefect")  # a new, empty Prefect database
-    assert outcomes(run_json(tmp_path, "digits", small)) == expect()
-
-    faster = run_json(tmp_path, "digits", {**small, "train.learning_rate": 2e-3})
+    faster = run_here("digits", {**small, "train.learning_rate": 2e-3})
     assert faster["champion"]["version"] == "v2" and faster["champion"]["why"] == "published"
     assert outcomes(faster) == expect("train", "evaluate", "publish")
     assert Path(faster["model"]).name == "v2"
+    for report in (first, faster):
+        check_pictures(report, base=(drawn(first) & drawn(faster)).pop())
+    assert scored(first, "base") == scored(faster, "base")
+    assert scored(first, "tuned") != scored(faster, "tuned")
 
-    harder = {
-        **small,
-        "train.learning_rate": 2e-3,
-        "publish.gate": ["holdout_loss < champion * 0.1"],
-    }
-    assert "refused by the gate" in kiln(
-        tmp_path, "run", "digits", "--json", overrides=harder, code=3
-    )
+    rule = "holdout_loss < champion * 0.1"
+    harder = {**small, "train.learning_rate": 2e-3, "publish.gate": [rule]}
+    assert "refused by the gate" in here("run", "digits", overrides=harder, code=3, api=api)
 
     store = str(small["store"])
-    listed = json.loads(kiln(tmp_path, "ls", "--store", store, "--json"))
-    assert [(m["version"], m["champion"]) for m in listed["models"]] == [
-        ("v1", False),
-        ("v2", True),
-    ]
-    assert "v1 is the champion again" in kiln(tmp_path, "rollback", "digits", "--store", store)
-    back = kiln(tmp_path, "run", "digits", overrides={**small, "train.learning_rate": 2e-3})
+    listed = json.loads(here("ls", "--store", store, "--json"))
+    champions = [(m["version"], m["champion"]) for m in listed["models"]]
+    assert champions == [("v1", False), ("v2", True)]
+    assert "v1 is the champion again" in here("rollback", "digits", "--store", store)
+    back = here("run", "digits", overrides={**small, "train.learning_rate": 2e-3}, api=api)
     assert f"published: {faster['model']}; the champion is v1 (rolled back)" in back
-    assert "v2 is the champion" in kiln(tmp_path, "promote", "digits", "v2", "--store", store)
-    shown = kiln(
-        tmp_path, "show", "publish/" + faster["stages"]["publish"]["key"], "--store", store
-    )
+    assert "v2 is the champion" in here("promote", "digits", "v2", "--store", store)
+    key = faster["stages"]["publish"]["key"]
+    shown = here("show", f"publish/{key}", "--store", store)
     for stage in ("evaluation", "model", "latents", "images", "source"):
         assert f"  {stage} " in shown
-    assert "damaged" not in kiln(tmp_path, "verify", "--store", store)
-    assert "would be deleted" in kiln(tmp_path, "gc", "--store", store)
+    assert "damaged" not in here("verify", "--store", store)
 
 
-def test_damage_rebuilds_just_what_was_damaged(tmp_path: Path, small: Overrides, api: str) -> None:
-    first = run_json(tmp_path, "digits", small, api)
+def drawn(report: Report) -> set[str]:
+    """Names of the shards with what either model has drawn for the evaluation."""
+    return {
+        file["path"] for file in manifest(report, "evaluate")["files"] if "/shards/" in file["path"]
+    }
+
+
+def scored(report: Report, model: str) -> dict[str, float]:
+    return {name: models[model]["value"] for name, models in report["metrics"].items()}
+
+
+def check_pictures(report: Report, base: str) -> None:
+    """The page has each stage's pictures; what the base drew is above what the tuned model did."""
+    html = (Path(report["model"]) / "report.html").read_text(encoding="utf-8")
+    parts = re.split(r'<h2 id="(\w+)">', html)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(sections) == STAGES
+    pictures = {stage: pngs(text) for stage, text in sections.items()}
+    evaluation, training = folder(report, "evaluate"), folder(report, "train")
+    assert pictures["train"][-1] == (training / "samples/step-00000006.png").read_bytes()
+    (page,) = pictures["evaluate"]
+    assert page == (evaluation / "before_after.png").read_bytes()
+    (tuned,) = drawn(report) - {base}
+    (above, left), (below, same_left) = (
+        where(decoded(page), first_picture(evaluation / shard)) for shard in (base, tuned)
+    )
+    assert above < below and left == same_left
+    for png in (pictures["download"][0], pictures["train"][0], *pictures["publish"]):
+        assert decoded(png).std() > 1
+
+
+def pngs(html: str) -> list[bytes]:
+    return [base64.b64decode(text) for text in re.findall(r"data:image/png;base64,([^\"]+)", html)]
+
+
+def decoded(png: bytes) -> Picture:
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+
+
+def first_picture(tar: Path) -> Picture:
+    with tarfile.open(tar) as stream:
+        member = stream.extractfile("00000.png")
+        assert member is not None
+        return decoded(member.read())
+
+
+def where(page: Picture, picture: Picture, enlarged: int = 3) -> tuple[int, int]:
+    """Row and column at which a page has a picture, enlarged pixel by pixel."""
+    wanted = picture.repeat(enlarged, 0).repeat(enlarged, 1)
+    height, width = wanted.shape[:2]
+    rows, columns = (page.shape[0] - height + 1, page.shape[1] - width + 1)
+    likely = np.ones((rows, columns), bool)
+    for y, x in ((0, 0), (height // 2, width // 2), (height - 1, 0), (0, width - 1)):
+        likely &= (page[y : y + rows, x : x + columns] == wanted[y, x]).all(-1)
+    (place,) = [
+        (int(y), int(x))
+        for y, x in np.argwhere(likely)
+        if np.array_equal(page[y : y + height, x : x + width], wanted)
+    ]
+    return place
+
+
+def test_damage_rebuilds_just_what_was_damaged(
+    first: Report, small: Overrides, run_here: RunHere
+) -> None:
     store = Path(str(small["store"]))
     for stage, pattern in {
         "download": "shards/*.tar",
@@ -110,72 +177,34 @@ def test_damage_rebuilds_just_what_was_damaged(tmp_path: Path, small: Overrides,
         victim = sorted((store / stage).glob(pattern))[0]
         before = {p: p.stat().st_mtime_ns for p in (store / stage).glob("shards/*")}
         damage(victim)
-        report = run_json(tmp_path, "digits", small, api)
+        report = run_here("digits", small)
         assert outcomes(report) == expect(stage), stage
         assert weights(report) == weights(first)
         rebuilt = {
             p.name.partition(".")[0] for p, at in before.items() if p.stat().st_mtime_ns != at
         }
-        assert rebuilt <= {victim.name.partition(".")[0]}, stage
-    manifest = Path(first["stages"]["encode"]["uri"]) / "manifest.json"
-    manifest.unlink()
-    assert outcomes(run_json(tmp_path, "digits", small, api)) == expect("encode")
+        assert rebuilt == ({victim.stem} if "shards" in pattern else set()), stage
+    (folder(first, "encode") / "manifest.json").unlink()
+    assert outcomes(run_here("digits", small)) == expect("encode")
 
 
 def test_a_model_the_gate_refuses_is_not_published(
-    tmp_path: Path, small: Overrides, api: str
+    first: Report, small: Overrides, here: Here, api: str
 ) -> None:
+    registry = Path(str(small["store"])) / "registry"
+    shutil.rmtree(registry)
     strict = {**small, "publish.gate": ["digit/new >= 1.1"]}
-    out = kiln(tmp_path, "run", "digits", "--json", overrides=strict, code=3, api=api)
+    out = here("run", "digits", "--json", overrides=strict, code=3, api=api)
     assert "refused by the gate" in out
-    assert not (Path(str(small["store"])) / "registry").exists()
+    assert not registry.exists()
 
 
-def test_a_run_on_mindspore_is_published(tmp_path: Path, small: Overrides, api: str) -> None:
+def test_a_run_on_mindspore_is_published(small: Overrides, run_here: RunHere) -> None:
     """By its own environment from encoding to drawing, in the process of each stage."""
     found = probe_runtime("mindspore")
     if not found.available:
         pytest.skip(found.reason)
-    report = run_json(tmp_path, "digits", {**small, "runtime": "mindspore"}, api)
+    report = run_here("digits", {**small, "runtime": "mindspore"})
     assert report["status"] == "published"
     assert outcomes(report) == expect(*STAGES)
-    samples = Path(report["stages"]["train"]["uri"])
-    assert "mindspore" in (samples / "manifest.json").read_text(encoding="utf-8")
-
-
-def test_killed_anywhere_the_next_run_ends_where_an_uninterrupted_one_does(
-    tmp_path: Path, small: Overrides, api: str
-) -> None:
-    longer = {**small, "train.steps": 40, "train.checkpoint_every": 3}
-    whole = run_json(tmp_path, "digits", {**longer, "store": str(tmp_path / "whole")}, api)
-    chance = random.Random(0)
-    for victim in ("training", "flow", "training"):
-        child = subprocess.Popen(
-            command("run", "digits", "--json", overrides=longer),
-            env=environment(tmp_path, api),
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        _kill(child, victim, Path(str(small["store"])), chance.uniform(0.0, 2.0))
-    report = run_json(tmp_path, "digits", longer, api)
-    assert weights(report) == weights(whole)
-    assert report["stages"]["train"]["key"] == whole["stages"]["train"]["key"]
-
-
-def _kill(child: subprocess.Popen[bytes], victim: str, store: Path, after: float) -> None:
-    """kill -9 the flow, or its training process, some time after that has started."""
-    until = time.monotonic() + 120
-    while child.poll() is None and time.monotonic() < until:
-        if training := _training_processes(child.pid):
-            time.sleep(after)
-            os.kill(child.pid if victim == "flow" else training[0], signal.SIGKILL)
-            break
-        time.sleep(0.05)
-    child.wait(120)
-
-
-def _training_processes(parent: int) -> list[int]:
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    return [int(pid) for pid, ppid, args in rows if int(ppid) == parent and "-m runtimes" in args]
+    assert manifest(report, "train")["run"]["runtime"] == "mindspore"

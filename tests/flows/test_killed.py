@@ -1,0 +1,165 @@
+"""Killed anywhere, the next run goes on from there and ends where an uninterrupted one does."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import ROOT, command, environment, is_running, processes_below
+
+pytestmark = pytest.mark.slow
+Overrides = dict[str, Any]
+RunHere = Callable[..., dict[str, Any]]  # of conftest.py
+#: What each stage writes last of a part of its work, or of all of it.
+RECORDS = {
+    "download": r"/download/shards/",
+    "encode": r"/encode/shards/",
+    "train": r"/train/\w+/checkpoints/",
+    "evaluate": r"/evaluate/shards/",
+    "publish": r"/publish/\w+/manifest",
+}
+PATIENCE = 600  # seconds, for a machine that does much else
+
+
+def kill(folder: Path, api: str, overrides: Overrides, stage: str, number: int) -> str:
+    """Run `digits` until a process is about to write a stage's record of a number; kill that one.
+
+    Returns what the run had said by then.
+    """
+    told, log = folder / "told", folder / "log"
+    told.unlink(missing_ok=True)
+    halt = {"record": RECORDS[stage], "number": number, "told": str(told)}
+    with log.open("wb") as stream:
+        child = subprocess.Popen(
+            command("run", "digits", "--json", overrides=overrides),
+            env={
+                **environment(folder, api),
+                "PYTHONPATH": f"{ROOT / 'tests/halting'}:{ROOT}",
+                "KILN_TEST_HALT": json.dumps(halt),
+            },
+            cwd=ROOT,
+            stdout=stream,
+            stderr=stream,
+        )
+    wait(lambda: told.exists() or child.poll() is not None)
+    assert child.poll() is None, f"it ended before it could be killed in {stage}: {log.read_text()}"
+    victim = int(told.read_text())
+    os.kill(victim, signal.SIGKILL)
+    code = child.wait(PATIENCE)
+    said = log.read_text()
+    if stage == "train":  # by a process of its own
+        assert victim != child.pid and code == 1
+        assert "the runtime's process was killed by SIGKILL" in said
+    else:
+        assert victim == child.pid and code == -signal.SIGKILL
+    assert not list((Path(overrides["store"]) / stage).glob("*/manifest.json"))
+    return said
+
+
+def wait(ready: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not ready():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def written(overrides: Overrides, stage: str) -> dict[Path, int]:
+    """Records of the shards of a stage, and when each was written."""
+    shards = Path(overrides["store"]) / stage / "shards"
+    return {path: path.stat().st_mtime_ns for path in shards.glob("*.json")}
+
+
+def newest_checkpoint(overrides: Overrides) -> int:
+    found = Path(overrides["store"]).glob("train/*/checkpoints/step-*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)
+
+
+def result(report: dict[str, Any]) -> tuple[bytes, ...]:
+    """The files that training has left."""
+    folder = Path(report["stages"]["train"]["uri"])
+    names = ("unet/diffusion_pytorch_model.safetensors", "unet/config.json", "history.jsonl")
+    return tuple((folder / name).read_bytes() for name in names)
+
+
+def resumed_from(report: dict[str, Any]) -> int:
+    manifest = json.loads((Path(report["stages"]["train"]["uri"]) / "manifest.json").read_bytes())
+    return int(manifest["run"]["resumed_from"])
+
+
+def chance() -> random.Random:
+    seed = int(os.environ.get("KILN_TEST_SEED", "0"))
+    print(f"KILN_TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+def test_killed_in_download_encoding_and_training_a_run_goes_on_from_there(
+    published: Path, tmp_path: Path, small: Overrides, run_here: RunHere, api: str
+) -> None:
+    moment = chance()
+    kept: dict[Path, int] = {}
+    for stage in ("download", "encode"):
+        number = moment.randint(2, 3)  # of three shards
+        kill(tmp_path, api, small, stage, number)
+        assert len(written(small, stage)) == number - 1
+        kept |= written(small, stage)
+    number = moment.randint(2, 3)  # of three checkpoints
+    kill(tmp_path, api, small, "train", number)
+    assert newest_checkpoint(small) == 2 * (number - 1)
+
+    report = run_here("digits", small)
+    whole = json.loads((published / "report.json").read_bytes())
+    outcomes = [stage["outcome"] for stage in report["stages"].values()]
+    assert outcomes == ["reused", "reused", "built", "built", "built"]
+    assert kept.items() <= (written(small, "download") | written(small, "encode")).items()
+    assert resumed_from(report) == 2 * (number - 1)
+    assert result(report) == result(whole)
+    assert report["metrics"] == whole["metrics"]
+
+
+@pytest.mark.soak
+def test_killed_again_and_again_a_run_ends_where_an_uninterrupted_one_does(
+    tmp_path: Path, small: Overrides, run_here: RunHere, api: str
+) -> None:
+    longer = {**small, "train.steps": 60, "train.checkpoint_every": 3}
+    whole = run_here("digits", {**longer, "store": str(tmp_path / "whole")})
+    moment = chance()
+    for stage, kills, most in (("download", 3, 2), ("encode", 3, 2), ("train", 4, 3)):
+        for _ in range(kills):
+            before = len(written(longer, stage)), newest_checkpoint(longer)
+            number = moment.randint(1, most if stage == "train" else min(most, 3 - before[0]))
+            said = kill(tmp_path, api, longer, stage, number)
+            assert len(written(longer, stage)) == before[0] + (stage != "train") * (number - 1)
+            if stage == "train":
+                assert (f"resuming from step {before[1]}" in said) == (before[1] > 0)
+                assert newest_checkpoint(longer) == before[1] + 3 * (number - 1)
+    kill_the_flow_alone(tmp_path, api, longer)
+    resumes_at = newest_checkpoint(longer)
+    assert "resuming from" in kill(tmp_path, api, longer, "evaluate", moment.randint(1, 2))
+    kill(tmp_path, api, longer, "publish", 1)
+    report = run_here("digits", longer)
+    assert resumed_from(report) == resumes_at
+    assert result(report) == result(whole)
+    assert report["metrics"] == whole["metrics"]
+
+
+def kill_the_flow_alone(folder: Path, api: str, overrides: Overrides) -> None:
+    """Once its training goes on; the process that trains then leaves a checkpoint, and ends."""
+    before = newest_checkpoint(overrides)
+    flow = subprocess.Popen(
+        command("run", "digits", overrides=overrides),
+        env=environment(folder, api),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait(lambda: newest_checkpoint(overrides) > before or flow.poll() is not None)
+    (training,) = [p for p, args in processes_below(flow.pid).items() if "-m runtimes" in args]
+    flow.kill()
+    assert flow.wait(PATIENCE) == -signal.SIGKILL
+    wait(lambda: not is_running(training))
