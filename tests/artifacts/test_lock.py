@@ -8,6 +8,7 @@ import threading
 import time
 from itertools import count
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -32,23 +33,20 @@ def any_place(request: pytest.FixtureRequest, url_of: UrlOf):
 
 def test_two_builders_take_turns(any_place) -> None:
     fs, path = any_place
-    inside, most, waited = [0], [0], []
+    happened: Queue[Any] = Queue()
 
     def work() -> None:
-        with lock.hold(fs, path, waiting=waited.append):
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            time.sleep(0.1)
-            inside[0] -= 1
+        with lock.hold(fs, path, waiting=happened.put):
+            happened.put("inside")
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most[0] == 1
-    assert waited
-    assert waited[0]["pid"] == os.getpid()
+    with lock.hold(fs, path):
+        other = threading.Thread(target=work)
+        other.start()
+        owner = happened.get(timeout=60)
+        assert owner != "inside" and owner["pid"] == os.getpid()
+        happened.put("released")
+    assert [happened.get(timeout=60) for _ in range(2)] == ["released", "inside"]
+    other.join()
     assert not fs.exists(path)
 
 
