@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
+from json import JSONDecodeError
 from pathlib import Path
 
 import fsspec
@@ -119,11 +120,35 @@ def _fetch_hub(repo: str, revision: str | None, variant: str | None, files: Sequ
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=list(files), ignore_patterns=skip
         )
-    except (OSError, HTTPError, HFValidationError, XetDownloadError) as error:
+    # A network that wants people to log in answers with a page of its own, which is no JSON.
+    except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise  # a full disk here is no fault of the model's
-        reason = str(error).split("\n")[0]
-        raise ModelNotFound(
-            f"model {repo}: no such folder, and the hub could not give it ({reason})"
-        ) from None
+        why = _hub_refusal(error, repo, revision)
+        raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
     return Path(folder)
+
+
+def _hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
+    """Why the hub did not give a model, and what to do, in one line."""
+    from httpx2 import ConnectError, TimeoutException
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    log_in = "log in by `hf auth login`, or set HF_TOKEN"
+    cause = error.__cause__ or error
+    if isinstance(error, GatedRepoError):
+        terms = f"{constants.ENDPOINT}/{repo}"
+        return f"on the hub it is for those who accepted its terms: see {terms}, then {log_in}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"the hub has none of that name for you: if it is private, {log_in}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"the hub's has no revision {revision}"
+    if isinstance(cause, ConnectError | TimeoutException):
+        return f"the hub cannot be reached at {constants.ENDPOINT}"
+    reason = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+    return f"the hub could not give it ({reason.strip()})"

@@ -1,17 +1,22 @@
-"""Servers of remote stores on loopback, and what makes the real clients use them."""
+"""Servers of remote stores and of the hub on loopback, for their real clients."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
+import gcs_server
+import hub_server
 import pytest
-from gcs_server import GcsServer, serving
+from gcs_server import GcsServer
+from hub_server import HubServer
 
+BUCKET = "bucket"
 UrlOf = Callable[[str], str]
 RequestsTo = Callable[[str], list[tuple[str, str]]]
 #: Kinds of stores that other machines see, each behind a server.
@@ -32,7 +37,7 @@ os.environ |= {
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[GcsServer]:
     """Google Cloud Storage: any `gs://<bucket>`, here and in processes that inherit from us."""
-    with serving() as server, pytest.MonkeyPatch.context() as patch:
+    with gcs_server.serving() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", server.url)
         yield server
 
@@ -53,7 +58,7 @@ class S3Server(logging.Handler):
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
-    """Amazon's S3: any `s3://<bucket>`, here and in processes that inherit from us."""
+    """Amazon's S3, with a bucket: here and in processes that inherit from us."""
     from moto.server import ThreadedMotoServer  # half a second, which unit tests do without
 
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -61,6 +66,7 @@ def s3() -> Iterator[S3Server]:
     moto.start()
     host, port = moto.get_host_and_port()
     server = S3Server(f"http://{host}:{port}")
+    urllib.request.urlopen(urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT")).close()
     log.setLevel(logging.INFO)
     log.addHandler(server)
     log.propagate = False
@@ -72,6 +78,27 @@ def s3() -> Iterator[S3Server]:
 
 
 @pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """The hub, here and in processes that inherit from us: nothing in it, nobody logged in."""
+    from huggingface_hub import HfFileSystem, constants
+
+    with hub_server.serving() as server:
+        where = {
+            "ENDPOINT": server.url,
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HF_TOKEN_PATH": str(tmp_path / "hub-token"),
+        }
+        for name, value in where.items():  # which the client reads once, when it is imported
+            monkeypatch.setattr(constants, name, value)
+            monkeypatch.setenv(f"HF_{name.removeprefix('HF_')}", value)
+        files = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + files)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        HfFileSystem.clear_instance_cache()
+        yield server
+
+
+@pytest.fixture
 def url_of(request: pytest.FixtureRequest, tmp_path: Path) -> UrlOf:
     """`url_of(kind)` is a store of that kind, empty: local, memory, s3 or gs."""
 
@@ -80,7 +107,7 @@ def url_of(request: pytest.FixtureRequest, tmp_path: Path) -> UrlOf:
             return str(tmp_path / "store")
         if kind != "memory":
             _server(request, kind)
-        return f"{kind}://bucket/{uuid4()}"
+        return f"{kind}://{BUCKET}/{uuid4()}"
 
     return url
 

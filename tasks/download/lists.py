@@ -6,11 +6,12 @@ import csv
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from tasks.download.errors import SourceError
@@ -152,12 +153,19 @@ def list_files(path: str, suffixes: tuple[str, ...], setting: str = "source.path
         else:
             found = [root] if fs.exists(root) else []
         if not found:
+            check_absent(fs, root)
             kinds = ", ".join(suffixes)
             raise SourceError(
                 f"{setting}: {shown(path)}: no such file, or no {kinds} files in the folder"
             )
         is_local = "file" in fs.protocol
         return sorted(found if is_local else map(str, map(fs.unstrip_protocol, found)))
+
+
+def check_absent(fs: AbstractFileSystem, path: str) -> None:
+    """Raise what `isdir` and `exists` keep to themselves, unless it is that nothing is there."""
+    with suppress(FileNotFoundError):
+        fs.info(path)
 
 
 def is_glob(path: str) -> bool:

@@ -19,6 +19,7 @@ from tasks.download.lists import (
     JsonlList,
     ParquetList,
     Span,
+    check_absent,
     is_glob,
     list_files,
     reading,
@@ -154,6 +155,7 @@ class Folder:
         with reading(self.settings.path):
             fs, root = url_to_fs(self.settings.path)
             if not fs.isdir(root):
+                check_absent(fs, root)
                 raise SourceError(f"source.path: {shown(self.settings.path)}: no such folder")
             name = f"{root.rstrip('/')}/{self.METADATA}"
             if not fs.exists(name):

@@ -1,14 +1,13 @@
 """A model is found as a folder, a URL or a hub id; what is not there is said in one line."""
 
 import errno
+import hashlib
 from pathlib import Path
-from unittest.mock import Mock
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import fsspec
-import httpx2
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, XetDownloadError
+from hub_server import HubServer, Repository
 from huggingface_hub.utils import filter_repo_objects
 
 from artifacts.models import (
@@ -17,10 +16,10 @@ from artifacts.models import (
     HUB_VARIANTS,
     ModelNotFound,
     cache_folder,
+    resolve_configs,
     resolve_model,
 )
 
-REQUEST = httpx2.Request("GET", "https://example.org")
 SDXL = {
     "model_index.json",
     "README.md",
@@ -63,40 +62,118 @@ def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_pat
         ("memory://nothing-here", "nothing is there"),
         ("foo://bar", "Protocol not known: foo"),
         ("no/such/folder", "no such folder"),
-        ("no--such/repository", "the hub could not give it"),
+        ("no--such/repository", "'no--such/repository'"),
+        ("no/repository", "the hub has none of that name for you: if it is private, log in"),
+        ("hf://no/repository", "nothing is there"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_line(url: str, words: str) -> None:
-    with pytest.raises(ModelNotFound, match=words) as raised:
-        resolve_model(url)
-    assert str(raised.value).startswith(f"model {url}: ")
-    assert "\n" not in str(raised.value)
+def test_what_is_not_there_is_said_in_one_line(url: str, words: str, hub: HubServer) -> None:
+    assert words in refused(url)
+
+
+def refused(url: str, revision: str | None = None) -> str:
+    """The one line that says why there is no such model."""
+    with pytest.raises(ModelNotFound) as raised:
+        resolve_model(url, revision=revision)
+    line = str(raised.value)
+    assert line.startswith(f"model {url}: ") and "\n" not in line
+    return line
+
+
+@pytest.fixture
+def repository(hub: HubServer) -> Repository:
+    hub.repositories["some/model"] = Repository(
+        {path: f"{path} of the hub".encode() for path in sorted(SDXL)}
+    )
+    return hub.repositories["some/model"]
+
+
+def test_a_model_of_the_hub_is_fetched_once(hub: HubServer, repository: Repository) -> None:
+    repository.files["some-checkpoint.safetensors"] = b"not what would be loaded"
+    folder = resolve_model("some/model")
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
+    assert found == {path: repository.files[path] for path in SDXL}
+    assert folder.name == repository.commit
+    fetched = len(hub.requests)
+    assert resolve_model("some/model") == folder
+    assert not [path for _, path in hub.requests[fetched:] if not path.startswith("/api/")]
+
+
+def test_of_a_model_of_the_hub_the_configs_alone_may_be_had(repository: Repository) -> None:
+    folder = resolve_configs("some/model")
+    assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
+    assert not list(folder.rglob("*.safetensors"))
+
+
+def test_a_revision_is_what_it_was(hub: HubServer, repository: Repository) -> None:
+    old = repository.commit
+    before = resolve_model("some/model", revision=old)
+    repository.files = {**repository.files, "unet/config.json": b"{}"}
+    assert (resolve_model("some/model") / "unet/config.json").read_bytes() == b"{}"
+    assert resolve_model("some/model", revision=old) == before
+    assert "no revision nonesuch" in refused("some/model", revision="nonesuch")
+
+
+def test_a_model_of_the_hub_by_its_url(repository: Repository, remote: str) -> None:
+    folder = resolve_model("hf://some/model")
+    assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
+
+
+def test_a_gated_model_is_for_those_who_accepted_its_terms(
+    hub: HubServer, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository.accepted_by = {"hf_mine"}
+    terms = f"accepted its terms: see {hub.url}/some/model, then log in"
+    assert terms in refused("some/model")
+    monkeypatch.setenv("HF_TOKEN", "hf_stranger")
+    assert terms in refused("some/model")
+    assert "hub has none of that name for you" in refused("no/repository")
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    assert resolve_model("some/model").name == repository.commit
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("fault", "words"),
     [
-        HfHubHTTPError("cut off\nhere", response=httpx2.Response(500, request=REQUEST)),
-        LocalEntryNotFoundError("cut off\nhere"),
-        XetDownloadError("cut off\nhere"),
-        httpx2.ReadError("cut off\nhere"),
+        (500, "could not give it (Server error '500 Internal Server Error'"),
+        (403, "could not give it (403 Forbidden"),
+        (429, "could not give it (429 Too Many Requests"),
+        ("page", "could not give it (Expecting value"),
+        ("cut", "could not give it (peer closed connection"),
     ],
 )
 def test_what_the_hub_cannot_give_is_said_in_one_line(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    fault: int | str,
+    words: str,
+    hub: HubServer,
+    repository: Repository,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
-    with pytest.raises(ModelNotFound, match=r"the hub could not give it \(cut off\)$"):
-        resolve_model("some/model")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own tries
+    hub.fault = fault
+    assert words in refused("some/model")
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space"), AssertionError("a bug")])
-def test_a_full_disk_or_a_bug_is_no_missing_model(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+def test_without_a_network_only_what_was_fetched_before_is_there(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
-    with pytest.raises(type(error)):
+    folder = resolve_model("some/model")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert resolve_model("some/model") == folder
+    assert "the hub cannot be reached at http://127.0.0.1:9" in refused("other/model")
+
+
+def test_a_full_disk_is_no_missing_model(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = hashlib.sha256(repository.files["unet/diffusion_pytorch_model.safetensors"])
+    monkeypatch.setattr("uuid.uuid4", lambda: UUID(int=0))  # part of the name that is written to
+    blobs = tmp_path / "hub/models--some--model/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{digest.hexdigest()}.{UUID(int=0).hex[:8]}.incomplete").symlink_to("/dev/full")
+    with pytest.raises(OSError) as raised:
         resolve_model("some/model")
+    assert raised.value.errno == errno.ENOSPC
 
 
 @pytest.mark.parametrize(

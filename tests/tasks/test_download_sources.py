@@ -7,7 +7,7 @@ import json
 import random
 import socket
 import tracemalloc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from hub_server import HubServer, Repository
+from huggingface_hub import HfFileSystem
 from PIL import Image
+from stores import REMOTE, UrlOf
 
 from configs.schema import Recipe
 from tasks import download
 from tasks.download.lists import FORMATS, ParquetList, Span, join_spans, reading
 from tasks.download.rows import Row
-from tasks.download.scans import remembered
 from tasks.download.sources import SOURCES
 
 CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
@@ -237,28 +238,92 @@ def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     assert download.plan(recipe).source_digest != first.source_digest
 
 
-class Hub(MemoryFileSystem):
-    """Tells a file's state as the hub's filesystem does: by its blob alone."""
-
-    protocol = "hub"
-    blob_id = "1"
-
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        return {"name": path, "size": 1, "type": "file", "blob_id": self.blob_id}
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
 
 
-def test_a_file_of_the_hub_is_known_by_its_blob(monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec.register_implementation("hub", Hub, clobber=True)
-    scans: list[None] = []
+@pytest.fixture
+def pictures(hub: HubServer) -> Repository:
+    """A data set of the hub, of six pictures."""
+    rows = [{"image": {"bytes": png(n), "path": None}, "text": f"{n}"} for n in range(6)]
+    hub.repositories["datasets/some/pictures"] = Repository(
+        {
+            "README.md": b"Pictures",
+            "data/test-00000-of-00001.parquet": parquet(rows[:1]),
+            "data/train-00000-of-00002.parquet": parquet(rows[:4]),
+            "data/train-00001-of-00002.parquet": parquet(rows[4:]),
+        }
+    )
+    return hub.repositories["datasets/some/pictures"]
 
-    def scan() -> Iterator[str]:
-        scans.append(None)
-        return iter(["ab" * 32])
 
-    for blob, times in (("1", 1), ("1", 1), ("2", 2)):
-        monkeypatch.setattr(Hub, "blob_id", blob)
-        assert list(remembered("hub://a.parquet", [], scan)) == ["ab" * 32]
-        assert len(scans) == times
+def test_a_dataset_of_the_hub_is_read_once_until_it_changes(
+    hub: HubServer, pictures: Repository, tmp_path: Path
+) -> None:
+    recipe = make_recipe({"kind": "dataset", "path": "some/pictures"})
+    assert [row.captions for row in rows_of(recipe, tmp_path)] == [(f"{n}",) for n in range(6)]
+    first, old = download.plan(recipe), pictures.commit
+
+    def next_run() -> tuple[Any, set[str]]:
+        """The plan of another process, and the files that it reads for it."""
+        HfFileSystem.clear_instance_cache()
+        before = len(hub.requests)
+        planned = download.plan(recipe)
+        read = [path for _, path in hub.requests[before:] if path.startswith("/large/")]
+        return planned, {path.rpartition("/")[2] for path in read}
+
+    names = {"train-00000-of-00002.parquet"}  # for its columns
+    assert next_run() == (first, names)
+    changed = [{"image": png(9), "text": "new"}]
+    pictures.files = {**pictures.files, "data/train-00001-of-00002.parquet": parquet(changed)}
+    second, read = next_run()
+    assert second.source_digest != first.source_digest
+    assert read == {*names, "train-00001-of-00002.parquet"}
+    assert pictures.commit != old
+
+
+def test_a_dataset_that_the_hub_does_not_give_is_said_in_one_line(
+    hub: HubServer, pictures: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own tries
+
+    def refused(**source: str) -> str:
+        HfFileSystem.clear_instance_cache()
+        with pytest.raises(download.SourceError) as error:
+            download.plan(make_recipe({"kind": "dataset", "path": "some/pictures", **source}))
+        line = str(error.value)
+        assert line.startswith("source") and "\n" not in line
+        return line
+
+    assert "hf://datasets/no/pictures: no such file" in refused(path="no/pictures")
+    assert "hf://datasets/some/pictures@gone: no such file" in refused(revision="gone")
+    pictures.accepted_by = {"hf_mine"}
+    assert "Cannot access gated repo" in refused()
+    hub.fault = 500
+    assert "500 Internal Server Error" in refused()
+    assert "500 Internal Server Error" in refused(kind="folder", path="hf://datasets/a/pictures")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be reached: " in refused()
+
+
+@pytest.mark.parametrize("kind", REMOTE)
+def test_lists_and_pictures_may_lie_in_a_bucket(kind: str, url_of: UrlOf, tmp_path: Path) -> None:
+    url = url_of(kind)
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{root}/lists/1.parquet", parquet(ROWS[:4]))
+    fs.pipe_file(f"{root}/lists/2.parquet", parquet(ROWS[4:]))
+    for path in (f"{url}/lists", f"{url}/lists/*.parquet"):
+        rows = rows_of(make_recipe({"kind": "urls", "path": path}), tmp_path)
+        assert rows == [Row(r["url"], (r["caption"],)) for r in ROWS]
+    for name, data in {"a.png": png(1), "a.txt": b"a cat", "sub/b.png": png(2)}.items():
+        fs.pipe_file(f"{root}/pictures/{name}", data)
+    rows = rows_of(make_recipe({"kind": "folder", "path": f"{url}/pictures"}), tmp_path)
+    assert [row.captions for row in rows] == [("a cat",), ("",)]
+    assert [Path(row.file or "").read_bytes() for row in rows] == [png(1), png(2)]
+    with pytest.raises(download.SourceError, match=r"gone: no such file|gone: no such folder"):
+        download.plan(make_recipe({"kind": "folder", "path": f"{url}/gone"}))
 
 
 def _recipes_that_cannot_be(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:

@@ -1,0 +1,207 @@
+"""The Hugging Face hub on loopback, for its real client: HF_ENDPOINT=<url>.
+
+Large files are answered with a redirect to another host, as the hub does; each repository has the
+one branch `main`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+#: Suffixes that are kept apart from git, behind a redirect.
+LARGE = (".safetensors", ".parquet")
+
+
+@dataclass
+class Repository:
+    """One repository: its files by path, and who may read it."""
+
+    files: dict[str, bytes]
+    accepted_by: set[str] | None = None  # tokens of those who accepted its terms; None: no terms
+
+    @property
+    def commit(self) -> str:
+        """Its newest commit: another one for other files."""
+        digests = {path: hashlib.sha1(data).hexdigest() for path, data in self.files.items()}
+        return hashlib.sha1(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+class HubServer(ThreadingHTTPServer):
+    """The server.
+
+    Attributes:
+        repositories: by name, those of data sets as `datasets/<name>`.
+        requests: (method, path) of each request so far, in the order that they came in.
+        fault: what goes wrong with each request: an HTTP status; `page`, an answer that is none of
+            the hub's; `cut`, the second half of a file does not come.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.repositories: dict[str, Repository] = {}
+        self.requests: list[tuple[str, str]] = []
+        self.fault: int | str | None = None
+
+
+@contextmanager
+def serving() -> Iterator[HubServer]:
+    """A server that answers."""
+    with HubServer() as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+class Refused(Exception):
+    """An answer other than the one asked for."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+_REPOSITORY = "(?P<kind>datasets/|)(?P<name>[^/]+/[^/]+)"
+_API = "/api/(?P<kind>models/|datasets/)(?P<name>[^/]+/[^/]+)"
+#: (path, name of the handler's method)
+_ROUTES = [
+    (f"{_API}", "revision"),
+    (f"{_API}/revision/(?P<revision>[^/]+)", "revision"),
+    (f"{_API}/tree/(?P<revision>[^/]+)(?:/(?P<path>.+))?", "tree"),
+    (f"/{_REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+    (f"/large/{_REPOSITORY}/(?P<path>.+)", "large"),
+]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HubServer
+    protocol_version = "HTTP/1.1"  # clients keep their connections
+    wbufsize = -1  # headers and body leave together
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        self.server.requests.append((self.command, unquote(path)))
+        try:
+            if isinstance(self.server.fault, int):
+                raise Refused(self.server.fault, "", "Internal Error")
+            if self.server.fault == "page":
+                self._send(b"<html>Please log in to the network</html>")
+            else:
+                self._route(path)
+        except Refused as refused:
+            headers = {"X_Error_Code": refused.code, "X_Error_Message": str(refused)}
+            self._send(json.dumps({"error": str(refused)}).encode(), refused.status, **headers)
+
+    do_HEAD = do_GET  # noqa: N815 (http.server's names)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the server's `requests` has it."""
+
+    def _route(self, path: str) -> None:
+        for pattern, name in _ROUTES:
+            if match := re.fullmatch(pattern, path):
+                self.parts = {key: unquote(part or "") for key, part in match.groupdict().items()}
+                getattr(self, f"_{name}")(self._repository())
+                return
+        raise Refused(404, "", f"Not Found: {path}")
+
+    @property
+    def _token(self) -> str:
+        return self.headers.get("Authorization", "").removeprefix("Bearer ")
+
+    def _repository(self) -> Repository:
+        kind = "datasets/" if self.parts["kind"] == "datasets/" else ""
+        found = self.server.repositories.get(kind + self.parts["name"])
+        if found is None:  # to a stranger as if it were private
+            raise Refused(404 if self._token else 401, "RepoNotFound", "Repository not found")
+        if self.parts.get("revision", "main") not in ("main", found.commit):
+            raise Refused(404, "RevisionNotFound", "Invalid rev id")
+        return found
+
+    def _send(
+        self, data: bytes, status: int = 200, stop: int | None = None, **headers: str
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        for header, value in headers.items():
+            self.send_header(header.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data[:stop])
+            self.close_connection = self.close_connection or stop is not None
+
+    def _say(self, answer: object) -> None:
+        self._send(json.dumps(answer).encode(), Content_Type="application/json")
+
+    def _revision(self, found: Repository) -> None:
+        names = [{"rfilename": path} for path in sorted(found.files)]
+        self._say({"id": self.parts["name"], "sha": found.commit, "siblings": names})
+
+    def _tree(self, found: Repository) -> None:
+        folder = f"{self.parts['path']}/" if self.parts["path"] else ""
+        is_recursive = "recursive=true" in self.path.lower()
+        below = sorted(path for path in found.files if path.startswith(folder))
+        rows = {path: _entry(path, found.files[path]) for path in below}
+        for path in below:
+            inside = path.removeprefix(folder).split("/")
+            for depth in range(1, len(inside)):
+                name = folder + "/".join(inside[:depth])
+                rows[name] = {"type": "directory", "path": name, "oid": "0" * 40, "size": 0}
+        self._say([r for p, r in rows.items() if is_recursive or "/" not in p.removeprefix(folder)])
+
+    def _resolve(self, found: Repository) -> None:
+        path = self.parts["path"]
+        if found.accepted_by is not None and self._token not in found.accepted_by:
+            reason = f"Access to model {self.parts['name']} is restricted."
+            raise Refused(403 if self._token else 401, "GatedRepo", reason)
+        if path not in found.files:
+            raise Refused(404, "EntryNotFound", "Entry not found")
+        headers = {"X_Repo_Commit": found.commit, "ETag": f'"{_oid(path, found.files[path])}"'}
+        if not path.endswith(LARGE):
+            self._send_file(found.files[path], headers)
+            return
+        elsewhere = self.server.url.replace("127.0.0.1", "localhost")
+        headers |= {
+            "X_Linked_ETag": headers["ETag"],
+            "X_Linked_Size": str(len(found.files[path])),
+            "Location": f"{elsewhere}/large/{self.parts['kind']}{self.parts['name']}/{path}",
+        }
+        self._send(b"", 302, **headers)
+
+    def _large(self, found: Repository) -> None:
+        self._send_file(found.files[self.parts["path"]], {})
+
+    def _send_file(self, data: bytes, headers: dict[str, str]) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        half = len(data) // 2 if self.server.fault == "cut" else None
+        if asked is None:
+            self._send(data, 200, half, **headers)
+            return
+        first, stop = int(asked[1]), min(int(asked[2] or len(data)) + 1, len(data))
+        headers["Content_Range"] = f"bytes {first}-{stop - 1}/{len(data)}"
+        self._send(data[first:stop], 206, half, **headers)
+
+
+def _oid(path: str, data: bytes) -> str:
+    """What the hub names a file's bytes by: git's digest, or a large file's sha256."""
+    if path.endswith(LARGE):
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _entry(path: str, data: bytes) -> dict[str, Any]:
+    entry = {"type": "file", "path": path, "size": len(data), "oid": _oid(path, data)}
+    if path.endswith(LARGE):
+        entry["lfs"] = {"oid": entry["oid"], "size": len(data), "pointerSize": 134}
+    return entry
