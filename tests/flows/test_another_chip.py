@@ -1,0 +1,129 @@
+"""A run that is killed on one runtime goes on on another: the same recipe with `-o runtime=`."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import chips
+import in_process
+import numpy as np
+import published
+import pytest
+from command import ROOT, command, environment
+from safetensors.numpy import load_file
+
+from artifacts.store import KeyParts, Store
+from configs.load import load_recipe
+from tasks import train
+from tasks.progress import Progress
+
+pytestmark = pytest.mark.slow
+STEPS, SAVED = 12, 4
+LOSS = 1e-4  # relative, as the conformance suite allows of two runtimes
+WEIGHTS = 1e-3  # relative to the largest weight of a tensor
+WAIT = 600  # seconds, of a machine however busy
+Overrides = dict[str, Any]
+
+
+@pytest.fixture
+def recipe(small: Overrides, tiny_sdxl: Path, tiny_clip: Path) -> Overrides:
+    """Overrides of `digits` for a few steps of a tiny model in float32."""
+    return {
+        **small,
+        "model.path": str(tiny_sdxl),
+        "evaluate.clip": str(tiny_clip),
+        "evaluate.judges": [],
+        "train.steps": STEPS,
+        "train.warmup_steps": 2,
+        "train.checkpoint_every": SAVED,
+        "train.sample_every": 0,
+    }
+
+
+def held_at(step: int) -> Overrides:
+    """Settings that change nothing of what is trained, and keep training busy at a step: once its
+    checkpoint is on its way, pictures are drawn that take a thousand steps each."""
+    return {"train.sample_every": step, "evaluate.num_inference_steps": 1000}
+
+
+def saved(store: Path) -> list[int]:
+    """The steps whose checkpoints are committed."""
+    found = store.glob("train/*/checkpoints/step-*/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+
+
+def killed_at(step: int, folder: Path, overrides: Overrides, api: str) -> str:
+    """What `kiln run` says until it and its training are killed after the checkpoint of a step."""
+    log, store, until = folder / f"{step}.log", Path(overrides["store"]), time.monotonic() + WAIT
+    with log.open("wb") as lines:
+        flow = subprocess.Popen(
+            command("run", "digits", overrides={**overrides, **held_at(step)}),
+            env=environment(folder, api),
+            cwd=ROOT,
+            stdout=lines,
+            stderr=lines,
+            start_new_session=True,
+        )
+    try:
+        while step not in saved(store):
+            said = log.read_text(errors="replace")
+            assert flow.poll() is None and time.monotonic() < until, said
+            time.sleep(0.05)
+        for process in (*training(flow.pid), flow.pid):
+            os.killpg(process, signal.SIGKILL)
+        assert flow.wait(WAIT) == -signal.SIGKILL
+    finally:
+        flow.kill()
+    assert saved(store)[-1] == step
+    return log.read_text(errors="replace")
+
+
+def training(flow: int) -> list[int]:
+    """The processes of a runtime that a flow has started."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    found = [int(pid) for pid, parent, args in rows if int(parent) == flow and "runtimes" in args]
+    assert found
+    return found
+
+
+def uninterrupted(report: dict[str, Any], overrides: Overrides, store: Path) -> Path:
+    """Where torch alone leaves the same training."""
+    recipe = load_recipe("digits", overrides)
+    latents = Store(recipe.store).load("encode", report["stages"]["encode"]["key"])
+    assert latents is not None
+    draft = Store(str(store)).draft(KeyParts("train", 1, {}, {}))
+    model = Path(recipe.model.path)
+    train.build(recipe, latents, model, None, (), lambda png: {}, draft, Progress("train"))
+    return Path(draft.uri)
+
+
+def test_a_run_is_killed_on_torch_goes_on_on_jax_and_back(
+    tmp_path: Path, recipe: Overrides, api: str
+) -> None:
+    assert "resuming" not in killed_at(4, tmp_path, recipe, api)
+    with chips.standing_in("jax"):
+        said = killed_at(8, tmp_path, {**recipe, "runtime": "jax"}, api)
+    assert re.findall(r"train: resuming from step (\d+)", said) == ["4"]
+
+    report = in_process.finetune(tmp_path, "digits", recipe, api)
+    assert report["status"] == "published"
+    assert published.manifest(report, "train")["run"]["resumed_from"] == 8
+    assert [path.name for path in published.folder(report, "train").parent.iterdir()] == [
+        report["stages"]["train"]["key"]
+    ]
+    alone = uninterrupted(report, recipe, tmp_path / "alone")
+    losses = [line["loss"] for line in published.history(published.folder(report, "train"))]
+    expected = [line["loss"] for line in published.history(alone)]
+    assert losses[:4] == expected[:4]
+    assert losses[4:8] != expected[4:8]  # jax's last bits are its own
+    assert losses == pytest.approx(expected, rel=LOSS)
+    name = "unet/diffusion_pytorch_model.safetensors"
+    weights = load_file(published.folder(report, "train") / name)
+    for layer, array in load_file(alone / name).items():
+        furthest = np.abs(weights[layer] - array).max()
+        assert furthest <= WEIGHTS * max(np.abs(array).max(), 1e-3), layer

@@ -1,0 +1,75 @@
+"""Every shipped recipe, with all that it says but for sizes, runs on the runtime that it names.
+
+Runs of four of them are in test_journeys.py: sd2, sdxl, sdxl-lora-text and laion-jax, and one of
+digits-lora; that of digits is in test_finetune.py. `soak` has what repeats those.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chips
+import in_process
+import picture_sources
+import published
+import pytest
+from command import run_json
+from toy_recipes import BASES, toy
+
+from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.registry import probe_runtime
+
+TinyModel = Callable[[str], Path]
+PICTURES = 18
+
+
+def run(name: str, tmp_path: Path, api: str, tiny_model: TinyModel, **more: Any) -> dict[str, Any]:
+    """The report of a toy run on pictures of a dataset."""
+    pictures = picture_sources.make_pictures(PICTURES)
+    picture_sources.write_dataset(tmp_path / "dataset", pictures)
+    source = {"kind": "dataset", "path": str(tmp_path / "dataset")}
+    overrides = {**toy(name, tmp_path / "store", source, tiny_model), **more}
+    return in_process.finetune(tmp_path, name, overrides, api)
+
+
+@pytest.mark.soak
+def test_sdxl_lora_is_published(tmp_path: Path, api: str, tiny_model: TinyModel) -> None:
+    report = run("sdxl-lora", tmp_path, api, tiny_model)
+    published.assert_published(report, "torch", 4)
+    assert (Path(report["model"]) / LORA_WEIGHTS).is_file()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("sd2-v5p", marks=pytest.mark.slow),
+        pytest.param("sdxl-v5p", marks=pytest.mark.soak),
+    ],
+)
+def test_a_recipe_for_tpus_is_published(
+    name: str, tmp_path: Path, api: str, tiny_model: TinyModel
+) -> None:
+    """On four virtual devices of the CPU."""
+    found = probe_runtime("xla")
+    if not found.available:
+        pytest.skip(found.reason)
+    with chips.standing_in("xla"):
+        report = run(name, tmp_path, api, tiny_model)
+    published.assert_published(report, "xla", 4)
+    published.assert_trained(report, tiny_model(BASES[name]))
+    published.draw(Path(report["model"]), "a masked ninja standing in the rain")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(bool(chips.why_not("hpu-lazy")), reason="needs a C++ compiler")
+def test_a_recipe_is_published_on_gaudi(tmp_path: Path, api: str, tiny_model: TinyModel) -> None:
+    """Recipe sd2 on the emulated device, from encoding to drawing."""
+    picture_sources.write_dataset(tmp_path / "dataset", picture_sources.make_pictures(PICTURES))
+    source = {"kind": "dataset", "path": str(tmp_path / "dataset")}
+    overrides = toy("sd2", tmp_path / "store", source, tiny_model)
+    overrides |= {f"{stage}.device": "hpu" for stage in ("encode", "train", "evaluate")}
+    with chips.standing_in("hpu-lazy"):
+        report = run_json(tmp_path, "sd2", overrides, api)
+    published.assert_published(report, "torch", 4)
+    assert published.manifest(report, "train")["run"]["device"].startswith("hpu")
+    published.assert_trained(report, tiny_model("tiny-sd"))

@@ -1,0 +1,81 @@
+"""The same few captioned pictures as each kind of source holds them."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+SHAPES = {"wide": (60, 36), "tall": (36, 60), "square": (48, 48)}  # (width, height)
+COLOURS = ("red", "green", "blue", "black")
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """A picture with what is said of it."""
+
+    name: str
+    shape: str  # of SHAPES
+    png: bytes
+    captions: tuple[str, ...]
+
+
+def make_pictures(count: int = 18, captions: int = 1) -> list[Captioned]:
+    """Noise in each shape in turn, with so many captions each, which name shape and number."""
+    shapes = list(SHAPES)
+    return [_picture(number, shapes[number % len(shapes)], captions) for number in range(count)]
+
+
+def _picture(number: int, shape: str, captions: int) -> Captioned:
+    width, height = SHAPES[shape]
+    noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "png")
+    said = tuple(f"{COLOURS[n]} {shape} {number}" for n in range(captions))
+    return Captioned(f"{number:02}", shape, buffer.getvalue(), said)
+
+
+def write_folder(folder: Path, pictures: Sequence[Captioned]) -> None:
+    """A picture's caption is in the .txt file beside it."""
+    folder.mkdir()
+    for one in pictures:
+        (folder / f"{one.name}.png").write_bytes(one.png)
+        (folder / f"{one.name}.txt").write_text("\n".join(one.captions), encoding="utf-8")
+
+
+def write_listed_folder(folder: Path, pictures: Sequence[Captioned]) -> None:
+    """Captions are in metadata.jsonl, a list of them a picture."""
+    folder.mkdir()
+    for one in pictures:
+        (folder / f"{one.name}.png").write_bytes(one.png)
+    lines = [{"file_name": f"{one.name}.png", "text": one.captions} for one in pictures]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (folder / "metadata.jsonl").write_text(text, encoding="utf-8")
+
+
+def write_dataset(folder: Path, pictures: Sequence[Captioned]) -> None:
+    """Parquet files of two splits, as a dataset on the hub has them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    rows = [
+        {"image": {"bytes": one.png, "path": None}, "text": list(one.captions)} for one in pictures
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[:1]), folder / "test-00000-of-00001.parquet")
+
+
+def write_url_list(file: Path, pictures: Sequence[Captioned], base_url: str) -> None:
+    """A parquet list with LAION's columns, but for captions, of which a row has a list."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"URL": f"{base_url}{one.name}.png", "TEXT": list(one.captions), "similarity": 0.3}
+        for one in pictures
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), file)

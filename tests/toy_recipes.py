@@ -1,0 +1,81 @@
+"""Shipped recipes at toy size: tiny models, few pictures and steps; all else is theirs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from configs.load import load_recipe
+from configs.schema import Recipe
+
+Overrides = dict[str, Any]
+#: Of tests/tiny_models.py: what has the layout of the recipe's base.
+BASES = {
+    "sd2": "tiny-sd",
+    "sd2-v5p": "tiny-sd",
+    "laion-jax": "tiny-sd",
+    "sdxl": "tiny-sdxl",
+    "sdxl-lora": "tiny-sdxl",
+    "sdxl-lora-text": "tiny-sdxl",
+    "sdxl-v5p": "tiny-sdxl",
+}
+#: Sizes, counts and intervals, wherever a recipe has its own.
+TOY: Overrides = {
+    "download.image_size": 32,
+    "download.min_image_size": 16,
+    "download.shard_size": 4,
+    "encode.resolution": 32,
+    "encode.batch_size": 4,
+    "encode.holdout": 0.3,
+    "train.steps": 4,
+    "train.global_batch_size": 4,
+    "train.micro_batch_size": 2,
+    "train.warmup_steps": 1,
+    "train.log_every": 1,
+    "train.checkpoint_every": 2,
+    "train.sample_every": 2,
+    "train.validation.every": 2,
+    "evaluate.num_inference_steps": 2,
+    "evaluate.batch_size": 4,
+    "evaluate.prompts.new.images_per_prompt": 1,
+    "evaluate.prompts.old.images_per_prompt": 1,
+    "evaluate.prompts.scenes.images_per_prompt": 1,
+}
+#: What recipes leave at its default, which is too much for a toy.
+FEWER: Overrides = {
+    "evaluate.bootstrap": 5,
+    "evaluate.holdout_samples": 4,
+    "evaluate.holdout_draws": 1,
+}
+#: Random weights pass no gate; that its rules can be held is tested apart.
+OPEN_GATE: Overrides = {"publish.gate": []}
+
+
+def toy(name: str, store: Path, source: Overrides, tiny_model: Callable[[str], Path]) -> Overrides:
+    """Overrides of the shipped recipe `name`."""
+    recipe = load_recipe(name)
+    model: Overrides = {"model.path": str(tiny_model(BASES[name]))}
+    if recipe.model.vae is not None:
+        model["model.vae"] = str(tiny_model("tiny-vae"))
+    sizes = {dotted: value for dotted, value in TOY.items() if _is_set(recipe, dotted)}
+    if recipe.encode.aspect_buckets:
+        sizes["encode.bucket_step"] = 8
+    return {
+        **model,
+        **sizes,
+        **FEWER,
+        **OPEN_GATE,
+        "evaluate.clip": str(tiny_model("tiny-clip")),
+        "source": source,
+        "store": str(store),
+    }
+
+
+def _is_set(recipe: Recipe, dotted: str) -> bool:
+    """Whether the recipe has a value of its own there."""
+    section: Any = recipe
+    *parents, last = dotted.split(".")
+    for name in parents:
+        section = section.get(name) if isinstance(section, dict) else getattr(section, name)
+        if section is None:
+            return False
+    return last in section.model_fields_set and getattr(section, last) is not None
