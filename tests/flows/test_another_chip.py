@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import chips
+import compiled_programs
 import in_process
 import numpy as np
 import published
@@ -105,6 +106,7 @@ def uninterrupted(report: dict[str, Any], overrides: Overrides, store: Path) -> 
 def test_a_run_is_killed_on_torch_goes_on_on_jax_and_back(
     tmp_path: Path, recipe: Overrides, api: str
 ) -> None:
+    compiled_programs.keep(Path(recipe["store"]))
     assert "resuming" not in killed_at(4, tmp_path, recipe, api)
     with chips.standing_in("jax"):
         said = killed_at(8, tmp_path, {**recipe, "runtime": "jax"}, api)

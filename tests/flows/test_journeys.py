@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import chips
+import compiled_programs
 import in_process
 import numpy as np
 import picture_sources
@@ -94,6 +95,7 @@ def test_a_list_of_urls_is_published_by_jax(
         source = {**listed, "path": str(tmp_path / "list.parquet")}
         overrides = toy("laion-jax", tmp_path / "store", source, tiny_model)
         overrides["download.allow_hosts"] = list(hosts)
+        compiled_programs.keep(tmp_path / "store")
         with chips.standing_in("jax"):
             report = run_json(tmp_path, "laion-jax", overrides, api)
 
