@@ -25,13 +25,14 @@ export KILN_RUNTIMES := $(RUNTIMES)
 # Of what is tested, these fail where they cannot run; others are skipped.
 test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu)
 
-.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak lint format ui clean
+.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak faults lint format ui clean
 
 help:
 	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
 	@echo "make quick   unit tests, in under a minute"
 	@echo "make test    lint, types, and tests of all that Kilnworks can do (of some: RUNTIMES=\"torch jax\")"
 	@echo "make soak    more kills, model families and true sizes; planted faults"
+	@echo "make faults  plant faults in a copy of the code, one by one: the tests must catch each"
 	@echo "make setup   the environment alone (about 4 minutes, once)"
 	@echo "make setup-xla  runtime xla's own environment, in .venv-xla (7 GB, about 3 minutes, once)"
 	@echo "make setup-plan  the TPU's compiler, for kiln plan (no TPU is needed)"
@@ -54,6 +55,10 @@ test:
 
 soak: environments
 	$(PYTEST) -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+
+# A part of them: make faults SHARD=3/8, the fourth of eight.
+faults: environments
+	$(BIN)/python tests/faults/run.py $(if $(SHARD),--shard $(SHARD))
 
 environments: $(VENV)/dev.stamp $(APART:%=setup-%) $(if $(LIBTPU),setup-plan)
 

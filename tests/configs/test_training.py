@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.training import Train, computing
+from configs.training import CARRYING_OUT, Train, computing
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,54 @@ def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str)
 def test_resolved_settings_name_also_what_has_no_effect(settings: dict[str, Any]) -> None:
     resolved = Train(**settings)
     assert Train(**resolved.model_dump(mode="json")) == resolved
+
+
+#: Every setting that the trained weights depend on, as it is not by default, and what it needs.
+COUNTING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "method": ("lora", {}),
+    "lora": ({"rank": 4}, {"method": "lora"}),
+    "text_encoders": (True, {}),
+    "text_encoder_learning_rate": (1e-6, {"text_encoders": True}),
+    "init": ("random", {}),
+    "denoiser_config": ("config.json", {"init": "random"}),
+    "inpainting": (True, {}),
+    "aesthetic_score": (True, {}),
+    "steps": (7, {}),
+    "seed": (1, {}),
+    "global_batch_size": (8, {}),
+    "optimizer": ("adafactor", {}),
+    "learning_rate": (1e-4, {}),
+    "lr_schedule": ("linear", {}),
+    "lr_final": (0.5, {"lr_schedule": "linear"}),
+    "lr_cycles": (2, {"lr_schedule": "cosine_with_restarts"}),
+    "lr_power": (2.0, {"lr_schedule": "polynomial"}),
+    "warmup_steps": (3, {}),
+    "weight_decay": (0.0, {}),
+    "betas": ([0.8, 0.99], {}),
+    "epsilon": (1e-6, {}),
+    "max_grad_norm": (None, {}),
+    "ema_decay": (0.9, {}),
+    "prediction_type": ("v_prediction", {}),
+    "zero_terminal_snr": (True, {}),
+    "snr_gamma": (5.0, {}),
+    "debiased": (True, {}),
+    "flow_weighting": ("cosmap", {}),
+    "noise_offset": (0.1, {}),
+    "input_perturbation": (0.1, {}),
+    "timesteps": ({"bias": "later"}, {}),
+    "caption_dropout": (0.1, {}),
+    "compute_dtype": ("bfloat16", {}),
+    "loss_scale": ({"initial": 8.0}, {"compute_dtype": "float16"}),
+    "shuffle_window": (2, {}),
+    "divergence": ({"action": "skip"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_every_setting_of_the_weights_counts(name: str) -> None:
+    value, common = COUNTING[name]
+    assert computing(Train(**common)) != computing(Train(**common, **{name: value}))
+
+
+def test_of_every_setting_it_is_known_whether_it_counts() -> None:
+    assert set(Train.model_fields) == COUNTING.keys() | CARRYING_OUT
