@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from demo import world
+from demo import judges, world
 from demo.judges import judge
 
 
@@ -60,3 +60,8 @@ def test_pictures_and_prompts_must_match_in_number_and_shape() -> None:
         judge(images, captions(digit, style)[:-1])
     with pytest.raises(ValueError, match="uint8"):
         judge(images / np.float32(255), captions(digit, style))
+
+
+def test_the_reader_has_learnt_from_training_digits_alone() -> None:
+    training = len(world.digits("train")[0])
+    assert judges._reader().shape_fit_[0] == judges.PASSES * training

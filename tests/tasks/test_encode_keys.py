@@ -1,0 +1,34 @@
+"""What a latent shard hangs on is in its key."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tasks.encode.keys import shard_key
+from tasks.encode.transform import TransformSettings
+
+SETTINGS = TransformSettings(64, False, 16, 2.0, "center", False, 0, 0.1, 10**6)
+GIVEN: dict[str, Any] = {
+    "tar_sha256": "t",
+    "encoders": "e",
+    "dtype": "float32",
+    "batch_size": 8,
+    "settings": SETTINGS,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tar_sha256": "u"}, {"encoders": "f"}, {"dtype": "float16"}, {"batch_size": 4}],
+)
+def test_all_that_a_latent_shard_hangs_on_is_in_its_key(change: dict[str, Any]) -> None:
+    assert shard_key(**{**GIVEN, **change}) != shard_key(**GIVEN)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TransformSettings)])
+def test_every_setting_of_the_transform_is_in_it(name: str) -> None:
+    value = getattr(SETTINGS, name)
+    other = "random" if name == "crop" else not value if isinstance(value, bool) else value + 1
+    changed = replace(SETTINGS, **{name: other})
+    assert shard_key(**{**GIVEN, "settings": changed}) != shard_key(**GIVEN)
