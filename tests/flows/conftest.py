@@ -95,6 +95,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     logger = logging.getLogger("kiln")
     level, handlers = logger.level, logger.handlers[:]
     yield use
+    logging.disable(logging.NOTSET)  # which `kiln` does before it ends
     logger.setLevel(level)
     logger.handlers[:] = handlers
 
@@ -119,7 +120,6 @@ def here(
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main()
-        logging.disable(logging.NOTSET)
         said = capsys.readouterr()
         assert (end.value.code or 0) == code, said.out + said.err
         return said.out if code == 0 else said.err or said.out

@@ -1,0 +1,154 @@
+"""Every command of `kiln` but those that work for long: what it says, at a terminal and without."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from terminal import Terminal
+
+from artifacts.store import Artifact, KeyParts, Store
+from configs.load import load_recipe, recipe_names
+from flows import doctor
+from flows.cli import app, main
+from runtimes.base import Probe
+from tasks.plan import compiler_folder
+from tasks.publish.registry import Registry
+
+Here = Callable[..., str]  # of conftest.py
+SCHEMA = Path(__file__).parents[2] / "docs/recipe.schema.json"
+ON_SLICE = """
+extends: sd2-v5p
+name: on-slice
+runtime: xla
+store: gs://bucket/store
+tpu: {name: kiln, zone: us-east5-a, accelerator_type: v5p-16}
+"""
+#: What only tells, by its name; {place} is a folder with a store, a recipe and a model in it.
+TELLING = {
+    "recipes": ["recipes"],
+    "recipes NAME": ["recipes", "digits"],
+    "recipes --schema": ["recipes", "--schema"],
+    "doctor": ["doctor"],
+    "tpu": ["tpu", "{place}/on-slice.yaml"],
+    "ls": ["ls", "--store", "{place}/store"],
+    "show": ["show", "publish/", "--store", "{place}/store"],
+    "verify": ["verify", "--store", "{place}/store"],
+    "gc": ["gc", "--store", "{place}/store"],
+    "plan": ["plan", "digits"],
+    "run": ["run", "digits", "-o", "train.stpes=1"],
+    "generate": ["generate", "digits", "seven", "-o", "n_sample=1"],
+    "promote": ["promote", "tiny", "v9", "--store", "{place}/store"],
+    "rollback": ["rollback", "tiny", "--store", "{place}/store"],
+}
+WRONG = {"plan", "run", "generate", "promote", "rollback"}  # here: nothing is done
+
+
+def made(store: Store, stage: str) -> Artifact:
+    draft = store.draft(KeyParts(stage, 1, {}, {}))
+    draft.write("model_index.json", b"{}")
+    facts = {"created": "2026-01-01", "host": "here", "seconds": 1.0, "reason": "none was there"}
+    return draft.commit({}, facts)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store with a published model and something that nothing needs, and a recipe for a slice."""
+    store = Store(str(tmp_path / "store"))
+    registry = Registry(f"{store.root}/registry", "tiny")
+    registry.promote(registry.publish(made(store, "publish")).name)
+    made(store, "encode")
+    (tmp_path / "on-slice.yaml").write_text(ON_SLICE, encoding="utf-8")
+    monkeypatch.setattr(doctor, "probe_runtime", lambda name: Probe(True, [f"a chip of {name}"]))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Free())
+    return tmp_path
+
+
+class Free:
+    """A disk that says the same whenever it is asked."""
+
+    free = 10**12
+
+
+def test_every_command_is_tried() -> None:
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert names == {words[0] for words in TELLING.values()}
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_a_command_says_the_same_at_a_terminal(
+    name: str, place: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word.format(place=place) for word in TELLING[name]]
+    said = here(*words, code=2 if name in WRONG else 0)
+    assert said.strip() and "\x1b" not in said
+    with Terminal() as terminal:
+        with open(terminal.end, "w", closefd=False) as stream, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", stream)
+            patched.setattr(sys, "stderr", stream)
+            with pytest.raises(SystemExit):
+                main()
+        terminal.close()
+        assert terminal.text == said
+
+
+def test_every_recipe_is_listed_with_what_it_does(here: Here) -> None:
+    lines = here("recipes").splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    for line in lines:
+        assert line.split(None, 1)[1] == load_recipe(line.split()[0]).description
+
+
+def test_a_recipe_is_printed_as_it_can_be_run(here: Here, tmp_path: Path) -> None:
+    path = tmp_path / "printed.yaml"
+    path.write_text(here("recipes", "digits", "-o", "train.steps=7"), encoding="utf-8")
+    assert load_recipe(str(path)) == load_recipe("digits", {"train.steps": 7})
+
+
+def test_the_schema_is_the_documents(here: Here) -> None:
+    assert json.loads(here("recipes", "--schema")) == json.loads(SCHEMA.read_bytes())
+
+
+def test_what_gcloud_would_be_told_is_printed(here: Here, place: Path) -> None:
+    lines = here("tpu", str(place / "on-slice.yaml")).splitlines()
+    reasons, commands = lines[::2], [shlex.split(line) for line in lines[1::2]]
+    assert all(reason.startswith("# ") for reason in reasons)
+    assert all(command[0] == "gcloud" for command in commands)
+    verbs = [command[4] for command in commands]
+    assert verbs[:2] == ["describe", "create"] and verbs[-1] == "delete"
+    assert "no section `tpu`" in here("tpu", "digits", code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler_folder() is not None, reason="there is a compiler for so many chips")
+def test_a_plan_for_many_chips_says_what_it_lacks(here: Here, tmp_path: Path) -> None:
+    said = here("plan", "digits", "--topology", "v5p-64", "-o", f"store={tmp_path}", code=2)
+    assert said.splitlines()[-1] == (
+        "kiln: topology v5p-64: for so many chips libtpu is needed: make setup-plan"
+    )
+
+
+def stages(store: Store) -> set[str]:
+    return {artifact.stage for artifact in store.artifacts()}
+
+
+def test_garbage_is_told_of_and_then_deleted(here: Here, place: Path) -> None:
+    store = Store(str(place / "store"))
+    told = here("gc", "--store", store.root).splitlines()
+    assert told[-1].startswith("1 things, ") and told[0].split()[:2] == ["artifact", "encode"]
+    assert stages(store) == {"encode", "publish"}
+    assert here("gc", "--delete", "--store", store.root).splitlines()[-1].startswith("deleted 1")
+    assert stages(store) == {"publish"}
+    assert here("gc", "--delete", "--store", store.root) == "deleted 0 things, 0 B\n"
+
+
+def test_a_damaged_store_is_told_by_the_exit_code(here: Here, place: Path) -> None:
+    assert "damaged" not in here("verify", "--store", f"{place}/store")
+    (victim,) = (place / "store/encode").glob("*/model_index.json")
+    victim.write_bytes(b"[]")
+    said = here("verify", "--store", f"{place}/store", code=1)
+    assert [line.split()[0] for line in said.splitlines() if not line.endswith("whole")] == [
+        "encode"
+    ]

@@ -1,0 +1,68 @@
+"""`kiln run` at a terminal: a bar that moves, and Ctrl-C, after which nothing is left running."""
+
+import fcntl
+import re
+import shutil
+import subprocess
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import ROOT, command, environment, is_running, processes_below
+from terminal import Terminal
+
+pytestmark = pytest.mark.slow
+PATIENCE = 600  # seconds, for a machine that does much else
+
+
+def start(folder: Path, overrides: dict[str, Any], terminal: Terminal) -> subprocess.Popen[bytes]:
+    """`kiln run digits` as a shell at that terminal starts it."""
+    return subprocess.Popen(
+        command("run", "digits", overrides=overrides),
+        env={**environment(folder), "TERM": "xterm-256color"},
+        cwd=ROOT,
+        stdin=terminal.end,
+        stdout=terminal.end,
+        stderr=terminal.end,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # whose Ctrl-C is then for it
+    )
+
+
+def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
+    published: Path, smallest: dict[str, Any], tmp_path: Path
+) -> None:
+    """The second run of a person, with a server of its own again; most is reused."""
+    folder = Path(shutil.copytree(published, tmp_path / "again", symlinks=True))
+    endless = {"train.steps": 100_000, "train.checkpoint_every": 100_000, "train.sample_every": 0}
+    overrides = {**smallest, **endless, "store": str(folder / "store")}
+    with Terminal() as terminal:
+        run = start(folder, overrides, terminal)
+        try:
+            terminal.wait(r"train +━.+ [1-9]\d*/100000", lambda: run.poll() is None, PATIENCE)
+            below = processes_below(run.pid)
+            terminal.press(b"\x03")
+            assert run.wait(PATIENCE) == 130
+        finally:
+            run.kill()
+        terminal.close()
+    assert [args for args in below.values() if "-m runtimes" in args]
+    assert [args for args in below.values() if "prefect.server" in args]
+    until = time.monotonic() + PATIENCE
+    while any(map(is_running, below)):
+        assert time.monotonic() < until, below
+        time.sleep(0.1)
+    text = terminal.text
+    assert "starting Prefect (its own server, for this run)" in text
+    assert "download: reused" in text and "encode: reused" in text
+    assert text.rstrip().splitlines()[-1] == (
+        "kiln: interrupted; run the same command to go on from here"
+    )
+    assert "Traceback" not in text
+    assert len(set(re.findall(r"(\d+)/100000", text))) > 1  # the bar has moved
+    assert terminal.seen.count("\x1b[?25l") == terminal.seen.count("\x1b[?25h") > 0  # the cursor
+    (checkpoint,) = folder.glob("store/train/*/checkpoints/step-*/manifest.json")
+    assert int(checkpoint.parent.name.removeprefix("step-")) > 0
+    assert len(list(folder.glob("store/train/*/manifest.json"))) == 1  # of the run before

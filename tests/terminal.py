@@ -1,0 +1,76 @@
+"""A terminal of the test's own: what a person at it would have seen."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Terminal:
+    """A pseudo-terminal of 40 rows and 160 columns.
+
+    Attributes:
+        end: descriptor for a program's input and output.
+    """
+
+    def __init__(self) -> None:
+        self._ours, self.end = pty.openpty()
+        fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+        self._seen = bytearray()
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                found = os.read(self._ours, 65536)
+            except OSError:  # its other end is closed
+                return
+            if not found:
+                return
+            self._seen += found
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    @property
+    def seen(self) -> str:
+        """All of it, control sequences included."""
+        return bytes(self._seen).decode(errors="replace").replace("\r\n", "\n")
+
+    @property
+    def text(self) -> str:
+        """The same without control sequences."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen)
+
+    def wait(self, pattern: str, alive: Callable[[], bool], seconds: float) -> None:
+        """Until a pattern is on the screen."""
+        until = time.monotonic() + seconds
+        while re.search(pattern, self.text) is None:
+            assert alive() and time.monotonic() < until, self.text[-3000:]
+            time.sleep(0.05)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def close(self) -> None:
+        """Take in what is still on its way."""
+        if self.end >= 0:
+            os.close(self.end)
+            self.end = -1
+            self._reading.join(60)
+            os.close(self._ours)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
