@@ -13,6 +13,8 @@ from picture_sources import Captioned
 from safetensors.numpy import load_file
 
 from artifacts.latents import LatentShard, open_latents
+from artifacts.store import KeyParts, Store
+from configs.schema import Recipe
 from runtimes.objective.draws import Stream, generator
 
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
@@ -37,6 +39,25 @@ def history(trained: Path) -> list[dict[str, Any]]:
     """What is said of each step in a folder of the train stage."""
     lines = (trained / "history.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def train_apart(recipe: Recipe, report: Report, store: Path) -> Path:
+    """Where the train stage alone, without pictures, leaves what it makes of a run's latents.
+
+    Args:
+        store: a new one, where no checkpoint is.
+    """
+    from tasks import train
+    from tasks.progress import Progress
+
+    latents = Store(str(folder(report, "encode").parents[1])).load(
+        "encode", report["stages"]["encode"]["key"]
+    )
+    assert latents is not None
+    draft = Store(str(store)).draft(KeyParts(train.STAGE, train.VERSION, {}, {}))
+    model, progress = Path(recipe.model.path), Progress(train.STAGE)
+    train.build(recipe, latents, model, None, (), lambda png: {}, draft, progress)
+    return Path(draft.uri)
 
 
 def assert_published(report: Report, runtime: str, steps: int) -> None:

@@ -17,10 +17,7 @@ import pytest
 from command import ROOT, command, environment
 from safetensors.numpy import load_file
 
-from artifacts.store import KeyParts, Store
 from configs.load import load_recipe
-from tasks import train
-from tasks.progress import Progress
 
 pytestmark = pytest.mark.slow
 STEPS, SAVED = 12, 4
@@ -92,17 +89,6 @@ def training(flow: int) -> list[int]:
     return found
 
 
-def uninterrupted(report: dict[str, Any], overrides: Overrides, store: Path) -> Path:
-    """Where torch alone leaves the same training."""
-    recipe = load_recipe("digits", overrides)
-    latents = Store(recipe.store).load("encode", report["stages"]["encode"]["key"])
-    assert latents is not None
-    draft = Store(str(store)).draft(KeyParts("train", 1, {}, {}))
-    model = Path(recipe.model.path)
-    train.build(recipe, latents, model, None, (), lambda png: {}, draft, Progress("train"))
-    return Path(draft.uri)
-
-
 def test_a_run_is_killed_on_torch_goes_on_on_jax_and_back(
     tmp_path: Path, recipe: Overrides, api: str
 ) -> None:
@@ -118,7 +104,7 @@ def test_a_run_is_killed_on_torch_goes_on_on_jax_and_back(
     assert [path.name for path in published.folder(report, "train").parent.iterdir()] == [
         report["stages"]["train"]["key"]
     ]
-    alone = uninterrupted(report, recipe, tmp_path / "alone")
+    alone = published.train_apart(load_recipe("digits", recipe), report, tmp_path / "alone")
     losses = [line["loss"] for line in published.history(published.folder(report, "train"))]
     expected = [line["loss"] for line in published.history(alone)]
     assert losses[:4] == expected[:4]

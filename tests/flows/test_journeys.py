@@ -20,6 +20,7 @@ from toy_recipes import toy
 
 from configs.load import load_recipe
 from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.registry import probe_runtime
 from tasks.download.serve import serve_folder
 
 pytestmark = pytest.mark.slow
@@ -80,6 +81,25 @@ def test_a_dataset_with_several_captions_a_picture_is_published(
     assert everything_encoded(report) == published.captions_given(pictures, SQUARE)
     published.assert_trained(report, tiny_sd)
     published.draw(Path(report["model"]), "a man with spiky yellow hair")
+    if (found := probe_runtime("xla")).available:
+        assert_trained_by_xla(tmp_path, report, source, tiny_model)
+    else:
+        pytest.skip(f"published; but recipe sd2-v5p was not trained: {found.reason}")
+
+
+def assert_trained_by_xla(
+    tmp_path: Path, report: dict[str, Any], source: Overrides, tiny_model: TinyModel
+) -> None:
+    """Recipe sd2-v5p takes two steps on the latents of sd2; `soak` has the whole of its flow."""
+    overrides = toy("sd2-v5p", tmp_path / "store", source, tiny_model)
+    recipe = load_recipe("sd2-v5p", {**overrides, "train.steps": 2})
+    with chips.standing_in("xla"):
+        trained = published.train_apart(recipe, report, tmp_path / "xla")
+    losses = [line["loss"] for line in published.history(trained)]
+    assert recipe.runtime == "xla" and len(losses) == 2 and np.isfinite(losses).all()
+    name = "unet/diffusion_pytorch_model.safetensors"
+    ours, theirs = load_file(trained / name), load_file(published.folder(report, "train") / name)
+    assert ours.keys() == theirs.keys()
 
 
 def test_a_list_of_urls_is_published_by_jax(

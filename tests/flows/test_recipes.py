@@ -1,7 +1,7 @@
 """Every shipped recipe, with all that it says but for sizes, runs on the runtime that it names.
 
-Runs of four of them are in test_journeys.py: sd2, sdxl, sdxl-lora-text and laion-jax, and one of
-digits-lora; that of digits is in test_finetune.py. `soak` has what repeats those.
+Here is what repeats others: runs of sd2 (and training of sd2-v5p), sdxl, sdxl-lora-text, laion-jax
+and digits-lora are in test_journeys.py, that of digits in test_finetune.py.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from toy_recipes import BASES, toy
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.registry import probe_runtime
 
+pytestmark = pytest.mark.soak
 TinyModel = Callable[[str], Path]
 PICTURES = 18
 
@@ -32,20 +33,13 @@ def run(name: str, tmp_path: Path, api: str, tiny_model: TinyModel, **more: Any)
     return in_process.finetune(tmp_path, name, overrides, api)
 
 
-@pytest.mark.soak
 def test_sdxl_lora_is_published(tmp_path: Path, api: str, tiny_model: TinyModel) -> None:
     report = run("sdxl-lora", tmp_path, api, tiny_model)
     published.assert_published(report, "torch", 4)
     assert (Path(report["model"]) / LORA_WEIGHTS).is_file()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("sd2-v5p", marks=pytest.mark.slow),
-        pytest.param("sdxl-v5p", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("name", ["sd2-v5p", "sdxl-v5p"])
 def test_a_recipe_for_tpus_is_published(
     name: str, tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:
@@ -60,7 +54,6 @@ def test_a_recipe_for_tpus_is_published(
     published.draw(Path(report["model"]), "a masked ninja standing in the rain")
 
 
-@pytest.mark.soak
 @pytest.mark.skipif(bool(chips.why_not("hpu-lazy")), reason="needs a C++ compiler")
 def test_a_recipe_is_published_on_gaudi(tmp_path: Path, api: str, tiny_model: TinyModel) -> None:
     """Recipe sd2 on the emulated device, from encoding to drawing."""
