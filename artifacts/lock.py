@@ -7,13 +7,14 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsspec import AbstractFileSystem
+
+from artifacts.clock import REAL, Clock
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0
@@ -31,16 +32,17 @@ def hold(
     waiting: Callable[[dict[str, Any]], None] = lambda owner: None,
     expiry: float = EXPIRY_SECONDS,
     heartbeat: float = HEARTBEAT_SECONDS,
+    clock: Clock = REAL,
 ) -> Iterator[None]:
     """Hold the lock at `path`, waiting for its holder; take it over from one that died.
 
     A holder on this host is known dead when its process is gone; one elsewhere, when its heartbeat
-    has not moved for `expiry` seconds of our own clock (so clocks need not agree).
+    has not moved for `expiry` seconds of our own `clock` (so clocks need not agree).
     `waiting(owner)` is called once when there is someone to wait for.
     """
     mine = {"token": uuid.uuid4().hex, **_this_process(), "beat": 0}
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    _acquire(fs, path, mine, waiting, expiry)
+    _acquire(fs, path, mine, waiting, expiry, clock)
     stop = threading.Event()
     pulse = threading.Thread(target=_beat, args=(fs, path, mine, stop, heartbeat), daemon=True)
     pulse.start()
@@ -79,31 +81,34 @@ def _acquire(
     mine: dict[str, Any],
     waiting: Callable[[dict[str, Any]], None],
     expiry: float,
+    clock: Clock,
 ) -> None:
-    told, seen, since, settle = False, None, time.monotonic(), 0.0
-    while not _create(fs, path, mine, settle):
+    told, seen, since, settle = False, None, clock.now(), 0.0
+    while not _create(fs, path, mine, settle, clock):
         owner = read_owner(fs, path)
         if owner is None:
             continue
         if owner != seen:
-            seen, since = owner, time.monotonic()
-        if is_dead(owner) or time.monotonic() - since > expiry:
+            seen, since = owner, clock.now()
+        if is_dead(owner) or clock.now() - since > expiry:
             _discard(fs, path, owner)
             settle = SETTLE_SECONDS
             continue
         if owner and not told:  # one half written names nobody yet
             waiting(owner)
             told = True
-        time.sleep(min(0.5, expiry / 4))
+        clock.sleep(min(0.5, expiry / 4))
 
 
-def _create(fs: AbstractFileSystem, path: str, mine: dict[str, Any], settle: float) -> bool:
+def _create(
+    fs: AbstractFileSystem, path: str, mine: dict[str, Any], settle: float, clock: Clock
+) -> bool:
     try:
         fs.pipe_file(path, json.dumps(mine).encode(), mode="create")
     except FileExistsError:
         return False
     # Two who saw the same dead owner may both have removed a lock: the later one's token stands.
-    time.sleep(settle)
+    clock.sleep(settle)
     owner = read_owner(fs, path)
     return owner is not None and owner.get("token") == mine["token"]
 

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 pytest_plugins = ["stores"]
 #: Groups that take longest, in the order they are started in; a group runs on one worker.
 LONGEST_FIRST = ("conformance-",)
+#: Of whatever tests draw by chance: another one kills at other moments.
+SEED = os.environ.get("KILN_TEST_SEED", "0")
 
 
 def _cpu() -> str:
@@ -37,6 +40,11 @@ def pytest_configure() -> None:
         os.environ.setdefault(variable, str(kept / name))
 
 
+def pytest_report_header() -> str:
+    """Say what `chance` is seeded with."""
+    return f"KILN_TEST_SEED={SEED}"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file share one worker, as they share fixtures; the longest groups start first."""
@@ -58,6 +66,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this session that all xdist workers see."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers of a test's own, the same ones for the same KILN_TEST_SEED."""
+    return random.Random(f"{SEED} {request.node.name}")
 
 
 MakeOnce = Callable[[str, Callable[[Path], None]], Path]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 
+from artifacts.clock import REAL, Clock
 from runtimes.base import StepBatch
 
 POLL_SECONDS = 0.1
@@ -24,10 +24,14 @@ class Prefetch:
     """
 
     def __init__(
-        self, batches: Iterable[StepBatch], depth: int, stopping: Callable[[], bool]
+        self,
+        batches: Iterable[StepBatch],
+        depth: int,
+        stopping: Callable[[], bool],
+        clock: Clock = REAL,
     ) -> None:
         self.waited = 0.0  # seconds
-        self._batches, self._stopping = batches, stopping
+        self._batches, self._stopping, self._clock = batches, stopping, clock
         self._ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="loader", daemon=True)
@@ -47,9 +51,9 @@ class Prefetch:
 
     def __iter__(self) -> Iterator[StepBatch]:
         while True:
-            begin = time.perf_counter()
+            begin = self._clock.now()
             item = self._next()
-            self.waited += time.perf_counter() - begin
+            self.waited += self._clock.now() - begin
             if item is None:
                 return
             if isinstance(item, BaseException):

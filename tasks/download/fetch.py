@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.response import addinfourl
 
+from artifacts.clock import REAL, Clock
 from artifacts.keys import digest_bytes
 from configs.schema import Download
 from tasks.download.failures import FetchFailed
@@ -37,8 +37,11 @@ USER_AGENT = "Mozilla/5.0 (compatible; kilnworks)"
 class Fetcher:
     """Gets the rows of one shard; remembers why a row failed, and whether that may pass."""
 
-    def __init__(self, rows: Sequence[Row], settings: Download, place: Place) -> None:
+    def __init__(
+        self, rows: Sequence[Row], settings: Download, place: Place, clock: Clock = REAL
+    ) -> None:
         self.rows = rows
+        self.clock = clock
         self.settings = settings
         self.base_url = place.base_url
         allowed = {host.lower() for host in (*settings.allow_hosts, *place.allow_hosts)}
@@ -72,16 +75,16 @@ class Fetcher:
             url = absolute(row.url, self.base_url)
         except ValueError:
             raise FetchFailed("bad url") from None
-        deadline = time.monotonic() + self.settings.deadline
+        deadline = self.clock.now() + self.settings.deadline
         for attempt in range(self.settings.retries + 1):
             try:
                 return fetch(url, headers, self.limits, deadline)
             except FetchFailed as failure:
                 pause = self._pause(attempt, failure)
                 is_last = attempt == self.settings.retries
-                if not failure.transient or is_last or time.monotonic() + pause >= deadline:
+                if not failure.transient or is_last or self.clock.now() + pause >= deadline:
                     raise
-            time.sleep(pause)
+            self.clock.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
     def _pause(self, attempt: int, failure: FetchFailed) -> float:

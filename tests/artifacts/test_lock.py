@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from queue import Queue
@@ -17,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from stores import REMOTE, UrlOf
 
 from artifacts import lock
+from artifacts.clock import Clock
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -50,86 +52,109 @@ def test_two_builders_take_turns(any_place) -> None:
     assert not fs.exists(path)
 
 
+class Hand:
+    """A clock that only sleeping by it moves; `slept` is told the time after each."""
+
+    def __init__(self, slept: Callable[[float], None] = lambda now: None) -> None:
+        self.time, self._slept = 0.0, slept
+        self.clock = Clock(lambda: self.time, self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.time += seconds
+        assert self.time < 1000.0, "it waits for ever"
+        self._slept(self.time)
+
+
+def own_elsewhere(place, **more: Any) -> None:
+    """Have a process of another host hold the lock."""
+    fs, path = place
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    owner = {"token": "t", "host": "elsewhere", "pid": 1, **more}
+    fs.pipe_file(path, json.dumps(owner).encode())
+
+
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
     path = str(tmp_path / "lock.json")
     code = (
-        "import time; from fsspec.core import url_to_fs; from artifacts import lock\n"
+        "import sys; from fsspec.core import url_to_fs; from artifacts import lock\n"
         f"fs, p = url_to_fs({path!r})\n"
-        "with lock.hold(fs, p):\n print('held', flush=True); time.sleep(60)"
+        "with lock.hold(fs, p):\n print('held', flush=True); sys.stdin.read()"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == "held\n"
     child.kill()
-    child.wait()
+    child.communicate()
     fs, p = url_to_fs(path)
     assert fs.exists(p)
-    started = time.monotonic()
-    with lock.hold(fs, p):
-        assert time.monotonic() - started < 5
+    hand = Hand()
+    with lock.hold(fs, p, clock=hand.clock):
+        assert hand.time == lock.SETTLE_SECONDS
 
 
 def test_a_lock_elsewhere_expires_when_its_heartbeat_stops(place) -> None:
-    fs, path = place
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    fs.pipe_file(path, json.dumps({"token": "t", "host": "elsewhere", "pid": 1}).encode())
-    started = time.monotonic()
-    with lock.hold(fs, path, expiry=0.4):
-        assert time.monotonic() - started >= 0.4
+    own_elsewhere(place)
+    hand = Hand()
+    with lock.hold(*place, expiry=30.0, clock=hand.clock):
+        assert 30.0 < hand.time < 31.0
 
 
 def test_a_beating_lock_elsewhere_does_not_expire(place) -> None:
-    fs, path = place
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    stop = threading.Event()
+    own_elsewhere(place, beat=0)
 
-    def elsewhere() -> None:
-        for beat in range(12):
-            owner = {"token": "t", "host": "elsewhere", "pid": 1, "beat": beat}
-            fs.pipe_file(path, json.dumps(owner).encode())
-            time.sleep(0.1)
-        stop.set()
+    def beat(now: float) -> None:
+        if now <= 100.0 and now % 20.0 == 0.0:
+            own_elsewhere(place, beat=now)
 
-    other = threading.Thread(target=elsewhere)
-    other.start()
-    time.sleep(0.05)
-    with lock.hold(fs, path, expiry=0.4):
-        assert stop.is_set()
-    other.join()
+    hand = Hand(beat)
+    with lock.hold(*place, expiry=30.0, clock=hand.clock):
+        assert 130.0 < hand.time < 131.0
 
 
 def test_of_two_who_take_over_one_dead_lock_one_holds_it(tmp_path: Path) -> None:
-    """Both see the dead owner before either removes its lock; one removes late."""
+    """Both see the dead owner; the second removes what the first has put in its place."""
+    both, turns = threading.Barrier(2), count()
+    made, removed, away = threading.Event(), threading.Event(), threading.Event()
 
     class Late(LocalFileSystem):
-        both, turns = threading.Barrier(2), count()
-
         def rm_file(self, path: str) -> None:
-            turn = next(self.turns)
+            turn = next(turns)
             if turn < 2:
-                self.both.wait(timeout=10)
-                time.sleep(0.1 * turn)
+                both.wait(timeout=60)
+            if turn == 1:
+                assert made.wait(60)
             super().rm_file(path)
+            if turn == 1:
+                removed.set()
+
+    def sleep(seconds: float) -> None:
+        if seconds == lock.SETTLE_SECONDS:
+            made.set()
+            assert removed.wait(60)
+        elif seconds:
+            away.set()  # one of them waits for the other
+        time.sleep(0.001)
 
     fs, path = Late(skip_instance_cache=True), str(tmp_path / "lock.json")
     dead = {"token": "t", **lock._this_process(), "started": "long ago"}
     fs.pipe_file(path, json.dumps(dead).encode())
-    inside, most = [0], [0]
+    order: list[str] = []
 
     def work() -> None:
-        with lock.hold(fs, path):
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            time.sleep(0.4)
-            inside[0] -= 1
+        with lock.hold(fs, path, clock=Clock(lambda: 0.0, sleep)):
+            order.append("in")
+            assert away.wait(60)
+            order.append("out")
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    assert next(Late.turns) >= 4
-    assert most[0] == 1
+        thread.join(120)
+    assert next(turns) >= 4
+    assert order == ["in", "out", "in", "out"]
 
 
 def test_a_heartbeat_outlives_a_store_that_fails(tmp_path: Path) -> None:
@@ -143,10 +168,10 @@ def test_a_heartbeat_outlives_a_store_that_fails(tmp_path: Path) -> None:
 
     fs, path = Failing(skip_instance_cache=True), str(tmp_path / "lock.json")
     with lock.hold(fs, path, heartbeat=0.02):
-        until = time.monotonic() + 5
-        while (lock.read_owner(fs, path) or {}).get("beat", 0) < 3 and time.monotonic() < until:
+        until = time.monotonic() + 60
+        while (lock.read_owner(fs, path) or {}).get("beat", 0) < 3:
+            assert time.monotonic() < until
             time.sleep(0.01)
-        assert time.monotonic() < until
     assert not fs.exists(path)
 
 
@@ -163,7 +188,7 @@ def test_a_lock_half_written_is_waited_for_and_names_nobody(place) -> None:
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     fs.pipe_file(path, b"")
     waited: list[dict[str, Any]] = []
-    started = time.monotonic()
-    with lock.hold(fs, path, waiting=waited.append, expiry=0.4):
-        assert time.monotonic() - started >= 0.4
+    hand = Hand()
+    with lock.hold(fs, path, waiting=waited.append, expiry=30.0, clock=hand.clock):
+        assert hand.time > 30.0
     assert waited == []

@@ -33,7 +33,7 @@ KILLS = int(os.environ.get("KILN_TEST_KILLS", "8"))
 
 @pytest.mark.slow
 def test_killed_and_stopped_it_ends_with_the_same_bytes(
-    make_job: MakeJob, start_job: StartJob
+    make_job: MakeJob, start_job: StartJob, chance: random.Random
 ) -> None:
     # Three are stopped early. Each is at most a full pipe ahead of us, which is less than 35 lines.
     settings = {**SETTINGS, "steps": 120, "log_every": 1}
@@ -43,7 +43,7 @@ def test_killed_and_stopped_it_ends_with_the_same_bytes(
     job = make_job("broken", **settings)
     killed = start_job(job)
     assert killed.step_of_first("checkpoint") == 7
-    time.sleep(random.random() / 3)
+    time.sleep(chance.random() / 3)
     killed.process.kill()
     assert killed.end() == -signal.SIGKILL
 
@@ -73,19 +73,19 @@ def test_killed_and_stopped_it_ends_with_the_same_bytes(
 
 @pytest.mark.slow
 def test_killed_again_and_again_it_redoes_only_what_no_checkpoint_has(
-    make_job: MakeJob, start_job: StartJob
+    make_job: MakeJob, start_job: StartJob, chance: random.Random
 ) -> None:
     settings = {**SETTINGS, "steps": 200, "checkpoint_every": 5, "log_every": 1}
     whole = make_job("whole", **settings)
     assert train(whole, Events(), Stop())
 
     job, saved = make_job("broken", **settings), 0
-    for moment in sorted(random.sample(range(1, 195), KILLS)):
+    for moment in sorted(chance.sample(range(1, 195), KILLS)):
         child = start_job(job)
         assert child.step_of_first("start") == saved
         while child.step_of_first("progress") < moment:
             pass
-        time.sleep(random.random() / 30)  # in the middle of a step, or of a checkpoint
+        time.sleep(chance.random() / 30)  # in the middle of a step, or of a checkpoint
         child.process.kill()
         assert child.end() == -signal.SIGKILL
         manifests = Path(job.work).glob("checkpoints/step-*/manifest.json")

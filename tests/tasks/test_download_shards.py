@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -46,7 +46,8 @@ class Web:
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.is_down = False
-        self.pause = 0.0
+        self.is_silent: Callable[[], bool] = lambda: False
+        self.over = threading.Event()  # what it is silent for; a minute at most
         web = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -66,8 +67,9 @@ class Web:
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path
         self.asked[path] += 1
-        time.sleep(self.pause)
         name, _, number = path.partition("?")[0].strip("/").partition("/")
+        if name == "silent" or self.is_silent():
+            self.over.wait(60)
         if self.is_down or (name == "flaky" and self.asked[path] == 1):
             self.reply(handler, 503)
         elif name in ("good", "flaky"):
@@ -83,8 +85,6 @@ class Web:
             handler.end_headers()
             while True:
                 handler.wfile.write(bytes(65536))
-        elif name == "slow":
-            time.sleep(2)
         else:
             self.reply(handler, *((200, b"<html>") if name == "html" else (404, b"")))
 
@@ -155,7 +155,7 @@ def make_recipe(
                 "image_size": 16,
                 "allow_hosts": ["127.0.0.1"],
                 "threads": 4,
-                "timeout": 1.0,
+                "timeout": 60.0,
                 "backoff": 0.01,
                 "retries": 1,
                 "max_bytes": 100_000,
@@ -189,7 +189,6 @@ TROUBLE = (
     "endless",
     "html",
     "optout",
-    "slow",
     "file:///etc/passwd",
 )
 
@@ -209,7 +208,6 @@ def test_every_row_has_its_outcome_and_success_its_picture(tmp_path: Path, web: 
         "refused address": 1,
         "refused scheme": 1,
         "success": PICTURES + 1,
-        "timeout": 1,
         "too large": 1,
     }
     assert (summary["rows"], summary["images"]) == (PICTURES + len(TROUBLE), PICTURES + 1)
@@ -240,6 +238,15 @@ def test_every_row_has_its_outcome_and_success_its_picture(tmp_path: Path, web: 
 def samples_of(artifact: Artifact) -> list[Sample]:
     tars = [entry.path for entry in artifact.files if entry.path.endswith(".tar")]
     return [sample for tar in tars for sample in read_tar(artifact.url(tar))]
+
+
+def test_a_server_that_says_nothing_is_a_timeout_among_the_outcomes(
+    tmp_path: Path, web: Web
+) -> None:
+    listed = [{"url": "silent", "caption": "a picture"}]
+    recipe = make_recipe(tmp_path, web, listed, timeout=0.2, retries=0, max_transient=1.0)
+    with pytest.raises(download.TooManyFailed, match=r"1 of 1 rows failed \(timeout: 1\)"):
+        build(recipe)
 
 
 def test_a_picture_lying_on_its_side_is_turned_upright(tmp_path: Path, web: Web) -> None:
@@ -395,6 +402,7 @@ def test_beam_options_that_beam_does_not_take_are_said(
     check_options({"direct_num_workers": 2})
 
 
+@pytest.mark.slow
 def test_beam_is_imported_without_a_word() -> None:
     command = [sys.executable, "-c", "import tasks.beam, logging; assert not logging.root.handlers"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -412,23 +420,24 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, web: Web) -> None:
         "draft = Store(recipe.store).draft(KeyParts('download', 0, {}, {}));"
         "download.build(recipe, download.plan(recipe), draft, lambda *_: None)"
     )
-    web.pause = 0.2
+    folder = tmp_path / "store/download/shards"
+    web.is_silent = lambda: any(folder.glob("*.json"))  # from the first shard on
     command = [sys.executable, "-c", script, str(tmp_path / "recipe.json")]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-    folder = tmp_path / "store/download/shards"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(folder.glob("*.json")) and child.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    assert child.wait() == -signal.SIGKILL
+    web.over.set()
     kept = {path.stem for path in folder.glob("*.json")}
     shards = download.plan(recipe).shards
     assert 0 < len(kept) < len(shards)
     web.asked.clear()
-    web.pause = 0.0
     resumed = build(recipe)
-    assert web.asked.total() == sum(s.rows for s in shards if s.key not in kept)
+    # Distinct ones: a request of the killed run may be counted late.
+    assert len(web.asked) == sum(s.rows for s in shards if s.key not in kept)
     other = build(make_recipe(tmp_path, web, rows(), store="other"))
     assert resumed.digest == other.digest
 

@@ -1,83 +1,87 @@
 """A job in a process of its own: its result, its errors, and its end when we are interrupted."""
 
+import fcntl
 import os
 import signal
 import subprocess
-import threading
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtimes.base import WrongInput
-from runtimes.job import GenerateJob, TrainJob
+from runtimes.job import GenerateJob, TrainJob, write_job
 from tasks.process import JobFailed, run_job
 
+#: Does a job, repeats the events that it is told, and exits with 130 when it is interrupted.
+STAGE = """
+import json, signal, sys
+from pathlib import Path
+from runtimes.job import read_job
+from tasks.process import run_job
+# A test run in background may have been started with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    say = lambda event: print(json.dumps(event), flush=True)
+    run_job(read_job(Path(sys.argv[1])), say, grace_seconds=60.0)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
 
-def endless(tmp_path: Path, model: Path) -> TrainJob:
-    """A job that waits for its work folder, which somebody else holds."""
-    return TrainJob("torch", str(model), "nowhere", {}, str(tmp_path / "w"), str(tmp_path / "o"))
+
+@pytest.fixture
+def endless(tmp_path: Path, tiny_sdxl: Path) -> Iterator[TrainJob]:
+    """A job that waits, and says so, for its work folder: we hold it."""
+    work = tmp_path / "w"
+    work.mkdir()
+    with (work / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield TrainJob("torch", str(tiny_sdxl), "nowhere", {}, str(work), str(tmp_path / "o"))
 
 
-def children() -> list[int]:
+def training(parent: int) -> list[int]:
+    """The runtimes' processes that a process has started."""
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    return [int(p) for p, pp, args in rows if int(pp) == os.getpid() and "-m runtimes" in args]
+    return [int(p) for p, pp, args in rows if int(pp) == parent and "-m runtimes" in args]
 
 
+@pytest.mark.slow
 def test_wrong_input_comes_back_as_itself(tmp_path: Path) -> None:
     job = GenerateJob("torch", str(tmp_path), (), ("a prompt",), {})
     with pytest.raises(WrongInput, match=r"model_index\.json"):
         run_job(job)
 
 
-def test_a_process_that_is_killed_is_said_to_be(tmp_path: Path, tiny_sdxl: Path) -> None:
-    held = _hold(tmp_path / "w")
-    threading.Thread(target=_kill_child, args=(signal.SIGKILL,)).start()
-    try:
-        with pytest.raises(JobFailed, match="was killed by SIGKILL"):
-            run_job(endless(tmp_path, tiny_sdxl))
-    finally:
-        held.kill()
-        held.wait()
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_said_to_be(endless: TrainJob) -> None:
+    def kill(event: dict[str, Any]) -> None:
+        os.kill(training(os.getpid())[0], signal.SIGKILL)
+
+    with pytest.raises(JobFailed, match="was killed by SIGKILL"):
+        run_job(endless, kill)
 
 
-def test_when_we_are_interrupted_the_process_ends_with_us(tmp_path: Path, tiny_sdxl: Path) -> None:
-    held = _hold(tmp_path / "w")
-
-    def interrupt() -> None:
-        while not children():
-            time.sleep(0.05)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    # A test run in background may have been started with SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=interrupt).start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_job(endless(tmp_path, tiny_sdxl), grace_seconds=1.0)
-    finally:
-        signal.signal(signal.SIGINT, before)
-        held.kill()
-        held.wait()
-    assert children() == []
-
-
-def _hold(work: Path) -> "subprocess.Popen[str]":
-    """Another process that holds a work folder's lock."""
-    work.mkdir()
-    child = subprocess.Popen(
-        ["flock", str(work / ".lock"), "sh", "-c", "echo held; exec sleep 60"],
+@pytest.mark.slow
+def test_when_we_are_interrupted_the_process_ends_with_us(
+    endless: TrainJob, tmp_path: Path
+) -> None:
+    write_job(endless, tmp_path / "job.json")
+    stage = subprocess.Popen(
+        [sys.executable, "-c", STAGE, str(tmp_path / "job.json")],
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "held\n"
-    return child
-
-
-def _kill_child(number: int) -> None:
-    while not (found := children()):
+    assert stage.stdout is not None
+    assert "waiting for it" in stage.stdout.readline()
+    (child,) = training(stage.pid)
+    stage.send_signal(signal.SIGINT)
+    assert stage.wait(50) == 130
+    until = time.monotonic() + 60
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < until, "the process is left behind"
         time.sleep(0.05)
-    os.kill(found[0], number)

@@ -4,17 +4,19 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from artifacts.clock import Clock
 from artifacts.latents import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.base import StepBatch, WrongInput
 from runtimes.data.loader import Holdout, Loader
+from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.noise import NoiseSchedule
 from runtimes.objective.objective import LatentScale, Objective
@@ -212,14 +214,26 @@ def test_prefetched_batches_are_the_same(latents_url: str) -> None:
         assert_same(batch, loader.batch(step))
 
 
-def test_waiting_for_batches_is_counted(latents_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make_loader(latents_url)
-    batch = loader.batch
-    monkeypatch.setattr(loader, "batch", lambda step: time.sleep(0.05) or batch(step))
-    with loader.ahead(0, 6, 1) as batches:
-        list(batches)
-    # Two of the six may have been ready when the first was asked for; the others take 0.2 s.
-    assert batches.waited > 0.1
+def test_waiting_for_batches_is_counted_and_the_time_between_is_not(latents_url: str) -> None:
+    batch, seconds = make_loader(latents_url).batch(0), [0.0]
+    asked, looks = threading.Semaphore(0), cycle([True, False])
+
+    def now() -> float:
+        """Looked at when a batch is asked for, and again when it is there."""
+        if next(looks):
+            asked.release()
+        return seconds[0]
+
+    def slow() -> Iterator[StepBatch]:
+        for _ in range(3):
+            assert asked.acquire(timeout=60)
+            seconds[0] += 2.0
+            yield batch
+
+    with Prefetch(slow(), 1, lambda: False, Clock(now)) as batches:
+        for _ in batches:
+            seconds[0] += 5.0  # a step of the device
+    assert batches.waited == 3 * 2.0
 
 
 def test_it_ends_when_asked_to_even_while_a_batch_is_long_in_coming(
@@ -229,12 +243,13 @@ def test_it_ends_when_asked_to_even_while_a_batch_is_long_in_coming(
     batch = loader.batch
     monkeypatch.setattr(loader, "batch", lambda step: (step and released.wait(60), batch(step))[1])
     monkeypatch.setattr("runtimes.data.prefetch.JOIN_SECONDS", 0.1)
-    asked: list[float] = []
+    asked: list[int] = []
     with loader.ahead(0, 6, 1, lambda: bool(asked)) as batches:
         for _ in batches:
-            asked.append(time.monotonic())
-    assert time.monotonic() - asked[0] < 10
+            asked.append(1)
+    assert batches._thread.is_alive(), "it waited for the batch"
     released.set()
+    assert len(asked) == 1
 
 
 def test_prefetching_stops_when_its_reader_does(latents_url: str) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
+from tolerances import assert_close
 
 from configs.training import TimestepSampling
 from runtimes.base import WrongInput
@@ -26,7 +27,7 @@ def test_a_bias_is_that_of_the_sdxl_script(bias: str, more: dict, often: slice) 
     """Weights of 1, those of the bias times the multiplier, normalised."""
     expected = np.full(1000, 1 / 1500)
     expected[often] = 3 / 1500
-    np.testing.assert_allclose(biased(bias, **more), expected, rtol=1e-12)
+    assert_close(biased(bias, **more), expected, "float64")
 
 
 def test_a_portion_is_rounded_down_and_a_range_has_no_end() -> None:

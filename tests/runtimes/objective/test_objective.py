@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from tolerances import assert_close
 
 from configs.training import TimestepSampling, Train
 from runtimes.base import WrongInput
@@ -41,7 +42,7 @@ def test_posterior_sample_is_diffusers() -> None:
     moments = torch.cat([torch.from_numpy(mean), torch.from_numpy(logvar)], dim=1)
     theirs = DiagonalGaussianDistribution(moments)
     expected = (theirs.mean + theirs.std * torch.from_numpy(eps)) * 0.13
-    np.testing.assert_allclose(LatentScale(0.13).sample(mean, logvar, eps), expected, rtol=1e-5)
+    assert_close(LatentScale(0.13).sample(mean, logvar, eps), expected)
 
 
 def test_shift_and_per_channel_statistics() -> None:
@@ -51,9 +52,9 @@ def test_shift_and_per_channel_statistics() -> None:
         normal(1, 2, 3, 3),
     )
     shifted = LatentScale(0.5, shift_factor=0.25).sample(mean, logvar, eps)
-    np.testing.assert_allclose(shifted, (mean - 0.25) * 0.5, atol=1e-5)
+    assert_close(shifted, (mean - 0.25) * 0.5)
     normed = LatentScale(0.5, mean=[1.0, 2.0], std=[2.0, 4.0]).sample(mean, logvar, eps)
-    np.testing.assert_allclose(normed[0, 1], (mean[0, 1] - 2) / 4 * 0.5, atol=1e-5)
+    assert_close(normed[0, 1], (mean[0, 1] - 2) / 4 * 0.5)
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
@@ -65,8 +66,8 @@ def test_target_and_noisy_latents_come_from_one_draw(kind: str) -> None:
     theirs, t = DDPMScheduler(**SCALED), torch.from_numpy(LEVELS)
     velocity = theirs.get_velocity(latents, eps, t)
     expected = {"epsilon": eps, "sample": latents, "v_prediction": velocity}[kind]
-    np.testing.assert_allclose(noised.target, expected, atol=1e-5)
-    np.testing.assert_allclose(noised.noisy_latents, theirs.add_noise(latents, eps, t), atol=1e-5)
+    assert_close(noised.target, expected)
+    assert_close(noised.noisy_latents, theirs.add_noise(latents, eps, t))
     assert noised.timesteps.dtype == np.int32 and noised.timesteps.tolist() == LEVELS.tolist()
 
 
@@ -76,10 +77,8 @@ def test_a_flow_tells_the_denoiser_a_thousand_sigma() -> None:
     noised = ours.noised(mean, logvar, LEVELS, range(5))
     eps, latents = ours.noise(range(5), (4, 8, 8)), mean * 0.5
     sigma = noised.timesteps[:, None, None, None] / 1000
-    np.testing.assert_allclose(noised.target, eps - latents, atol=1e-5)
-    np.testing.assert_allclose(
-        noised.noisy_latents, latents + sigma * (eps - latents), rtol=1e-4, atol=1e-5
-    )
+    assert_close(noised.target, eps - latents)
+    assert_close(noised.noisy_latents, latents + sigma * (eps - latents))
     assert noised.timesteps.dtype == np.float32
     assert noised.timesteps[0] == pytest.approx(1000 * 0.003 / 1.002)  # 3 s / (1 + 2 s) at 0.001
     assert len(set(noised.weight.tolist())) == 5
@@ -106,16 +105,16 @@ def test_plain_settings_draw_what_they_drew_in_every_version() -> None:
     levels = np.array([c.level for c in choices], np.int32)
     noised = ours.noised(mean, mean - 2, levels, counters)
     noisy = [-0.9454178, -0.1447998, -0.05416436, -0.29624087]
-    np.testing.assert_allclose(noised.noisy_latents[:, 0, 0, 0], noisy, rtol=1e-6)
+    assert_close(noised.noisy_latents[:, 0, 0, 0], noisy)
     target = [0.8463097, 0.4572182, -1.7068881, 1.5814161]
-    np.testing.assert_allclose(noised.target[:, 1, 1, 1], target, rtol=1e-6)
+    assert_close(noised.target[:, 1, 1, 1], target)
     assert noised.weight.tolist() == [1.0] * 4
 
 
 def test_noise_offset_shifts_whole_channels_and_no_other_draw() -> None:
     plain = diffusion().noise(range(2000), (4, 2, 2))
     shift = diffusion(noise_offset=0.1).noise(range(2000), (4, 2, 2)) - plain
-    np.testing.assert_allclose(shift, shift[:, :, :1, :1].repeat(2, 2).repeat(2, 3), atol=1e-6)
+    assert_close(shift, shift[:, :, :1, :1].repeat(2, 2).repeat(2, 3))
     assert shift.std() == pytest.approx(0.1, rel=0.05)
 
 

@@ -7,6 +7,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from tolerances import assert_close
 
 from configs.training import Train
 from runtimes.base import WrongInput
@@ -77,9 +78,7 @@ def test_a_scheduler_that_cannot_say_it_gives_way_to_one_that_can() -> None:
         scheduler = make_scheduler(changed)
         assert scheduler.config.steps_offset == 1 and not scheduler.config.clip_sample
         ours = NoiseSchedule.from_config(changed)
-        np.testing.assert_allclose(
-            ours.alphas_cumprod, scheduler.alphas_cumprod, rtol=1e-6, atol=1e-8
-        )
+        assert_close(ours.alphas_cumprod, scheduler.alphas_cumprod)
 
 
 @pytest.mark.parametrize("name", sorted(RESCALES))

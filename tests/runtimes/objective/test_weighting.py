@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
+from tolerances import assert_close
 
 from runtimes.objective.noise import FlowSchedule, NoiseSchedule
 from runtimes.objective.weighting import debiased_weight, flow_weight, loss_weight, min_snr_weight
@@ -24,7 +25,7 @@ def test_min_snr_weighs_each_sample_by_its_own_snr() -> None:
     clipped = torch.stack([snr, 5.0 * torch.ones_like(snr)], dim=1).min(dim=1)[0]
     expected = {"epsilon": clipped / snr, "v_prediction": clipped / (snr + 1), "sample": clipped}
     for kind, weight in expected.items():
-        np.testing.assert_allclose(min_snr_weight(snr.numpy(), 5.0, kind), weight, rtol=1e-6)
+        assert_close(min_snr_weight(snr.numpy(), 5.0, kind), weight)
 
 
 def test_min_snr_is_finite_where_the_snr_is_zero_or_endless() -> None:
@@ -38,10 +39,9 @@ def test_min_snr_is_finite_where_the_snr_is_zero_or_endless() -> None:
 
 def test_debiased_is_one_over_the_root_of_the_snr() -> None:
     snr = np.array([0.01, 1.0, 4.0, 100.0], np.float32)
-    np.testing.assert_allclose(debiased_weight(snr, "epsilon"), [10, 1, 0.5, 0.1], rtol=1e-6)
-    np.testing.assert_allclose(
-        loss_weight(schedule(), LEVELS, debiased=True), schedule().snr(LEVELS) ** -0.5, rtol=1e-6
-    )
+    assert_close(debiased_weight(snr, "epsilon"), [10, 1, 0.5, 0.1])
+    weight = loss_weight(schedule(), LEVELS, debiased=True)
+    assert_close(weight, schedule().snr(LEVELS) ** -0.5)
 
 
 def test_debiased_is_bounded_where_the_snr_is_zero() -> None:
@@ -72,7 +72,7 @@ def test_a_weighting_asks_the_same_of_every_prediction_type(settings: dict) -> N
 def test_flow_weights_are_diffusers(kind: str) -> None:
     sigmas = FlowSchedule.from_config({"shift": 3.0}).sigmas
     theirs = compute_loss_weighting_for_sd3(kind, torch.from_numpy(sigmas))
-    np.testing.assert_allclose(flow_weight(sigmas, kind), theirs, rtol=1e-5)  # type: ignore[arg-type]
+    assert_close(flow_weight(sigmas, kind), theirs)  # type: ignore[arg-type]
 
 
 def test_without_a_weighting_all_weigh_one() -> None:

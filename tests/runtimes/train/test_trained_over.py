@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, PNDMScheduler, StableDiffusionXLPipeline
 from PIL import Image
+from tolerances import assert_close
 
 from runtimes.events import Events
 from runtimes.generate import generate
@@ -127,9 +128,7 @@ def test_what_is_published_draws_as_it_was_evaluated(make_job: MakeJob, tmp_path
     assert np.abs(np.asarray(picture).astype(int) - pixels(drawn / "00000.png")).max() <= 1
     schedule = read_schedule(out / "scheduler")
     assert isinstance(schedule, NoiseSchedule)
-    np.testing.assert_allclose(
-        schedule.alphas_cumprod, published.scheduler.alphas_cumprod, rtol=1e-6, atol=1e-8
-    )
+    assert_close(schedule.alphas_cumprod, published.scheduler.alphas_cumprod)
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
