@@ -1,7 +1,6 @@
 """Recipes load, say what is wrong with them, and repeat themselves."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,6 @@ from configs.load import (
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_valid(name: str) -> None:
     assert load_recipe(name).name == name
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])
-def test_the_recipe_that_a_document_shows_is_valid(document: str, tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / document).read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```yaml\n# mine\.yaml\n(.*?)```", text, re.DOTALL)
-    path = tmp_path / "mine.yaml"
-    path.write_text(shown, encoding="utf-8")
-    recipe = load_recipe(str(path))
-    assert recipe.name == recipe.publish.name == "mine"
-    assert {"new"} < set(recipe.evaluate.prompts)  # the parent's are there too, as is said
 
 
 def test_the_recipes_users_are_told_of_are_there() -> None:

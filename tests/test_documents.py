@@ -1,0 +1,203 @@
+"""Every command line and every recipe that the documents show is one that Kilnworks takes.
+
+Nothing is executed: `kiln` parses its own lines, overrides are held against the schema, and targets
+of make, modules, scripts and deployments must be there.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from command import ROOT
+from typer.exceptions import TyperException
+
+from configs.generating import read_settings
+from configs.load import load_recipe, parse_override
+from flows.cli import app
+
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("README.md", "docs/*.md", "*/*/README.md", "requirements/README.md")
+    for path in ROOT.glob(pattern)
+)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SPAN = re.compile(r"`([^`]+)`")
+#: A recipe of the document's own, which its lines may name.
+MINE = "mine.yaml"
+#: What a container is started with goes to `kiln`.
+CONTAINERS = {"kiln-ascend", "kiln-gaudi"}
+#: Of a recipe's own commands, the first argument is one.
+OF_RECIPES = {"run", "plan", "recipes", "tpu"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """Words of a command line; a span within a sentence may leave some out."""
+
+    text: str
+    is_whole: bool
+
+    def words(self) -> list[str]:
+        """Without the variables before it, what is optional taken as given."""
+        text = self.text if self.is_whole else re.sub(r"\[([^]]*)\]|…", r" \1 ", self.text)
+        words = shlex.split(text.replace("…", ""), comments=self.is_whole)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        return words
+
+
+def lines_of(document: str) -> list[Line]:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    shown = [body for language, body in FENCED.findall(text) if language in ("", "bash", "sh")]
+    whole = [line for body in shown for line in body.replace("\\\n", " ").splitlines()]
+    spans = (" ".join(span.split()) for span in SPAN.findall(FENCED.sub("", text)))
+    return [*(Line(line, True) for line in whole), *(Line(span, False) for span in spans)]
+
+
+def recipes_of(document: str, folder: Path) -> Iterator[Path]:
+    """Files of the YAML that a document shows; settings alone are given a recipe to change."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for number, (language, body) in enumerate(FENCED.findall(text)):
+        if language == "yaml":
+            whole = "extends" in yaml.safe_load(body)
+            path = folder / (MINE if whole else f"settings-{number}.yaml")
+            path.write_text(body if whole else f"extends: sdxl\nname: settings\n{body}")
+            yield path
+
+
+def check_kiln(words: list[str], line: Line, folder: Path) -> None:
+    """Parse a line of `kiln`, and hold what it names against the schema."""
+    group = typer.main.get_command(app)
+    try:
+        context = group.make_context("kiln", list(words))
+        name, command, rest = group.resolve_command(context, list(words))  # type: ignore[attr-defined]
+        given = command.make_context(name, list(rest), parent=context).params
+    except TyperException as error:
+        names_only = not line.is_whole and "Missing parameter" in str(error)
+        assert names_only, f"{line.text}: {error}"
+        return
+    settings = dict(parse_override(text) for text in given.get("override") or [])
+    if name == "generate" and "key" not in settings:
+        read_settings(given["model"], given["prompts"], settings)
+    recipe = (given.get("recipe") or given.get("name")) if name in OF_RECIPES else None
+    if recipe is not None and not recipe.isupper():  # RECIPE stands for any
+        load_recipe(str(folder / recipe) if recipe == MINE else recipe, settings)
+
+
+def check_make(targets: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    known = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    asked = {word for word in targets if "=" not in word and not word.startswith("-")}
+    assert asked <= known, asked - known
+
+
+def check_module(words: list[str]) -> None:
+    """A module that is there, whose options its package knows."""
+    module, rest = words[0], words[1:]
+    if module != "bench.NAME":
+        assert find_spec(module) is not None, module
+    if module.startswith("bench."):
+        source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "bench").glob("*.py"))
+        for option in (word for word in rest if word.startswith("-")):
+            assert f'"{option}"' in source, f"{module} {option}"
+
+
+def check_deployment(words: list[str]) -> None:
+    """A deployment of deploy/prefect.yaml, with overrides that its recipe takes."""
+    listed = yaml.safe_load((ROOT / "deploy/prefect.yaml").read_text(encoding="utf-8"))
+    known = {
+        f"{entry['entrypoint'].partition(':')[2]}/{entry['name']}": entry["parameters"]
+        for entry in listed["deployments"]
+    }
+    assert words[0] in known, words[0]
+    for word in words:
+        if word.startswith("overrides="):
+            load_recipe(known[words[0]]["recipe"], yaml.safe_load(word.partition("=")[2]))
+
+
+def check(line: Line, folder: Path) -> str | None:
+    """Which kind of command a line is; None if it is none of ours. Fails if it would."""
+    try:
+        words = line.words()
+    except ValueError:  # a quotation mark in a sentence's code
+        return None
+    program = words[0].rpartition("/")[2] if words else ""
+    if program == "kiln" and len(words) > 1:
+        check_kiln(words[1:], line, folder)
+    elif program == "docker" and (image := CONTAINERS & set(words)) and "run" in words:
+        check_kiln(words[words.index(*image) + 1 :], line, folder)
+    elif program == "make":
+        check_make(words[1:])
+    elif "-m" in words and re.search(r"python[\d.]*$|torchrun$|^ms?run$", program):
+        check_module(words[words.index("-m") + 1 :])
+    elif program == "prefect" and words[1:3] == ["deployment", "run"]:
+        check_deployment(words[3:])
+    elif program.endswith(".sh") or (program == "bash" and words[1:]):
+        script = words[0] if program.endswith(".sh") else words[1]
+        assert (ROOT / script).is_file() or script.startswith("/") or "/" not in script, script
+    else:
+        return None
+    return program
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_line_that_a_document_shows_is_taken(document: str, tmp_path: Path) -> None:
+    list(recipes_of(document, tmp_path))
+    for line in lines_of(document):
+        check(line, tmp_path)
+
+
+def test_lines_of_every_kind_are_found(tmp_path: Path) -> None:
+    found: dict[str, int] = {}
+    for document in DOCUMENTS:
+        list(recipes_of(document, tmp_path))
+        for line in lines_of(document):
+            if kind := check(line, tmp_path):
+                found[kind] = found.get(kind, 0) + 1
+    least = {"kiln": 40, "make": 10, "python": 8, "docker": 2, "prefect": 3, "launch.sh": 4}
+    assert all(found.get(kind, 0) >= number for kind, number in least.items()), found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kiln run digits --nowhere",
+        "kiln show",
+        "kiln runs digits",
+        ".venv/bin/kiln run digits -o train.learning_rat=1e-4",
+        "kiln plan sd3-v5p --topology v5p-8",
+        'kiln generate digits "a seven" -o guidance=3',
+        "kiln gc --remove",
+        "make setups",
+        ".venv/bin/python -m bench.trained",
+        "OMP_NUM_THREADS=2 .venv/bin/python -m bench.train --peer python",
+        "prefect deployment run finetune/digit",
+        "prefect deployment run finetune/digits -p overrides='{\"train.step\": 1}'",
+        "docker run --rm kiln-gaudi run sdxl -o train.devices=hpu",
+        "deploy/gaudi/start.sh JOB.json",
+    ],
+)
+def test_a_line_that_would_fail_is_found(text: str, tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        check(Line(text, True), tmp_path)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_recipe_that_a_document_shows_is_valid(document: str, tmp_path: Path) -> None:
+    for path in recipes_of(document, tmp_path):
+        recipe = load_recipe(str(path))
+        assert recipe.name == path.stem.partition("-")[0]
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])
+def test_the_recipe_that_is_shown_adds_to_its_parents_prompts(
+    document: str, tmp_path: Path
+) -> None:
+    (path,) = recipes_of(document, tmp_path)
+    assert {"new"} < set(load_recipe(str(path)).evaluate.prompts)
