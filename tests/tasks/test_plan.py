@@ -159,18 +159,33 @@ def test_what_a_model_sees_beside_text_is_planned_too(tmp_path: Path) -> None:
     assert planned.bytes_per_picture == sum(array.nbytes for array in kept)
 
 
+@pytest.fixture
+def least_model(tiny_sd: Path, tmp_path: Path) -> Path:
+    """Configs of the least UNet that has every kind of layer: it compiles in seconds."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_sd, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = folder / "unet/config.json"
+    least = {
+        "block_out_channels": [16],
+        "down_block_types": ["DownBlock2D"],
+        "up_block_types": ["UpBlock2D"],
+        "attention_head_dim": 2,
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | least))
+    return folder
+
+
 @pytest.mark.slow
 def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_kept(
-    tiny_sd: Path,
+    least_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(plan, "compiler_folder", lambda: None)
     monkeypatch.setenv("XLA_FLAGS", chips.QUICK)
-    model = Path(shutil.copytree(tiny_sd, tmp_path / "model"))
     settings: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4}
-    recipe = make_recipe(tmp_path, model, ema_decay=0.9, **settings)
+    recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, **settings)
     tell(recipe, "v5e-1", search=False, as_json=True)
     facts, said = _read(capsys)
     assert facts["compiler"].startswith("XLA for the CPU") and facts["fits"]
@@ -182,11 +197,12 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_kept(
     assert facts["step_seconds"] == pytest.approx(of_pictures / (197e12 * 0.4))
 
     # How long and how fast it is trained makes no other program.
-    changed = make_recipe(tmp_path, model, ema_decay=0.99, learning_rate=1e-3, seed=1, **settings)
+    other = {"ema_decay": 0.99, "learning_rate": 1e-3, "seed": 1}
+    changed = make_recipe(tmp_path, least_model, **other, **settings)
     tell(changed, "v5e-1", search=False, as_json=True)
     assert _read(capsys) == (facts, "")
 
-    refused = make_recipe(tmp_path, model, optimizer="adafactor", **settings)
+    refused = make_recipe(tmp_path, least_model, optimizer="adafactor", **settings)
     with pytest.raises(WrongInput, match="adafactor"):
         tell(refused, "v5e-1", search=False, as_json=True)
 
@@ -230,6 +246,11 @@ for name in sys.argv[1:]:
         words = str(error)
     assert _refused(words, 2**37)["total"] > 2**38, words  # and a result as large
     assert f"({where.chip.hbm_bytes / 2**30:.2f}G)" in words, words
+    small = ShapeDtypeStruct((256, 512), "float32", sharding=here)
+    step = jax.jit(lambda x: (x @ x.T) @ x).trace(small).lower(lowering_platforms=("tpu",))
+    fits = step.compile()
+    assert fits.memory_analysis().output_size_in_bytes == 256 * 512 * 4
+    assert fits.cost_analysis()["flops"] >= 2 * 2 * 256 * 256 * 512
 """
 
 
@@ -246,6 +267,23 @@ def ask_compiler(program: str, *slices: str) -> None:
     subprocess.run([sys.executable, "-c", program, *slices], check=True, env=environment)
 
 
+@pytest.mark.soak
+@pytest.mark.usefixtures("libtpu")
+def test_with_libtpu_the_step_is_compiled_for_the_slice(
+    least_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, global_batch_size=8)
+    tell(recipe, "v5e-1", search=False, as_json=True)
+    facts, _ = _read(capsys)
+    assert facts["compiler"] == f"libtpu {plan.compiler_version()}" and facts["fits"]
+    of_pictures = 8 * facts["flops_per_image"]
+    assert 0.9 * of_pictures < facts["flops"] < 1.5 * of_pictures
+    state = 4 * 4 * facts["parameters"]  # weights, moments and average, laid out in tiles
+    assert state < facts["argument_bytes"] < facts["total_bytes"] < facts["hbm_bytes"]
+    assert facts["temporary_bytes"] > 0 and facts["step_seconds"] > 0
+    assert "as the compiler estimates" in facts["assumption"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
 def test_the_compiler_knows_slices_of_every_kind() -> None:
@@ -257,4 +295,5 @@ def test_the_compiler_knows_slices_of_every_kind() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
 def test_what_the_compiler_leaves_to_a_program_is_what_we_take_a_chip_to_have() -> None:
+    """It refuses what is larger, and compiles what fits."""
     ask_compiler(REFUSED, "v4-8", "v5e-4", "v5p-8", "v6e-4")
