@@ -54,19 +54,21 @@ class Inside:
         Raises AssertionError, with its traceback, if it raises.
         """
         assert self._process.stdin is not None
+        answer: dict[str, Any] = {}
         deadline = threading.Timer(PATIENCE, self._kill)
         deadline.start()
         try:
             self._process.stdin.write(json.dumps([name, arguments]) + "\n")
             self._process.stdin.flush()
-            line = self._answers.readline()
+            for line in self._answers:
+                answer |= json.loads(line)
+                if "ended" in answer:  # and with it the fork
+                    break
         except BrokenPipeError:
-            line = ""
+            pass  # the log says why
         finally:
             deadline.cancel()
         log = self._log.read_text(errors="replace")[-3000:]
-        assert line, f"the process of {self._name} is gone: {log}"
-        answer = json.loads(line)
         assert "found" in answer, f"{name} of {self._name}: {answer.get('failed', log)}"
         return answer["found"]
 

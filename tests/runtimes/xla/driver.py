@@ -1,0 +1,171 @@
+"""Functions that test_xla.py calls in the environment of runtime xla."""
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch_xla
+import training
+from diffusers import DiffusionPipeline
+from numpy.typing import NDArray
+from torch_xla.debug import metrics
+
+from runtimes.base import StepBatch, StepOutput
+from runtimes.events import Events
+from runtimes.job import Drawing, TrainJob
+from runtimes.objective.draws import Stream, generator
+from runtimes.objective.scheduler import read_config
+from runtimes.torch.generate import load_network
+from runtimes.torch.schedulers import make_scheduler
+from runtimes.train import loop
+from runtimes.xla.device import start
+from runtimes.xla.graph import keep_whole
+from runtimes.xla.mesh import Mesh, in_order
+from runtimes.xla.runtime import TheRuntime
+from runtimes.xla.sampler import Sampler
+
+SCHEDULERS = ("EulerDiscreteScheduler", "DDIMScheduler", "DPMSolverMultistepScheduler")
+PROMPTS = ("a red cat", "a blue dog", "a green bird")
+SAMPLER = {"seed": 5, "num_inference_steps": 6, "guidance_scale": 3.0, "batch_size": 2}
+
+
+class Counting(TheRuntime):
+    """Counts the compilations of each step; `made` are those that were opened."""
+
+    made: ClassVar[list["Counting"]] = []
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(events)
+        self.by_step: list[int] = []
+        self.made.append(self)
+
+    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        before = compiles()
+        output = super().step(batch, learning_rate)
+        self.by_step.append(compiles() - before)
+        return output
+
+    def shared(self) -> list[str]:
+        """Which arrays of the state lie in parts on several devices: `<group> <name>`."""
+        spec = torch_xla._XLAC._get_xla_sharding_spec
+        return [
+            f"{group} {name}"
+            for group, arrays in self._update.tensors().items()
+            for name, array in arrays.items()
+            if "devices=[" in spec(array)
+        ]
+
+
+def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
+    """Do a job, then from the checkpoints of some steps again; what XLA counted.
+
+    Args:
+        again: steps.
+    """
+    job = TrainJob(**given)
+    loop.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
+    began, counted = [training.train(job)], [compiles()]
+    left = [training.left(job)]
+    for step in again:
+        training.forget_after(job, step)
+        began.append(training.train(job))
+        counted.append(compiles())
+        left.append(training.left(job))
+    names = metrics.counter_names()
+    return {
+        "began": began,
+        "left": left,
+        "by_step": [runtime.by_step for runtime in Counting.made],
+        "compiles": counted,
+        "fallbacks": _fallbacks(),
+        "cache": {n: metrics.counter_value(n) for n in names if n.startswith("PersistentCache")},
+        "shared": Counting.made[0].shared(),
+    }
+
+
+def train_and_dump(given: dict[str, Any], folder: str, *again: int) -> dict[str, Any]:
+    """The same; XLA writes its programs into a folder."""
+    os.environ["XLA_FLAGS"] += f" --xla_dump_to={folder} --xla_dump_hlo_as_text"
+    return train(given, *again)
+
+
+def draw(folder: str) -> dict[str, Any]:
+    """What XLA draws beside what diffusers draws on the CPU: what was found, by scheduler."""
+    model = Path(folder)
+    config = {**read_config(model / "scheduler"), "clip_sample": False}
+    schedulers = {name: make_scheduler({**config, "_class_name": name}) for name in SCHEDULERS}
+    start("cpu", compiled=None)  # first of all: diffusers' pipelines open the device too
+    pipe = DiffusionPipeline.from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+    mesh = Mesh(fsdp=1, hosts=1)
+    network = load_network(Drawing(""), model, torch.float32, torch.device("cpu"))
+    keep_whole(network)
+    mesh.place(network)
+    sampler, found = Sampler(model, mesh), {}
+    for name, scheduler in schedulers.items():
+        pipe.scheduler = scheduler
+        expected, others = (_plainly(pipe, prompts) for prompts in (PROMPTS, PROMPTS[::-1]))
+        sampler.use(network, make_scheduler(dict(scheduler.config)))
+        before = compiles()
+        pixels = sampler.pixels(PROMPTS, SAMPLER, first=0)
+        middle = compiles()
+        again = sampler.pixels(PROMPTS[::-1], SAMPLER, first=0)
+        found[name] = {
+            "furthest": _apart(pixels, expected),
+            "furthest of others": _apart(again, others),
+            "by prompts": _apart(expected, others),
+            "first": middle - before,
+            "second": compiles() - middle,
+        }
+    return {"drawn": found, "fallbacks": _fallbacks()}
+
+
+def _plainly(pipe: Any, prompts: tuple[str, ...]) -> NDArray[np.float32]:
+    """What a pipeline draws from the noise that every runtime draws."""
+    noise = [
+        generator(SAMPLER["seed"], Stream.PICTURE, number).standard_normal(
+            (4, 8, 8), dtype=np.float32
+        )
+        for number in range(len(prompts))
+    ]
+    return pipe(
+        list(prompts),
+        height=32,
+        width=32,
+        num_inference_steps=SAMPLER["num_inference_steps"],
+        guidance_scale=SAMPLER["guidance_scale"],
+        latents=torch.from_numpy(np.stack(noise)),
+        output_type="np",
+    ).images
+
+
+def _apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    return float(np.abs(one - other).max())
+
+
+def ordered() -> list[float]:
+    """Rows of a host whose devices come as PyTorch/XLA gives them, in their order."""
+    rows = torch.arange(8.0)
+    return in_order([(6, rows[6:]), (4, rows[4:6]), (8, rows[8:])]).tolist()
+
+
+def sent_and_fetched(devices: int) -> tuple[int, list[list[float]]]:
+    """Devices that rows are spread over, and the rows, to each of which one is added there."""
+    os.environ["CPU_NUM_DEVICES"] = str(devices)
+    start("cpu", None)
+    mesh = Mesh(fsdp=1, hosts=1)
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+    return mesh.count, mesh.fetch_rows(mesh.put_rows(rows) + 1).tolist()
+
+
+def compiles() -> int:
+    """Of every kind: steps, and programs that bring arrays together."""
+    found = metrics.metric_data("CompileTime")  # (times, ...)
+    return 0 if found is None else int(found[0])
+
+
+def _fallbacks() -> list[str]:
+    """Operators that the host did."""
+    return [name for name in metrics.counter_names() if name.startswith("aten::")]
