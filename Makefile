@@ -8,17 +8,19 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 10000
 export DO_NOT_TRACK ?= 1
 export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
+export NO_ALBUMENTATIONS_UPDATE ?= 1
+# Programs that start again and again need their bytecode kept.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
-QUIET := --quiet --quiet --disable-pip-version-check --no-input
-PIP := $(BIN)/python -m pip install $(QUIET)
 # Tests of one file share what is slow to make, so a file goes to one process. One thread each; one
 # process more than cores, as many tests wait for others that start.
 PROCESSES ?= 3
 # Runtimes that are tested; those with an environment of their own have it made.
 RUNTIMES ?= torch jax xla mindspore
-KNOWN := torch jax xla mindspore
-$(if $(filter-out $(KNOWN),$(RUNTIMES)),$(error RUNTIMES: $(filter-out $(KNOWN),$(RUNTIMES)) is not one of $(KNOWN)))
-APART := $(filter xla mindspore,$(RUNTIMES))
+OWN := xla mindspore
+ifneq ($(filter-out torch jax $(OWN),$(RUNTIMES)),)
+$(error RUNTIMES: $(filter-out torch jax $(OWN),$(RUNTIMES)) is none of torch jax $(OWN))
+endif
 # libtpu is built for this platform alone.
 LIBTPU := $(if $(filter jax,$(RUNTIMES)),$(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)))
 export KILN_RUNTIMES := $(RUNTIMES)
@@ -60,7 +62,7 @@ soak: environments
 faults: environments
 	$(BIN)/python tests/faults/run.py $(if $(SHARD),--shard $(SHARD))
 
-environments: $(VENV)/dev.stamp $(APART:%=setup-%) $(if $(LIBTPU),setup-plan)
+environments: $(VENV)/dev.stamp $(patsubst %,setup-%,$(filter $(OWN),$(RUNTIMES))) $(if $(LIBTPU),setup-plan)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -74,52 +76,69 @@ format: $(VENV)/dev.stamp
 ui: setup
 	$(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
 
-setup: $(VENV)/base.stamp
+setup: $(VENV)/stamp
 
-$(VENV)/base.stamp: requirements/torch.txt requirements/base.txt pyproject.toml
-	@echo "Setting up $(VENV) with $(PYTHON): about 200 packages, 2.5 GB on disk, about 4 minutes, once."
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and f"Python 3.11 or 3.12 is needed, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=...")'
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	@echo "[1/3] PyTorch (the largest single download, so it goes first)"
-	@$(PIP) -r requirements/torch.txt
-	@echo "[2/3] Prefect, Beam, img2dataset, diffusers and what they need ($$(wc -l < requirements/base.txt) pinned packages)"
-	@$(PIP) --no-deps -r requirements/base.txt
-	@echo "[3/3] kiln itself, from this checkout"
-	@$(PIP) --no-deps --no-build-isolation --editable .
+UV := $(VENV)-uv
+CHECK := import sys; from importlib.util import find_spec; v = "%d.%d" % sys.version_info[:2]; \
+  v in ("3.11", "3.12") or sys.exit(f"Python 3.11 or 3.12 is needed, $(PYTHON) is {v}: make PYTHON=..."); \
+  find_spec("ensurepip") or sys.exit(f"$(PYTHON) has no venv: on Debian and Ubuntu, apt install python{v}-venv")
+# uv is told to look where pip is told to look; of two settings, the environment's comes last.
+FROM_PIP := sort -r | sed -n 's/^.*\.index-url=/export UV_DEFAULT_INDEX=/p; s/^.*\.find-links=/export UV_FIND_LINKS=/p'
+uv = eval "$$($(UV)/bin/python -m pip config list | $(FROM_PIP))"; $(UV)/bin/uv --quiet
+make_environment = test -x $(1)/bin/pip || { $(uv) venv --clear --seed --python $(UV)/bin/python $(1); }
+install = $(uv) pip install --python $(1)/bin/python
+install_kiln = $(call install,$(1)) --no-deps --build-constraints requirements/base.txt --editable .
+# To import what runs import shows that it is there, and writes its bytecode: a quarter of all there is.
+import = said=$$($(1)/bin/python -c "$(foreach name,$(2),import $(name);)" 2>&1) || { echo "$$said"; exit 1; }
+
+$(UV)/stamp: requirements/uv.txt
+	@$(PYTHON) -c '$(CHECK)'
+	@rm -rf $(UV) && $(PYTHON) -m venv $(UV)
+	@$(UV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input --requirement $<
+	@touch $@
+
+$(VENV)/torch.stamp: requirements/torch.txt | $(UV)/stamp
+	@echo "$(VENV): PyTorch"
+	@$(call make_environment,$(VENV))
+	@$(call install,$(VENV)) --constraints requirements/base.txt --requirements $<
+	@touch $@
+
+$(VENV)/base.stamp: requirements/base.txt $(VENV)/torch.stamp
+	@echo "$(VENV): Prefect, Beam, img2dataset, diffusers and what they need ($$(wc -l < $<) pinned packages)"
+	@$(call install,$(VENV)) --no-deps --requirements $<
+	@$(call import,$(VENV),prefect.server.api.server apache_beam img2dataset flows.finetune runtimes.torch.runtime)
+	@touch $@
+
+$(VENV)/stamp: pyproject.toml $(VENV)/base.stamp
+	@$(call install_kiln,$(VENV))
+	@touch $@
+
+$(VENV)/dev.stamp: requirements/dev.txt $(VENV)/stamp
+	@echo "$(VENV): pytest, ruff, mypy, import-linter"
+	@$(call install,$(VENV)) --no-deps --requirements $<
+	@touch $@
+
+# Runtimes with an environment of their own.
+$(OWN:%=setup-%): setup-%: $(VENV)-%/stamp
+
+$(OWN:%=$(VENV)-%/list.stamp): $(VENV)-%/list.stamp: requirements/%.txt | $(UV)/stamp
+	@echo "$(VENV)-$*: runtime $* ($$(wc -l < $<) pinned packages)"
+	@$(call make_environment,$(VENV)-$*)
+	@$(call install,$(VENV)-$*) --no-deps --requirements $<
+	@$(call import,$(VENV)-$*,runtimes.$*.runtime runtimes.$*.encode)
+	@touch $@
+
+$(OWN:%=$(VENV)-%/stamp): $(VENV)-%/stamp: pyproject.toml $(VENV)-%/list.stamp
+	@$(call install_kiln,$(VENV)-$*)
 	@touch $@
 
 # Only its compiler is used, by `kiln plan`: in the environment it would slow every start.
-setup-plan: .libtpu/stamp
+setup-plan: $(VENV)-libtpu/stamp
 
-.libtpu/stamp: requirements/plan.txt $(VENV)/base.stamp
-	@echo "Adding the TPU's compiler"
-	@$(PIP) --no-deps --upgrade --target .libtpu -r requirements/plan.txt
-	@touch $@
-
-$(VENV)/dev.stamp: $(VENV)/base.stamp requirements/dev.txt
-	@echo "Adding the test tools: pytest, ruff, mypy, import-linter"
-	@$(PIP) --no-deps -r requirements/dev.txt
-	@touch $@
-
-# Runtimes with an environment of their own: the framework first, then the rest, pinned and whole.
-setup-xla: $(VENV)-xla/stamp
-
-$(VENV)-xla/stamp: requirements/xla-torch.txt requirements/xla.txt pyproject.toml
-	@echo "Setting up $(VENV)-xla with $(PYTHON): PyTorch/XLA, 7 GB on disk, about 3 minutes, once."
-	@test -x $(VENV)-xla/bin/pip || $(PYTHON) -m venv $(VENV)-xla
-	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-cache-dir -r requirements/xla-torch.txt
-	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-deps -r requirements/xla.txt
-	@$(VENV)-xla/bin/python -m pip install $(QUIET) --no-deps --editable .
-	@touch $@
-
-setup-mindspore: $(VENV)-mindspore/stamp
-
-$(VENV)-mindspore/stamp: requirements/mindspore.txt pyproject.toml
-	@echo "Setting up $(VENV)-mindspore with $(PYTHON): MindSpore and mindone, 3 GB on disk, about 2 minutes, once."
-	@test -x $(VENV)-mindspore/bin/pip || $(PYTHON) -m venv $(VENV)-mindspore
-	@$(VENV)-mindspore/bin/python -m pip install $(QUIET) --no-deps -r requirements/mindspore.txt
-	@$(VENV)-mindspore/bin/python -m pip install $(QUIET) --no-deps --editable .
+$(VENV)-libtpu/stamp: requirements/plan.txt | $(UV)/stamp
+	@echo "$(VENV)-libtpu: the TPU's compiler, 0.7 GB on disk"
+	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-* .libtpu *.egg-info
+	rm -rf $(VENV) $(VENV)-* *.egg-info

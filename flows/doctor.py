@@ -14,6 +14,7 @@ from configs.urls import without_secrets
 from flows.runner import ServerAway, check_server
 from runtimes import gaudi
 from runtimes.ascend import cann_version, count_npus, lacking, torch_npu_version
+from runtimes.others import count_cores
 from runtimes.registry import probe_runtime
 
 #: Versions that pip resolves but that do not work together: what, why.
@@ -49,7 +50,7 @@ def _findings() -> dict[str, Any]:
         problems.append(f"only {free / 1e9:.1f} GB of disk are free here")
     return {
         "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": count_cores(),
         "disk_free_gb": round(free / 1e9, 1),
         "prefect_api": server,
         "versions": versions,

@@ -137,12 +137,19 @@ class Others:
                 other.process.wait()
 
 
+def count_cores() -> int:
+    """The cores that this process may run on; where the system does not say, all there are."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _meeting(count: int) -> dict[str, str]:
     """What the environment of the first of so many processes says; they share the cores."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    threads = max(1, count_cores() // count)
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "RANK": "0",

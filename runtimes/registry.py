@@ -31,7 +31,7 @@ class Place:
     #: `device.check`.
     package: str
     needs: tuple[str, ...]  # what must be installed
-    environment: str | None = None  # a folder beside our environment's; None is ours
+    environment: str | None = None  # what its folder has after our environment's name; None: ours
     schedulers: tuple[str, ...] | None = None  # classes that it draws with; None: all of diffusers
     #: Whether an open device is closed to other processes: who encodes must end before training.
     exclusive: bool = False
@@ -43,11 +43,11 @@ RUNTIMES = {
     "jax": Place(
         "runtimes.jax", ("jax", "torchax", "diffusers"), exclusive=True, schedulers=TABLED
     ),
-    "xla": Place("runtimes.xla", ("torch_xla",), ".venv-xla", schedulers=TABLED),
+    "xla": Place("runtimes.xla", ("torch_xla",), "-xla", schedulers=TABLED),
     "mindspore": Place(
         "runtimes.mindspore",
         ("mindspore", "mindone"),
-        environment=".venv-mindspore",
+        environment="-mindspore",
         families=("sd", "sdxl"),
     ),
 }
@@ -101,9 +101,9 @@ def interpreter(name: str) -> str:
     Raises WrongInput if it is unknown, or its environment has not been made.
     """
     environment = _place(name).environment
-    if environment is None or environment == Path(sys.prefix).name:
+    if environment is None or sys.prefix.endswith(environment):
         return sys.executable
-    python = Path(sys.prefix).parent / environment / "bin/python"
+    python = Path(sys.prefix + environment, "bin/python")
     if not python.is_file():
         raise WrongInput(f"runtime {name} has an environment of its own: `make setup-{name}`")
     return str(python)

@@ -30,8 +30,8 @@ from runtimes.jax.plan import Plan, Request
 
 #: Raised when the step that is compiled changes, or what is read of what the compiler says.
 VERSION = 3
-#: Where `make setup-plan` puts libtpu, beside our environment: in it, it would slow every start.
-COMPILER = ".libtpu"
+#: What libtpu's folder has after our environment's name: within it, it would slow every start.
+COMPILER = "-libtpu"
 #: Of a chip's peak, where the compiler estimates no time: what good training code reaches.
 USUAL_SHARE = 0.4
 #: Train settings that decide which program the step is.
@@ -277,7 +277,7 @@ def _fits(plan: Plan, where: Slice) -> bool:
 
 def compiler_folder() -> Path | None:
     """Where libtpu is, if it has been set up."""
-    folder = Path(sys.prefix).parent / COMPILER
+    folder = Path(sys.prefix + COMPILER)
     return folder if (folder / "libtpu").is_dir() else None
 
 

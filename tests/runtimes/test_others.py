@@ -41,9 +41,19 @@ def test_the_processes_of_a_machine_share_its_cores(wrong_job: Path) -> None:
     with Others(wrong_job, 2, must_not):
         assert Ranks.here() == Ranks(0, 2, 0, 2)
         assert not follows()
-        cores = len(os.sched_getaffinity(0))
+        cores = others.count_cores()
         assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores // 2))
         assert FOLLOWER not in os.environ
+
+
+def test_cores_are_counted_where_the_system_gives_no_affinity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    assert others.count_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert others.count_cores() == 7
 
 
 def test_what_a_loss_has_caused_is_told_as_the_loss(wrong_job: Path) -> None:

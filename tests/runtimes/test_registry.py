@@ -42,7 +42,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    elsewhere = Place("runtimes.torch", ("torch",), environment=".venv-other")
+    elsewhere = Place("runtimes.torch", ("torch",), environment="-other")
     monkeypatch.setitem(registry.RUNTIMES, "torch", elsewhere)
     prefix = sys.prefix
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
@@ -58,6 +58,21 @@ def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     check_settings("torch", Train(device="cpu"))
     with pytest.raises(WrongInput, match="device cuda:99: this machine has"):
         check_settings("torch", Train(device="cuda:99"))
+
+
+def test_each_environment_has_its_own_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / ".venv312-xla/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    with pytest.raises(WrongInput, match="make setup-xla"):
+        interpreter("xla")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv312"))
+    assert interpreter("xla") == str(python)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv312-xla"))
+    assert interpreter("xla") == sys.executable
 
 
 def test_settings_that_no_device_here_serves() -> None:
