@@ -1,0 +1,145 @@
+"""A store in a bucket: whole runs, resumed, reused and looked after, on S3 and on Google's."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import ROOT, command, environment
+from hub_server import HubServer, Repository
+from stores import UrlOf
+
+from artifacts.store import Store
+
+pytestmark = pytest.mark.slow
+Here = Callable[..., str]  # of conftest.py, as is the next
+RunHere = Callable[..., dict[str, Any]]
+Overrides = dict[str, Any]
+Report = dict[str, Any]
+STAGES = ["download", "encode", "train", "evaluate", "publish"]
+PATIENCE = 600  # seconds, for a machine that does much else
+
+
+def outcomes(report: Report) -> dict[str, str]:
+    return {name: stage["outcome"] for name, stage in report["stages"].items()}
+
+
+def expect(*built: str) -> dict[str, str]:
+    return {name: "built" if name in built else "reused" for name in STAGES}
+
+
+def kill_training(folder: Path, api: str, overrides: Overrides, checkpoint: int) -> None:
+    """Run `digits`; kill the process that trains before it commits a checkpoint, the nth."""
+    told, log = folder / "told", folder / "log"
+    halt = {"record": r"/train/\w+/checkpoints/", "number": checkpoint, "told": str(told)}
+    with log.open("wb") as lines:
+        run = subprocess.Popen(
+            command("run", "digits", "--json", overrides=overrides),
+            env={
+                **environment(folder, api),
+                "PYTHONPATH": f"{ROOT / 'tests/halting'}:{ROOT}",
+                "KILN_TEST_HALT": json.dumps(halt),
+            },
+            cwd=ROOT,
+            stdout=lines,
+            stderr=lines,
+        )
+    until = time.monotonic() + PATIENCE
+    while not told.exists():
+        assert run.poll() is None and time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+    os.kill(int(told.read_text()), signal.SIGKILL)
+    assert run.wait(PATIENCE) == 1
+    assert "the runtime's process was killed by SIGKILL" in log.read_text()
+
+
+def on_the_hub(hub: HubServer, folder: Path) -> str:
+    """The hub's id of a copy of a model."""
+    files = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+    contents = {name.as_posix(): path.read_bytes() for name, path in files.items()}
+    hub.repositories["some/base"] = Repository(contents)
+    return "some/base"
+
+
+def look_after(here: Here, url: str, report: Report) -> None:
+    """What `kiln` says of a store with one published model, and what it deletes there."""
+    store = Store(url)
+    listed = json.loads(here("ls", "--store", url, "--json"))
+    assert sorted(row["stage"] for row in listed["artifacts"]) == sorted(STAGES)
+    (model,) = listed["models"]
+    assert (model["uri"], model["champion"]) == (report["model"], True)
+    shown = here("show", f"train/{report['stages']['train']['key']}", "--store", url)
+    assert "whole: it will be reused" in shown and f"at      {url}/train/" in shown
+    assert "damaged" not in here("verify", "--store", url)
+
+    trained = f"{store.root}/train/{report['stages']['train']['key']}"
+    assert store.fs.find(f"{trained}/checkpoints")
+    assert "would be deleted" in here("gc", "--store", url)
+    here("gc", "--store", url, "--delete")
+    assert not store.fs.find(f"{trained}/checkpoints")
+    assert "damaged" not in here("verify", "--store", url)
+
+    weights = f"{trained}/unet/diffusion_pytorch_model.safetensors"
+    whole = store.fs.cat_file(weights)
+    store.fs.pipe_file(weights, whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "damaged" in here("verify", "--store", url, code=1)
+    store.fs.pipe_file(weights, whole)
+
+
+@pytest.mark.parametrize("kind", ["s3", pytest.param("gs", marks=pytest.mark.soak)])
+def test_killed_in_training_a_run_goes_on_from_its_checkpoint_in_the_bucket(
+    kind: str,
+    url_of: UrlOf,
+    hub: HubServer,
+    published: Path,
+    smallest: Overrides,
+    tmp_path: Path,
+    here: Here,
+    run_here: RunHere,
+    api: str,
+) -> None:
+    url = url_of(kind)
+    base = on_the_hub(hub, ROOT / "demo/base")
+    overrides = {**smallest, "store": url, "model.path": base}
+    kill_training(tmp_path, api, overrides, checkpoint=2)
+    report = run_here("digits", overrides)
+    assert report["status"] == "published"
+    assert outcomes(report) == expect("train", "evaluate", "publish")
+    store = Store(url)
+    trained = store.load("train", report["stages"]["train"]["key"])
+    assert trained is not None and trained.manifest["run"]["resumed_from"] == 2
+
+    local = json.loads((published / "report.json").read_bytes())
+    weights = "unet/diffusion_pytorch_model.safetensors"
+    alone = Path(local["stages"]["train"]["uri"]) / weights
+    assert trained.read(weights) == alone.read_bytes()
+    assert report["metrics"] == local["metrics"]
+
+    assert report["model"] == f"{url}/registry/digits/v1"
+    assert store.fs.cat_file(f"{store.root}/registry/digits/champion") == b"v1"
+    assert store.fs.exists(f"{store.root}/registry/digits/v1/report.html")
+    assert outcomes(run_here("digits", overrides)) == expect()
+    look_after(here, url, report)
+
+
+def test_a_store_that_was_moved_into_a_bucket_is_used_as_it_was(
+    url_of: UrlOf,
+    published: Path,
+    smallest: Overrides,
+    here: Here,
+    run_here: RunHere,
+) -> None:
+    url = url_of("gs")
+    store = Store(url)
+    for stage in STAGES:
+        store.fs.put(f"{published}/store/{stage}/", f"{store.root}/{stage}/", recursive=True)
+    report = run_here("digits", {**smallest, "store": url})
+    assert outcomes(report) == expect()
+    assert report["model"] == f"{url}/registry/digits/v1"
+    assert store.fs.cat_file(f"{store.root}/registry/digits/champion") == b"v1"
+    look_after(here, url, report)
