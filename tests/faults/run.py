@@ -46,6 +46,8 @@ SLOW_TO_IMPORT = (
 OURS = ("artifacts", "configs", "demo", "flows", "runtimes", "tasks", "bench")
 #: Seconds for the tests of a fault: one that hangs is not caught.
 MOST_SECONDS = 300.0
+#: And for their process to end after them.
+END_SECONDS = 10.0
 FORK = multiprocessing.get_context("forkserver")
 
 
@@ -128,6 +130,7 @@ class Copy:
             if ours.poll(MOST_SECONDS):
                 outcome.words = "the process died"
                 outcome = Outcome(*ours.recv())
+                process.join(END_SECONDS)
         ours.close()
         with suppress(ProcessLookupError):  # with what the tests have left running
             os.killpg(process.pid or 0, signal.SIGKILL)

@@ -32,9 +32,11 @@ def test_a_fault_has_its_line_and_its_tests(fault: Fault) -> None:
 
 
 def test_there_are_many_and_all_over() -> None:
-    assert len(FAULTS) >= 40
+    assert len(FAULTS) >= 60
     assert len({fault.fault for fault in FAULTS}) == len(FAULTS)
-    assert {"artifacts", "configs", "tasks"} <= {fault.file.partition("/")[0] for fault in FAULTS}
+    assert {"artifacts", "configs", "tasks", "runtimes", "flows", "demo"} <= {
+        fault.file.partition("/")[0] for fault in FAULTS
+    }
 
 
 @pytest.mark.parametrize(

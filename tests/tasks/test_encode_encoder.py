@@ -234,3 +234,12 @@ def test_a_vocabulary_that_was_not_read_is_refused(tiny_sdxl: Path, tmp_path: Pa
     CLIPTokenizer().save_pretrained(copy / "tokenizer")
     with pytest.raises(WrongInput, match="tokenizer has 2 tokens"):
         Encoder(copy, device="cpu")
+
+
+def test_another_vae_counts_by_its_weights(tiny_sdxl: Path, tiny_vae: Path, tmp_path: Path) -> None:
+    """Two that have the same config are told apart."""
+    other = Path(shutil.copytree(tiny_vae, tmp_path / "vae"))
+    weights = load_file(other / "diffusion_pytorch_model.safetensors")
+    weights["encoder.conv_in.bias"] += 1
+    save_file(weights, other / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    assert digest_encoders(tiny_sdxl, other) != digest_encoders(tiny_sdxl, tiny_vae)

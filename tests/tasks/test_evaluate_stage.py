@@ -27,6 +27,7 @@ from runtimes.generate import generate
 from runtimes.job import GenerateJob, Job
 from runtimes.torch.models import load_denoiser
 from tasks import encode, evaluate
+from tasks.evaluate.measure import fingerprint
 from tasks.evaluate.published import published_painter
 from tasks.process import run_job
 from tasks.progress import Progress
@@ -244,6 +245,13 @@ def test_prompts_and_seeds_change_the_fingerprint_and_speed_does_not(world: Worl
 
     assert mark() == mark(batch_size=2) != mark(seed=5)
     assert mark() != mark(prompts={"new": {"prompts": NEW}})
+
+
+def test_another_clip_model_is_another_fingerprint(world: World, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(world.clip, tmp_path / "clip"))
+    (other / "preprocessor_config.json").write_text("{}")
+    given = world.recipe, world.images, world.latents, world.model, None
+    assert fingerprint(*given, other) != fingerprint(*given, world.clip)
 
 
 def test_the_grid_shows_both_models_enlarged(world: World) -> None:

@@ -15,7 +15,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
 from configs.schema import Recipe
 from tasks.publish import Rejected, build
-from tasks.publish.assemble import assemble
+from tasks.publish.assemble import assemble, cast
 from tasks.publish.card import base_card, license_of
 from tasks.publish.stage import registry_of, show
 from tasks.train import STAGE as TRAIN
@@ -130,3 +130,12 @@ def test_a_part_without_weights_is_named(tmp_path: Path, tiny_sdxl: Path, tuned:
     (base / "vae/diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="vae has no"):
         assemble(base, {"unet": tuned}, tmp_path / "out", dtype="float16")
+
+
+def test_a_weight_that_half_precision_cannot_hold_is_named() -> None:
+    large = torch.tensor([1.0, 1e5])
+    with pytest.raises(OverflowError, match=r"unet\.x does not fit float16: .*bfloat16"):
+        cast("unet.x", large, "float16")
+    assert cast("unet.x", large, "bfloat16").isfinite().all()
+    endless = torch.tensor([float("inf")])  # it was none before
+    assert cast("unet.x", endless, "float16").isinf().all()

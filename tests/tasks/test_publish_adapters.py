@@ -161,9 +161,11 @@ def test_what_they_are_scaled_by_is_exact_in_half_precision(
 ) -> None:
     artifact = publish(tmp_path, digits(tmp_path, tiny_sdxl))
     kohya = load_file(Path(artifact.path) / "digits_kohya.safetensors")
-    alphas = {tensor.item() for name, tensor in kohya.items() if name.endswith(".alpha")}
+    alphas = {
+        (tensor.item(), tensor.dtype) for name, tensor in kohya.items() if name.endswith(".alpha")
+    }
     kinds = {tensor.dtype for name, tensor in kohya.items() if not name.endswith(".alpha")}
-    assert alphas == {5.0} and kinds == {torch.float16}
+    assert alphas == {(5.0, torch.float32)} and kinds == {torch.float16}
     with safe_open(Path(artifact.path) / LORA_WEIGHTS, "pt") as stream:
         assert json.loads(stream.metadata()["lora_adapter_metadata"])["unet.lora_alpha"] == 5.0
 

@@ -149,3 +149,12 @@ def test_a_local_champion_is_a_folder_to_load_from(tmp_path: Path) -> None:
     store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
     found.promote(found.publish(model(store, 1)).name)
     assert (tmp_path / "registry/digits/champion/model_index.json").read_bytes() == b"1"
+
+
+def test_a_copy_that_is_cut_short_is_no_version(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    artifact = model(store, 1)
+    store.fs.rm_file(f"{artifact.path}/unet/weights.safetensors")
+    with pytest.raises(FileNotFoundError):
+        found.publish(artifact)
+    assert found.versions() == []

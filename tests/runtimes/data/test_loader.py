@@ -15,7 +15,7 @@ import pytest
 from artifacts.clock import Clock
 from artifacts.latents import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.base import StepBatch, WrongInput
-from runtimes.data.loader import Holdout, Loader
+from runtimes.data.loader import Holdout, Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.noise import NoiseSchedule
@@ -341,3 +341,9 @@ def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, write_latents: Wr
         peaks.append(int(done.stdout))
         shutil.rmtree(tmp_path / str(count))
     assert peaks[1] < 1.15 * peaks[0], f"peak KiB: {peaks}"
+
+
+def test_batches_after_one_that_is_left_out_move_up() -> None:
+    numbers = [batch_number(step, (5, 2, 3)) for step in range(6)]
+    assert numbers == [0, 1, 4, 6, 7, 8]
+    assert [batch_number(step, ()) for step in range(3)] == [0, 1, 2]

@@ -109,3 +109,10 @@ def test_spread_takes_held_out_samples_evenly() -> None:
     assert len(spread(SHARDS, "holdout", 100)) == 5
     assert spread(SHARDS, "holdout", 2) == [Place(0, "holdout/8x8", 0), Place(0, "holdout/8x8", 2)]
     assert spread(SHARDS, "test", 2) == []
+
+
+def test_every_epoch_has_shards_in_an_order_of_its_own() -> None:
+    bucket = Bucket("train/8x8", 0, [1] * 8, seed=1, window=1)
+    epochs = [tuple(place.shard for place in bucket.places(8 * epoch, 8)) for epoch in range(5)]
+    assert len(set(epochs)) == 5
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)

@@ -1,8 +1,10 @@
 """Shards of a remote store: local copies are checked, fetching is patient, eviction is polite."""
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,25 @@ def test_only_so_many_shards_are_open(tmp_path: Path, write_latents: WriteLatent
     maps = Path("/proc/self/maps").read_text()
     assert sum(ref.url in maps for ref in open_latents(url).shards) == 3
     files.close()
+
+
+def test_a_download_with_a_wrong_byte_is_made_again(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the right length, so that only its sha256 tells."""
+    opened, reads = MemoryFileSystem._open, []
+
+    def damaged_once(fs: MemoryFileSystem, path: str, *args: object, **more: object) -> object:
+        stream = opened(fs, path, *args, **more)
+        if path.endswith(".safetensors"):
+            reads.append(path)
+            if len(reads) == 1:
+                whole = stream.getvalue()
+                return BytesIO(bytes([*whole[:-5], whole[-5] ^ 1, *whole[-4:]]))
+        return stream
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", damaged_once)
+    remote.open().close()
+    (copy,) = remote.folder.iterdir()
+    assert len(reads) == 2
+    assert hashlib.sha256(copy.read_bytes()).hexdigest() == remote.ref.sha256

@@ -116,6 +116,8 @@ def test_noise_offset_shifts_whole_channels_and_no_other_draw() -> None:
     shift = diffusion(noise_offset=0.1).noise(range(2000), (4, 2, 2)) - plain
     assert_close(shift, shift[:, :, :1, :1].repeat(2, 2).repeat(2, 3))
     assert shift.std() == pytest.approx(0.1, rel=0.05)
+    among_channels = np.corrcoef(shift[:, :, 0, 0].T)
+    assert np.abs(among_channels - np.eye(4)).max() < 0.1  # each has its own
 
 
 @BOTH
