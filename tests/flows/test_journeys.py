@@ -128,6 +128,7 @@ def test_a_list_of_urls_is_published_by_jax(
     published.draw(Path(report["model"]), "a cat asleep on a windowsill")
 
 
+@pytest.mark.soak
 def test_adapters_of_denoiser_and_text_encoders_are_published_alone(
     tmp_path: Path, api: str, tiny_model: TinyModel, tiny_sdxl: Path
 ) -> None:
