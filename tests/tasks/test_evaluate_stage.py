@@ -4,7 +4,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from runtimes.encoders import read_config
 from runtimes.events import Events
 from runtimes.extras import trained_config
 from runtimes.generate import generate
-from runtimes.job import GenerateJob, Job
+from runtimes.job import Drawing, GenerateJob, Job
 from runtimes.torch.models import load_denoiser
 from tasks import encode, evaluate
+from tasks.evaluate.grid import MARGIN
 from tasks.evaluate.measure import fingerprint
 from tasks.evaluate.published import published_painter
 from tasks.process import run_job
@@ -254,10 +255,37 @@ def test_another_clip_model_is_another_fingerprint(world: World, tmp_path: Path)
     assert fingerprint(*given, other) != fingerprint(*given, world.clip)
 
 
-def test_the_grid_shows_both_models_enlarged(world: World) -> None:
-    picture = Image.open(io.BytesIO(world.evaluate(world.trained(0.5)).read("before_after.png")))
-    assert picture.width > 2 * 96 and picture.height > 2 * 2 * 96  # two prompts; two sets, two rows
-    assert len(set(picture.getdata())) > 100
+def drawn(world: World, parts: dict[str, str]) -> list[np.ndarray]:
+    """Pictures [H, W, 3] of every prompt, drawn apart from the stage by the base with parts."""
+    out = world.tmp / "apart"
+    generate(replace(world.jobs[0], drawings=(Drawing(str(out), parts),), latents=None), Events())
+    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(out.glob("*.png"))]
+    shutil.rmtree(out)
+    return pictures
+
+
+def places(page: np.ndarray, picture: np.ndarray) -> list[tuple[int, int]]:
+    """Columns and rows of the page at which a picture begins, three times as large."""
+    shown = picture.repeat(3, axis=0).repeat(3, axis=1)
+    height, width = shown.shape[:2]
+    begins = (page[: 1 - height, : 1 - width] == shown[0, 0]).all(axis=-1)
+    found = ((int(x), int(y)) for y, x in np.argwhere(begins))
+    return [(x, y) for x, y in found if (page[y : y + height, x : x + width] == shown).all()]
+
+
+def test_the_grid_shows_each_prompt_by_the_base_above_and_by_the_tuned_below(world: World) -> None:
+    artifact = world.evaluate(world.trained(-3.0))
+    page = np.asarray(Image.open(io.BytesIO(artifact.read("before_after.png"))))
+    base = drawn(world, {})
+    tuned = drawn(world, {"unet": str(world.tmp / "trained")})
+    assert len(base) == len(tuned) == 5  # four of the new prompts, one of the old
+    columns = []
+    for number in (0, 2, 4):  # the first of each prompt
+        assert np.abs(base[number].astype(int) - tuned[number]).max() > 8
+        ((x, above),) = places(page, base[number])
+        assert places(page, tuned[number]) == [(x, above + 96 + MARGIN)]
+        columns.append((x, above))
+    assert columns[0][1] == columns[1][1] < columns[2][1] and columns[0][0] < columns[1][0]
 
 
 def test_a_champion_measured_otherwise_draws_again(world: World, tmp_path: Path) -> None:
