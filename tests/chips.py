@@ -87,6 +87,12 @@ def reason_to_skip(variant: str) -> str:
     return not_chosen(variant) or ("" if required else _lacking(variant))
 
 
+def require(variant: str) -> None:
+    """Skip the test that calls this if a variant is not tested here."""
+    if reason := reason_to_skip(variant):
+        pytest.skip(reason)
+
+
 def not_chosen(variant: str) -> str:
     """Why a variant is no part of this session; empty if it is one."""
     chosen = os.environ.get(CHOSEN)

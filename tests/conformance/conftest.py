@@ -147,8 +147,7 @@ def open_subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 @pytest.fixture
 def runtime(request: pytest.FixtureRequest, open_subject: Callable[[str], Subject]) -> Subject:
     """The runtime, or the variant of one, that a test is about: a name of chips.VARIANTS."""
-    if reason := chips.reason_to_skip(request.param):
-        pytest.skip(reason)
+    chips.require(request.param)
     return open_subject(request.param)
 
 

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chips
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-
-from runtimes.registry import probe_runtime
 
 pytestmark = pytest.mark.slow
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
@@ -201,9 +200,7 @@ def test_a_model_the_gate_refuses_is_not_published(
 
 def test_a_run_on_mindspore_is_published(small: Overrides, run_here: RunHere) -> None:
     """By its own environment from encoding to drawing, in the process of each stage."""
-    found = probe_runtime("mindspore")
-    if not found.available:
-        pytest.skip(found.reason)
+    chips.require("mindspore")
     report = run_here("digits", {**small, "runtime": "mindspore"})
     assert report["status"] == "published"
     assert outcomes(report) == expect(*STAGES)

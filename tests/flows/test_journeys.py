@@ -20,7 +20,6 @@ from toy_recipes import toy
 
 from configs.load import load_recipe
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.registry import probe_runtime
 from tasks.download.serve import serve_folder
 
 pytestmark = pytest.mark.slow
@@ -81,10 +80,8 @@ def test_a_dataset_with_several_captions_a_picture_is_published(
     assert everything_encoded(report) == published.captions_given(pictures, SQUARE)
     published.assert_trained(report, tiny_sd)
     published.draw(Path(report["model"]), "a man with spiky yellow hair")
-    if (found := probe_runtime("xla")).available:
-        assert_trained_by_xla(tmp_path, report, source, tiny_model)
-    else:
-        pytest.skip(f"published; but recipe sd2-v5p was not trained: {found.reason}")
+    chips.require("xla")
+    assert_trained_by_xla(tmp_path, report, source, tiny_model)
 
 
 def assert_trained_by_xla(

@@ -17,7 +17,6 @@ from command import run_json
 from toy_recipes import BASES, toy
 
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.registry import probe_runtime
 
 pytestmark = pytest.mark.soak
 TinyModel = Callable[[str], Path]
@@ -44,9 +43,7 @@ def test_a_recipe_for_tpus_is_published(
     name: str, tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:
     """On four virtual devices of the CPU."""
-    found = probe_runtime("xla")
-    if not found.available:
-        pytest.skip(found.reason)
+    chips.require("xla")
     with chips.standing_in("xla"):
         report = run(name, tmp_path, api, tiny_model)
     published.assert_published(report, "xla", 4)
@@ -54,9 +51,9 @@ def test_a_recipe_for_tpus_is_published(
     published.draw(Path(report["model"]), "a masked ninja standing in the rain")
 
 
-@pytest.mark.skipif(bool(chips.why_not("hpu-lazy")), reason="needs a C++ compiler")
 def test_a_recipe_is_published_on_gaudi(tmp_path: Path, api: str, tiny_model: TinyModel) -> None:
     """Recipe sd2 on the emulated device, from encoding to drawing."""
+    chips.require("hpu-lazy")
     picture_sources.write_dataset(tmp_path / "dataset", picture_sources.make_pictures(PICTURES))
     source = {"kind": "dataset", "path": str(tmp_path / "dataset")}
     overrides = toy("sd2", tmp_path / "store", source, tiny_model)

@@ -29,8 +29,7 @@ LOGGED, SAVED = 5, 8
 
 @pytest.fixture(scope="module", autouse=True)
 def _emulated() -> None:
-    if reason := chips.reason_to_skip("hpu-lazy"):
-        pytest.skip(reason)
+    chips.require("hpu-lazy")
 
 
 def make_host(mode: str, folder: Path) -> Iterator[Inside]:

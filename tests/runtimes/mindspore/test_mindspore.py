@@ -40,8 +40,7 @@ NOISY = ("EulerAncestralDiscreteScheduler", "DDPMScheduler")
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
-    if reason := chips.reason_to_skip("mindspore"):
-        pytest.skip(reason)
+    chips.require("mindspore")
 
 
 @pytest.fixture(autouse=True)

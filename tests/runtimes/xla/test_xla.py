@@ -34,8 +34,7 @@ ONE_SIZE, TWO_SIZES = {"train/8x8": 9}, {"train/8x8": 9, "train/4x12": 9}
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
     """A process in the runtime's environment."""
-    if reason := chips.reason_to_skip("xla"):
-        pytest.skip(reason)
+    chips.require("xla")
     driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("xla")
     variables = {**chips.ENVIRONMENT["xla"], "OMP_NUM_THREADS": "1"}
     process = Inside(driver, interpreter("xla"), folder, variables)
