@@ -16,6 +16,26 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.keys import digest_json, digest_stream
 
+#: Packages that the clients of remote stores are made of; not all their errors are an OSError.
+_CLIENTS = frozenset(
+    {
+        "aiobotocore",
+        "aiohttp",
+        "botocore",
+        "gcsfs",
+        "google",
+        "httpx",
+        "httpx2",
+        "huggingface_hub",
+        "requests",
+    }
+)
+
+
+def is_of_client(error: BaseException) -> bool:
+    """Whether an error is one of a remote store's client: no network, say, or no credentials."""
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -117,17 +137,25 @@ def _seal(content: dict[str, Any]) -> bytes:
 
 
 def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
-    """Read a record; None when there is none. A damaged one raises ValueError."""
+    """Read a record; None when there is none. A damaged one raises ValueError.
+
+    A remote store that does not give it raises as its client does: that is no damage.
+    """
     try:
         data = fs.cat_file(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if not isinstance(fs, LocalFileSystem):
+            raise
+        raise ValueError(f"{path} is not a readable record: {error}") from None
+    try:
         record: dict[str, Any] = json.loads(data)
         del record["sha256"]
         if _seal(record) != data:  # to the byte: a number can be spelt in several ways
             raise ValueError("its content is not what was written")
         record["files"] = [FileEntry(**entry) for entry in record["files"]]
-    except FileNotFoundError:
-        return None
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a readable record: {error}") from None
     return record
 
@@ -162,7 +190,7 @@ def first_fault(
     """Check every file; say in words what is wrong with the first that differs, or None.
 
     A file is re-hashed, unless the store's own checksum of it is the recorded one; `deep` re-hashes
-    every file.
+    every file. A remote store that does not give one raises as its client does: that is no fault.
     """
     for entry in files:
         try:
@@ -172,6 +200,8 @@ def first_fault(
         except FileNotFoundError:
             return f"{entry.path} is missing"
         except OSError as error:
+            if not isinstance(fs, LocalFileSystem):
+                raise
             return f"{entry.path} cannot be read: {error.strerror or error}"
         if found.size != entry.size:
             return f"{entry.path} has {found.size} bytes, {entry.size} were committed"

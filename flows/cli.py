@@ -280,6 +280,10 @@ def main() -> None:
         _fail("interrupted; run the same command to go on from here", INTERRUPTED)
     except Exception as error:
         # Errors of ours say what to do; any other is a bug, and keeps its trace.
+        from artifacts.commit import is_of_client
+
+        if is_of_client(error):
+            _fail(f"the store cannot be used now ({' '.join(str(error).split())[:300]})", FAILED)
         if type(error).__module__.partition(".")[0] not in FLOORS:
             raise
         _fail(str(error), WRONG_INPUT if isinstance(error, ValueError) else FAILED)

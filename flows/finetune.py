@@ -27,7 +27,7 @@ from tasks.progress import Progress
 from tasks.publish import Rejected, card, gate, report
 from tasks.publish.registry import Registry, Version
 from tasks.show import show_in_prefect
-from tasks.stage import StageResult, TransientError, storage_error
+from tasks.stage import StageResult, TransientError, storing
 
 log = logging.getLogger("kiln")
 
@@ -180,7 +180,7 @@ class _Run:
         Raises TransientError if the champion is no longer the one that the gate compared with.
         """
         registry = publish.registry_of(self.recipe)
-        try:
+        with storing(self.store):
             self._write_report(f"{published.path}/report.html")
             version = registry.publish(published)
             if not registry.was_champion(version.name):
@@ -188,8 +188,6 @@ class _Run:
                 if now.get("champion") != published.manifest["inputs"].get("champion"):
                     raise TransientError("another model became champion meanwhile: run again")
                 registry.promote(version.name, "published")
-        except OSError as error:
-            raise storage_error(self.store, error) from error
         self._show_where(registry, version)
         found = self._finish("published", version.uri, evaluated)
         found["champion"] = registry.last_move()  # another version, after a rollback

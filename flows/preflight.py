@@ -88,8 +88,11 @@ def _check_places(recipe: Recipe) -> Store:
     for place in [store] if registry is None else [store, Store(registry)]:
         try:
             place.check_writable()
-        except OSError as error:
-            raise RecipeError(f"store: {storage_error(place, error)}") from error
+        except Exception as error:
+            told = storage_error(place, error)
+            if told is error and not isinstance(error, OSError):
+                raise
+            raise RecipeError(f"store: {told}") from error
     return store
 
 

@@ -8,13 +8,15 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from artifacts.commit import is_of_client
 from artifacts.store import Artifact, Draft, KeyParts, Store
 
 log = logging.getLogger("kiln")
@@ -38,7 +40,7 @@ class TransientError(RuntimeError):
 
 
 class StorageError(TransientError):
-    """The store cannot be written to; the message says why and what to do."""
+    """The store cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,13 @@ def build_or_reuse(
     """Reuse the artifact of `parts`, or be its only builder.
 
     `build` adds files to the draft and returns the summary. `present` is the artifact if the
-    caller has just found and verified it. Raises StorageError when the store cannot be written.
+    caller has just found and verified it. Raises StorageError when the store cannot be used.
     """
     started = time.monotonic()
-    artifact, outcome = present or store.find(parts.stage, parts.key), "reused"
-    if artifact is None:
-        artifact, outcome = _build(store, parts, build, parents)
+    with storing(store):
+        artifact, outcome = present or store.find(parts.stage, parts.key), "reused"
+        if artifact is None:
+            artifact, outcome = _build(store, parts, build, parents)
     seconds = round(time.monotonic() - started, 3)
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
 
@@ -87,34 +90,49 @@ def _build(
         where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
         log.info("%s %s: %s is building it; waiting", parts.stage, parts.key[:12], where)
 
+    with store.lock(parts.stage, parts.key, waiting):
+        if (artifact := store.find(parts.stage, parts.key)) is not None:
+            return artifact, "reused"
+        reason = why_not_cached(store, parts)
+        log.info("%s: building (%s)", parts.stage, reason)
+        started = time.monotonic()
+        draft = store.draft(parts)
+        summary = build(draft)
+        facts = {
+            **run_facts(),
+            "reason": reason,
+            "seconds": round(time.monotonic() - started, 3),
+            "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
+            **summary.pop("run", {}),
+        }
+        return draft.commit(summary, facts), "built"
+
+
+@contextmanager
+def storing(store: Store) -> Iterator[None]:
+    """Turn what goes wrong with a store into a StorageError; other errors stay themselves."""
     try:
-        with store.lock(parts.stage, parts.key, waiting):
-            if (artifact := store.find(parts.stage, parts.key)) is not None:
-                return artifact, "reused"
-            reason = why_not_cached(store, parts)
-            log.info("%s: building (%s)", parts.stage, reason)
-            started = time.monotonic()
-            draft = store.draft(parts)
-            summary = build(draft)
-            facts = {
-                **run_facts(),
-                "reason": reason,
-                "seconds": round(time.monotonic() - started, 3),
-                "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
-                **summary.pop("run", {}),
-            }
-            return draft.commit(summary, facts), "built"
-    except OSError as error:
-        raise storage_error(store, error) from error
+        yield
+    except Exception as error:
+        told = storage_error(store, error)
+        if told is error:
+            raise
+        raise told from error
 
 
-def storage_error(store: Store, error: OSError) -> Exception:
-    """An OSError of the store in words, or the error itself when it is about something else."""
-    place = error.filename or store.root
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def storage_error(store: Store, error: Exception) -> Exception:
+    """An error of the store in words, or the error itself when it is about something else."""
+    number = getattr(error, "errno", None)
+    place = getattr(error, "filename", None) or store.url
+    if number in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"no space left for {place}: free some (try `kiln gc`), then run again")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    # S3's client gives no number, Google's neither a number nor a type of its own.
+    forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
+    if forbidden or number in (errno.EPERM, errno.EROFS):
         return StorageError(f"no permission for {place}: mend that, or choose another `store`")
+    if is_of_client(error) and not store.is_local:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return StorageError(f"{store.url} cannot be used now ({reason}): run again when it can")
     return error
 
 

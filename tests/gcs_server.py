@@ -37,7 +37,8 @@ class GcsServer(ThreadingHTTPServer):
 
     Attributes:
         requests: (method, path) of each request so far, in the order that they came in.
-        is_read_only: whether changes are forbidden, as to somebody without permission.
+        forbidden: a regular expression of requests (method and path, as `GET /...`) that are
+            refused, as to somebody without permission.
     """
 
     daemon_threads = True
@@ -49,7 +50,7 @@ class GcsServer(ThreadingHTTPServer):
         self.uploads: dict[str, Upload] = {}
         self.upload_ids = count(1)
         self.requests: list[tuple[str, str]] = []
-        self.is_read_only = False
+        self.forbidden = "nothing"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that have gone: a killed one cannot close its connections."""
@@ -94,8 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.requests.append((self.command, unquote(url.path)))
         try:
-            if self.server.is_read_only and self.command != "GET":
-                raise Refused(403, "The caller has no access to storage.objects.create")
+            if re.search(self.server.forbidden, f"{self.command} {unquote(url.path)}"):
+                raise Refused(403, "The caller has no access to the bucket")
             self._route(url.path)
         except Refused as refused:
             error = {"code": refused.status, "message": str(refused)}

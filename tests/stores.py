@@ -78,6 +78,18 @@ def s3() -> Iterator[S3Server]:
 
 
 @pytest.fixture
+def s3_away(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody answers where S3 is."""
+    from s3fs import S3FileSystem
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()
+    yield
+    S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """The hub, here and in processes that inherit from us: nothing in it, nobody logged in."""
     from huggingface_hub import HfFileSystem, constants

@@ -17,7 +17,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import FileEntry, first_fault, read_record, write_record
 from runtimes.base import State
@@ -82,13 +84,15 @@ class Checkpoints:
 
     def latest(self, before: int | None = None) -> Checkpoint | None:
         """The newest that verifies (of a step below `before`); a broken one is skipped with a
-        warning."""
+        warning. A remote store that does not give one raises as its client does."""
         for step in reversed(self._steps()):
             if before is not None and step >= before:
                 continue
             try:
                 return self.read(step, verify=True)
             except (ValueError, OSError, KeyError, TypeError) as error:
+                if _is_away(self._fs, error):
+                    raise  # begun again from an older one, the run would throw the newest away
                 log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
 
@@ -218,3 +222,9 @@ class Checkpoints:
         found = self._fs.glob(f"{self._root}/{pattern}")
         steps = [re.search(r"/step-(\d+)(/[^/]*)?$", path.rstrip("/")) for path in found]
         return sorted(int(match[1]) for match in steps if match)
+
+
+def _is_away(fs: AbstractFileSystem, error: Exception) -> bool:
+    """Whether a remote store did not answer, which says nothing of what is in it."""
+    gone = isinstance(error, FileNotFoundError) or not isinstance(error, OSError)
+    return not gone and not isinstance(fs, LocalFileSystem)

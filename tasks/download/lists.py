@@ -14,6 +14,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
+from artifacts.commit import is_of_client
 from tasks.download.errors import SourceError
 
 
@@ -128,10 +129,6 @@ class JsonlList:
                     yield row_start, lines.position, _json_object(line, file, row_start)
 
 
-#: Packages that remote filesystems are made of, whose errors are no OSError.
-_REMOTE = frozenset(
-    {"aiohttp", "botocore", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub", "requests"}
-)
 FORMATS: dict[str, ListFormat] = {
     "parquet": ParquetList(),
     "csv": CsvList(),
@@ -218,7 +215,7 @@ def reading(place: str) -> Iterator[None]:
             f"source: {shown(place)}: cannot be read: {_reason(error, place)}"
         ) from None
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in _REMOTE:
+        if not is_of_client(error):
             raise
         raise SourceError(
             f"source: {shown(place)}: cannot be reached: {_reason(error, place)}"

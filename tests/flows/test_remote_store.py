@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from command import ROOT, command, environment
+from gcs_server import GcsServer
 from hub_server import HubServer, Repository
 from stores import UrlOf
 
@@ -143,3 +144,22 @@ def test_a_store_that_was_moved_into_a_bucket_is_used_as_it_was(
     assert report["model"] == f"{url}/registry/digits/v1"
     assert store.fs.cat_file(f"{store.root}/registry/digits/champion") == b"v1"
     look_after(here, url, report)
+
+
+def test_a_bucket_that_cannot_be_used_is_said_in_one_line(
+    url_of: UrlOf,
+    gcs: GcsServer,
+    s3_away: None,
+    smallest: Overrides,
+    here: Here,
+    api: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = url_of("s3")
+    said = here("ls", "--store", url, code=1)
+    assert said.startswith("kiln: the store cannot be used now (Could not connect to the endpoint")
+    closed = url_of("gs")
+    monkeypatch.setattr(gcs, "forbidden", "^POST ")
+    for store, words in ((url, f"store: {url} cannot be used now"), (closed, "no permission for")):
+        said = here("run", "digits", overrides={**smallest, "store": store}, code=2, api=api)
+        assert words in said and len(said.strip().splitlines()) == 1

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from gcs_server import GcsServer
+from stores import UrlOf
 
 from artifacts.store import Draft, KeyParts, Store
 from tasks.stage import StageResult, StorageError, build_or_reuse, storage_error
@@ -120,6 +122,38 @@ def test_a_store_that_is_full_or_closed_is_said(store: Store, number: int, words
 
     with pytest.raises(StorageError, match=words.replace("(", r"\(").replace(")", r"\)")):
         build_or_reuse(store, parts(), build, parents={})
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_closed_to_us_is_said(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Store(url_of("gs"))
+    monkeypatch.setattr(gcs, "forbidden", "^POST ")
+    with pytest.raises(StorageError, match=f"^no permission for {bucket.url}: mend that"):
+        build_or_reuse(bucket, parts(), write, parents={})
+    denied = PermissionError("Access Denied")  # as S3's client has it: without a number
+    assert "no permission for" in str(storage_error(bucket, denied))
+
+
+@pytest.mark.slow
+def test_what_a_bucket_does_not_give_is_not_built_again(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Store(url_of("gs"))
+    build_or_reuse(bucket, parts(), write, parents={})
+    with monkeypatch.context() as patch:
+        patch.setattr(gcs, "forbidden", r"^GET .*/manifest\.json$")
+        with pytest.raises(StorageError):
+            build_or_reuse(bucket, parts(), lambda draft: pytest.fail("built"), parents={})
+    assert build_or_reuse(bucket, parts(), write, parents={}).outcome == "reused"
+
+
+@pytest.mark.slow
+def test_a_bucket_that_does_not_answer_is_said(url_of: UrlOf, s3_away: None) -> None:
+    bucket = Store(url_of("s3"))
+    with pytest.raises(StorageError, match=f"^{bucket.url} cannot be used now .*Could not connect"):
+        build_or_reuse(bucket, parts(), write, parents={})
 
 
 def test_an_error_that_is_not_of_the_store_stays_itself(store: Store) -> None:

@@ -3,17 +3,22 @@
 import errno
 import logging
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import chips
 import fsspec
 import numpy as np
 import pytest
+from command import ROOT
+from gcs_server import GcsServer
 from safetensors.numpy import load_file
 from stores import REMOTE, UrlOf
 
-from runtimes.base import State
+from runtimes.base import State, WrongInput
+from runtimes.registry import interpreter
 from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
 
 FACTS = {"seed": 1, "train": {}}
@@ -37,6 +42,60 @@ def test_what_is_saved_is_read_back(kind: str, url_of: UrlOf) -> None:
     assert latest is not None and latest.step == 3
     assert latest.history[2] == '{"step": 3}' and latest.facts["seed"] == 1
     np.testing.assert_equal(latest.state, state(3))
+
+
+@pytest.mark.slow
+def test_the_newest_is_not_skipped_because_the_store_does_not_give_it(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(url_of("gs"), keep=2)
+    save(checkpoints, 1, 2)
+    for what in ("manifest.json", "weights.safetensors", "history.jsonl"):
+        with monkeypatch.context() as patch:
+            patch.setattr(gcs, "forbidden", rf"^GET .*/step-00000002/{what}$")
+            with pytest.raises(OSError, match="Forbidden"):
+                checkpoints.latest()
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 2
+
+
+SAVE = """
+import sys
+import numpy as np
+from runtimes.train.checkpoint import Checkpoints
+
+arrays = {"a": np.arange(6, dtype=np.float32)}
+for url in sys.argv[1:]:
+    Checkpoints(url, keep=2).save(3, {"weights": arrays}, ["{}"], {})
+    latest = Checkpoints(url, keep=2).latest()
+    assert latest is not None and latest.step == 3
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["xla", "mindspore"])
+def test_a_runtime_with_an_environment_of_its_own_keeps_checkpoints_in_buckets(
+    runtime: str, url_of: UrlOf
+) -> None:
+    if reason := chips.not_chosen(runtime) or without_environment(runtime):
+        pytest.skip(reason)
+    urls = [url_of("s3"), url_of("gs")]
+    done = subprocess.run(
+        [interpreter(runtime), "-c", SAVE, *urls], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for url in urls:
+        latest = Checkpoints(url, keep=2).latest()
+        assert latest is not None
+        np.testing.assert_equal(latest.state, {"weights": {"a": np.arange(6, dtype=np.float32)}})
+
+
+def without_environment(runtime: str) -> str:
+    try:
+        interpreter(runtime)
+    except WrongInput as error:
+        return chips.unless_required(runtime, str(error))
+    return ""
 
 
 def test_safetensors_itself_reads_the_weights(tmp_path: Path) -> None:
