@@ -13,6 +13,8 @@ from google.api_core.exceptions import NotFound, NotModified, PreconditionFailed
 from google.auth.credentials import AnonymousCredentials
 from google.cloud.storage import Bucket, Client
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bucket(gcs: GcsServer) -> Iterator[Bucket]:

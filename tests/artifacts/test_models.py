@@ -3,12 +3,13 @@
 import errno
 import hashlib
 from pathlib import Path
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import fsspec
 import pytest
 from hub_server import HubServer, Repository
 from huggingface_hub.utils import filter_repo_objects
+from stores import REMOTE, UrlOf
 
 from artifacts.models import (
     HUB_FILES,
@@ -30,10 +31,12 @@ SDXL = {
 }
 
 
-@pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["memory", *REMOTE])
+def remote(
+    request: pytest.FixtureRequest, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
-    url = f"memory://{uuid4()}"
+    url = url_of(request.param)
     fs, root = fsspec.core.url_to_fs(url)
     fs.pipe({f"{root}/model_index.json": b"{}", f"{root}/unet/config.json": b"[]"})
     return url
@@ -47,6 +50,16 @@ def test_a_remote_model_is_copied_once_and_nothing_else_stays(remote: str) -> No
     assert resolve_model(remote) == folder
     assert (folder / "model_index.json").stat().st_mtime_ns == written
     assert list((cache_folder() / "models").iterdir()) == [folder]
+
+
+def test_a_remote_model_that_changes_is_copied_again(remote: str) -> None:
+    before = resolve_model(remote)
+    fs, root = fsspec.core.url_to_fs(remote)
+    fs.pipe_file(f"{root}/unet/config.json", b"{}")
+    after = resolve_model(remote)
+    assert after != before
+    assert (after / "unet/config.json").read_bytes() == b"{}"
+    assert (before / "unet/config.json").read_bytes() == b"[]"
 
 
 def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_path: Path) -> None:
@@ -114,7 +127,10 @@ def test_a_revision_is_what_it_was(hub: HubServer, repository: Repository) -> No
     assert "no revision nonesuch" in refused("some/model", revision="nonesuch")
 
 
-def test_a_model_of_the_hub_by_its_url(repository: Repository, remote: str) -> None:
+def test_a_model_of_the_hub_by_its_url(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     folder = resolve_model("hf://some/model")
     assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
 
