@@ -3,10 +3,11 @@
 import json
 import math
 import os
-import shutil
 import socket
 import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,17 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from inside import Inside
 from jobs import SAMPLER, MakeJob, lora
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
+from training import forget_after, history, losses, train, weights
 
-from runtimes.base import WrongInput
-from runtimes.job import Drawing, EncodeJob, GenerateJob, TrainJob, write_job
+from runtimes.job import TrainJob, write_job
 from runtimes.objective.draws import Stream, generator
 from runtimes.registry import interpreter
-from tasks.encode.served import ServedEncoder
-from tasks.process import run_job
 
 pytestmark = pytest.mark.slow
-DRAW = Path(__file__).with_name("draw_driver.py")
-INSIDE = Path(__file__).with_name("inside_driver.py")
 LOSS = 1e-4
 DETERMINISTIC = (
     "EulerDiscreteScheduler",
@@ -38,93 +37,109 @@ DETERMINISTIC = (
 NOISY = ("EulerAncestralDiscreteScheduler", "DDPMScheduler")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _installed() -> None:
+@pytest.fixture(scope="module")
+def python() -> Path:
     chips.require("mindspore")
+    return Path(interpreter("mindspore"))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.fixture(scope="module")
+def inside(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+    driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("mindspore")
+    process = Inside(driver, str(python), folder, {"OMP_NUM_THREADS": "1"})
+    yield process
+    process.close()
 
 
-def history(job: TrainJob) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(job.out) / "history.jsonl").read_text().splitlines()]
-
-
-def losses(job: TrainJob) -> list[float]:
-    run_job(job)
-    return [line["loss"] for line in history(job)]
+@pytest.fixture
+def make_job(make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path) -> MakeJob:
+    """On pictures of one size: each is a graph of its own."""
+    url = write_latents(tmp_path / "store", [{"train/8x8": 9}])
+    return partial(make_job, runtime="mindspore", latents=url)
 
 
 def elsewhere(job: TrainJob, folder: Path, **settings: Any) -> TrainJob:
     """The same job with other settings, in a folder of its own."""
-    train = {**job.train, **settings}
-    return replace(job, train=train, work=str(folder / "work"), out=str(folder / "out"))
+    changed = {**job.train, **settings}
+    return replace(job, train=changed, work=str(folder / "work"), out=str(folder / "out"))
 
 
 @pytest.mark.parametrize(
     ("level", "tolerance", "settings"),
     [
-        ("O0", 1e-5, {"micro_batch_size": 2}),
-        ("O1", 1e-5, {**lora(), "gradient_checkpointing": True}),
-        ("O0", 1e-3, {"compute_dtype": "float16", "loss_scale": {"initial": 1024.0}}),
+        pytest.param("O0", 1e-5, {"micro_batch_size": 2}, id="full"),
+        pytest.param(
+            *("O1", 1e-5, {**lora(), "gradient_checkpointing": True}),
+            id="lora",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            *("O0", 1e-3, {"compute_dtype": "float16", "loss_scale": {"initial": 1024.0}}),
+            id="float16",
+            marks=pytest.mark.soak,
+        ),
     ],
-    ids=["full", "lora", "float16"],
 )
 def test_a_graph_gives_what_operators_give_one_by_one(
-    level: str, tolerance: float, settings: dict[str, Any], make_job: MakeJob, tmp_path: Path
+    level: str,
+    tolerance: float,
+    settings: dict[str, Any],
+    inside: Inside,
+    make_job: MakeJob,
+    tmp_path: Path,
 ) -> None:
-    job = make_job(runtime="mindspore", steps=3, ema_decay=0.9, **settings)
+    job = make_job(steps=2, ema_decay=0.9, **settings)
     graph = elsewhere(job, tmp_path / "graph", mindspore={"mode": "graph", "jit_level": level})
+    for one in (job, graph):
+        inside.call("train", asdict(one))
     assert losses(graph) == pytest.approx(losses(job), rel=tolerance)
+    assert len(set(losses(job))) == 2
 
 
-def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(make_job: MakeJob) -> None:
+def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
+    inside: Inside, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
+) -> None:
+    """On the smallest pictures: on a CPU products in half precision are slow."""
     job = make_job(
-        runtime="mindspore",
-        steps=8,
-        checkpoint_every=4,
+        steps=4,
+        checkpoint_every=3,
+        global_batch_size=2,
         ema_decay=0.9,
-        device="cpu",
         compute_dtype="float16",
-        loss_scale={"initial": 2.0**24, "growth_every": 3},
+        loss_scale={"initial": 2.0**19, "growth_every": 3},
+        latents=write_latents(tmp_path / "small", [{"train/4x4": 9}]),
     )
-    whole = losses(job)
-    lines = history(job)
+    assert inside.call("train", asdict(job)) == 0
+    lines, whole = history(job), weights(job)
     overflowed = [line["step"] for line in lines if line.get("overflowed")]
-    assert overflowed and overflowed[0] == 1 and len(overflowed) < 8
+    assert overflowed[0] == 1 and len(overflowed) < 3
     assert all(line["grad_norm"] is None for line in lines if line.get("overflowed"))
-    scale = load_file(Path(job.work) / "checkpoints/step-00000004/loss_scale.safetensors")
-    assert scale["updates"] == 4 - sum(step <= 4 for step in overflowed)
-    path = Path(job.out) / "unet/diffusion_pytorch_model.safetensors"
-    weights = path.read_bytes()
+    scale = load_file(Path(job.work) / "checkpoints/step-00000003/loss_scale.safetensors")
+    assert scale["updates"] == 3 - len(overflowed)
 
-    for later in (Path(job.work) / "checkpoints").glob("step-*[5-8]"):
-        shutil.rmtree(later)
-    (Path(job.out) / "history.jsonl").unlink()
-    path.unlink()
-    assert losses(job) == whole and history(job) == lines
-    assert path.read_bytes() == weights
+    forget_after(job, 3)
+    assert inside.call("train", asdict(job)) == 3
+    assert history(job) == lines
+    assert weights(job) == whole
 
 
-def test_text_encoders_follow_torch(make_job: MakeJob, tmp_path: Path) -> None:
+def test_text_encoders_follow_torch(inside: Inside, make_job: MakeJob, tmp_path: Path) -> None:
     """Their adapters do so in the conformance suite."""
     job = make_job(steps=4, text_encoders=True, text_encoder_learning_rate=5e-4)
-    expected = losses(job)
-    there = elsewhere(job, tmp_path / "mindspore")
-    assert losses(replace(there, runtime="mindspore")) == pytest.approx(expected, rel=LOSS)
+    expected = elsewhere(replace(job, runtime="torch"), tmp_path / "torch")
+    train(expected)
+    inside.call("train", asdict(job))
+    assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
 
 
 def test_msrun_starts_two_processes_that_write_one_checkpoint(
-    make_job: MakeJob, tmp_path: Path
+    python: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:
-    job = make_job(runtime="mindspore", steps=4, checkpoint_every=2, device="cpu")
-    expected = losses(job)
-    job = elsewhere(job, tmp_path / "msrun")
+    job = make_job(steps=2, checkpoint_every=1, device="cpu")
+    expected = elsewhere(replace(job, runtime="torch"), tmp_path / "torch")
+    train(expected)
     path = tmp_path / "job.json"
     write_job(job, path)
-    python = Path(interpreter("mindspore"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -142,53 +157,64 @@ def test_msrun_starts_two_processes_that_write_one_checkpoint(
             "runtimes",
             str(path),
         ],
-        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=True,
         timeout=300,
     )
-    assert [line["loss"] for line in history(job)] == pytest.approx(expected, rel=1e-5)
-    kept = sorted(path.name for path in (Path(job.work) / "checkpoints").iterdir())
-    assert kept == ["step-00000002", "step-00000004"]
+    assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
+    for name in ("step-00000001", "step-00000002"):
+        facts = json.loads((Path(job.work) / "checkpoints" / name / "state.json").read_text())
+        assert facts["processes"] == 2
 
 
-def test_schedulers_draw_what_diffusers_draws(tiny_sdxl: Path, tmp_path: Path) -> None:
-    prompts = ["a red cat", "a blue dog"]
+def test_schedulers_draw_what_diffusers_draws(
+    inside: Inside, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the same noise, that of steps included; two prompts from one noise are far apart."""
+    prompts, count = ["a red cat", "a blue dog"], 2
     pipe = diffusers.DiffusionPipeline.from_pretrained(tiny_sdxl)
     pipe.set_progress_bar_config(disable=True)
     config = dict(pipe.scheduler.config)
-    settings = {
-        "schedulers": [*DETERMINISTIC, *NOISY],
-        "config": config,
-        "prompts": prompts,
-        "sampler": SAMPLER | {"num_inference_steps": 6},
-    }
-    command = [interpreter("mindspore"), DRAW, tiny_sdxl, tmp_path, json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    noise = [
-        generator(SAMPLER["seed"], Stream.PICTURE, number).standard_normal(
-            (4, 8, 8), dtype=np.float32
-        )
-        for number in range(len(prompts))
-    ]
-    for name in DETERMINISTIC:
+    sampler = SAMPLER | {"num_inference_steps": 6}
+    given = {"schedulers": [*DETERMINISTIC, *NOISY], "config": config, "sampler": sampler}
+    wrong = inside.call("draw", str(tiny_sdxl), str(tmp_path), {**given, "prompts": prompts})
+    assert wrong.keys() == {"DDPMScheduler"}  # whose step has no kernel
+    assert "another scheduler may do without" in wrong["DDPMScheduler"]
+
+    monkeypatch.setattr(
+        diffusers.schedulers.scheduling_euler_ancestral_discrete, "randn_tensor", as_mindone_draws
+    )
+    for name in (*DETERMINISTIC, NOISY[0]):
         pipe.scheduler = getattr(diffusers, name).from_config(config)
-        expected = pipe(
-            prompts,
-            height=32,
-            width=32,
-            num_inference_steps=6,
-            guidance_scale=SAMPLER["guidance_scale"],
-            latents=torch.from_numpy(np.stack(noise)),
-            output_type="np",
-        ).images
-        assert np.abs(np.load(tmp_path / f"{name}.npy") - expected).max() < 1e-3, name
-    wrong = json.loads(done.stdout.splitlines()[-1])
-    assert set(wrong) <= {"DDPMScheduler"}  # whose step may have no kernel
-    for name in set(NOISY) - set(wrong):
-        drawn = np.load(tmp_path / f"{name}.npy")
-        assert np.isfinite(drawn).all() and drawn.std() > 0.01
+
+        def drawn(words: list[str]) -> NDArray[np.float32]:
+            rngs = [generator(SAMPLER["seed"], Stream.PICTURE, number) for number in range(count)]
+            return pipe(
+                words,
+                height=32,
+                width=32,
+                num_inference_steps=6,
+                guidance_scale=SAMPLER["guidance_scale"],
+                latents=torch.from_numpy(
+                    np.stack([rng.standard_normal((4, 8, 8), dtype=np.float32) for rng in rngs])
+                ),
+                generator=rngs,
+                output_type="np",
+            ).images
+
+        expected, others = drawn(prompts), drawn(prompts[::-1])
+        furthest = np.abs(np.load(tmp_path / f"{name}.npy") - expected).max()
+        assert furthest <= 1e-4 < 1e-2 < np.abs(others - expected).max(), name
+
+
+def as_mindone_draws(
+    shape: Sequence[int], generator: Sequence[np.random.Generator], **_: Any
+) -> torch.Tensor:
+    """Noise of a step, by each picture's own generator."""
+    drawn = [rng.standard_normal(tuple(shape[1:])) for rng in generator]
+    return torch.from_numpy(np.stack(drawn)).float()
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -202,39 +228,41 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_encodes_and_draws_does_not_have_is_said_too(tiny_sdxl: Path, tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"encode\.dtype: .* on Ascend"):
-        ServedEncoder(EncodeJob("mindspore", str(tiny_sdxl), device="cpu", dtype="bfloat16"))
-    drawing = (Drawing(str(tmp_path / "drawn")),)
-    job = GenerateJob("mindspore", str(tiny_sdxl), drawing, ("a",), SAMPLER, "cpu", "bfloat16")
-    with pytest.raises(WrongInput, match=r"evaluate\.dtype: .* on Ascend"):
-        run_job(job)
+def test_settings_that_it_does_not_have_are_named(inside: Inside, make_job: MakeJob) -> None:
+    said = inside.call("wrong", [asdict(make_job(**settings)) for settings in WRONG.values()])
+    for found, words in zip(said, WRONG, strict=True):
+        assert words in found
 
 
-def test_what_can_only_be_seen_from_within(make_job: MakeJob) -> None:
-    """In one process: what it imports takes longer than all of this."""
+def test_what_encodes_and_draws_does_not_have_is_said_too(inside: Inside, tiny_sdxl: Path) -> None:
+    said = inside.call("refused", str(tiny_sdxl))
+    assert said["encode"].startswith("encode.dtype: ") and "on Ascend" in said["encode"]
+    assert said["generate"].startswith("evaluate.dtype: ") and "on Ascend" in said["generate"]
 
-    def job(**settings: Any) -> dict[str, Any]:
-        return asdict(make_job(runtime="mindspore", **{"device": "cpu", "steps": 2, **settings}))
 
-    given = {
-        "wrong": [job(**settings) for settings in WRONG.values()],
-        "counted": [job(), job(gradient_checkpointing=True)],
-        "without_numbers": [job(compute_dtype="float16", loss_scale={"initial": 1.0})],
-        "attention_casts": [job()],
-        "fresh": [job(init="random", seed=seed) for seed in (1, 1, 2)],
-    }
-    command = [interpreter("mindspore"), INSIDE, json.dumps(given)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
-    found = json.loads(done.stdout.splitlines()[-1])
-
-    for said, words in zip(found["wrong"], WRONG, strict=True):
-        assert words in said
-    (plain, expected), (again, losses) = found["counted"]
-    assert losses == pytest.approx(expected, rel=1e-6)
+def test_gradient_checkpointing_computes_activations_twice(
+    inside: Inside, make_job: MakeJob
+) -> None:
+    plain, expected = inside.call("counted", asdict(make_job(steps=2)))
+    again, found = inside.call("counted", asdict(make_job(steps=2, gradient_checkpointing=True)))
+    assert found == pytest.approx(expected, rel=1e-6)
     assert again == 2 * plain > 0
-    ((skipped, norm),) = found["without_numbers"]  # a divergence, and not a traceback
+
+
+def test_gradients_that_are_no_numbers_at_the_least_scale_are_a_divergence(
+    inside: Inside, make_job: MakeJob
+) -> None:
+    job = make_job(compute_dtype="float16", loss_scale={"initial": 1.0})
+    skipped, norm = inside.call("without_numbers", asdict(job))
     assert not skipped and math.isnan(norm)
-    assert found["attention_casts"] == [[None]]  # not float16, in a float32 VAE
-    first, same, other = found["fresh"]
+
+
+def test_attention_of_a_float32_vae_is_not_cast(inside: Inside, tiny_sdxl: Path) -> None:
+    assert inside.call("attention_casts", str(tiny_sdxl)) == [None]  # not float16
+
+
+def test_a_fresh_denoiser_depends_on_the_seed_alone(inside: Inside, make_job: MakeJob) -> None:
+    first, same, other = (
+        inside.call("fresh", asdict(make_job(init="random", seed=seed))) for seed in (1, 1, 2)
+    )
     assert first == same != other

@@ -1,0 +1,120 @@
+"""Functions that test_mindspore.py calls in the environment of runtime mindspore."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import training
+
+from configs.training import Train
+from runtimes.base import WrongInput
+from runtimes.events import Events
+from runtimes.job import Drawing, EncodeJob, GenerateJob, TrainJob
+from runtimes.mindspore.device import check, start
+from runtimes.mindspore.runtime import TheRuntime
+from runtimes.train.loop import make_loader, open_job_latents
+
+start("cpu")  # first of all: mindone takes the operators as this leaves them
+from runtimes.mindspore.encode import open_encoder  # noqa: E402
+from runtimes.mindspore.generate import Sampler, load_network, make_scheduler  # noqa: E402
+from runtimes.mindspore.models import load_vae  # noqa: E402
+
+
+def train(job: dict[str, Any]) -> int:
+    """Train to the end; the step it began at."""
+    return training.train(TrainJob(**job))
+
+
+def draw(model: str, folder: str, given: dict[str, Any]) -> dict[str, str]:
+    """Draw pictures by each of some schedulers into `folder/<scheduler>.npy`, as floats.
+
+    Args:
+        given: `schedulers`, their `config`, `prompts`, `sampler`.
+
+    Returns:
+        What those say that cannot draw here.
+    """
+    network = load_network(Drawing(folder), Path(model), ms.float32)
+    sampler, wrong = Sampler(Path(model), network.parts, ms.float32), {}
+    for name in given["schedulers"]:
+        sampler.use({"scheduler": make_scheduler({**given["config"], "_class_name": name})})
+        try:
+            drawn = list(sampler.draw_floats(given["prompts"], given["sampler"], first=0))
+        except WrongInput as error:
+            wrong[name] = str(error)
+        else:
+            np.save(f"{folder}/{name}.npy", np.concatenate(drawn))
+    return wrong
+
+
+def wrong(jobs: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with the settings of each."""
+    return [_said(partial(check, Train(**job["train"]))) for job in jobs]
+
+
+def counted(given: dict[str, Any]) -> tuple[int, list[float]]:
+    """Times that an activation of the network is computed in the job's steps, and their losses."""
+    job = TrainJob(**given)
+    runtime, settings = _loaded(job), Train(**job.train)
+    cells = (cell for _, cell in runtime._network.cells_and_names())
+    watched = next(c for c in cells if type(c).__name__ == "ResnetBlock2D").nonlinearity
+    kind = type(watched)
+    calls, construct = list[Any](), kind.construct
+
+    def watching(self: Any, given: ms.Tensor) -> ms.Tensor:
+        calls.extend([self] if self is watched else [])
+        return construct(self, given)
+
+    kind.construct = watching
+    batch = make_loader(job, settings, open_job_latents(job.latents)).batch
+    losses = [float(runtime.step(batch(n), 1e-3).loss) for n in range(settings.steps)]
+    return len(calls), losses
+
+
+def without_numbers(job: dict[str, Any]) -> tuple[bool, float]:
+    """Whether a first step whose gradients are no numbers is skipped, and their norm."""
+    update = _loaded(TrainJob(**job))._update
+    gradients = [ms.Tensor(np.full(p.shape, np.nan, np.float16)) for p in update._masters.values()]
+    norm, skipped = update.apply(gradients, 1e-3)
+    return skipped, float(norm)
+
+
+def attention_casts(model: str) -> list[Any]:
+    """What attention in a float32 VAE is cast to."""
+    cells = [cell for _, cell in load_vae(Path(model) / "vae").cells_and_names()]
+    return list({cell.fa_force_dtype for cell in cells if hasattr(cell, "fa_force_dtype")})
+
+
+def fresh(job: dict[str, Any]) -> float:
+    """The sum of the size of all weights that it starts with."""
+    weights = _loaded(TrainJob(**job))._network.trained().values()
+    return float(sum(np.abs(p.asnumpy()).sum() for p in weights))
+
+
+def _loaded(job: TrainJob) -> TheRuntime:
+    runtime = TheRuntime(Events())
+    runtime.load(job)
+    return runtime
+
+
+def refused(model: str) -> dict[str, str]:
+    """What is said of a precision that the CPU does not have, by what encodes and what draws."""
+    encode = EncodeJob("mindspore", model, device="cpu", dtype="bfloat16")
+    generate = GenerateJob("mindspore", model, (), ("a",), {}, "cpu", "bfloat16")
+    asked = {
+        "encode": lambda: open_encoder(encode),
+        "generate": lambda: TheRuntime(Events()).pipeline(generate),
+    }
+    return {name: _said(ask) for name, ask in asked.items()}
+
+
+def _said(ask: Callable[[], Any]) -> str:
+    """Its complaint; nothing if it has none."""
+    try:
+        ask()
+    except WrongInput as error:
+        return str(error)
+    return ""
