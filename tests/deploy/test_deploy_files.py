@@ -1,0 +1,157 @@
+"""Scripts and containers of deploy/: their shell parses, what they name is there, and it is run."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from command import ROOT
+
+DEPLOY = ROOT / "deploy"
+SCRIPTS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/*.sh"))
+DOCKERFILES = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/Dockerfile"))
+INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "ENTRYPOINT", "CMD"}
+#: Writes the variables that matter to it, and then its arguments, one a line.
+STARTER = """#!/bin/sh
+echo "PYTHONPATH=$PYTHONPATH"
+echo "PT_HPU_LAZY_MODE=$PT_HPU_LAZY_MODE"
+for word in "$@"; do echo "$word"; done
+"""
+
+
+def parses(shell: str) -> bool:
+    return subprocess.run(["bash", "-n"], input=shell.encode(), capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the scripts, with nothing else beside them."""
+    for name in SCRIPTS:
+        path = tmp_path / "checkout/deploy" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((DEPLOY / name).read_bytes())
+        path.chmod(0o755)
+    (tmp_path / "job.json").write_text("{}")
+    return tmp_path / "checkout"
+
+
+def run(script: Path, *words: str, programs: Path) -> list[str]:
+    """Lines that a script prints, started from another folder."""
+    done = subprocess.run(
+        [script, *words],
+        env={"PATH": f"{programs}:{os.environ['PATH']}"},
+        cwd=script.parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_parses_can_be_run_and_stops_at_an_error(name: str) -> None:
+    text = (DEPLOY / name).read_text(encoding="utf-8")
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert parses(text)
+    assert "\nset -euo pipefail\n" in text
+    assert os.access(DEPLOY / name, os.X_OK)
+
+
+def test_a_job_on_several_gaudi_hosts_is_started_by_torchrun(checkout: Path) -> None:
+    write_program(checkout / "bin/torchrun", STARTER)
+    script = checkout / "deploy/gaudi/launch.sh"
+    words = run(script, "job.json", "2", "8", "10.0.0.1", "1", programs=checkout / "bin")
+    assert words == [
+        f"PYTHONPATH={checkout}",
+        "PT_HPU_LAZY_MODE=0",
+        "--nnodes=2",
+        "--nproc_per_node=8",
+        "--node_rank=1",
+        "--master_addr=10.0.0.1",
+        "--master_port=12345",
+        "--no-python",
+        *("python3", "-P", "-m", "runtimes", str(checkout.parent / "job.json")),
+    ]
+
+
+def test_a_job_on_several_ascend_hosts_is_started_by_msrun_of_its_environment(
+    checkout: Path,
+) -> None:
+    write_program(checkout / ".venv-mindspore/bin/msrun", STARTER)
+    script = checkout / "deploy/ascend/launch.sh"
+    words = run(script, "job.json", "16", "8", "10.0.0.1", "1", programs=checkout / "none")
+    assert words[2:] == [
+        "--worker_num=16",
+        "--local_worker_num=8",
+        "--node_rank=1",
+        "--master_addr=10.0.0.1",
+        "--master_port=8118",
+        "--cluster_time_out=600",
+        "--log_dir=logs/job",
+        "--join=True",
+        *("python", "-P", "-m", "runtimes", str(checkout.parent / "job.json")),
+    ]
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_tpu_worker_makes_its_environment_once(checkout: Path, is_made: bool) -> None:
+    environment = checkout / ".venv-xla"
+    write_program(environment / "bin/python", '#!/bin/sh\necho python "$@"\n')
+    for name in ("make", "python3.11"):
+        write_program(checkout / f"bin/{name}", f'#!/bin/sh\necho {name} "$@"\n')
+    if is_made:
+        (environment / "tpu").touch()
+    told = run(checkout / "deploy/tpu/setup.sh", programs=checkout / "bin")
+    made = [
+        "make setup-xla PYTHON=python3.11",
+        "python -m pip install --quiet -r requirements/xla-tpu.txt",
+    ]
+    assert told == ([] if is_made else made)
+    assert (environment / "tpu").is_file()
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Keyword and the rest of each instruction of a Dockerfile."""
+    text = (DEPLOY / name).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines()]
+    parted = (line.partition(" ") for line in lines if line and not line.startswith("#"))
+    return [(keyword, rest.strip()) for keyword, _, rest in parted]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_container_is_made_of_what_is_there(name: str) -> None:
+    found = instructions(name)
+    keywords = [keyword for keyword, _ in found]
+    assert set(keywords) <= INSTRUCTIONS
+    base = keywords.index("FROM")
+    assert set(keywords[:base]) <= {"ARG"} and keywords.count("FROM") == 1
+    arguments = dict(rest.split("=", 1) for keyword, rest in found[:base])
+    assert set(re.findall(r"\$\{(\w+)\}", found[base][1])) == arguments.keys()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for keyword, rest in found:
+        if keyword == "RUN":
+            assert parses(rest)
+            assert all((ROOT / path).is_file() for path in re.findall(r"requirements/\S+", rest))
+            for targets in re.findall(r"\bmake ([^&|;]*)", rest):
+                names = [word for word in targets.split() if "=" not in word]
+                assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in names)
+        elif keyword in ("ENTRYPOINT", "CMD"):
+            words = json.loads(rest)
+            assert words and all(isinstance(word, str) for word in words)
+            if words[:2] == ["bash", "-c"]:
+                assert parses(words[2])
+        elif keyword == "ENV":
+            assert all(re.fullmatch(r"\w+=\S+", word) for word in rest.split())
+
+
+def test_environments_and_stores_of_a_checkout_stay_out_of_its_container() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert any(pattern in ignored for pattern in (".venv*", ".venv*/", "**/.venv*"))

@@ -1,0 +1,34 @@
+"""`python -m bench.reuse` times a run that finds everything made, and refuses one that does not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import reuse
+from configs.load import dump, load_recipe
+
+
+@pytest.mark.soak
+def test_a_run_that_is_reused_is_timed_beside_a_flow_that_does_nothing(
+    first: dict[str, Any],
+    small: dict[str, Any],
+    at_home: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump(load_recipe("digits", small)), encoding="utf-8")
+    assert reuse.main([str(path), "--rounds", "1"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    figures = told["figures"][str(path)]
+    run, alone, beyond = (
+        figures[f"{name}_seconds"]["median"]
+        for name in ("reused_run", "prefect_alone", "beyond_prefect")
+    )
+    assert beyond == pytest.approx(run - alone)
+
+    path.write_text(dump(load_recipe("digits", {**small, "train.seed": 5})), encoding="utf-8")
+    assert reuse.main([str(path), "--rounds", "1"]) == 1
