@@ -58,7 +58,7 @@ test:
 soak: environments
 	$(PYTEST) -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-# A part of them: make faults SHARD=3/8, the fourth of eight.
+# A part of them: make faults SHARD=3/8, the fourth of eight; 11/8 is the same one.
 faults: environments
 	$(BIN)/python tests/faults/run.py $(if $(SHARD),--shard $(SHARD))
 

@@ -107,3 +107,15 @@ def test_an_override_that_is_none_is_refused(text: str) -> None:
 def test_the_schema_file_is_that_of_the_code() -> None:
     path = Path(__file__).parents[2] / "docs/recipe.schema.json"
     assert json.loads(path.read_text(encoding="utf-8")) == json_schema()
+
+
+def test_an_override_of_a_section_keeps_what_it_does_not_say() -> None:
+    recipe, plain = load_recipe("digits", {"train": {"steps": 7}}), load_recipe("digits")
+    assert recipe.train == plain.train.model_copy(update={"steps": 7})
+
+
+def test_a_dumped_recipe_says_no_password() -> None:
+    url = "https://me:secret@example.org/model?token=hidden"
+    text = dump(load_recipe("digits", {"model.path": url}))
+    assert "example.org/model" in text
+    assert "secret" not in text and "hidden" not in text
