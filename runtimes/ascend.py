@@ -13,7 +13,7 @@ TOOLKIT = Path("/usr/local/Ascend/ascend-toolkit/latest")
 DEVICES = Path("/dev")
 #: `toolkit_running_version=[7.6.0.1.220:8.0.0]`, an inner version before the one of the release, or
 #: `version=8.0.0`.
-_VERSION = re.compile(r"^\w*version=\[?(?:[^:\]\n]*:)?(\d[\w.]*)", re.MULTILINE)
+_VERSION = re.compile(r"^\w*version=\[?(?:[^:\]\n]*:)?(\d[\w.-]*)", re.MULTILINE)
 
 
 def count_npus() -> int:

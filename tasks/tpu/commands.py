@@ -29,9 +29,9 @@ class Slice:
         tpu = self.tpu
         which = [f"--accelerator-type={tpu.accelerator_type}"]
         if tpu.queued:
-            which += [f"--runtime-version={tpu.version}", f"--node-id={tpu.name}"]
+            which += [f"--runtime-version={tpu.software}", f"--node-id={tpu.name}"]
         else:
-            which += [f"--version={tpu.version}"]
+            which += [f"--version={tpu.software}"]
         if tpu.capacity != "on_demand":
             which.append(f"--{tpu.capacity}")
         for name in ("network", "subnetwork", "service_account"):

@@ -39,12 +39,26 @@ def test_a_host_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "innerversion=V100R001C22SPC001B231\n",
             "8.2.RC1",
         ),
+        (
+            "version.cfg",
+            "# version: 1.0\n"
+            "runtime_running_version=[7.6.T13.0.B094:8.0.T63]\n"
+            "toolkit_running_version=[7.6.T13.0.B094:8.0.T63]\n"
+            "runtime_upgrade_version=[7.6.T13.0.B094:8.0.T63]\n",
+            "8.0.T63",
+        ),
+        (
+            "x86_64-linux/ascend_toolkit_install.info",
+            "package_name=Ascend-cann-toolkit\nversion=9.2.0-beta.2\narch=x86_64\nos=linux\n",
+            "9.2.0-beta.2",
+        ),
         ("version.cfg", "# version: 1.0\n", "unknown"),
     ],
 )
 def test_the_release_of_cann_is_told(
     name: str, said: str, version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """By the lines that users show of CANN 8.0 to 9.2 in public bug reports."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(said)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))

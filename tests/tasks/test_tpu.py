@@ -1,6 +1,7 @@
 """Training on a slice: what gcloud is told."""
 
 import io
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,59 @@ def test_the_code_that_is_sent_is_whole_and_always_the_same() -> None:
     assert not [name for name in names if name.startswith(("tests", "flows", "tasks"))]
 
 
+def verbs(**settings: Any) -> list[str]:
+    """What gcloud is told to do, in order; of a shell's commands, which script they start."""
+    commands = [command for _, command in launch.plan(Tpu(**SLICE, **settings))]
+    scripts = [re.findall(r"deploy/tpu/(\w+)\.sh", command[-1]) for command in commands]
+    return [
+        " ".join([command[4], *script]) for command, script in zip(commands, scripts, strict=True)
+    ]
+
+
 def test_a_plan_is_in_the_order_of_a_run() -> None:
-    words = [why for why, _ in launch.plan(Tpu(**SLICE))]
-    assert words[1] == "make it" and words[-1] == "delete it"
-    assert "delete it" not in [why for why, _ in launch.plan(Tpu(**SLICE, keep=True))]
+    made = ["describe", "create", "describe", "scp", "ssh setup", "scp", "ssh worker"]
+    assert verbs() == [*made, "delete"]
+    assert verbs(keep=True) == made
+
+
+@pytest.mark.parametrize(
+    ("kind", "software"),
+    [
+        ("v4-32", "tpu-ubuntu2204-base"),
+        ("v5litepod-8", "v2-alpha-tpuv5-lite"),
+        ("v5p-8", "v2-alpha-tpuv5"),
+        ("v6e-16", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_a_slice_is_made_with_the_software_of_its_kind(kind: str, software: str) -> None:
+    """As Cloud TPU's page "TPU software versions" lists them."""
+    for queued, option in ((False, "--version"), (True, "--runtime-version")):
+        tpu = Tpu(**{**SLICE, "accelerator_type": kind}, queued=queued)
+        assert f"{option}={software}" in Slice(tpu).create()
+
+
+def test_software_of_its_own_is_kept() -> None:
+    for kind in ("v6e-16", "v9-8"):
+        tpu = Tpu(**{**SLICE, "accelerator_type": kind}, version="nightly")
+        assert "--version=nightly" in Slice(tpu).create()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"accelerator_type": "v6e-16", "version": "v2-alpha-tpuv5"}, "null (v2-alpha-tpuv6e)"),
+        ({"accelerator_type": "v5p-8", "version": "v2-alpha-tpuv5-lite"}, "null (v2-alpha-tpuv5)"),
+        ({"accelerator_type": "v5e-8"}, "gcloud calls it v5litepod-8"),
+        ({"accelerator_type": "v9-8"}, "name its version, too"),
+    ],
+)
+def test_software_that_gcloud_would_refuse_is_refused_first(
+    settings: dict[str, str], words: str
+) -> None:
+    overrides = {f"tpu.{name}": value for name, value in {**SLICE, **settings}.items()}
+    with pytest.raises(RecipeError) as refused:
+        load_recipe("sd2-v5p", overrides)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_slice_is_refused_before_work_where_it_could_not_read(

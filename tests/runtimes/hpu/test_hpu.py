@@ -202,6 +202,7 @@ print(json.dumps([unasked, str(chip.device), *map(os.environ.get, names)]))
 def test_habana_frameworks_is_imported_when_asked_and_its_recipes_lie_in_the_store(
     tmp_path: Path,
 ) -> None:
+    """In the four fields of Intel's page: the folder, kept, its size in MB, not on NFS."""
     with chips.standing_in("hpu-lazy"):
         done = subprocess.run(
             [sys.executable, "-c", UNASKED, str(tmp_path)],

@@ -119,7 +119,11 @@ def test_eight_bits_need_a_gpu(make_job: MakeJob) -> None:
 
 
 def test_codes_of_eight_bits_go_out_and_in_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory as bitsandbytes lays it out, without its kernels, which need a GPU."""
+    """A round trip of our own: bytes become float32 arrays and are the same bytes again.
+
+    Names and types of the memory are bitsandbytes', the optimizer is not: its kernels, blocks and
+    tables need a GPU, and nothing here shows that they are as we take them to be.
+    """
 
     class Codes(torch.optim.SGD):
         def __init__(self, groups: list[dict], settings: Train) -> None:
