@@ -21,12 +21,15 @@ MUST_RUN = "KILN_MUST_RUN"
 
 #: What a Gaudi host has installed, emulated.
 HPU_HOST = Path(__file__).with_name("hpu_host")
+#: What an Ascend host has for PyTorch, emulated.
+NPU_HOST = Path(__file__).with_name("npu_host")
 #: Of XLA: a program that runs for seconds is not worth minutes of a compiler's time.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 #: Variables of a process of a runtime, or of a variant of one.
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "hpu-eager": {"PYTHONPATH": str(HPU_HOST), "PT_HPU_LAZY_MODE": "0"},
     "hpu-lazy": {"PYTHONPATH": str(HPU_HOST), "PT_HPU_LAZY_MODE": "1"},
+    "npu": {"PYTHONPATH": str(NPU_HOST)},
     "jax": {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK}",
@@ -40,6 +43,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
     "mindspore": {"processes": 2},
     "hpu-eager": {"processes": 2},
     "hpu-lazy": {"processes": 2},
+    "npu": {"processes": 2},
 }
 
 
@@ -63,6 +67,7 @@ VARIANTS = {
     "mindspore": Variant("mindspore", more_families=("sd",)),
     "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
     "hpu-lazy": Variant("torch", "hpu", {"hpu": {"mode": "lazy"}}),
+    "npu": Variant("torch", "npu"),
 }
 
 

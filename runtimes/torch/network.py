@@ -23,7 +23,7 @@ from runtimes.torch.models import (
     load_denoiser,
     load_text_encoder,
 )
-from runtimes.torch.npu import attend
+from runtimes.torch.npu import attend, keep_formulas
 from runtimes.torch.texts import encode_in_step
 
 
@@ -38,6 +38,7 @@ class Network(torch.nn.Module):
         self.family = family
         for name, part in parts.items():
             self.add_module(name, part)
+        keep_formulas(self)
 
     @classmethod
     def load(cls, job: TrainJob, settings: Train) -> Network:

@@ -78,11 +78,14 @@ def _kind(settings: Train, device: torch.device) -> _Kind:
     if device.type == "hpu" and settings.optimizer == "adamw":
         count = _count if hpu.counts_on_host(settings) else _count_on_device
         return replace(kind, make=hpu.adamw, count=count)
+    if device.type == "npu" and settings.optimizer == "adamw":
+        return replace(kind, count=_count_on_host)  # which is read at every step
     return kind
 
 
 def _adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimizer:
-    fused = groups[0]["params"][0].device.type != "npu"  # torch_npu has no kernel for it
+    # torch_npu has no fused kernel. None has PyTorch take lists of tensors, False one by one.
+    fused = None if groups[0]["params"][0].device.type == "npu" else True
     return torch.optim.AdamW(groups, fused=fused, **_like_adam(settings))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-NAME = "hpu_emulator_C"
+NAME = "device_emulator_C"
 SOURCE = Path(__file__).with_name("emulator.cpp")
 FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w", f"-DTORCH_EXTENSION_NAME={NAME}")
 LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
@@ -50,7 +50,7 @@ def build() -> Path:
 
 
 def load() -> Any:
-    """The extension; PyTorch has device hpu from now on."""
+    """The extension, which emulates nothing before `install` is called."""
     if NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(NAME, build())
         assert spec is not None and spec.loader is not None

@@ -1,17 +1,21 @@
-// Tensors of PyTorch's HPU dispatch key in host memory. Every operator is done by the CPU's kernel, and noted: its
-// name, shapes, types and numbers, as a graph compiler would tell programs apart. What a device cannot do without
-// waiting for it (copies to the host, reading a number) is counted, and refused where a test says so.
+// Tensors of a device in host memory: of PyTorch's HPU dispatch key, or of its spare one (PrivateUse1), as `install` is
+// asked. Every operator is done by the CPU's kernel, and noted: its name, shapes, types and numbers, as a graph compiler
+// would tell programs apart. What a device cannot do without waiting for it (copies to the host, reading a number) is
+// counted, and refused where a test says so.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/HPUHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -20,15 +24,22 @@
 
 namespace {
 
-constexpr auto HPU = c10::DeviceType::HPU;
-const c10::Device DEVICE(HPU, 0);
+constexpr auto SPARE = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex MOST = 8;
+
+c10::DeviceType kind = SPARE;  // what is emulated in this process
+c10::DeviceIndex there = 0;    // how many of it
+thread_local c10::DeviceIndex current = 0;
+
+c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : current; }
 
 // ---- What is noted ------------------------------------------------------------------------------------------------
 
 struct Notes {
-  int64_t operators = 0, to_device = 0, to_host = 0, numbers_read = 0, allocated = 0, peak = 0, in_segment = 0;
-  uint64_t segment = 0;                                      // hash of what was asked for since the last cut
-  std::set<uint64_t> recipes;                                // hash of every single operator met
+  int64_t operators = 0, to_device = 0, to_host = 0, numbers_read = 0, in_segment = 0;
+  std::array<int64_t, MOST> allocated{}, peak{};                   // bytes of each device
+  uint64_t segment = 0;                                            // hash of what was asked for since the last cut
+  std::set<uint64_t> recipes;                                      // hash of every single operator met
   std::map<std::pair<std::string, std::string>, int64_t> by_type;  // (operator, type of its first tensor) -> times
   std::map<uint64_t, int64_t> graphs;  // in lazy mode: hash of a segment -> times it was run
   bool lazy = false, syncs_refused = false, closed = false;
@@ -75,7 +86,7 @@ void note(const std::string& name, uint64_t arguments, const at::Tensor& first) 
   notes.segment = mixed(notes.segment, hash);
   notes.by_type[{name, c10::toString(first.defined() ? first.scalar_type() : at::kFloat)}]++;
   bool met = !notes.recipes.insert(hash).second;
-  TORCH_CHECK(met || notes.lazy || !notes.closed, "emulated HPU: ", name, " has shapes or numbers that it did not have before");
+  TORCH_CHECK(met || notes.lazy || !notes.closed, "emulated device: ", name, " has shapes or numbers that it did not have before");
 }
 
 void run_segment() {  // in lazy mode: what was collected is compiled, unless it was before, and run
@@ -84,58 +95,91 @@ void run_segment() {  // in lazy mode: what was collected is compiled, unless it
   auto operators = notes.in_segment;
   notes.segment = 0, notes.in_segment = 0;
   if (!notes.lazy || operators == 0) return;
-  TORCH_CHECK(notes.graphs.count(segment) || !notes.closed, "emulated HPU: a new graph, of ", operators, " operators");
+  TORCH_CHECK(notes.graphs.count(segment) || !notes.closed, "emulated device: a new graph, of ", operators, " operators");
   notes.graphs[segment]++;
 }
 
 void sync(const char* what) {  // the host waits, for all that was collected too
-  TORCH_CHECK(!notes.syncs_refused, "emulated HPU: the host waits for the device (", what, ")");
+  TORCH_CHECK(!notes.syncs_refused, "emulated device: the host waits for the device (", what, ")");
   run_segment();
 }
 
 // ---- Memory, device, hooks ----------------------------------------------------------------------------------------
 
 struct Memory final : c10::Allocator {
+  struct Head {
+    size_t bytes;
+    c10::DeviceIndex device;
+  };
   static constexpr size_t HEAD = 64;
   c10::DataPtr allocate(size_t bytes) override {
-    if (bytes == 0) return {nullptr, nullptr, &release, DEVICE};
+    c10::Device device(kind, current);
+    if (bytes == 0) return {nullptr, nullptr, &release, device};
     char* start = (char*)std::aligned_alloc(HEAD, (bytes + HEAD - 1) / HEAD * HEAD + HEAD);
-    std::memcpy(start, &bytes, sizeof bytes);
+    *(Head*)start = {bytes, current};
     std::lock_guard<std::mutex> guard(mutex);
-    notes.allocated += bytes;
-    notes.peak = std::max(notes.peak, notes.allocated);
-    return {start + HEAD, start + HEAD, &release, DEVICE};
+    notes.allocated[current] += bytes;
+    notes.peak[current] = std::max(notes.peak[current], notes.allocated[current]);
+    return {start + HEAD, start + HEAD, &release, device};
   }
   static void release(void* data) {
     if (data == nullptr) return;
     char* start = (char*)data - HEAD;
-    size_t bytes;
-    std::memcpy(&bytes, start, sizeof bytes);
     {
       std::lock_guard<std::mutex> guard(mutex);
-      notes.allocated -= bytes;
+      notes.allocated[((Head*)start)->device] -= ((Head*)start)->bytes;
     }
     std::free(start);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 } memory;
-REGISTER_ALLOCATOR(HPU, &memory)
+
+struct Pinned final : c10::Allocator {  // memory of the host that a device can read by itself
+  static inline std::map<const char*, size_t> held;
+  c10::DataPtr allocate(size_t bytes) override {
+    char* start = bytes ? (char*)std::malloc(bytes) : nullptr;
+    std::lock_guard<std::mutex> guard(mutex);
+    if (start) held[start] = bytes;
+    return {start, start, &release, c10::kCPU};
+  }
+  static void release(void* data) {
+    {
+      std::lock_guard<std::mutex> guard(mutex);
+      held.erase((char*)data);
+    }
+    std::free(data);
+  }
+  static bool holds(const void* data) {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto next = held.upper_bound((const char*)data);
+    return next != held.begin() && (--next)->first + next->second > (const char*)data;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+} pinned;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   using Device = c10::Device;
   using Stream = c10::Stream;
-  static Stream stream() { return Stream(Stream::DEFAULT, DEVICE); }
-  c10::DeviceType type() const override { return HPU; }
-  Device exchangeDevice(Device) const override { return DEVICE; }
-  Device getDevice() const override { return DEVICE; }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device) const noexcept override { return stream(); }
-  Stream getDefaultStream(Device) const override { return stream(); }
-  Stream getNewStream(Device, int) const override { return stream(); }
-  Stream exchangeStream(Stream) const noexcept override { return stream(); }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  static Stream stream(Device device) { return Stream(Stream::DEFAULT, Device(kind, index_of(device))); }
+  c10::DeviceType type() const override { return kind; }
+  Device exchangeDevice(Device device) const override {
+    Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  Device getDevice() const override { return Device(kind, current); }
+  void setDevice(Device device) const override {
+    TORCH_CHECK(index_of(device) < there, "emulated device: there are ", int(there), ", and no ", device);
+    current = index_of(device);
+  }
+  void uncheckedSetDevice(Device device) const noexcept override { current = index_of(device); }
+  Stream getStream(Device device) const noexcept override { return stream(device); }
+  Stream getDefaultStream(Device device) const override { return stream(device); }
+  Stream getNewStream(Device device, int) const override { return stream(device); }
+  Stream exchangeStream(Stream given) const noexcept override { return stream(given.device()); }
+  c10::DeviceIndex deviceCount() const noexcept override { return there; }
   void record(void**, const Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -145,34 +189,50 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void*) const override {}
   void synchronizeDevice(const c10::DeviceIndex) const override {}
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
-};
-C10_REGISTER_GUARD_IMPL(HPU, Guard)
+} device_guard;
 
-struct HPUHooks final : at::HPUHooksInterface {
-  HPUHooks(at::HPUHooksArgs) {}
+template <class Interface>
+struct Hooks : Interface {
   void init() const override {}
-  bool hasHPU() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::Device getDeviceFromPtr(void*) const override { return DEVICE; }
-  bool isPinnedPtr(const void*) const override { return false; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+  c10::DeviceIndex deviceCount() const override { return there; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { device_guard.setDevice({kind, index}); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return device_guard.exchangeDevice({kind, index}).index();
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
+  c10::Device getDeviceFromPtr(void* data) const override {
+    return {kind, ((Memory::Head*)((char*)data - Memory::HEAD))->device};
+  }
+  bool isPinnedPtr(const void* data) const override { return Pinned::holds(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
 };
 
+struct HpuHooks final : Hooks<at::HPUHooksInterface> {
+  bool hasHPU() const override { return true; }
+};
+
+void grow(const c10::Storage& storage, size_t bytes) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  c10::DeviceGuard on(storage.device());
+  auto data = memory.allocate(bytes);
+  if (auto kept = std::min(bytes, storage.nbytes())) std::memcpy(data.get(), storage.data(), kept);
+  impl->set_data_ptr_noswap(std::move(data));
+  impl->set_nbytes(bytes);
+}
+
+struct SpareHooks final : Hooks<at::PrivateUse1HooksInterface> {
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { grow(storage, bytes); }
+};
+
 }  // namespace
 
-namespace at {
-REGISTER_HPU_HOOKS(HPUHooks);
-}
 namespace at::native {
 at::Tensor view(const at::Tensor&, at::IntArrayRef);
 }
@@ -181,9 +241,9 @@ namespace {
 
 // ---- Operators that are more than a CPU kernel --------------------------------------------------------------------
 
-const c10::DispatchKeySet KEYS(c10::DispatchKey::HPU);
+c10::DispatchKey key() { return kind == SPARE ? c10::DispatchKey::PrivateUse1 : c10::DispatchKey::HPU; }
 
-bool on_device(const at::Tensor& tensor) { return tensor.device().type() == HPU; }
+bool on_device(const at::Tensor& tensor) { return tensor.device().type() == kind; }
 
 at::Tensor on_host(const at::Tensor& tensor) {  // the same memory, as a CPU's tensor
   if (!on_device(tensor)) return tensor;
@@ -192,23 +252,28 @@ at::Tensor on_host(const at::Tensor& tensor) {  // the same memory, as a CPU's t
                        tensor.strides(), tensor.options().device(c10::kCPU).requires_grad(false));
 }
 
-at::Tensor moved(const at::Tensor& computed) {  // a kernel's result, copied to the device
+at::Tensor moved(const at::Tensor& computed, c10::Device device) {  // a kernel's result, copied to the device
   if (!computed.defined()) return computed;
+  c10::DeviceGuard on(device);
   auto rows = computed.contiguous();
-  auto found = at::detail::empty_generic(rows.sizes(), &memory, KEYS, rows.scalar_type(), std::nullopt);
+  auto found =
+      at::detail::empty_generic(rows.sizes(), &memory, c10::DispatchKeySet(key()), rows.scalar_type(), std::nullopt);
   if (rows.numel()) std::memcpy(found.storage().mutable_data(), rows.const_data_ptr(), rows.nbytes());
   return found;
 }
 
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout>,
-                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory, KEYS, c10::dtype_or_default(type), format);
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard on(device.value_or(c10::Device(kind)));
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory, c10::DispatchKeySet(key()),
+                                   c10::dtype_or_default(type), format);
 }
 
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> type,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
-  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &memory, KEYS,
-                                           c10::dtype_or_default(type));
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  c10::DeviceGuard on(device.value_or(c10::Device(kind)));
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &memory,
+                                           c10::DispatchKeySet(key()), c10::dtype_or_default(type));
 }
 
 at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -243,6 +308,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
       std::lock_guard<std::mutex> guard(mutex);
       notes.to_host++;
     } else if (!on_device(from)) {
+      // As torch_npu has it.
+      TORCH_CHECK(kind != SPARE || to.is_contiguous() || !to.is_contiguous(at::MemoryFormat::ChannelsLast),
+                  "emulated device: it takes tensors in contiguous_format alone");
       std::lock_guard<std::mutex> guard(mutex);
       notes.to_device++;
     } else {
@@ -266,13 +334,7 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
   size_t bytes = (impl->numel() + impl->storage_offset()) * self.itemsize();
-  const auto& storage = impl->unsafe_storage();
-  if (storage.nbytes() < bytes) {
-    auto data = memory.allocate(bytes);
-    if (storage.nbytes()) std::memcpy(data.get(), storage.data(), storage.nbytes());
-    storage.unsafeGetStorageImpl()->set_data_ptr(std::move(data));
-    storage.unsafeGetStorageImpl()->set_nbytes(bytes);
-  }
+  if (impl->unsafe_storage().nbytes() < bytes) grow(impl->unsafe_storage(), bytes);
   return self;
 }
 
@@ -316,7 +378,8 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
   std::optional<at::Tensor> given;
   if (bias && bias->defined()) given = on_host(*bias);
   return moved(at::convolution_symint(on_host(input), on_host(weight), given, stride, padding, dilation, transposed,
-                                      output_padding, groups));
+                                      output_padding, groups),
+               input.device());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
@@ -327,7 +390,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   std::vector<c10::SymInt> bias{transposed ? groups * weight.sym_size(1) : weight.sym_size(0)};
   auto found = at::convolution_backward_symint(on_host(grad), on_host(input), on_host(weight), c10::SymIntArrayRef(bias),
                                                stride, padding, dilation, transposed, output_padding, groups, mask);
-  return {moved(std::get<0>(found)), moved(std::get<1>(found)), moved(std::get<2>(found))};
+  auto device = grad.device();
+  return {moved(std::get<0>(found), device), moved(std::get<1>(found), device), moved(std::get<2>(found), device)};
 }
 
 const std::set<std::string> DATA_DEPENDENT{"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal",
@@ -336,7 +400,7 @@ const std::set<std::string> DATA_DEPENDENT{"aten::nonzero", "aten::masked_select
 void check_devices(const std::string& name, const c10::IValue& value, const at::Tensor& first) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
-    if (tensor.defined() && tensor.is_cpu() && tensor.dim() > 0) check_together(name, first, tensor);
+    if (tensor.defined() && (tensor.dim() > 0 || on_device(tensor))) check_together(name, first, tensor);
   } else if (value.isTensorList()) {
     for (const auto& item : value.toListRef()) check_devices(name, item, first);
   }
@@ -374,11 +438,7 @@ void any_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   at::native::cpu_fallback(handle, stack, /*error_on_views=*/true);
 }
 
-}  // namespace
-
-TORCH_LIBRARY_IMPL(_, HPU, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>()); }
-
-TORCH_LIBRARY_IMPL(aten, HPU, m) {
+void register_operators(torch::Library& m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", as_strided);
@@ -396,29 +456,65 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
-#define IN_HALF(...) KERNEL(c10::DeviceType::HPU, __VA_ARGS__, lower_precision_fp)
-#define IN_FLOAT(...) KERNEL(c10::DeviceType::HPU, __VA_ARGS__, fp32)
-#define FLOAT_OUT(...) KERNEL(c10::DeviceType::HPU, __VA_ARGS__, fp32_set_opt_dtype)
-#define IN_WIDEST(...) KERNEL(c10::DeviceType::HPU, __VA_ARGS__, promote)
-namespace at::autocast {
-TORCH_LIBRARY_IMPL(_, AutocastHPU, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
-TORCH_LIBRARY_IMPL(aten, AutocastHPU, m) {
+#define IN_HALF(...) KERNEL(KIND, __VA_ARGS__, lower_precision_fp)
+#define IN_FLOAT(...) KERNEL(KIND, __VA_ARGS__, fp32)
+#define FLOAT_OUT(...) KERNEL(KIND, __VA_ARGS__, fp32_set_opt_dtype)
+#define IN_WIDEST(...) KERNEL(KIND, __VA_ARGS__, promote)
+template <c10::DeviceType KIND>
+void register_casts(torch::Library& m) {
+  using namespace at::autocast;
   AT_FORALL_LOWER_PRECISION_FP(IN_HALF)
   AT_FORALL_FP32(IN_FLOAT)
   AT_FORALL_PROMOTE(IN_WIDEST)
   AT_FORALL_FP32_SET_OPT_DTYPE(FLOAT_OUT)
 }
-}  // namespace at::autocast
+
+void install(bool spare, c10::DeviceIndex devices) {
+  TORCH_CHECK(there == 0, "one device is emulated in a process");
+  TORCH_CHECK(devices > 0 && devices <= MOST, "from 1 to ", int(MOST), " devices are emulated");
+  kind = spare ? SPARE : c10::DeviceType::HPU;
+  there = devices;
+  c10::SetAllocator(kind, &memory);
+  c10::impl::DeviceGuardImplRegistrar(kind, &device_guard);
+  if (spare) {
+    at::RegisterPrivateUse1HooksInterface(new SpareHooks());
+  } else {
+    at::HPUHooksRegistry()->Register("HPUHooks", [](at::HPUHooksArgs) { return std::make_unique<HpuHooks>(); });
+  }
+  // Kept to the end of the process: what goes takes its kernels along.
+  auto library = [](const char* of, c10::DispatchKey where) -> torch::Library& {
+    return *new torch::Library(torch::Library::IMPL, of, where, __FILE__, __LINE__);
+  };
+  auto casts = spare ? c10::DispatchKey::AutocastPrivateUse1 : c10::DispatchKey::AutocastHPU;
+  library("_", key()).fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+  auto& aten = library("aten", key());
+  register_operators(aten);
+  // PyTorch's own, out of other operators, takes no layout but one.
+  if (spare) aten.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+  library("_", casts).fallback(torch::CppFunction::makeFallthrough());
+  if (spare) {
+    register_casts<SPARE>(library("aten", casts));
+  } else {
+    register_casts<c10::DeviceType::HPU>(library("aten", casts));
+  }
+}
+
+}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("install", &install);
+  m.def("on_host", [](const at::Tensor& tensor) {  // which stays as long as what it gives
+    auto shared = on_host(tensor);
+    return at::from_blob(shared.data_ptr(), shared.sizes(), shared.strides(), [tensor](void*) {}, shared.options());
+  });
+  m.def("current_device", [] { return int(current); });
+  m.def("set_device", [](int index) { device_guard.setDevice({kind, c10::DeviceIndex(index)}); });
   m.def("counts", [] {
     std::lock_guard<std::mutex> guard(mutex);
     return std::map<std::string, int64_t>{{"operators", notes.operators},
                                           {"to_device", notes.to_device},
                                           {"to_host", notes.to_host},
                                           {"numbers_read", notes.numbers_read},
-                                          {"allocated", notes.allocated},
-                                          {"peak", notes.peak},
                                           {"recipes", (int64_t)notes.recipes.size()}};
   });
   m.def("run_segment", &run_segment);
@@ -433,5 +529,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("refuse_syncs", [](bool refused) { notes.syncs_refused = refused; });
   m.def("close", [](bool closed) { notes.closed = closed; });
-  m.def("forget_peak", [] { notes.peak = notes.allocated; });
+  m.def("memory", [](int index) {  // bytes in use, and the most so far
+    std::lock_guard<std::mutex> guard(mutex);
+    return std::make_pair(notes.allocated.at(index), notes.peak.at(index));
+  });
+  m.def("forget_peak", [](int index) { notes.peak.at(index) = notes.allocated.at(index); });
 }

@@ -1,0 +1,140 @@
+"""Compute on an emulated NPU and on the CPU: the driver of test_npu.py.
+
+`npu_driver.py SD3 JOB.json` prints how far they are apart, and what a train job's steps did.
+"""
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runtimes.torch.device import choose_device  # before PyTorch, so that it loads nothing unasked
+
+NPU, CPU = choose_device("npu"), choose_device("cpu")
+
+import jobs  # noqa: E402
+import torch  # noqa: E402
+import torch_npu  # noqa: E402
+from device_emulator import watch  # noqa: E402
+from diffusers import UNet2DConditionModel  # noqa: E402
+from diffusers.models.activations import GEGLU  # noqa: E402
+
+from runtimes.families import FAMILIES  # noqa: E402
+from runtimes.job import TrainJob, read_job  # noqa: E402
+from runtimes.torch.models import load_denoiser  # noqa: E402
+from runtimes.torch.network import Network  # noqa: E402
+
+
+def unet() -> Any:
+    """With two layers of attention, each followed by one of cross attention and a GEGLU."""
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        block_out_channels=(16, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        cross_attention_dim=8,
+        attention_head_dim=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        mid_block_type=None,
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+
+
+def placed(family: str, part: str, denoiser: Any, device: torch.device) -> Network:
+    """A copy of a denoiser on a device, as a job has it."""
+    network = Network(FAMILIES[family], {part: copy.deepcopy(denoiser)})
+    network.place(device, torch.contiguous_format)
+    return network
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def apart(on: Callable[[torch.device], list[torch.Tensor]]) -> list[float]:
+    """How far each result on the NPU is from the CPU's, relative to its size."""
+    pairs = zip(on(NPU), on(CPU), strict=True)
+    return [float((npu.float().cpu() - cpu.float()).norm() / cpu.norm()) for npu, cpu in pairs]
+
+
+def attention() -> dict[str, Any]:
+    """Of one layer in bfloat16, forward and backward; and the calls in a whole UNet."""
+    base = unet()
+
+    def layer(device: torch.device) -> list[torch.Tensor]:
+        network = placed("sd", "unet", base, device)
+        attend = network.denoiser.down_blocks[1].attentions[0].transformer_blocks[0].attn2
+        states = (8 * normal(2, 9, 16)).to(device).requires_grad_()
+        texts = (8 * normal(2, 5, 8)).to(device).requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16):
+            output = attend(states, encoder_hidden_states=texts)
+        (output * normal(2, 9, 16).to(device)).sum().backward()
+        return [output.detach(), states.grad, texts.grad]
+
+    calls = {}
+    network = placed("sd", "unet", base, NPU)
+    given = [x.to(NPU) for x in (normal(2, 4, 8, 8), torch.tensor([3, 9]), normal(2, 5, 8))]
+    for dtype in (torch.float32, torch.bfloat16):
+        before = torch_npu.calls["npu_fusion_attention"]
+        with torch.autocast("npu", torch.bfloat16, enabled=dtype != torch.float32):
+            network(given[0], given[1], {"prompt_embeds": given[2]})
+        calls[str(dtype)] = torch_npu.calls["npu_fusion_attention"] - before
+    return {"apart": apart(layer), "calls": calls, "layers": len(base.attn_processors)}
+
+
+def geglu() -> dict[str, Any]:
+    """A layer of ours and one of diffusers' own, each against the formula."""
+    base, inputs = unet(), 3 * normal(2, 9, 16)
+
+    @torch.no_grad()
+    def furthest(layer: GEGLU, device: torch.device) -> float:
+        states, gate = layer.proj(inputs.to(device)).cpu().chunk(2, -1)
+        exact = states * gate * (1 + torch.erf(gate / math.sqrt(2))) / 2
+        return float((layer(inputs.to(device)).cpu() - exact).abs().max())
+
+    found = {}
+    for device in (NPU, CPU):
+        modules = placed("sd", "unet", base, device).modules()
+        found[device.type] = furthest(next(m for m in modules if isinstance(m, GEGLU)), device)
+    theirs = next(m for m in base.to(NPU).modules() if isinstance(m, GEGLU))
+    return {**found, "diffusers": furthest(theirs, NPU)}
+
+
+def sd3(folder: Path) -> list[float]:
+    """The prediction of a transformer."""
+    base = load_denoiser(folder / "transformer")
+    config = base.config
+
+    def predict(device: torch.device) -> list[torch.Tensor]:
+        conditioning = {
+            "prompt_embeds": normal(2, 5, config.joint_attention_dim).to(device),
+            "pooled_prompt_embeds": normal(2, config.pooled_projection_dim).to(device),
+        }
+        noisy, levels = normal(2, config.in_channels, 8, 8), torch.tensor([300.0, 700.0])
+        network = placed("sd3", "transformer", base, device)
+        return [network(noisy.to(device), levels.to(device), conditioning).detach()]
+
+    return apart(predict)
+
+
+def steps(job: TrainJob) -> dict[str, Any]:
+    """Of a job: where its tensors are, and its losses, read once all steps are done."""
+    runtime, batch = jobs.start(job)
+    outputs = []
+    for step in range(job.train["steps"]):
+        given = runtime.put(batch(step))
+        with watch.no_host_syncs(), watch.casts("BFloat16"):
+            outputs.append(runtime.step(given, 1e-3))
+    return {
+        "devices": sorted({str(p.device) for p in runtime._network.parameters()}),
+        "losses": [float(output.loss) for output in outputs],
+        "flops": runtime.flops(batch(0)),
+    }
+
+
+if __name__ == "__main__":
+    found = {"attention": attention(), "geglu": geglu(), "sd3": sd3(Path(sys.argv[1]))}
+    print(json.dumps({**found, "steps": steps(read_job(Path(sys.argv[2])))}))
