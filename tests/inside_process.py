@@ -36,7 +36,9 @@ def write(number: int, facts: dict[str, Any]) -> None:
 
 
 def main(path: str, descriptor: str) -> None:
-    sys.path.append(str(Path(__file__).parent))  # what tests share
+    tests = Path(__file__).parent
+    # What tests share; the checkout comes first, as both have a folder `runtimes`.
+    sys.path += [str(tests.parent), str(tests)]
     driver, number = load(Path(path)), int(descriptor)
     for line in sys.stdin:
         name, arguments = json.loads(line)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from device_emulator.watch import casts, no_host_syncs
+from device_emulator.watch import PRODUCTS, casts, no_host_syncs
 
 from hpu_emulator import graphs
 
-__all__ = ["casts", "no_host_syncs", "no_new_graphs"]
+__all__ = ["PRODUCTS", "casts", "no_host_syncs", "no_new_graphs"]
 
 
 @contextmanager
