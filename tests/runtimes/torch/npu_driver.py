@@ -1,31 +1,57 @@
-"""Compute on an emulated NPU and on the CPU: the driver of test_npu.py.
-
-`npu_driver.py SD3 JOB.json` prints how far they are apart, and what a train job's steps did.
-"""
+"""Functions that test_npu.py calls in a process of an emulated Ascend host."""
 
 import copy
-import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtimes.torch.device import choose_device  # before PyTorch, so that it loads nothing unasked
+import jobs
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.activations import GEGLU
 
-NPU, CPU = choose_device("npu"), choose_device("cpu")
+from configs.training import Train
+from runtimes.base import WrongInput
+from runtimes.families import FAMILIES
+from runtimes.job import TrainJob
+from runtimes.ranks import Ranks
+from runtimes.torch import device as devices
+from runtimes.torch.models import load_denoiser
+from runtimes.torch.network import Network
 
-import jobs  # noqa: E402
-import torch  # noqa: E402
-import torch_npu  # noqa: E402
+NPU, CPU = devices.choose_device("npu"), devices.choose_device("cpu")
+import torch_npu  # noqa: E402  # lies beside its host
 from device_emulator import watch  # noqa: E402
-from diffusers import UNet2DConditionModel  # noqa: E402
-from diffusers.models.activations import GEGLU  # noqa: E402
 
-from runtimes.families import FAMILIES  # noqa: E402
-from runtimes.job import TrainJob, read_job  # noqa: E402
-from runtimes.torch.models import load_denoiser  # noqa: E402
-from runtimes.torch.network import Network  # noqa: E402
+
+def of_each() -> dict[str, Any]:
+    """What two processes of a host compute on, and what mixing that says."""
+    ranks = Ranks(rank=3, world=4, local_rank=1, local_world=2)
+    found = {"tensors": [], "words": [], "peaks": []}
+    tensors = []
+    for device in (NPU, devices.choose_device("npu", ranks)):
+        tensors.append(torch.ones(1024, device=device))
+        torch.ones(512, device=device)  # and gone
+        found["tensors"].append(str(tensors[-1].device))
+        found["words"].append(devices.describe(device))
+        found["peaks"].append(devices.peak_bytes(device))
+    return {**found, "mixed": said(lambda: tensors[0] + tensors[1])}
+
+
+def too_many() -> str:
+    """What is said to four processes."""
+    settings = Train(device="npu", processes=4, global_batch_size=4)
+    return said(lambda: devices.check(settings))
+
+
+def said(do: Callable[[], object]) -> str:
+    """What it is refused with."""
+    try:
+        do()
+    except (RuntimeError, WrongInput) as error:
+        return str(error)
+    return ""
 
 
 def unet() -> Any:
@@ -103,9 +129,9 @@ def geglu() -> dict[str, Any]:
     return {**found, "diffusers": furthest(theirs, NPU)}
 
 
-def sd3(folder: Path) -> list[float]:
+def sd3(folder: str) -> list[float]:
     """The prediction of a transformer."""
-    base = load_denoiser(folder / "transformer")
+    base = load_denoiser(Path(folder) / "transformer")
     config = base.config
 
     def predict(device: torch.device) -> list[torch.Tensor]:
@@ -120,21 +146,17 @@ def sd3(folder: Path) -> list[float]:
     return apart(predict)
 
 
-def steps(job: TrainJob) -> dict[str, Any]:
-    """Of a job: where its tensors are, and its losses, read once all steps are done."""
+def steps(given: dict[str, Any]) -> dict[str, Any]:
+    """Of a job: where its weights are, and its losses, read once all steps are done."""
+    job = TrainJob(**given)
     runtime, batch = jobs.start(job)
     outputs = []
     for step in range(job.train["steps"]):
-        given = runtime.put(batch(step))
+        ahead = runtime.put(batch(step))
         with watch.no_host_syncs(), watch.casts("BFloat16"):
-            outputs.append(runtime.step(given, 1e-3))
+            outputs.append(runtime.step(ahead, 1e-3))
     return {
         "devices": sorted({str(p.device) for p in runtime._network.parameters()}),
         "losses": [float(output.loss) for output in outputs],
         "flops": runtime.flops(batch(0)),
     }
-
-
-if __name__ == "__main__":
-    found = {"attention": attention(), "geglu": geglu(), "sd3": sd3(Path(sys.argv[1]))}
-    print(json.dumps({**found, "steps": steps(read_job(Path(sys.argv[2])))}))
