@@ -1,10 +1,24 @@
-"""Tests in this folder are left out with runtime jax."""
+"""A process of runtime jax with four virtual devices; no test of this folder runs without it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import chips
 import pytest
+from inside import Inside
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _chosen() -> None:
     if reason := chips.not_chosen("jax"):
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+    """JAX takes its number of devices when it starts."""
+    driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("jax")
+    process = Inside(driver, sys.executable, folder, chips.ENVIRONMENT["jax"])
+    yield process
+    process.close()

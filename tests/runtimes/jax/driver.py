@@ -1,28 +1,18 @@
-"""Run on several virtual devices: a train job in this process, and what JAX counted meanwhile.
+"""Functions that tests call in a process of runtime jax, with several virtual devices."""
 
-    python driver.py JOB.json           the job, whole
-    python driver.py JOB.json STEP      then again from the checkpoint of that step
-
-Prints one JSON object.
-"""
-
-import json
-import shutil
-import sys
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+import training
 
 from runtimes.base import StepBatch, StepOutput
 from runtimes.events import Events
 from runtimes.jax.runtime import TheRuntime
-from runtimes.job import TrainJob, read_job
-from runtimes.stop import Stop
+from runtimes.job import TrainJob
 from runtimes.train import loop
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
-counts = {COMPILED: 0, "/jax/compilation_cache/cache_hits": 0}
+COMPILED, HIT = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
+counts = {COMPILED: 0, HIT: 0}
 
 
 def count(event: str, *_: float, **__: str | int) -> None:
@@ -58,27 +48,30 @@ class Counting(TheRuntime):
         return held
 
 
-def main(path: str, *again: str) -> dict[str, Any]:
+def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
+    """Do a job, then from the checkpoints of some steps again; what JAX counted.
+
+    Args:
+        again: steps.
+    """
     jax.monitoring.register_event_duration_secs_listener(count)
     jax.monitoring.register_event_listener(count)
-    job = read_job(Path(path))
-    assert isinstance(job, TrainJob)
+    job = TrainJob(**given)
     loop.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
-    loop.train(job, Events(), Stop())
+    began, hits, left = [training.train(job)], [counts[HIT]], [training.left(job)]
     for step in again:
-        for saved in (Path(job.work) / "checkpoints").iterdir():
-            if int(saved.name.removeprefix("step-")) > int(step):
-                shutil.rmtree(saved)
-        loop.train(job, Events(), Stop())
+        training.forget_after(job, step)
+        began.append(training.train(job))
+        hits.append(counts[HIT] - hits[-1])
+        left.append(training.left(job))
     state = Counting.made[0]._state
     return {
+        "began": began,
+        "hits": hits,
+        "left": left,
+        "kept in": jax.config.jax_compilation_cache_dir,
         "shapes": [runtime.shapes for runtime in Counting.made],
         "by_step": [runtime.by_step for runtime in Counting.made],
-        "hits": counts["/jax/compilation_cache/cache_hits"],
         "bytes": Counting.made[0].bytes_by_device(),
         "whole": sum(array.nbytes for array in jax.tree.leaves(state)),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))

@@ -47,7 +47,7 @@ def configs_of(name: str, like: Path, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("name", ["sd2", pytest.param("sdxl", marks=pytest.mark.soak)])
 def test_a_true_model_is_planned_from_its_configs(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

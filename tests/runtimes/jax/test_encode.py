@@ -15,7 +15,14 @@ CAPTIONS = ["a red cat", "", "a blue dog on a hill"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("sd", marks=pytest.mark.soak),
+        pytest.param("sdxl", marks=pytest.mark.soak),  # also by tests/tasks/test_encode_served.py
+        "sd3",
+    ],
+)
 def test_pictures_and_captions_are_encoded_as_by_torch(
     family: str, request: pytest.FixtureRequest
 ) -> None:

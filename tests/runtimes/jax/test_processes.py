@@ -9,6 +9,7 @@ import pytest
 from runtimes.torch.hosts import free_port
 
 pytest.importorskip("jax")
+pytestmark = pytest.mark.slow
 PART = """
 import os, signal, sys
 from runtimes.jax import device
@@ -43,6 +44,7 @@ def end(how: str) -> list[int]:
             process.kill()
 
 
+@pytest.mark.soak  # those of test_as_torch.py do so too
 def test_processes_part_in_order() -> None:
     assert end("orderly") == [0, 0]
 

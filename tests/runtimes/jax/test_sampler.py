@@ -33,6 +33,8 @@ def test_one_program_draws_as_one_for_each_step(tiny_sd: Path) -> None:
     assert drawn[0].shape == (3, 32, 32, 3) and drawn[0].std() > 1
     for others in drawn[1:]:
         assert np.abs(others - drawn[0]).max() <= 1  # of 255 levels
+    turned = sampler.draw(arrays, PROMPTS[::-1], SAMPLER, first=0).astype(int)
+    assert np.abs(turned - drawn[0]).max() >= 5, "by other prompts"
 
 
 def test_a_vae_that_overflows_in_half_precision_stays_in_float32(tiny_sdxl: Path) -> None:
