@@ -272,7 +272,9 @@ def main() -> None:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     try:
-        sys.exit(app(standalone_mode=False))
+        if (code := app(standalone_mode=False)) == INTERRUPTED:  # which Typer has caught
+            raise KeyboardInterrupt
+        sys.exit(code)
     except TyperException as error:
         error.show()  # type: ignore[attr-defined]  # wrong usage prints itself
         sys.exit(WRONG_INPUT)
@@ -291,7 +293,9 @@ def main() -> None:
 
 def _fail(message: Any, code: int) -> None:
     print(f"kiln: {message}", file=sys.stderr)
-    logging.disable()  # what is said last is what went wrong, not how a server shuts down
+    # What is said last is what went wrong, not how a server shuts down, or cannot be told.
+    logging.disable()
+    logging.raiseExceptions = False
     sys.exit(code)
 
 

@@ -70,10 +70,24 @@ def _with_prefect(start: Callable[[], Any], *, as_json: bool) -> dict[str, Any]:
         try:
             found: dict[str, Any] = start()
         except Exception as error:
+            if _was_interrupted(error):
+                raise KeyboardInterrupt from None
             if as_json:
                 print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
             raise
     return found
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether it came about while Prefect took down that a Ctrl-C had ended the run.
+
+    A server of our own gets the same Ctrl-C, and may be gone by then.
+    """
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False
 
 
 def check_server(url: str) -> None:

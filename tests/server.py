@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,8 +72,15 @@ class Server:
         request = urllib.request.Request(
             f"{self.api}{path}", data=data, headers={"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+        for _ in range(50):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                if error.code != 503:  # a database that is locked: Prefect's own client waits, too
+                    raise
+            time.sleep(0.2)
+        raise AssertionError(f"{path}: the server stays busy")
 
     def wait(self, what: str, ready: Any, seconds: float) -> Any:
         until = time.monotonic() + seconds

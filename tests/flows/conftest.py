@@ -85,6 +85,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     for name, value in {**given, "PREFECT_LOGGING_LEVEL": "CRITICAL"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # until `kiln` has failed
 
     def use(api: str) -> None:
         monkeypatch.setenv("PREFECT_API_URL", api)
