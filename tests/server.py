@@ -18,6 +18,7 @@ from typing import Any
 from command import ROOT, environment
 
 PREFECT = [str(Path(sys.executable).parent / "prefect"), "--no-prompt"]
+PATIENCE = 600  # seconds, for a machine that does much else
 #: Files in the folder of a shared server: its URL, and what its users hold a lock of.
 API, USERS, STARTING = "api", "users", "starting"
 
@@ -46,7 +47,7 @@ class Server:
         """Start it, and wait until it answers."""
         port = self.api.rpartition(":")[2].removesuffix("/api")
         self.start("server", "server", "start", "--host", "127.0.0.1", "--port", port)
-        self.wait("server", lambda: self.ask("/health"), 120)
+        self.wait("server", lambda: self.ask("/health"), PATIENCE)
 
     def start(self, name: str, *words: str) -> None:
         log = (self.folder / f"{name}.log").open("wb")
@@ -62,7 +63,12 @@ class Server:
 
     def cli(self, *words: str) -> str:
         done = subprocess.run(
-            [*PREFECT, *words], env=self.env, cwd=ROOT, capture_output=True, text=True, timeout=180
+            [*PREFECT, *words],
+            env=self.env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -33,13 +33,15 @@ def test_pictures_come_with_their_settings(
     (tmp_path / "prompts.txt").write_text("a cat\n\na dög\n", encoding="utf-8")
     store = f"store={tmp_path / 'store'}"
 
-    def draw(*more: str, model: str = "tiny", code: int = 0) -> Any:
+    def say(*more: str, model: str = "tiny", code: int = 0) -> str:
         options = [*COMMON, store, f"registry={registry}", *(m for m in more if m[0] != "-")]
         flags = [m for m in more if m[0] == "-"]
         given = [part for option in options for part in ("-o", option)]
-        said = here("generate", model, "--from-file", str(tmp_path / "prompts.txt"), *given, *flags,
-                    "--out", str(tmp_path / "out"), "--json", code=code, api=api)  # fmt: skip
-        return json.loads(said.splitlines()[-1]) if code == 0 else said
+        return here("generate", model, "--from-file", str(tmp_path / "prompts.txt"), *given, *flags,
+                    "--out", str(tmp_path / "out"), code=code, api=api)  # fmt: skip
+
+    def draw(*more: str) -> Any:
+        return json.loads(say(*more, "--json").splitlines()[-1])
 
     first = draw("n_iter=2", "n_rows=4")
     assert first["outcome"] == "built" and first["pictures"] == 8
@@ -72,8 +74,10 @@ def test_pictures_come_with_their_settings(
     noise = [n["noise"] for n in json.loads((fixed / "pictures.json").read_text())["pictures"]]
     assert noise == [0, 1] * 4
 
+    told = say("n_iter=2", "n_rows=4").splitlines()[-1]
+    assert told == f"8 pictures, drawn before: {folder}"
     bare = draw("--skip-save", "n_iter=2", "n_rows=2")
     assert bare["outcome"] == "reused" and bare["folder"] == first["folder"]
-    assert "ddim_eta is for scheduler ddim" in draw("ddim_eta=0.5", "scheduler=euler", code=2)
-    assert "height: 36 is not a multiple" in draw("height=36", code=2)
-    assert "v9: no such version" in draw(model="tiny@v9", code=2)
+    assert "ddim_eta is for scheduler ddim" in say("ddim_eta=0.5", "scheduler=euler", code=2)
+    assert "height: 36 is not a multiple" in say("height=36", code=2)
+    assert "v9: no such version" in say(model="tiny@v9", code=2)
