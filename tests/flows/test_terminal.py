@@ -1,8 +1,10 @@
 """`kiln run` at a terminal: a bar that moves, and Ctrl-C, after which nothing is left running."""
 
 import fcntl
+import os
 import re
 import shutil
+import signal
 import subprocess
 import termios
 import time
@@ -27,8 +29,14 @@ def start(folder: Path, overrides: dict[str, Any], terminal: Terminal) -> subpro
         stdout=terminal.end,
         stderr=terminal.end,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # whose Ctrl-C is then for it
+        preexec_fn=_at_its_terminal,
     )
+
+
+def _at_its_terminal() -> None:
+    """Whose Ctrl-C is for this process; a test run in background ignores it, and we would, too."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
@@ -46,8 +54,9 @@ def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
             below = processes_below(run.pid)
             terminal.press(b"\x03")
             assert run.wait(PATIENCE) == 130
-        finally:
-            run.kill()
+        except BaseException:
+            os.killpg(run.pid, signal.SIGKILL)
+            raise
         terminal.close()
     assert [args for args in below.values() if "-m runtimes" in args]
     assert [args for args in below.values() if "prefect.server" in args]
