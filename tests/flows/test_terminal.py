@@ -8,6 +8,7 @@ import signal
 import subprocess
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
             terminal.press(b"\x03")
             assert run.wait(PATIENCE) == 130
         except BaseException:
-            os.killpg(run.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
             raise
         terminal.close()
     assert [args for args in below.values() if "-m runtimes" in args]
