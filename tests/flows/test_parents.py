@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from artifacts import gc
 from artifacts.latents import INFO
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
@@ -13,7 +14,7 @@ from flows.finetune import _Run
 from flows.preflight import Prepared
 from tasks import download
 from tasks.publish import registry_of
-from tasks.stage import StageResult, TransientError
+from tasks.stage import StageResult, TransientError, build_or_reuse
 
 
 def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Artifact:
@@ -68,6 +69,30 @@ def test_a_stage_is_known_by_all_that_it_is_made_from(prepared: Prepared) -> Non
     assert run.inputs["model"] == trained.digest and run.inputs["latents"] == latents.digest
     run.publish(evaluated, images, latents, trained)
     assert run.inputs["model"] == trained.digest and run.inputs["evaluation"] == evaluated.digest
+
+
+def test_what_a_run_needs_is_kept_from_before_it_is_built(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def killed(store: Store, *_: Any) -> Any:
+        kept.extend(gc.recent_runs(store, days=1))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.finetune.run_stage", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _Run(prepared).download()
+    assert [set(run["stages"]) for run in kept] == [{"download"}]
+
+
+def test_what_was_built_names_what_it_was_made_from(prepared: Prepared) -> None:
+    store = prepared.store
+    images = commit(store, "download", 1, {})
+    parts = KeyParts("encode", 1, {}, {"images": images.digest})
+    made = build_or_reuse(store, parts, lambda draft: {}, parents={"images": images})
+    needed = gc.needed_by(store, [("encode", made.key)])
+    assert needed.keys() == {("encode", made.key), ("download", images.key)}
 
 
 def _without_gate(prepared: Prepared) -> Any:
