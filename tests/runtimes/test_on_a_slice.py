@@ -136,6 +136,7 @@ def test_a_fault_of_the_job_ends_it_and_the_slice(
     assert told(world).count("create") == 1 and told(world)[-1] == "delete"
 
 
+@pytest.mark.soak
 def test_a_slice_that_is_there_is_used_and_may_be_kept(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from runtimes.train.loop import train
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: Each costs a start of some seconds; 30 have been survived, too.
-KILLS = int(os.environ.get("KILN_TEST_KILLS", "8"))
+KILLS = int(os.environ.get("KILN_TEST_KILLS", "3"))
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from runtimes.train.loop import train
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: One process takes 3 + 3 + 2 samples at a time, two take 3 + 1, four take 2.
 SETTINGS = {"global_batch_size": 8, "micro_batch_size": 3, "steps": 6, "ema_decay": 0.9}
+FULL: dict[str, Any] = {"text_encoders": True}
 LORA = {"method": "lora", "lora": {"targets": "all", "rank": 3}}
 
 
@@ -47,8 +48,15 @@ def assert_same_run(one: TrainJob, other: TrainJob) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["data", "fsdp"])
-@pytest.mark.parametrize("method", [{"text_encoders": True}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("parallel", "method"),
+    [
+        pytest.param("fsdp", FULL, id="full-fsdp"),
+        pytest.param("data", LORA, id="lora-data"),
+        pytest.param("data", FULL, id="full-data", marks=pytest.mark.soak),
+        pytest.param("fsdp", LORA, id="lora-fsdp", marks=pytest.mark.soak),
+    ],
+)
 def test_two_processes_take_the_steps_of_one(
     make_job: MakeJob, start_job: StartJob, parallel: str, method: dict[str, Any]
 ) -> None:
@@ -59,6 +67,7 @@ def test_two_processes_take_the_steps_of_one(
     assert_same_run(one, two)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [{}, LORA], ids=["full", "lora"])
 def test_in_half_precision_shares_compute_what_one_process_does(

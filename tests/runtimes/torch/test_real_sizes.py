@@ -82,6 +82,7 @@ def test_weights_and_operations_are_those_of_the_real_model(
     assert 0.985 * teraflop < counted / 1e12 < 1.002 * teraflop
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_stable_diffusion_2_takes_a_step_on_a_cpu(tmp_path: Path) -> None:
     """AdamW in float32 takes 14 GB."""
