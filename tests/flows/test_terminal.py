@@ -16,7 +16,7 @@ import pytest
 from command import ROOT, command, environment, is_running, processes_below
 from terminal import Terminal
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 PATIENCE = 600  # seconds, for a machine that does much else
 
 
