@@ -3,14 +3,14 @@
 import json
 import os
 import signal
-import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, command, environment
+from command import ROOT
 from gcs_server import GcsServer
 from hub_server import HubServer, Repository
 from stores import UrlOf
@@ -34,29 +34,25 @@ def expect(*built: str) -> dict[str, str]:
     return {name: "built" if name in built else "reused" for name in STAGES}
 
 
-def kill_training(folder: Path, api: str, overrides: Overrides, checkpoint: int) -> None:
-    """Run `digits`; kill the process that trains before it commits a checkpoint, the nth."""
-    told, log = folder / "told", folder / "log"
+def kill_training(run: Callable[[], str], folder: Path, checkpoint: int) -> None:
+    """Kill the process that trains before it commits a checkpoint, the nth, while `run()` runs."""
+    told = folder / "told"
     halt = {"record": r"/train/\w+/checkpoints/", "number": checkpoint, "told": str(told)}
-    with log.open("wb") as lines:
-        run = subprocess.Popen(
-            command("run", "digits", "--json", overrides=overrides),
-            env={
-                **environment(folder, api),
-                "PYTHONPATH": f"{ROOT / 'tests/halting'}:{ROOT}",
-                "KILN_TEST_HALT": json.dumps(halt),
-            },
-            cwd=ROOT,
-            stdout=lines,
-            stderr=lines,
-        )
-    until = time.monotonic() + PATIENCE
-    while not told.exists():
-        assert run.poll() is None and time.monotonic() < until, log.read_text()
-        time.sleep(0.05)
-    os.kill(int(told.read_text()), signal.SIGKILL)
-    assert run.wait(PATIENCE) == 1
-    assert "the runtime's process was killed by SIGKILL" in log.read_text()
+
+    def kill() -> None:
+        until = time.monotonic() + PATIENCE
+        while not told.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(int(told.read_text()), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT / 'tests/halting'}:{ROOT}")
+        patch.setenv("KILN_TEST_HALT", json.dumps(halt))
+        killing = threading.Thread(target=kill, daemon=True)
+        killing.start()
+        said = run()
+    assert "the runtime's process was killed by SIGKILL" in said
+    killing.join()
 
 
 def on_the_hub(hub: HubServer, folder: Path) -> str:
@@ -107,7 +103,9 @@ def test_killed_in_training_a_run_goes_on_from_its_checkpoint_in_the_bucket(
     url = url_of(kind)
     base = on_the_hub(hub, ROOT / "demo/base")
     overrides = {**smallest, "store": url, "model.path": base}
-    kill_training(tmp_path, api, overrides, checkpoint=2)
+    kill_training(
+        lambda: here("run", "digits", overrides=overrides, code=1, api=api), tmp_path, checkpoint=2
+    )
     report = run_here("digits", overrides)
     assert report["status"] == "published"
     assert outcomes(report) == expect("train", "evaluate", "publish")
