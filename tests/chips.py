@@ -68,7 +68,10 @@ VARIANTS = {
     "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
     "hpu-lazy": Variant("torch", "hpu", {"hpu": {"mode": "lazy"}}),
     "npu": Variant("torch", "npu"),
+    "cuda": Variant("torch", "cuda", families=("sdxl", "sd", "sd3")),
 }
+#: Devices that nothing stands in for: their tests run on a machine that has one.
+REAL_ONLY = ("cuda",)
 
 
 @contextmanager
@@ -122,13 +125,18 @@ def _lacking(variant: str) -> str:
     """What a variant lacks on this machine; empty if nothing."""
     if reason := why_not(variant):
         return reason
-    found = probe_runtime(VARIANTS[variant].runtime)
-    return "" if found.available else found.reason
+    on = VARIANTS[variant]
+    found = probe_runtime(on.runtime)
+    if not found.available:
+        return found.reason
+    if on.device in REAL_ONLY and not any(name.startswith(on.device) for name in found.devices):
+        return f"no device {on.device}"
+    return ""
 
 
 def why_not(name: str) -> str:
     """What an emulated device lacks here; empty if nothing."""
-    if VARIANTS[name].device == "cpu":
+    if VARIANTS[name].device in ("cpu", *REAL_ONLY):
         return ""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         return "an emulated device needs a C++ compiler (g++)"

@@ -32,12 +32,15 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def make_deterministic() -> None:
-    """The same job on the same machine gives the same bits, as far as PyTorch has such kernels.
+    """The same job on the same machine gives the same bits.
+
+    An operator without a deterministic kernel raises RuntimeError. With `warn_only`, PyTorch would
+    take attention's fast backward pass on CUDA, which adds in any order.
 
     Call it before anything is put on a device: cuBLAS reads its setting when it starts.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads it
     # No algorithm chosen by a race of timings, and float32 means float32.
     torch.backends.cudnn.benchmark = False

@@ -150,7 +150,7 @@ def test_half_precision_stays_where_it_was(runtime: Subject, make_job: MakeJob) 
     golden.check(runtime.name, "sdxl full", dtype, history(job))
 
 
-@subjects(without="xla", soak="jax mindspore hpu-eager npu")
+@subjects(without="xla cuda", soak="jax mindspore hpu-eager npu")
 def test_several_processes_follow_the_reference(
     runtime: Subject, make_job: MakeJob, once: Once
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from configs.training import Train
 from runtimes.base import WrongInput
-from runtimes.torch.device import check
+from runtimes.torch.device import check, make_deterministic
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,15 @@ def test_what_they_can(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     check(Train(**settings))
+
+
+def test_attention_takes_no_kernel_that_adds_in_any_order() -> None:
+    """As one does on CUDA where PyTorch is to warn only; conformance on `cuda` shows the rest."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
