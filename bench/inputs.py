@@ -94,7 +94,8 @@ def write_true_size(folder: Path, config: Path) -> Path:
     from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     torch.manual_seed(0)
-    unet = UNet2DConditionModel.from_config(json.loads(config.read_text(encoding="utf-8")))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # minutes for SDXL on a CPU
+        unet = UNet2DConditionModel.from_config(json.loads(config.read_text(encoding="utf-8")))
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     tokenizer = CLIPTokenizer.from_pretrained(BASE / "tokenizer", local_files_only=True)
     width = unet.config.cross_attention_dim
@@ -122,7 +123,7 @@ def write_true_size(folder: Path, config: Path) -> Path:
             feature_extractor=None,
             requires_safety_checker=False,
         )
-    pipeline.to(torch.bfloat16).save_pretrained(folder)
+    pipeline.to(device="cpu", dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -37,6 +37,8 @@ def _nothing(runtime: Any) -> None:
 
 def _contiguous(runtime: Any) -> None:
     runtime._network.to(memory_format=torch.contiguous_format)
+    for moments in runtime._update._optimizer._torch.state.values():  # the fused update wants alike
+        moments |= {name: moment.contiguous() for name, moment in moments.items()}
 
 
 def _unfused(runtime: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ OPTION_STEPS = 20
 LARGE = 120 * 2**30  # bytes of device memory from which batches are doubled
 
 
+@cache
 def sd2(batch: int) -> Scale:
     """Stable Diffusion 2 base, 512 x 512."""
     write = partial(inputs.write_true_size, config=SD2_UNET)
     return Scale("sd2", write, 256, 512, batch, family="sd", train=BF16, peer=PEER_BF16)
 
 
+@cache
 def sdxl(batch: int) -> Scale:
     """Stable Diffusion XL, 1024 x 1024."""
     write = partial(inputs.write_true_size, config=SDXL_UNET)

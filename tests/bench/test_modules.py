@@ -14,7 +14,7 @@ import bench
 import demo
 from bench import inputs, ours, same_picture, train_mindspore
 from bench.steps import Context, Scale
-from bench.train_cuda import CUDA_ROWS, true_size_row
+from bench.train_cuda import CUDA_ROWS, sd2, sdxl, true_size_row
 from bench.train_rows import TINY
 from runtimes.registry import probe_runtime
 
@@ -46,6 +46,11 @@ def test_a_module_is_imported(name: str) -> None:
 def test_rows_that_need_cuda_are_left_out_without_it(name: str, context: Context) -> None:
     row = context.row(name, CUDA_ROWS[name])
     assert (row.left_out, row.failed) == ("no CUDA device", "")
+
+
+def test_the_rows_of_a_model_share_its_inputs() -> None:
+    """Context makes them once for scales that are equal."""
+    assert all(scale(4) == scale(4) for scale in (sd2, sdxl))
 
 
 @pytest.mark.soak
