@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -65,29 +66,35 @@ def _with_prefect(start: Callable[[], Any], *, as_json: bool) -> dict[str, Any]:
     with _Display(as_json=as_json) as display:
         if (server := os.environ.get("PREFECT_API_URL")) is None:
             display.say("starting Prefect (its own server, for this run) …")
+            _start_server()
         else:
             check_server(server)
         try:
             found: dict[str, Any] = start()
         except Exception as error:
-            if _was_interrupted(error):
-                raise KeyboardInterrupt from None
             if as_json:
                 print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
             raise
     return found
 
 
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether it came about while Prefect took down that a Ctrl-C had ended the run.
+def _start_server() -> None:
+    """Start Prefect's own server, unless a profile names one, where Ctrl-C does not reach it.
 
-    A server of our own gets the same Ctrl-C, and may be gone by then.
+    A server that the same Ctrl-C ends cannot be told that the run has ended: Prefect's client asks
+    again for a minute.
     """
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__context__
-    return False
+    from prefect.settings import get_current_settings
+
+    if get_current_settings().api.url is not None:
+        return
+    from prefect.server.api.server import SubprocessASGIServer
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # its process inherits that
+    try:
+        SubprocessASGIServer().start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def check_server(url: str) -> None:

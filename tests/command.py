@@ -64,7 +64,7 @@ def run_json(
 
 def processes_below(pid: int) -> dict[int, str]:
     """Command lines of the processes that a process has started, and those that they have."""
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
+    listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
     found: dict[int, str] = {}
     parents = {pid}

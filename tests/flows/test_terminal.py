@@ -5,10 +5,11 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import termios
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from command import ROOT, command, environment, is_running, processes_below
 from terminal import Terminal
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = pytest.mark.slow
 PATIENCE = 600  # seconds, for a machine that does much else
 
 
@@ -40,6 +41,13 @@ def _at_its_terminal() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def last_state(database: Path) -> str:
+    """That of the latest flow run that a Prefect server has kept."""
+    with closing(sqlite3.connect(database)) as opened:
+        query = "SELECT state_type FROM flow_run ORDER BY created DESC LIMIT 1"
+        return str(opened.execute(query).fetchone()[0])
+
+
 def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
     published: Path, smallest: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -51,7 +59,7 @@ def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
     with Terminal() as terminal:
         run = start(folder, overrides, terminal)
         try:
-            terminal.wait(r"train +━.+ ([2-9]|\d\d+)/1", lambda: run.poll() is None, PATIENCE)
+            terminal.wait(r"train +[━╸╺]+ +([2-9]|\d\d+)/1", lambda: run.poll() is None, PATIENCE)
             below = processes_below(run.pid)
             terminal.press(b"\x03")
             assert run.wait(PATIENCE) == 130
@@ -75,6 +83,7 @@ def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
     assert "Traceback" not in text
     assert len(set(re.findall(r"(\d+)/1", text))) > 1  # the bar has moved
     assert terminal.seen.count("\x1b[?25l") == terminal.seen.count("\x1b[?25h") > 0  # the cursor
+    assert last_state(folder / "prefect/prefect.db") == "CRASHED"  # its server was told so
     (unfinished,) = [
         path
         for path in folder.glob("store/train/*/checkpoints")
