@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from conformance.runs import furthest
 from tolerances import GOLDEN
 
 PATH = Path(__file__).with_name("golden.json")
@@ -35,15 +36,7 @@ def check(variant: str, run: str, dtype: str, steps: Sequence[Figures]) -> None:
     expected = json.loads(PATH.read_text(encoding="utf-8"))[key]
     for name in FIGURES:
         same = found[name] == pytest.approx(expected[name], rel=GOLDEN[dtype])
-        assert same, f"{key}, {name}: {_furthest(found[name], expected[name])}"
-
-
-def _furthest(found: Sequence[float | None], expected: Sequence[float | None]) -> str:
-    """Where two lists of figures differ most, relative to what is expected."""
-    pairs = zip(found, expected, strict=True)
-    apart = [(abs(a - b) / abs(b) if a and b else float(a != b)) for a, b in pairs]
-    step = apart.index(max(apart))
-    return f"{apart[step]:.2g} at step {step} ({found[step]}, not {expected[step]})"
+        assert same, f"{key}, {name}: {furthest(found[name], expected[name])}"
 
 
 def _write(key: str, found: Mapping[str, object]) -> None:
