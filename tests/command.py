@@ -64,7 +64,9 @@ def run_json(
 
 def processes_below(pid: int) -> dict[int, str]:
     """Command lines of the processes that a process has started, and those that they have."""
-    listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True
+    ).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
     found: dict[int, str] = {}
     parents = {pid}
@@ -73,6 +75,19 @@ def processes_below(pid: int) -> dict[int, str]:
         found |= born
         parents = set(born)
     return found
+
+
+def jobs_of(pid: int) -> list[int]:
+    """The processes of a runtime that a process has started itself, in order."""
+    rows = _processes()
+    return sorted(own for own, parent, args in rows if parent == pid and "-m runtimes" in args)
+
+
+def _processes() -> list[tuple[int, int, str]]:
+    """Pid, parent and command line, uncut, of every process."""
+    told = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True)
+    rows = (line.split(None, 2) for line in told.stdout.splitlines()[1:])
+    return [(int(pid), int(parent), args) for pid, parent, args in rows]
 
 
 def is_running(pid: int) -> bool:

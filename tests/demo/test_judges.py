@@ -20,6 +20,7 @@ def captions(digit: NDArray[np.int64], style: NDArray[np.int64]) -> list[str]:
     return [world.captions(d, s)[0] for d, s in zip(digit.tolist(), style.tolist(), strict=True)]
 
 
+@pytest.mark.slow
 def test_held_out_digits_are_judged_right_99_times_in_100() -> None:
     results = []
     for seed in range(6):

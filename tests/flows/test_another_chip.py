@@ -14,7 +14,7 @@ import in_process
 import numpy as np
 import published
 import pytest
-from command import ROOT, command, environment
+from command import ROOT, command, environment, jobs_of
 from safetensors.numpy import load_file
 
 from configs.load import load_recipe
@@ -71,22 +71,15 @@ def killed_at(step: int, folder: Path, overrides: Overrides, api: str) -> str:
             said = log.read_text(errors="replace")
             assert flow.poll() is None and time.monotonic() < until, said
             time.sleep(0.05)
-        for process in (*training(flow.pid), flow.pid):
+        jobs = jobs_of(flow.pid)
+        assert jobs
+        for process in (*jobs, flow.pid):
             os.killpg(process, signal.SIGKILL)
         assert flow.wait(WAIT) == -signal.SIGKILL
     finally:
         flow.kill()
     assert saved(store)[-1] == step
     return log.read_text(errors="replace")
-
-
-def training(flow: int) -> list[int]:
-    """The processes of a runtime that a flow has started."""
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    found = [int(pid) for pid, parent, args in rows if int(parent) == flow and "runtimes" in args]
-    assert found
-    return found
 
 
 def test_a_run_is_killed_on_torch_goes_on_on_jax_and_back(

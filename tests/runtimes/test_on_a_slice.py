@@ -23,6 +23,8 @@ from runtimes.job import write_job
 from tasks.process import run_job
 from tasks.tpu import launch
 
+pytestmark = pytest.mark.slow
+
 SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type": "v5p-8"}
 GCLOUD = '''#!{python}
 """Stands in for gcloud: one slice, whose workers' home is a folder."""
@@ -110,7 +112,6 @@ def run_on_slice(job: Any, tmp_path: Path, **tpu: Any) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.mark.slow
 def test_a_slice_that_is_taken_away_is_made_anew_and_training_goes_on(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:
@@ -170,7 +171,6 @@ launch.run_on_slice(
 """
 
 
-@pytest.mark.slow
 def test_a_run_that_is_interrupted_has_the_slice_checkpoint_and_deletes_it(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:

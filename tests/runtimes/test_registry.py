@@ -41,6 +41,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be imported" in probe_runtime("other").reason
 
 
+@pytest.mark.slow
 def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     elsewhere = Place("runtimes.torch", ("torch",), environment="-other")
     monkeypatch.setitem(registry.RUNTIMES, "torch", elsewhere)

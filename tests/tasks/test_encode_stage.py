@@ -22,6 +22,8 @@ from tasks.encode import pipeline
 from tasks.encode.shard import encode_shard
 from tasks.encode.transform import TransformSettings
 
+pytestmark = pytest.mark.slow
+
 Pictures = dict[str, tuple[bytes, tuple[str, ...]]]  # sample key -> (picture, captions)
 
 

@@ -33,6 +33,8 @@ from tasks.evaluate.published import published_painter
 from tasks.process import run_job
 from tasks.progress import Progress
 
+pytestmark = pytest.mark.slow
+
 NEW = ["a red cat", "a blue dog"]
 
 
@@ -378,7 +380,6 @@ def test_prompts_come_from_files_too_and_are_checked(world: World, tmp_path: Pat
         evaluate.check(_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
 
 
-@pytest.mark.slow
 def test_the_runtimes_own_process_draws_the_same(world: World) -> None:
     trained = world.trained(0.5)
     here = world.evaluate(trained)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import jobs_of
 
 from runtimes.base import WrongInput
 from runtimes.job import GenerateJob, TrainJob, write_job
@@ -42,13 +43,6 @@ def endless(tmp_path: Path, tiny_sdxl: Path) -> Iterator[TrainJob]:
         yield TrainJob("torch", str(tiny_sdxl), "nowhere", {}, str(work), str(tmp_path / "o"))
 
 
-def training(parent: int) -> list[int]:
-    """The runtimes' processes that a process has started."""
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    return [int(p) for p, pp, args in rows if int(pp) == parent and "-m runtimes" in args]
-
-
 @pytest.mark.slow
 def test_wrong_input_comes_back_as_itself(tmp_path: Path) -> None:
     job = GenerateJob("torch", str(tmp_path), (), ("a prompt",), {})
@@ -59,7 +53,7 @@ def test_wrong_input_comes_back_as_itself(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_said_to_be(endless: TrainJob) -> None:
     def kill(event: dict[str, Any]) -> None:
-        os.kill(training(os.getpid())[0], signal.SIGKILL)
+        os.kill(jobs_of(os.getpid())[0], signal.SIGKILL)
 
     with pytest.raises(JobFailed, match="was killed by SIGKILL"):
         run_job(endless, kill)
@@ -78,7 +72,7 @@ def test_when_we_are_interrupted_the_process_ends_with_us(
     )
     assert stage.stdout is not None
     assert "waiting for it" in stage.stdout.readline()
-    (child,) = training(stage.pid)
+    (child,) = jobs_of(stage.pid)
     stage.send_signal(signal.SIGINT)
     assert stage.wait(50) == 130
     until = time.monotonic() + 60

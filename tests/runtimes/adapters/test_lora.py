@@ -10,6 +10,8 @@ from runtimes.adapters.lora import choose_layers, initial_down
 from runtimes.base import State, WrongInput
 from runtimes.torch.lora import add_adapters, merging_is_cheaper, with_less_work
 
+pytestmark = pytest.mark.slow
+
 
 def layers(part: torch.nn.Module) -> set[str]:
     return {name for name, m in part.named_modules() if hasattr(m, "lora_A")}
@@ -163,7 +165,6 @@ def test_dropout_drops_in_training_alone(make_job: MakeJob) -> None:
     np.testing.assert_allclose(dropping.errors(batch), plain.errors(batch), rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "dora"])
 def test_accumulation_and_checkpointing_leave_gradients_alone(
     make_job: MakeJob, method: str

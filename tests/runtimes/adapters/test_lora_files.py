@@ -31,6 +31,8 @@ from runtimes.torch.generate import load_network
 from runtimes.torch.network import Network
 from runtimes.train.result import write_result
 
+pytestmark = pytest.mark.slow
+
 
 def in_pipeline(job: TrainJob, pipe: Any, batch: StepBatch) -> torch.Tensor:
     """What the parts of a diffusers pipeline predict."""

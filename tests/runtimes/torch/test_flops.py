@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from configs.training import Train
@@ -16,6 +17,8 @@ from runtimes.torch.flops import FlopCounter, known_peak
 from runtimes.torch.network import Network
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.loop import make_loader, open_job_latents
+
+pytestmark = pytest.mark.slow
 
 MakeJob = Callable[..., TrainJob]
 

@@ -24,6 +24,8 @@ from runtimes.job import Drawing, GenerateJob
 from runtimes.objective.draws import Stream, generator
 from runtimes.weights import weight_variant
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ("one", "two", "three")
 
 

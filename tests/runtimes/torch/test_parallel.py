@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import jobs_of
 from jobs import MakeJob, outputs
 from safetensors.numpy import load_file
 
@@ -106,13 +107,6 @@ def test_the_count_may_change_at_a_resume(make_job: MakeJob, start_job: StartJob
     np.testing.assert_allclose(*(np.array(values, float) for values in found), rtol=1e-5)
 
 
-def others(pid: int) -> list[int]:
-    """The processes that the first one has started, by rank."""
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    return sorted(int(p) for p, pp, args in rows if int(pp) == pid and "-m runtimes" in args)
-
-
 def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -131,7 +125,7 @@ def test_whoever_is_killed_they_end_with_the_same_bytes(
     job = make_job("broken", **settings, processes=2)
     child = start_job(job)
     assert child.step_of_first("checkpoint") == 7
-    (second,) = others(child.process.pid)
+    (second,) = jobs_of(child.process.pid)
     os.kill(second, signal.SIGKILL)
     errors = [event for event in child.events() if event["event"] == "error"]
     assert child.end() == 1
@@ -142,7 +136,7 @@ def test_whoever_is_killed_they_end_with_the_same_bytes(
     child = start_job(job)
     assert 7 <= child.step_of_first("start") < 60
     child.step_of_first("progress")
-    rest = others(child.process.pid)
+    rest = jobs_of(child.process.pid)
     child.process.kill()
     assert child.end() == -signal.SIGKILL
     wait_until_gone(rest)
@@ -151,7 +145,7 @@ def test_whoever_is_killed_they_end_with_the_same_bytes(
     assert 7 <= child.step_of_first("start") < 60
     step = child.step_of_first("progress")
     # One is told, all of them stop after the same step.
-    (second,) = others(child.process.pid)
+    (second,) = jobs_of(child.process.pid)
     os.kill(second, signal.SIGTERM)
     assert child.end() == 143
     saved = Checkpoints(job.work, 9).latest()

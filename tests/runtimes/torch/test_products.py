@@ -11,6 +11,8 @@ from jobs import MakeJob, lora, start
 
 from runtimes.torch import products
 
+pytestmark = pytest.mark.slow
+
 
 def choose(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
     """Have products of all sizes made by oneDNN, or none."""
@@ -119,7 +121,6 @@ def test_who_is_faster_is_told_by_the_chip(
     assert products.onednn_is_faster() is faster
 
 
-@pytest.mark.slow
 def test_inductor_compiles_layers_with_and_without_adapters(tmp_path: Path) -> None:
     """As one graph; in a process of its own: Inductor fails where torchax has named its device."""
     process = Inside(Path(__file__).with_name("inductor_driver.py"), sys.executable, tmp_path)

@@ -24,6 +24,8 @@ from runtimes.objective.draws import Stream, generator
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.loop import make_loader, open_job_latents
 
+pytestmark = pytest.mark.slow
+
 
 def run(job: TrainJob, steps: int = 4) -> tuple[list[float], TheRuntime]:
     runtime, batch = start(job)

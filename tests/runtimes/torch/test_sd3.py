@@ -29,6 +29,8 @@ from runtimes.stop import Stop
 from runtimes.train.loop import train
 from tasks.publish.assemble import assemble
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCH = 4, 4
 PROMPTS = ("one", "two")
 

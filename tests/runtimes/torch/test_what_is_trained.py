@@ -19,6 +19,8 @@ from runtimes.torch.network import Network
 from runtimes.train.result import write_result
 from tasks.publish.assemble import assemble
 
+pytestmark = pytest.mark.slow
+
 
 def test_captions_are_encoded_in_the_step_and_dropped_ones_are_zeros(make_job: MakeJob) -> None:
     runtime, batch = start(make_job(text_encoders=True, caption_dropout=0.5, seed=2))

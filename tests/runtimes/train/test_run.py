@@ -28,6 +28,8 @@ from runtimes.train.loop import train
 from runtimes.train.run import _with_defaults
 from tasks.process import JobFailed, run_job
 
+pytestmark = pytest.mark.slow
+
 VALIDATION = {"every": 3, "samples": 4, "draws": 2}
 
 
@@ -279,7 +281,6 @@ def test_weights_and_biases_without_a_key_is_wrong_input(
         run(make_job(wandb={"project": "p"}))
 
 
-@pytest.mark.slow
 def test_two_processes_write_what_one_does(make_job: MakeJob) -> None:
     settings = {"steps": 6, "log_every": 1, "checkpoint_every": 4, "validation": VALIDATION}
     one, two = make_job("one", **settings), make_job("two", **settings, processes=2)
@@ -293,7 +294,6 @@ def test_two_processes_write_what_one_does(make_job: MakeJob) -> None:
     assert curve(two, "loss") == list(range(1, 7))
 
 
-@pytest.mark.slow
 def test_two_processes_go_back_together(make_job: MakeJob) -> None:
     policy = {"action": "skip", "most": 1}
     job = make_job(

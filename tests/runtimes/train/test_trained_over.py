@@ -24,6 +24,8 @@ from runtimes.train.loop import make_loader, open_job_latents, read_settings
 from runtimes.train.result import write_result
 from tasks.publish.assemble import assemble
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[..., TrainJob]
 SAMPLER: dict[str, Any] = {
     "seed": 7,
