@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ def not_chosen(variant: str) -> str:
     if chosen is None or VARIANTS[variant].runtime in chosen.split():
         return ""
     return f"{CHOSEN} is {chosen!r}"
+
+
+def importorskip(name: str) -> Any:
+    """As pytest's, but what must run fails where it cannot be imported."""
+    return import_module(name) if name in _must_run() else pytest.importorskip(name)
 
 
 def unless_required(name: str, reason: str) -> str:

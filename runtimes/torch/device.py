@@ -74,8 +74,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or {kind}")
     if ranks.world > 1 and ranks.local_world > there:
         raise WrongInput(
-            f"{ranks.local_world} processes want a {words} device each, this machine has {there}: "
-            "lower train.processes, or set device cpu"
+            f"{ranks.local_world} processes want one {words} device each, "
+            f"this machine has {there}: lower train.processes, or set device cpu"
         )
     if int(number or 0) >= there:
         raise WrongInput(

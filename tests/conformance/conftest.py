@@ -13,17 +13,17 @@ import chips
 import numpy as np
 import pytest
 import torch
+from driver_process import DriverProcess
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
-from warm import Warm
 
 from artifacts.images import Sample, write_tar
 from artifacts.store import KeyParts, Store
 from configs.schema import Recipe
 from configs.training import Train
-from runtimes.job import EncodeJob, Job, TrainJob
-from runtimes.registry import open_encoder
+from runtimes.job import EncodeJob, Job, TrainJob, write_job
+from runtimes.registry import interpreter, open_encoder
 from tasks import encode, process
 from tasks.progress import Progress
 
@@ -33,17 +33,24 @@ MakeOnce = Callable[[str, Callable[[Path], None]], Path]
 
 
 class Subject:
-    """A runtime, or a variant of one, and its warm process."""
+    """A runtime, or a variant of one, and a process of it that does job after job."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.on = name, chips.VARIANTS[name]
-        self._folder, self._warm = folder, None
+        self._folder, self._process, self._jobs = folder, None, 0
 
     def run(self, job: Job) -> int | None:
-        """Do a job in the warm process; the step that training began at."""
-        if self._warm is None:
-            self._warm = Warm(self.name, self._folder)
-        return _step_of_start(self._warm.run(job))
+        """Do a job in the process that is open; the step that training began at."""
+        if self._process is None:
+            driver, python = Path(__file__).with_name("job_driver.py"), interpreter(self.on.runtime)
+            with chips.standing_in(self.name):
+                self._process = DriverProcess(driver, python, self._folder, fork=False)
+        self._jobs += 1
+        path = self._folder / f"job-{self._jobs}.json"
+        write_job(job, path)
+        done = self._process.call("do", str(path))
+        assert done["code"] == 0, (done["events"], self._process.log_end())
+        return _step_of_start(done["events"])
 
     def run_alone(self, job: Job) -> int | None:
         """The same as a stage does it: in a process of its own. Raises what run_job does."""
@@ -53,8 +60,8 @@ class Subject:
         return _step_of_start(events)
 
     def close(self) -> None:
-        if self._warm is not None:
-            self._warm.close()
+        if self._process is not None:
+            self._process.close()
 
 
 def _step_of_start(events: list[dict[str, Any]]) -> int | None:

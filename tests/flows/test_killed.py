@@ -92,23 +92,21 @@ def resumed_from(report: dict[str, Any]) -> int:
     return int(manifest["run"]["resumed_from"])
 
 
-def chance() -> random.Random:
-    seed = int(os.environ.get("KILN_TEST_SEED", "0"))
-    print(f"KILN_TEST_SEED={seed}")
-    return random.Random(seed)
-
-
 def test_killed_in_download_encoding_and_training_a_run_goes_on_from_there(
-    published: Path, tmp_path: Path, small: Overrides, run_here: RunHere, api: str
+    published: Path,
+    tmp_path: Path,
+    small: Overrides,
+    run_here: RunHere,
+    api: str,
+    chance: random.Random,
 ) -> None:
-    moment = chance()
     kept: dict[Path, int] = {}
     for stage in ("download", "encode"):
-        number = moment.randint(2, 3)  # of three shards
+        number = chance.randint(2, 3)  # of three shards
         kill(tmp_path, api, small, stage, number)
         assert len(written(small, stage)) == number - 1
         kept |= written(small, stage)
-    number = moment.randint(2, 3)  # of three checkpoints
+    number = chance.randint(2, 3)  # of three checkpoints
     kill(tmp_path, api, small, "train", number)
     assert newest_checkpoint(small) == 2 * (number - 1)
 
@@ -124,15 +122,14 @@ def test_killed_in_download_encoding_and_training_a_run_goes_on_from_there(
 
 @pytest.mark.soak
 def test_killed_again_and_again_a_run_ends_where_an_uninterrupted_one_does(
-    tmp_path: Path, small: Overrides, run_here: RunHere, api: str
+    tmp_path: Path, small: Overrides, run_here: RunHere, api: str, chance: random.Random
 ) -> None:
     longer = {**small, "train.steps": 60, "train.checkpoint_every": 3}
     whole = run_here("digits", {**longer, "store": str(tmp_path / "whole")})
-    moment = chance()
     for stage, kills, most in (("download", 3, 2), ("encode", 3, 2), ("train", 4, 3)):
         for _ in range(kills):
             before = len(written(longer, stage)), newest_checkpoint(longer)
-            number = moment.randint(1, most if stage == "train" else min(most, 3 - before[0]))
+            number = chance.randint(1, most if stage == "train" else min(most, 3 - before[0]))
             said = kill(tmp_path, api, longer, stage, number)
             assert len(written(longer, stage)) == before[0] + (stage != "train") * (number - 1)
             if stage == "train":
@@ -140,7 +137,7 @@ def test_killed_again_and_again_a_run_ends_where_an_uninterrupted_one_does(
                 assert newest_checkpoint(longer) == before[1] + 3 * (number - 1)
     kill_the_flow_alone(tmp_path, api, longer)
     resumes_at = newest_checkpoint(longer)
-    assert "resuming from" in kill(tmp_path, api, longer, "evaluate", moment.randint(1, 2))
+    assert "resuming from" in kill(tmp_path, api, longer, "evaluate", chance.randint(1, 2))
     kill(tmp_path, api, longer, "publish", 1)
     report = run_here("digits", longer)
     assert resumed_from(report) == resumes_at

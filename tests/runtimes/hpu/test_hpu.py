@@ -11,7 +11,7 @@ from typing import Any
 
 import chips
 import pytest
-from inside import Inside
+from driver_process import DriverProcess
 from training import losses
 
 from configs.training import Train
@@ -32,26 +32,26 @@ def _emulated() -> None:
     chips.require("hpu-lazy")
 
 
-def make_host(mode: str, folder: Path) -> Iterator[Inside]:
+def make_host(mode: str, folder: Path) -> Iterator[DriverProcess]:
     """A process of an emulated Gaudi host, in one mode."""
     with chips.standing_in(f"hpu-{mode}"):
-        process = Inside(Path(__file__).with_name("driver.py"), sys.executable, folder)
-    yield process
-    process.close()
+        process = DriverProcess(Path(__file__).with_name("driver.py"), sys.executable, folder)
+    with process:
+        yield process
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     yield from make_host("eager", tmp_path_factory.mktemp("eager"))
 
 
 @pytest.fixture(scope="module")
-def lazy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+def lazy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     yield from make_host("lazy", tmp_path_factory.mktemp("lazy"))
 
 
 @pytest.fixture
-def host(request: pytest.FixtureRequest, mode: str) -> Inside:
+def host(request: pytest.FixtureRequest, mode: str) -> DriverProcess:
     """The process in the mode of the test."""
     return request.getfixturevalue(mode)
 
@@ -62,7 +62,7 @@ def one_size(write_latents: WriteLatents, tmp_path: Path) -> str:
     return write_latents(tmp_path / "one", [{"train/8x8": 9}])
 
 
-def test_the_emulator_notices_what_a_gaudi_would_not_forgive(eager: Inside) -> None:
+def test_the_emulator_notices_what_a_gaudi_would_not_forgive(eager: DriverProcess) -> None:
     found = eager.call("unforgiven")
     assert found["where"] == ["hpu:0"]
     assert all("on the same device" in words for words in found["devices"])
@@ -72,7 +72,7 @@ def test_the_emulator_notices_what_a_gaudi_would_not_forgive(eager: Inside) -> N
     assert "Float" in found["not cast"][0]
 
 
-def test_in_lazy_mode_a_number_in_a_graph_is_another_graph(lazy: Inside) -> None:
+def test_in_lazy_mode_a_number_in_a_graph_is_another_graph(lazy: DriverProcess) -> None:
     same, number, shape = lazy.call("numbers_in_graphs")
     assert same == ""
     assert "a new graph" in number and "a new graph" in shape
@@ -82,7 +82,7 @@ def test_in_lazy_mode_a_number_in_a_graph_is_another_graph(lazy: Inside) -> None
     ("mode", "fused", "steps"), [("lazy", True, 50), ("lazy", False, 20), ("eager", True, 20)]
 )
 def test_steps_are_three_graphs_and_never_wait(
-    fused: bool, steps: int, mode: str, host: Inside, make_job: MakeJob, one_size: str
+    fused: bool, steps: int, mode: str, host: DriverProcess, make_job: MakeJob, one_size: str
 ) -> None:
     """With a schedule, weight decay, an average and checkpoints."""
     made = make_job(
@@ -111,7 +111,7 @@ def test_steps_are_three_graphs_and_never_wait(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_bfloat16_is_what_products_are_computed_in(
-    mode: str, host: Inside, make_job: MakeJob, one_size: str
+    mode: str, host: DriverProcess, make_job: MakeJob, one_size: str
 ) -> None:
     """The losses are farther from those of float32 than its own are, and not far."""
     kinds, found = {}, {}
@@ -125,7 +125,7 @@ def test_bfloat16_is_what_products_are_computed_in(
     assert 1e-4 < max(abs(half / whole - 1) for half, whole in near) < 2e-2
 
 
-def test_hpu_graphs_are_recorded_once_a_shape(lazy: Inside, make_job: MakeJob) -> None:
+def test_hpu_graphs_are_recorded_once_a_shape(lazy: DriverProcess, make_job: MakeJob) -> None:
     """Two buckets; the casts of one step are not kept for the next."""
     hpu = {"mode": "lazy", "graphs": True}
     job = make_job(device="hpu", hpu=hpu, steps=8, compute_dtype="bfloat16", ema_decay=0.9)
@@ -134,7 +134,7 @@ def test_hpu_graphs_are_recorded_once_a_shape(lazy: Inside, make_job: MakeJob) -
 
 @pytest.mark.parametrize(("mode", "guidance"), [("lazy", 1.0), ("lazy", 3.0), ("eager", 3.0)])
 def test_drawing_records_one_graph_and_its_replays_are_no_ones_past(
-    guidance: float, mode: str, host: Inside, tiny_sd: Path
+    guidance: float, mode: str, host: DriverProcess, tiny_sd: Path
 ) -> None:
     """By HPU graphs or torch.compile. PNDM keeps what the denoiser gave in steps before, which a
     replay writes over."""
@@ -164,7 +164,7 @@ def test_what_the_modes_cannot_do_is_said_in_one_line(settings: dict[str, Any], 
 
 
 def test_torch_compile_is_given_habana_s_backend(
-    eager: Inside, make_job: MakeJob, one_size: str
+    eager: DriverProcess, make_job: MakeJob, one_size: str
 ) -> None:
     """What it compiles gives the numbers of operators one by one."""
     recorded, found = {}, {}
@@ -178,7 +178,7 @@ def test_torch_compile_is_given_habana_s_backend(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_kernels_follow_the_shared_update(mode: str, host: Inside) -> None:
+def test_fused_kernels_follow_the_shared_update(mode: str, host: DriverProcess) -> None:
     """Two groups of learning rates, clipping, decay, an average; gradients of one and of 1e-7 times
     that, where epsilon is felt, which FusedAdamW does not correct by itself."""
     for scale in (1.0, 1e-7):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import chips
 import pytest
-from inside import Inside
+from driver_process import DriverProcess
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,9 +16,8 @@ def _chosen() -> None:
 
 
 @pytest.fixture(scope="module")
-def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     """JAX takes its number of devices when it starts."""
     driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("jax")
-    process = Inside(driver, sys.executable, folder, chips.ENVIRONMENT["jax"])
-    yield process
-    process.close()
+    with DriverProcess(driver, sys.executable, folder, chips.ENVIRONMENT["jax"]) as process:
+        yield process

@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import chips
 import pytest
 
 from configs.training import Train
 
-jax = pytest.importorskip("jax")
+jax = chips.importorskip("jax")
 from runtimes.jax.abstract import AbstractStep  # noqa: E402
 from runtimes.jax.plan import Request  # noqa: E402
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from inside import Inside
+from driver_process import DriverProcess
 from jobs import SAMPLER, MakeJob, lora
 from numpy.typing import NDArray
 from PIL import Image
@@ -28,7 +28,7 @@ from runtimes.job import TrainJob, write_job
 from runtimes.train.loop import make_loader, open_job_latents
 from runtimes.train.result import write_result
 
-jax = pytest.importorskip("jax")
+jax = chips.importorskip("jax")
 from runtimes.jax.runtime import TheRuntime  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -107,7 +107,7 @@ def test_adapters_validation_and_pictures_of_two_processes(
     assert np.abs(first - second).max() >= 20
 
 
-def test_a_fresh_denoiser_starts_and_trains_alike(inside: Inside, make_job: MakeJob) -> None:
+def test_a_fresh_denoiser_starts_and_trains_alike(inside: DriverProcess, make_job: MakeJob) -> None:
     expected, found = both(make_job, jax={}, init="random", steps=4)
     train(expected)
     inside.call("train", asdict(found))

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import chips
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-jax = pytest.importorskip("jax")
+jax = chips.importorskip("jax")
 from runtimes.jax.bridge import as_function  # noqa: E402
 
 

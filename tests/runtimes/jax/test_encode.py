@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
+import chips
 import numpy as np
 import pytest
 
 from runtimes.job import EncodeJob
 from runtimes.torch.encode import open_encoder
 
-pytest.importorskip("jax")
-from runtimes.jax import encode
+chips.importorskip("jax")
+from runtimes.jax import encode  # noqa: E402
 
 CAPTIONS = ["a red cat", "", "a blue dog on a hill"]
 

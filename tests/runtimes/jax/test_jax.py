@@ -7,12 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import chips
 import pytest
-from inside import Inside
+from driver_process import DriverProcess
 
 from runtimes.job import TrainJob
 
-pytest.importorskip("jax")
+chips.importorskip("jax")
 pytestmark = pytest.mark.slow
 MakeJob = Callable[..., TrainJob]
 COMMON: dict[str, Any] = {
@@ -33,7 +34,7 @@ def make_job(make_job: MakeJob) -> MakeJob:
 
 
 def test_a_step_is_compiled_once_a_shape_and_a_resume_reads_the_programs(
-    inside: Inside, make_job: MakeJob
+    inside: DriverProcess, make_job: MakeJob
 ) -> None:
     """With a learning rate that changes, an average, checkpoints and metrics; the state lies in
     parts, a quarter of nearly all of it on each device."""
@@ -54,7 +55,7 @@ def test_a_step_is_compiled_once_a_shape_and_a_resume_reads_the_programs(
 
 
 def test_micro_batches_that_devices_cannot_share_are_filled_up(
-    inside: Inside, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
+    inside: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
 ) -> None:
     """Eight pictures in threes, on four devices: one program, the last micro-batch included."""
     latents = write_latents(tmp_path / "one", [{"train/8x8": 9}])

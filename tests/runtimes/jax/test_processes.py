@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 
+import chips
 import pytest
 
 from runtimes.torch.hosts import free_port
 
-pytest.importorskip("jax")
+chips.importorskip("jax")
 pytestmark = pytest.mark.slow
 PART = """
 import os, signal, sys

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import chips
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,7 @@ from jobs import SAMPLER
 from runtimes.job import Drawing
 from runtimes.torch.generate import load_network
 
-jax = pytest.importorskip("jax")
+jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.sampler import Sampler  # noqa: E402
 from runtimes.jax.weights import frozen_arrays  # noqa: E402

@@ -2,14 +2,14 @@
 
 from typing import Any
 
+import chips
 import numpy as np
-import pytest
 import torch
 
 from configs.training import Train
 from runtimes.torch.update import Update
 
-jax = pytest.importorskip("jax")
+jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.step import Step, numbers_of  # noqa: E402
 

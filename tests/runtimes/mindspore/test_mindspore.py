@@ -16,7 +16,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from inside import Inside
+from driver_process import DriverProcess
 from jobs import SAMPLER, MakeJob, lora
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
@@ -44,11 +44,10 @@ def python() -> Path:
 
 
 @pytest.fixture(scope="module")
-def inside(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+def inside(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("mindspore")
-    process = Inside(driver, str(python), folder, {"OMP_NUM_THREADS": "1"})
-    yield process
-    process.close()
+    with DriverProcess(driver, str(python), folder, {"OMP_NUM_THREADS": "1"}) as process:
+        yield process
 
 
 @pytest.fixture
@@ -84,7 +83,7 @@ def test_a_graph_gives_what_operators_give_one_by_one(
     level: str,
     tolerance: float,
     settings: dict[str, Any],
-    inside: Inside,
+    inside: DriverProcess,
     make_job: MakeJob,
     tmp_path: Path,
 ) -> None:
@@ -97,7 +96,7 @@ def test_a_graph_gives_what_operators_give_one_by_one(
 
 
 def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
-    inside: Inside, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
+    inside: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
 ) -> None:
     """On the smallest pictures: on a CPU products in half precision are slow."""
     job = make_job(
@@ -123,7 +122,9 @@ def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
     assert weights(job) == whole
 
 
-def test_text_encoders_follow_torch(inside: Inside, make_job: MakeJob, tmp_path: Path) -> None:
+def test_text_encoders_follow_torch(
+    inside: DriverProcess, make_job: MakeJob, tmp_path: Path
+) -> None:
     """Their adapters do so in the conformance suite."""
     job = make_job(steps=4, text_encoders=True, text_encoder_learning_rate=5e-4)
     expected = elsewhere(replace(job, runtime="torch"), tmp_path / "torch")
@@ -170,7 +171,7 @@ def test_msrun_starts_two_processes_that_write_one_checkpoint(
 
 
 def test_schedulers_draw_what_diffusers_draws(
-    inside: Inside, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inside: DriverProcess, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the same noise, that of steps included; two prompts from one noise are far apart."""
     prompts, count = ["a red cat", "a blue dog"], 2
@@ -228,20 +229,22 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def test_settings_that_it_does_not_have_are_named(inside: Inside, make_job: MakeJob) -> None:
+def test_settings_that_it_does_not_have_are_named(inside: DriverProcess, make_job: MakeJob) -> None:
     said = inside.call("wrong", [asdict(make_job(**settings)) for settings in WRONG.values()])
     for found, words in zip(said, WRONG, strict=True):
         assert words in found
 
 
-def test_what_encodes_and_draws_does_not_have_is_said_too(inside: Inside, tiny_sdxl: Path) -> None:
+def test_what_encodes_and_draws_does_not_have_is_said_too(
+    inside: DriverProcess, tiny_sdxl: Path
+) -> None:
     said = inside.call("refused", str(tiny_sdxl))
     assert said["encode"].startswith("encode.dtype: ") and "on Ascend" in said["encode"]
     assert said["generate"].startswith("evaluate.dtype: ") and "on Ascend" in said["generate"]
 
 
 def test_gradient_checkpointing_computes_activations_twice(
-    inside: Inside, make_job: MakeJob
+    inside: DriverProcess, make_job: MakeJob
 ) -> None:
     plain, expected = inside.call("counted", asdict(make_job(steps=2)))
     again, found = inside.call("counted", asdict(make_job(steps=2, gradient_checkpointing=True)))
@@ -250,18 +253,20 @@ def test_gradient_checkpointing_computes_activations_twice(
 
 
 def test_gradients_that_are_no_numbers_at_the_least_scale_are_a_divergence(
-    inside: Inside, make_job: MakeJob
+    inside: DriverProcess, make_job: MakeJob
 ) -> None:
     job = make_job(compute_dtype="float16", loss_scale={"initial": 1.0})
     skipped, norm = inside.call("without_numbers", asdict(job))
     assert not skipped and math.isnan(norm)
 
 
-def test_attention_of_a_float32_vae_is_not_cast(inside: Inside, tiny_sdxl: Path) -> None:
+def test_attention_of_a_float32_vae_is_not_cast(inside: DriverProcess, tiny_sdxl: Path) -> None:
     assert inside.call("attention_casts", str(tiny_sdxl)) == [None]  # not float16
 
 
-def test_a_fresh_denoiser_depends_on_the_seed_alone(inside: Inside, make_job: MakeJob) -> None:
+def test_a_fresh_denoiser_depends_on_the_seed_alone(
+    inside: DriverProcess, make_job: MakeJob
+) -> None:
     first, same, other = (
         inside.call("fresh", asdict(make_job(init="random", seed=seed))) for seed in (1, 1, 2)
     )

@@ -14,7 +14,7 @@ from runtimes.torch.device import check, make_deterministic
 @pytest.mark.parametrize(
     ("settings", "devices", "words"),
     [
-        ({"processes": 8}, 2, "8 processes want a CUDA device each, this machine has 2"),
+        ({"processes": 8}, 2, "8 processes want one CUDA device each, this machine has 2"),
         ({"processes": 2, "device": "cuda:0"}, 2, "cuda:0 is one, for 2 processes"),
         ({"device": "cuda:2"}, 2, "this machine has 2 CUDA devices"),
         ({"optimizer": "adamw_8bit"}, 0, "needs a CUDA device"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import chips
 import pytest
-from inside import Inside
+from driver_process import DriverProcess
 
 from runtimes.base import WrongInput
 from runtimes.job import TrainJob
@@ -24,17 +24,17 @@ def _emulated() -> None:
 
 
 @pytest.fixture(scope="module")
-def host(_emulated: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+def host(_emulated: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     """A process of an emulated Ascend host."""
     with chips.standing_in("npu"):
         driver = Path(__file__).with_name("npu_driver.py")
-        process = Inside(driver, sys.executable, tmp_path_factory.mktemp("npu"))
-    yield process
-    process.close()
+        process = DriverProcess(driver, sys.executable, tmp_path_factory.mktemp("npu"))
+    with process:
+        yield process
 
 
 @pytest.mark.slow
-def test_each_process_has_an_npu_of_its_own(host: Inside) -> None:
+def test_each_process_has_an_npu_of_its_own(host: DriverProcess) -> None:
     found = host.call("of_each")
     assert found["tensors"] == ["npu:0", "npu:1"]
     assert found["words"] == [f"npu:{number} (Ascend910B2 (emulated))" for number in (0, 1)]
@@ -43,31 +43,33 @@ def test_each_process_has_an_npu_of_its_own(host: Inside) -> None:
 
 
 @pytest.mark.slow
-def test_more_processes_than_npus_are_refused(host: Inside) -> None:
+def test_more_processes_than_npus_are_refused(host: DriverProcess) -> None:
     said = host.call("too_many")
     assert "4 processes want" in said and "this machine has 2" in said
 
 
 @pytest.mark.slow
-def test_a_unet_attends_by_the_fused_operator_in_half_precision(host: Inside) -> None:
+def test_a_unet_attends_by_the_fused_operator_in_half_precision(host: DriverProcess) -> None:
     found = host.call("attention")
     assert found["calls"] == {"torch.float32": 0, "torch.bfloat16": found["layers"]}
     assert max(found["apart"]) < 0.01  # bfloat16 keeps 1/256
 
 
 @pytest.mark.slow
-def test_geglu_is_not_approximated(host: Inside) -> None:
+def test_geglu_is_not_approximated(host: DriverProcess) -> None:
     found = host.call("geglu")
     assert max(found["npu"], found["cpu"]) < 1e-5 < 1e-4 < found["diffusers"]
 
 
 @pytest.mark.slow
-def test_sd3_predicts_as_on_the_cpu(host: Inside, tiny_sd3: Path) -> None:
+def test_sd3_predicts_as_on_the_cpu(host: DriverProcess, tiny_sd3: Path) -> None:
     assert max(host.call("sd3", str(tiny_sd3))) < 1e-5
 
 
 @pytest.mark.slow
-def test_no_step_waits_and_all_products_are_bfloat16(host: Inside, make_job: MakeJob) -> None:
+def test_no_step_waits_and_all_products_are_bfloat16(
+    host: DriverProcess, make_job: MakeJob
+) -> None:
     """The driver fails where one is not."""
     settings = {"compute_dtype": "bfloat16", "max_grad_norm": 0.5, "ema_decay": 0.9}
     found = host.call("steps", asdict(make_job(device="npu", steps=3, **settings)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inside import Inside
+from driver_process import DriverProcess
 from jobs import MakeJob, lora, start
 
 from runtimes.torch import products
@@ -123,8 +123,6 @@ def test_who_is_faster_is_told_by_the_chip(
 
 def test_inductor_compiles_layers_with_and_without_adapters(tmp_path: Path) -> None:
     """As one graph; in a process of its own: Inductor fails where torchax has named its device."""
-    process = Inside(Path(__file__).with_name("inductor_driver.py"), sys.executable, tmp_path)
-    try:
+    driver = Path(__file__).with_name("inductor_driver.py")
+    with DriverProcess(driver, sys.executable, tmp_path) as process:
         assert process.call("compile_and_compare") == [True, False]
-    finally:
-        process.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import chips
 import pytest
-from inside import Inside
+from driver_process import DriverProcess
 from training import losses, train
 
 from runtimes.job import TrainJob
@@ -32,14 +32,13 @@ ONE_SIZE, TWO_SIZES = {"train/8x8": 9}, {"train/8x8": 9, "train/4x12": 9}
 
 
 @pytest.fixture(scope="module")
-def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     """A process in the runtime's environment."""
     chips.require("xla")
     driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("xla")
     variables = {**chips.ENVIRONMENT["xla"], "OMP_NUM_THREADS": "1"}
-    process = Inside(driver, interpreter("xla"), folder, variables)
-    yield process
-    process.close()
+    with DriverProcess(driver, interpreter("xla"), folder, variables) as process:
+        yield process
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def make_job(make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Pat
 )
 def test_a_size_of_pictures_is_compiled_once_and_a_resume_compiles_nothing(
     sizes: dict[str, int],
-    inside: Inside,
+    inside: DriverProcess,
     make_job: MakeJob,
     write_latents: Callable[..., str],
     tmp_path: Path,
@@ -83,7 +82,7 @@ def test_a_size_of_pictures_is_compiled_once_and_a_resume_compiles_nothing(
 
 @pytest.mark.soak
 def test_what_is_compiled_has_the_same_key_in_another_process(
-    inside: Inside, make_job: MakeJob, tmp_path: Path
+    inside: DriverProcess, make_job: MakeJob, tmp_path: Path
 ) -> None:
     """On a CPU, XLA writes its cache and finds what is there, but cannot load it."""
     kept = tmp_path / "compiled"
@@ -99,7 +98,7 @@ def test_what_is_compiled_has_the_same_key_in_another_process(
 
 @pytest.mark.parametrize("family", ["sd", pytest.param("sdxl", marks=pytest.mark.soak)])
 def test_pictures_are_compiled_once_and_are_those_of_diffusers(
-    family: str, inside: Inside, request: pytest.FixtureRequest
+    family: str, inside: DriverProcess, request: pytest.FixtureRequest
 ) -> None:
     """For every scheduler, in batches that must be filled up for four devices; other prompts give
     pictures that are far from them."""
@@ -117,19 +116,19 @@ def test_pictures_are_compiled_once_and_are_those_of_diffusers(
     assert sum(one["first"] for one in found["drawn"].values()) > 0  # schedulers may share one
 
 
-def test_rows_of_a_host_are_put_in_their_order(inside: Inside) -> None:
+def test_rows_of_a_host_are_put_in_their_order(inside: DriverProcess) -> None:
     """Devices of a host need not have the lowest numbers, nor lie in the order of its rows."""
     assert inside.call("ordered") == [4.0, 5.0, 6.0, 7.0]
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_rows_come_back_as_they_were_sent(devices: int, inside: Inside) -> None:
+def test_rows_come_back_as_they_were_sent(devices: int, inside: DriverProcess) -> None:
     """One device has them whole, and says so otherwise than several do."""
     rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
     assert inside.call("sent_and_fetched", devices) == [devices, rows]
 
 
-def test_half_precision_stays_near(inside: Inside, make_job: MakeJob) -> None:
+def test_half_precision_stays_near(inside: DriverProcess, make_job: MakeJob) -> None:
     """With recomputed activations and trained text encoders: farther than float32, and not far."""
     settings = {"steps": 4, "log_every": 1, "global_batch_size": 8, "text_encoders": True}
     near = make_job("near", **settings, runtime="torch")

@@ -1,6 +1,8 @@
-"""Run in a runtime's environment: functions of a driver, each call in a fork of this process.
+"""Run in a runtime's environment: call functions of a driver.
 
-python -P inside_process.py DRIVER FD    reads `[name, arguments]` a line, answers on descriptor FD
+python -P driver_process_main.py fork|stay DRIVER CALLS ANSWERS
+
+Reads `[name, arguments]` a line from descriptor CALLS, answers on ANSWERS.
 """
 
 import importlib.util
@@ -24,6 +26,7 @@ def load(path: Path) -> ModuleType:
 
 
 def answer(driver: ModuleType, name: str, arguments: list[Any]) -> dict[str, Any]:
+    """What a function gives, or how it failed."""
     try:
         return {"found": getattr(driver, name)(*arguments)}
     except BaseException:
@@ -31,23 +34,29 @@ def answer(driver: ModuleType, name: str, arguments: list[Any]) -> dict[str, Any
 
 
 def write(number: int, facts: dict[str, Any]) -> None:
+    """A line on a descriptor."""
     with os.fdopen(os.dup(number), "w") as stream:
         stream.write(json.dumps(facts) + "\n")
 
 
-def main(path: str, descriptor: str) -> None:
+def main(mode: str, path: str, calls: str, answers: str) -> None:
+    """Answer calls until there are no more."""
     tests = Path(__file__).parent
     # What tests share; the checkout comes first, as both have a folder `runtimes`.
     sys.path += [str(tests.parent), str(tests)]
-    driver, number = load(Path(path)), int(descriptor)
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            write(number, answer(driver, name, arguments))
-            os._exit(0)  # what the packages do at exit is for the process that was forked
-        _, status = os.waitpid(child, 0)
-        write(number, {"ended": os.waitstatus_to_exitcode(status)})
+    driver, said = load(Path(path)), int(answers)
+    with os.fdopen(int(calls)) as lines:
+        for line in lines:
+            name, arguments = json.loads(line)
+            if mode == "stay":
+                write(said, answer(driver, name, arguments) | {"ended": 0})
+                continue
+            child = os.fork()
+            if child == 0:
+                write(said, answer(driver, name, arguments))
+                os._exit(0)  # what the packages do at exit is for the process that was forked
+            _, status = os.waitpid(child, 0)
+            write(said, {"ended": os.waitstatus_to_exitcode(status)})
 
 
 if __name__ == "__main__":

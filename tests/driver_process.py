@@ -1,0 +1,108 @@
+"""Call functions of a driver in a process of a runtime, which imports its packages once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MAIN = Path(__file__).with_name("driver_process_main.py")
+#: Seconds after which a call is taken to hang: compiling on a busy machine takes minutes.
+PATIENCE = 900.0
+
+
+class DriverProcess:
+    """A process that has imported a driver.
+
+    Args:
+        driver: the file whose functions are called.
+        python: interpreter of the runtime's environment.
+        folder: for the process's log.
+        variables: what its environment has besides ours.
+        fork: each call runs in a fork of the process, and finds nothing that another has left
+            there; without, calls follow each other in it, and share what is compiled.
+    """
+
+    def __init__(
+        self,
+        driver: Path,
+        python: str,
+        folder: Path,
+        variables: Mapping[str, str] | None = None,
+        *,
+        fork: bool = True,
+    ) -> None:
+        self._name, self._log = driver.name, folder / f"{driver.stem}.log"
+        calls_read, calls_write = os.pipe()
+        answers_read, answers_write = os.pipe()
+        words = ["fork" if fork else "stay", str(driver), str(calls_read), str(answers_write)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [python, "-P", "-u", str(MAIN), *words],
+                env={**os.environ, **(variables or {})},
+                pass_fds=(calls_read, answers_write),
+                stdin=subprocess.PIPE,  # a job ends when it does
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        os.close(calls_read)
+        os.close(answers_write)
+        self._calls = os.fdopen(calls_write, "w", buffering=1)
+        self._answers = os.fdopen(answers_read)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What a function gives for arguments, all as JSON.
+
+        Raises AssertionError, with its traceback or the log's end, if it raises or is killed.
+        """
+        answer: dict[str, Any] = {}
+        deadline = threading.Timer(PATIENCE, self._kill)
+        deadline.start()
+        try:
+            self._calls.write(json.dumps([name, arguments]) + "\n")
+            for line in self._answers:
+                answer |= json.loads(line)
+                if "ended" in answer:  # and with it the fork
+                    break
+        except BrokenPipeError:
+            pass  # the log says why
+        finally:
+            deadline.cancel()
+        assert "found" in answer, f"{name} of {self._name}: {answer.get('failed', self.log_end())}"
+        return answer["found"]
+
+    def log_end(self) -> str:
+        """The last of what the process has printed."""
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def close(self) -> None:
+        """End the process, which has nothing to save."""
+        self._kill()
+        assert self._process.stdin is not None
+        for pipe in (self._process.stdin, self._calls, self._answers):
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self._process.wait()
+
+    def __enter__(self) -> DriverProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
