@@ -168,7 +168,7 @@ def test_the_loop_and_its_choices_are_timed(
     assert attention == 12 * [True] + 6 * [False]  # five steps warm up
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_recorded_steps_of_a_script_give_the_losses_that_it_had(
     context: Context, tmp_path: Path
 ) -> None:
@@ -187,15 +187,15 @@ def test_recorded_steps_of_a_script_give_the_losses_that_it_had(
     assert compare_losses(weighted, record)["max_relative_loss_difference"] > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_script_that_fails_is_quoted(context: Context, tmp_path: Path) -> None:
     assert context.peer is not None
     with pytest.raises(PeerFailed, match="out of luck"):
         context.peer.run(LORA, tmp_path, tmp_path, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd", pytest.param("sdxl", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
 def test_a_pipeline_of_true_shapes_encodes_and_steps(
     family: str, context: Context, tmp_path: Path
 ) -> None:

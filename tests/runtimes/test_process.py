@@ -71,7 +71,7 @@ def test_killed_and_stopped_it_ends_with_the_same_bytes(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_again_and_again_it_redoes_only_what_no_checkpoint_has(
     make_job: MakeJob, start_job: StartJob, chance: random.Random
 ) -> None:

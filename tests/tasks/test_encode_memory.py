@@ -25,7 +25,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_memory_does_not_grow_with_the_dataset(
     tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def both(make_job: MakeJob, *, jax: dict[str, Any], **settings: Any) -> list[Tra
     return [replace(job, **sampled) for job in jobs]
 
 
+@pytest.mark.soak
 def test_adapters_validation_and_pictures_of_two_processes(
     make_job: MakeJob, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_text_encoders_follow_torch(
     assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
 
 
+@pytest.mark.soak
 def test_msrun_starts_two_processes_that_write_one_checkpoint(
     python: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:

@@ -114,7 +114,7 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_whoever_is_killed_they_end_with_the_same_bytes(
     make_job: MakeJob, start_job: StartJob, tmp_path: Path
 ) -> None:

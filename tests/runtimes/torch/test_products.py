@@ -121,6 +121,7 @@ def test_who_is_faster_is_told_by_the_chip(
     assert products.onednn_is_faster() is faster
 
 
+@pytest.mark.soak
 def test_inductor_compiles_layers_with_and_without_adapters(tmp_path: Path) -> None:
     """As one graph; in a process of its own: Inductor fails where torchax has named its device."""
     driver = Path(__file__).with_name("inductor_driver.py")

@@ -294,6 +294,7 @@ def test_two_processes_write_what_one_does(make_job: MakeJob) -> None:
     assert curve(two, "loss") == list(range(1, 7))
 
 
+@pytest.mark.soak
 def test_two_processes_go_back_together(make_job: MakeJob) -> None:
     policy = {"action": "skip", "most": 1}
     job = make_job(
