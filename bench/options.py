@@ -81,6 +81,8 @@ def measure(
     """Seconds a step by change; one that does not run here says why instead."""
     cases = {name: (*change, nullcontext()) for name, change in CHANGES.items()}
     cases |= {name: ({}, _nothing, sdpa_kernel(kind)) for name, kind in ATTENTION.items()}
+    if not torch.cuda.is_available():
+        del cases["compile_cuda_graphs"]  # there it is "compile" again, minutes of it
     found: dict[str, Any] = {}
     for name, (settings, change, within) in cases.items():
         if only is None or name in only:

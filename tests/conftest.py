@@ -31,9 +31,9 @@ def _cpu() -> str:
 def pytest_configure() -> None:
     """Keep compiled programs from one session to the next, outside the tree."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = os.environ.get("KILN_TEST_CACHE") or f"{home}/kilnworks-tests"
-    os.environ["KILN_TEST_CACHE"] = root  # for what tests start, too
-    kept = Path(root).expanduser() / hashlib.sha256(_cpu().encode()).hexdigest()[:12]
+    root = Path(os.environ.get("KILN_TEST_CACHE") or f"{home}/kilnworks-tests").expanduser()
+    os.environ["KILN_TEST_CACHE"] = str(root)  # for what tests start, too
+    kept = root / hashlib.sha256(_cpu().encode()).hexdigest()[:12]
     for variable, name in (
         ("JAX_COMPILATION_CACHE_DIR", "jax"),
         ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
