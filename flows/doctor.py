@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +10,7 @@ from typing import Any, get_args
 
 from configs.schema import RuntimeName
 from configs.urls import without_secrets
-from flows.runner import ServerAway, check_server
+from flows.runner import ServerAway, check_server, configured_server
 from runtimes import gaudi
 from runtimes.ascend import cann_version, count_npus, lacking, torch_npu_version
 from runtimes.others import count_cores
@@ -73,7 +72,7 @@ def _findings() -> dict[str, Any]:
 
 def _server() -> tuple[str, list[str]]:
     """The Prefect server that runs would use, in words, and what is wrong with it."""
-    url = os.environ.get("PREFECT_API_URL")
+    url = configured_server()
     if url is None:
         return "embedded, for the time of a run", []
     try:

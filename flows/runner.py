@@ -57,14 +57,14 @@ def generate(*, as_json: bool, **arguments: Any) -> None:
 def _with_prefect(start: Callable[[], Any], *, as_json: bool) -> dict[str, Any]:
     """Start a flow, and show how it goes.
 
-    Uses the Prefect server that PREFECT_API_URL names, else one of its own for the time of the run.
+    Uses the Prefect server that is configured, else one of its own for the time of the run.
     """
     # Our own lines say it shorter; the server's are for its own console.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     with _Display(as_json=as_json) as display:
-        if (server := os.environ.get("PREFECT_API_URL")) is None:
+        if (server := configured_server()) is None:
             display.say("starting Prefect (its own server, for this run) …")
             _start_server()
         else:
@@ -78,16 +78,21 @@ def _with_prefect(start: Callable[[], Any], *, as_json: bool) -> dict[str, Any]:
     return found
 
 
+def configured_server() -> str | None:
+    """URL of the server that the environment or Prefect's profile names."""
+    if (named := os.environ.get("PREFECT_API_URL")) is not None:
+        return named
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().api.url
+
+
 def _start_server() -> None:
-    """Start Prefect's own server, unless a profile names one, where Ctrl-C does not reach it.
+    """Start Prefect's own server where Ctrl-C does not reach it.
 
     A server that the same Ctrl-C ends cannot be told that the run has ended: Prefect's client asks
     again for a minute.
     """
-    from prefect.settings import get_current_settings
-
-    if get_current_settings().api.url is not None:
-        return
     from prefect.server.api.server import SubprocessASGIServer
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # its process inherits that

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 MAIN = Path(__file__).with_name("driver_process_main.py")
@@ -91,17 +90,6 @@ class DriverProcess:
             with suppress(BrokenPipeError):
                 pipe.close()
         self._process.wait()
-
-    def __enter__(self) -> DriverProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -61,6 +61,15 @@ def test_what_must_run_fails_where_something_else_is_lacking(
     assert chips.unless_required("libtpu", "") == ""
 
 
+def test_a_package_that_must_run_is_imported_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(pytest.skip.Exception):
+        chips.importorskip("nowhere")
+    monkeypatch.setenv(chips.MUST_RUN, "nowhere")
+    with pytest.raises(BaseException) as raised:  # a skip, too
+        chips.importorskip("nowhere")
+    assert raised.type is ModuleNotFoundError
+
+
 def test_an_emulated_device_needs_python_s_headers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

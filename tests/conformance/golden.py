@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from conformance.runs import furthest
+from conformance.runs import largest_difference
 from tolerances import GOLDEN
 
 PATH = Path(__file__).with_name("golden.json")
 FIGURES = ("loss", "grad_norm")
 #: Variants that are held to the figures of another, on another kind of device.
-AS = {"cuda": "torch"}
+SAME_AS = {"cuda": "torch"}
 Figures = Mapping[str, float | None]  # of a step; no norm where it overflowed
 
 
@@ -29,14 +29,14 @@ def check(variant: str, run: str, dtype: str, steps: Sequence[Figures]) -> None:
         run: its family and method, such as `sdxl full`.
         dtype: what it computes in: a key of tolerances.GOLDEN.
     """
-    key = f"{AS.get(variant, variant)} {run} {dtype}"
+    key = f"{SAME_AS.get(variant, variant)} {run} {dtype}"
     found = {name: [step[name] for step in steps[:20]] for name in FIGURES}
-    if os.environ.get("KILN_GOLDEN") == "write" and variant not in AS:
+    if os.environ.get("KILN_GOLDEN") == "write" and variant not in SAME_AS:
         _write(key, found)
     expected = json.loads(PATH.read_text(encoding="utf-8"))[key]
     for name in FIGURES:
         same = found[name] == pytest.approx(expected[name], rel=GOLDEN[dtype])
-        assert same, f"{key}, {name}: {furthest(found[name], expected[name])}"
+        assert same, f"{key}, {name}: {largest_difference(found[name], expected[name])}"
 
 
 def _write(key: str, found: Mapping[str, object]) -> None:

@@ -91,10 +91,12 @@ def assert_follows(job: TrainJob, expected: list[Figures]) -> None:
     """The job's losses and gradient norms are those of the reference."""
     for name, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
         found, wanted = ([line[name] for line in lines] for lines in (history(job), expected))
-        assert found == pytest.approx(wanted, rel=tolerance), f"{name}: {furthest(found, wanted)}"
+        assert found == pytest.approx(wanted, rel=tolerance), (
+            f"{name}: {largest_difference(found, wanted)}"
+        )
 
 
-def furthest(found: Sequence[float | None], expected: Sequence[float | None]) -> str:
+def largest_difference(found: Sequence[float | None], expected: Sequence[float | None]) -> str:
     """Where two lists of figures differ most, relative to what is expected."""
     pairs = zip(found, expected, strict=True)
     apart = [abs(a - b) / abs(b) if a and b else float(a != b) for a, b in pairs]

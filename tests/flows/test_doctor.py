@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import doctor
 from flows.doctor import examine
@@ -79,6 +80,18 @@ def test_a_server_that_does_not(
     assert f"prefect server: http://127.0.0.1:{port}/api (does not answer)" in said
     assert "problem: no Prefect server answers at PREFECT_API_URL=" in said
     assert "secret" not in said
+
+
+def test_a_server_that_a_profile_names_is_the_one_that_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with socket.socket() as taken:  # bound, and not listening
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/api"
+        with temporary_settings({PREFECT_API_URL: url}):
+            assert not examine(as_json=False)
+    assert f"prefect server: {url} (does not answer)" in capsys.readouterr().out
 
 
 def test_hosts_of_other_chips_are_told_of(

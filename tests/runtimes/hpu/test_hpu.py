@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def make_host(mode: str, folder: Path) -> Iterator[DriverProcess]:
     """A process of an emulated Gaudi host, in one mode."""
     with chips.standing_in(f"hpu-{mode}"):
         process = DriverProcess(Path(__file__).with_name("driver.py"), sys.executable, folder)
-    with process:
+    with closing(process):
         yield process
 
 

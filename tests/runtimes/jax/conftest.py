@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import chips
@@ -16,8 +17,8 @@ def _chosen() -> None:
 
 
 @pytest.fixture(scope="module")
-def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     """JAX takes its number of devices when it starts."""
-    driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("jax")
-    with DriverProcess(driver, sys.executable, folder, chips.ENVIRONMENT["jax"]) as process:
+    file, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("jax")
+    with closing(DriverProcess(file, sys.executable, folder, chips.ENVIRONMENT["jax"])) as process:
         yield process

@@ -108,10 +108,10 @@ def test_adapters_validation_and_pictures_of_two_processes(
     assert np.abs(first - second).max() >= 20
 
 
-def test_a_fresh_denoiser_starts_and_trains_alike(inside: DriverProcess, make_job: MakeJob) -> None:
+def test_a_fresh_denoiser_starts_and_trains_alike(driver: DriverProcess, make_job: MakeJob) -> None:
     expected, found = both(make_job, jax={}, init="random", steps=4)
     train(expected)
-    inside.call("train", asdict(found))
+    driver.call("train", asdict(found))
     assert history(found) == pytest.approx(history(expected), rel=WITHIN)
 
 

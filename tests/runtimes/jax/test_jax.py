@@ -34,12 +34,12 @@ def make_job(make_job: MakeJob) -> MakeJob:
 
 
 def test_a_step_is_compiled_once_a_shape_and_a_resume_reads_the_programs(
-    inside: DriverProcess, make_job: MakeJob
+    driver: DriverProcess, make_job: MakeJob
 ) -> None:
     """With a learning rate that changes, an average, checkpoints and metrics; the state lies in
     parts, a quarter of nearly all of it on each device."""
     job = make_job(steps=20, checkpoint_every=5, keep_checkpoints=9, mesh={"fsdp": 4})
-    found = inside.call("train", asdict(job), 10)
+    found = driver.call("train", asdict(job), 10)
     assert found["began"] == [0, 10]
     for counted, shapes, steps in zip(found["by_step"], found["shapes"], (20, 10), strict=True):
         assert len(counted) == steps
@@ -55,11 +55,11 @@ def test_a_step_is_compiled_once_a_shape_and_a_resume_reads_the_programs(
 
 
 def test_micro_batches_that_devices_cannot_share_are_filled_up(
-    inside: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
+    driver: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
 ) -> None:
     """Eight pictures in threes, on four devices: one program, the last micro-batch included."""
     latents = write_latents(tmp_path / "one", [{"train/8x8": 9}])
     job = make_job(steps=3, micro_batch_size=3, mesh={"fsdp": 2}, latents=latents)
-    found = inside.call("train", asdict(job))
+    found = driver.call("train", asdict(job))
     assert found["by_step"] == [[1, 0, 0]]
     assert max(found["bytes"].values()) <= 1.05 * found["whole"] / 2

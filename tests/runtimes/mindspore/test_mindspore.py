@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -44,9 +45,9 @@ def python() -> Path:
 
 
 @pytest.fixture(scope="module")
-def inside(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
+def driver(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("mindspore")
-    with DriverProcess(driver, str(python), folder, {"OMP_NUM_THREADS": "1"}) as process:
+    with closing(DriverProcess(driver, str(python), folder, {"OMP_NUM_THREADS": "1"})) as process:
         yield process
 
 
@@ -83,20 +84,20 @@ def test_a_graph_gives_what_operators_give_one_by_one(
     level: str,
     tolerance: float,
     settings: dict[str, Any],
-    inside: DriverProcess,
+    driver: DriverProcess,
     make_job: MakeJob,
     tmp_path: Path,
 ) -> None:
     job = make_job(steps=2, ema_decay=0.9, **settings)
     graph = elsewhere(job, tmp_path / "graph", mindspore={"mode": "graph", "jit_level": level})
     for one in (job, graph):
-        inside.call("train", asdict(one))
+        driver.call("train", asdict(one))
     assert losses(graph) == pytest.approx(losses(job), rel=tolerance)
     assert len(set(losses(job))) == 2
 
 
 def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
-    inside: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
+    driver: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
 ) -> None:
     """On the smallest pictures: on a CPU products in half precision are slow."""
     job = make_job(
@@ -108,7 +109,7 @@ def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
         loss_scale={"initial": 2.0**19, "growth_every": 3},
         latents=write_latents(tmp_path / "small", [{"train/4x4": 9}]),
     )
-    assert inside.call("train", asdict(job)) == 0
+    assert driver.call("train", asdict(job)) == 0
     lines, whole = history(job), weights(job)
     overflowed = [line["step"] for line in lines if line.get("overflowed")]
     assert overflowed[0] == 1 and len(overflowed) < 3
@@ -117,19 +118,19 @@ def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
     assert scale["updates"] == 3 - len(overflowed)
 
     forget_after(job, 3)
-    assert inside.call("train", asdict(job)) == 3
+    assert driver.call("train", asdict(job)) == 3
     assert history(job) == lines
     assert weights(job) == whole
 
 
 def test_text_encoders_follow_torch(
-    inside: DriverProcess, make_job: MakeJob, tmp_path: Path
+    driver: DriverProcess, make_job: MakeJob, tmp_path: Path
 ) -> None:
     """Their adapters do so in the conformance suite."""
     job = make_job(steps=4, text_encoders=True, text_encoder_learning_rate=5e-4)
     expected = elsewhere(replace(job, runtime="torch"), tmp_path / "torch")
     train(expected)
-    inside.call("train", asdict(job))
+    driver.call("train", asdict(job))
     assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
 
 
@@ -172,7 +173,7 @@ def test_msrun_starts_two_processes_that_write_one_checkpoint(
 
 
 def test_schedulers_draw_what_diffusers_draws(
-    inside: DriverProcess, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: DriverProcess, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the same noise, that of steps included; two prompts from one noise are far apart."""
     prompts, count = ["a red cat", "a blue dog"], 2
@@ -181,7 +182,7 @@ def test_schedulers_draw_what_diffusers_draws(
     config = dict(pipe.scheduler.config)
     sampler = SAMPLER | {"num_inference_steps": 6}
     given = {"schedulers": [*DETERMINISTIC, *NOISY], "config": config, "sampler": sampler}
-    wrong = inside.call("draw", str(tiny_sdxl), str(tmp_path), {**given, "prompts": prompts})
+    wrong = driver.call("draw", str(tiny_sdxl), str(tmp_path), {**given, "prompts": prompts})
     assert wrong.keys() == {"DDPMScheduler"}  # whose step has no kernel
     assert "another scheduler may do without" in wrong["DDPMScheduler"]
 
@@ -230,45 +231,45 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def test_settings_that_it_does_not_have_are_named(inside: DriverProcess, make_job: MakeJob) -> None:
-    said = inside.call("wrong", [asdict(make_job(**settings)) for settings in WRONG.values()])
+def test_settings_that_it_does_not_have_are_named(driver: DriverProcess, make_job: MakeJob) -> None:
+    said = driver.call("wrong", [asdict(make_job(**settings)) for settings in WRONG.values()])
     for found, words in zip(said, WRONG, strict=True):
         assert words in found
 
 
 def test_what_encodes_and_draws_does_not_have_is_said_too(
-    inside: DriverProcess, tiny_sdxl: Path
+    driver: DriverProcess, tiny_sdxl: Path
 ) -> None:
-    said = inside.call("refused", str(tiny_sdxl))
+    said = driver.call("refused", str(tiny_sdxl))
     assert said["encode"].startswith("encode.dtype: ") and "on Ascend" in said["encode"]
     assert said["generate"].startswith("evaluate.dtype: ") and "on Ascend" in said["generate"]
 
 
 def test_gradient_checkpointing_computes_activations_twice(
-    inside: DriverProcess, make_job: MakeJob
+    driver: DriverProcess, make_job: MakeJob
 ) -> None:
-    plain, expected = inside.call("counted", asdict(make_job(steps=2)))
-    again, found = inside.call("counted", asdict(make_job(steps=2, gradient_checkpointing=True)))
+    plain, expected = driver.call("counted", asdict(make_job(steps=2)))
+    again, found = driver.call("counted", asdict(make_job(steps=2, gradient_checkpointing=True)))
     assert found == pytest.approx(expected, rel=1e-6)
     assert again == 2 * plain > 0
 
 
 def test_gradients_that_are_no_numbers_at_the_least_scale_are_a_divergence(
-    inside: DriverProcess, make_job: MakeJob
+    driver: DriverProcess, make_job: MakeJob
 ) -> None:
     job = make_job(compute_dtype="float16", loss_scale={"initial": 1.0})
-    skipped, norm = inside.call("without_numbers", asdict(job))
+    skipped, norm = driver.call("without_numbers", asdict(job))
     assert not skipped and math.isnan(norm)
 
 
-def test_attention_of_a_float32_vae_is_not_cast(inside: DriverProcess, tiny_sdxl: Path) -> None:
-    assert inside.call("attention_casts", str(tiny_sdxl)) == [None]  # not float16
+def test_attention_of_a_float32_vae_is_not_cast(driver: DriverProcess, tiny_sdxl: Path) -> None:
+    assert driver.call("attention_casts", str(tiny_sdxl)) == [None]  # not float16
 
 
 def test_a_fresh_denoiser_depends_on_the_seed_alone(
-    inside: DriverProcess, make_job: MakeJob
+    driver: DriverProcess, make_job: MakeJob
 ) -> None:
     first, same, other = (
-        inside.call("fresh", asdict(make_job(init="random", seed=seed))) for seed in (1, 1, 2)
+        driver.call("fresh", asdict(make_job(init="random", seed=seed))) for seed in (1, 1, 2)
     )
     assert first == same != other

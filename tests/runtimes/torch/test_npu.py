@@ -4,6 +4,7 @@ does not load without CANN. What it has in common with others is in the conforma
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def host(_emulated: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with chips.standing_in("npu"):
         driver = Path(__file__).with_name("npu_driver.py")
         process = DriverProcess(driver, sys.executable, tmp_path_factory.mktemp("npu"))
-    with process:
+    with closing(process):
         yield process
 
 

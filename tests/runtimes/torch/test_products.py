@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -125,5 +126,5 @@ def test_who_is_faster_is_told_by_the_chip(
 def test_inductor_compiles_layers_with_and_without_adapters(tmp_path: Path) -> None:
     """As one graph; in a process of its own: Inductor fails where torchax has named its device."""
     driver = Path(__file__).with_name("inductor_driver.py")
-    with DriverProcess(driver, sys.executable, tmp_path) as process:
+    with closing(DriverProcess(driver, sys.executable, tmp_path)) as process:
         assert process.call("compile_and_compare") == [True, False]

@@ -5,6 +5,7 @@ environment, on four virtual devices of the CPU.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,12 @@ ONE_SIZE, TWO_SIZES = {"train/8x8": 9}, {"train/8x8": 9, "train/4x12": 9}
 
 
 @pytest.fixture(scope="module")
-def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
     """A process in the runtime's environment."""
     chips.require("xla")
     driver, folder = Path(__file__).with_name("driver.py"), tmp_path_factory.mktemp("xla")
     variables = {**chips.ENVIRONMENT["xla"], "OMP_NUM_THREADS": "1"}
-    with DriverProcess(driver, interpreter("xla"), folder, variables) as process:
+    with closing(DriverProcess(driver, interpreter("xla"), folder, variables)) as process:
         yield process
 
 
@@ -53,7 +54,7 @@ def make_job(make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Pat
 )
 def test_a_size_of_pictures_is_compiled_once_and_a_resume_compiles_nothing(
     sizes: dict[str, int],
-    inside: DriverProcess,
+    driver: DriverProcess,
     make_job: MakeJob,
     write_latents: Callable[..., str],
     tmp_path: Path,
@@ -63,7 +64,7 @@ def test_a_size_of_pictures_is_compiled_once_and_a_resume_compiles_nothing(
     settings = {**COMMON, "steps": 12, "checkpoint_every": 4, "keep_checkpoints": 9}
     made = make_job(**settings, profile={"start": 9, "steps": 1})
     job, dump = replace(made, latents=write_latents(tmp_path / "sizes", [sizes])), tmp_path / "hlo"
-    found = inside.call("train_and_dump", asdict(job), str(dump), 8)
+    found = driver.call("train_and_dump", asdict(job), str(dump), 8)
     assert found["began"] == [0, 8]
     first, second = found["by_step"]
     assert (len(first), len(second)) == (12, 4)
@@ -82,15 +83,15 @@ def test_a_size_of_pictures_is_compiled_once_and_a_resume_compiles_nothing(
 
 @pytest.mark.soak
 def test_what_is_compiled_has_the_same_key_in_another_process(
-    inside: DriverProcess, make_job: MakeJob, tmp_path: Path
+    driver: DriverProcess, make_job: MakeJob, tmp_path: Path
 ) -> None:
     """On a CPU, XLA writes its cache and finds what is there, but cannot load it."""
     kept = tmp_path / "compiled"
     job = replace(make_job(steps=1, **{**COMMON, "warmup_steps": 0}), compiled=str(kept))
-    assert inside.call("train", asdict(job))["cache"]["PersistentCacheMiss"] > 0
+    assert driver.call("train", asdict(job))["cache"]["PersistentCacheMiss"] > 0
     names = sorted(path.name for path in kept.glob("*/*"))
     again = replace(job, work=str(tmp_path / "again"), out=str(tmp_path / "again"))
-    found = inside.call("train", asdict(again))["cache"]
+    found = driver.call("train", asdict(again))["cache"]
     assert found.get("PersistentCacheMiss", 0) == 0
     assert found["PersistentCacheDeserializeFailure"] == len(names) > 0
     assert sorted(path.name for path in kept.glob("*/*")) == names
@@ -98,11 +99,11 @@ def test_what_is_compiled_has_the_same_key_in_another_process(
 
 @pytest.mark.parametrize("family", ["sd", pytest.param("sdxl", marks=pytest.mark.soak)])
 def test_pictures_are_compiled_once_and_are_those_of_diffusers(
-    family: str, inside: DriverProcess, request: pytest.FixtureRequest
+    family: str, driver: DriverProcess, request: pytest.FixtureRequest
 ) -> None:
     """For every scheduler, in batches that must be filled up for four devices; other prompts give
     pictures that are far from them."""
-    found = inside.call("draw", str(request.getfixturevalue(f"tiny_{family}")))
+    found = driver.call("draw", str(request.getfixturevalue(f"tiny_{family}")))
     assert found["fallbacks"] == []
     assert set(found["drawn"]) == {
         "EulerDiscreteScheduler",
@@ -116,24 +117,24 @@ def test_pictures_are_compiled_once_and_are_those_of_diffusers(
     assert sum(one["first"] for one in found["drawn"].values()) > 0  # schedulers may share one
 
 
-def test_rows_of_a_host_are_put_in_their_order(inside: DriverProcess) -> None:
+def test_rows_of_a_host_are_put_in_their_order(driver: DriverProcess) -> None:
     """Devices of a host need not have the lowest numbers, nor lie in the order of its rows."""
-    assert inside.call("ordered") == [4.0, 5.0, 6.0, 7.0]
+    assert driver.call("ordered") == [4.0, 5.0, 6.0, 7.0]
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_rows_come_back_as_they_were_sent(devices: int, inside: DriverProcess) -> None:
+def test_rows_come_back_as_they_were_sent(devices: int, driver: DriverProcess) -> None:
     """One device has them whole, and says so otherwise than several do."""
     rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
-    assert inside.call("sent_and_fetched", devices) == [devices, rows]
+    assert driver.call("sent_and_fetched", devices) == [devices, rows]
 
 
-def test_half_precision_stays_near(inside: DriverProcess, make_job: MakeJob) -> None:
+def test_half_precision_stays_near(driver: DriverProcess, make_job: MakeJob) -> None:
     """With recomputed activations and trained text encoders: farther than float32, and not far."""
     settings = {"steps": 4, "log_every": 1, "global_batch_size": 8, "text_encoders": True}
     near = make_job("near", **settings, runtime="torch")
     train(near)
     job = make_job("half", **settings, compute_dtype="bfloat16", gradient_checkpointing=True)
-    inside.call("train", asdict(job))
+    driver.call("train", asdict(job))
     apart = [abs(ours / theirs - 1) for ours, theirs in zip(losses(job), losses(near), strict=True)]
     assert 1e-4 < max(apart) < 2e-2
