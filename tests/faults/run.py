@@ -12,6 +12,7 @@ from one that has imported what takes long: PyTorch, diffusers, transformers.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -45,8 +46,8 @@ SLOW_TO_IMPORT = (
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
 )
 OURS = ("artifacts", "configs", "demo", "flows", "runtimes", "tasks", "bench")
-#: Seconds for the tests of a fault: one that hangs is not caught.
-MOST_SECONDS = 900.0
+#: Seconds that the tests of a fault, or of a file without one, may take.
+MOST_SECONDS = 240.0
 #: And for their process to end after them.
 END_SECONDS = 10.0
 FORK = multiprocessing.get_context("forkserver")
@@ -90,6 +91,7 @@ def run_tests(copy: Path, arguments: Sequence[str], log: str, answer: Connection
     with open(log, "w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+    faulthandler.dump_traceback_later(MOST_SECONDS, exit=True, file=os.dup(2))  # 2 is pytest's
     os.chdir(copy)
     os.environ["PYTHONPATH"] = str(copy)
     here = {"", str(ROOT), str(Path(__file__).parent)}
@@ -99,6 +101,7 @@ def run_tests(copy: Path, arguments: Sequence[str], log: str, answer: Connection
     settings = ["-q", "-p", "no:cacheprovider", f"--basetemp={copy.parent / 'tests'}"]
     settings += ["-p", "xdist.plugin"]  # whose marker the tests have; others cost time alone
     code = int(pytest.main([*settings, *arguments], plugins=[recorder]))
+    faulthandler.cancel_dump_traceback_later()
     for name in OURS:
         place = getattr(sys.modules.get(name), "__file__", None)
         assert place is None or Path(place).is_relative_to(copy), f"{name} is not of the copy"
@@ -118,7 +121,15 @@ class Copy:
                 shutil.copyfile(ROOT / name, self.root / name)
 
     def run(self, arguments: Sequence[str]) -> Outcome:
-        """Run pytest on the copy as it is."""
+        """Run pytest on the copy as it is, and a second time if its process hung or died."""
+        outcome = self._run(arguments)
+        if outcome.code is None:  # nothing is known of the tests, be it by the fork or the fault
+            print(f"{' '.join(arguments)}: {outcome.words}; trying again", file=sys.stderr)
+            print(self.last_words(80), file=sys.stderr, flush=True)  # with each thread's stack
+            outcome = self._run(arguments)
+        return outcome
+
+    def _run(self, arguments: Sequence[str]) -> Outcome:
         ours, theirs = FORK.Pipe(duplex=False)
         process = FORK.Process(
             target=run_tests, args=(self.root, arguments, str(self._log), theirs)
@@ -127,8 +138,8 @@ class Copy:
         theirs.close()
         outcome = Outcome(None, words=f"no end within {MOST_SECONDS:g} s")
         with suppress(EOFError):
-            if ours.poll(MOST_SECONDS):
-                outcome.words = "the process died"
+            if ours.poll(MOST_SECONDS + END_SECONDS):
+                outcome.words = f"the process died, or did not end within {MOST_SECONDS:g} s"
                 outcome = Outcome(*ours.recv())
                 process.join(END_SECONDS)
         ours.close()
@@ -148,9 +159,9 @@ class Copy:
         finally:
             path.write_text(whole, encoding="utf-8")
 
-    def last_words(self) -> str:
+    def last_words(self, lines: int = 15) -> str:
         """The end of the last run's log."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
 
 class Copies:
@@ -240,7 +251,8 @@ def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRANSFORMERS_VERBOSITY": "error"}
     FORK.set_forkserver_preload(list(SLOW_TO_IMPORT))
-    missed, seconds = 0, 0.0
+    missed: list[str] = []
+    seconds = 0.0
     with (
         tempfile.TemporaryDirectory(prefix="kiln-faults-") as folder,
         ThreadPoolExecutor(given.processes) as pool,
@@ -252,13 +264,17 @@ def main() -> int:
         try:
             for done in as_completed(running):
                 caught, outcome = done.result()
-                missed, seconds = missed + (not caught), seconds + outcome.seconds
-                print(_line(running[done], caught, outcome), flush=True)
+                line = _line(running[done], caught, outcome)
+                seconds += outcome.seconds
+                missed += [] if caught else [line]
+                print(line, flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    print(f"{len(faults) - missed} caught, {missed} missed, in {seconds:.0f} s of processor time")
-    return int(missed > 0 or not faults)
+    print(*missed, sep="\n", end="\n" if missed else "")  # again, beside how many there are
+    counts = f"{len(faults) - len(missed)} caught, {len(missed)} missed"
+    print(f"{counts}, in {seconds:.0f} s of processor time")
+    return int(bool(missed) or not faults)
 
 
 if __name__ == "__main__":
