@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import StepBatch
-from runtimes.events import Events
-from runtimes.job import TrainJob, read_job
+from runtimes.contract import StepBatch
+from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.objective.objective import LatentScale, Objective
-from runtimes.objective.scheduler import read_schedule
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob, read_job
 from runtimes.registry import open_runtime
-from runtimes.train.schedule import learning_rate
+from runtimes.train.learning_rate import learning_rate
 
 CONDITIONING = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 Arrays = dict[str, NDArray[np.float32]]

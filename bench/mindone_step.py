@@ -23,8 +23,8 @@ from typing import Any
 from bench.overhead import Bare
 from bench.report import spread
 from configs.training import Train
-from runtimes.job import TrainJob, read_job
-from runtimes.memory import peak_of_process
+from runtimes.process.job import TrainJob, read_job
+from runtimes.process.memory import peak_of_process
 
 WARM_UP = 3
 #: Conditioning of their step, in its order.
@@ -53,7 +53,7 @@ def theirs(job: TrainJob, mode: str, *, whole: bool = False) -> Steps:
     from mindspore import Tensor, nn, ops
     from mindspore.amp import StaticLossScaler
 
-    from runtimes.train.loop import make_loader, open_job_latents
+    from runtimes.train.trainer import make_loader, open_job_latents
 
     settings = Train(**job.train)
     unet = UNet2DConditionModel.from_pretrained(f"{job.model}/unet")

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.overhead import Bare
 from bench.report import say, spread
-from runtimes.job import TrainJob, read_job
+from runtimes.process.job import TrainJob, read_job
 from runtimes.torch.device import free_memory
 
 WARM_UP = 5

@@ -15,7 +15,7 @@ from artifacts.latents import open_latents
 from bench.stages import Stages, recipe_overrides
 from configs.load import load_recipe
 from configs.training import Train
-from runtimes.job import TrainJob
+from runtimes.process.job import TrainJob
 
 NEVER = 10**9
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from typing import Any
 from bench import inputs, ours
 from bench.peer import SCRIPTS, Peer, PeerTime
 from bench.report import Row, spread
-from runtimes.job import TrainJob
+from runtimes.process.job import TrainJob
 
 WARM_UP = 5  # steps
 RANK = 16

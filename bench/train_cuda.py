@@ -13,7 +13,7 @@ from bench import inputs, ours
 from bench.peer import SCRIPTS
 from bench.report import Row, spread
 from bench.steps import Context, Scale, loop_figures, step_row
-from runtimes.job import write_job
+from runtimes.process.job import write_job
 
 MODELS = Path(__file__).with_name("models")
 SD2_UNET, SDXL_UNET = MODELS / "sd2-base.json", MODELS / "sdxl.json"

@@ -11,7 +11,7 @@ from typing import Any
 from bench import inputs, ours
 from bench.report import Row
 from bench.steps import Context, Scale
-from runtimes.job import TrainJob, write_job
+from runtimes.process.job import TrainJob, write_job
 from runtimes.registry import interpreter, probe_runtime
 
 SMALL = Scale("small", inputs.write_pipeline, pictures=100, size=32, batch=16)

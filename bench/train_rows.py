@@ -15,7 +15,7 @@ from bench.peer import SCRIPTS
 from bench.report import Row, spread
 from bench.steps import COMMON, OURS, Context, Scale, step_row
 from bench.train_cuda import CUDA_ROWS
-from runtimes.job import write_job
+from runtimes.process.job import write_job
 
 EQUAL_STEPS, EQUAL_BATCH, EQUAL_WITHIN = 50, 8, 1e-5
 TINY = Scale("tiny", inputs.write_pipeline, pictures=512, size=32, batch=32)

@@ -11,9 +11,9 @@ from typing import Any, get_args
 from configs.schema import RuntimeName
 from configs.urls import without_secrets
 from flows.runner import ServerAway, check_server, configured_server
-from runtimes import gaudi
-from runtimes.ascend import cann_version, count_npus, lacking, torch_npu_version
-from runtimes.others import count_cores
+from runtimes.hosts import gaudi
+from runtimes.hosts.ascend import cann_version, count_npus, lacking, torch_npu_version
+from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 
 #: Versions that pip resolves but that do not work together: what, why.

@@ -14,7 +14,7 @@ from artifacts.store import KeyParts, Store
 from configs.generating import Generate, read_settings
 from flows.logs import log_to_prefect
 from flows.stages import run_stage
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from tasks import generate as stage
 from tasks.progress import Progress
 

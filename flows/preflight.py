@@ -10,11 +10,11 @@ from artifacts.models import ModelNotFound, digest_model, resolve_model
 from artifacts.store import Store
 from configs.load import RecipeError
 from configs.schema import Recipe
-from runtimes.encoders import describe_encoders, vae_path
-from runtimes.extras import Extras
 from runtimes.families import detect_family
+from runtimes.families.unet_inputs import Extras
+from runtimes.objective.noise_scheduler import read_config, read_schedule, trained_scheduler
 from runtimes.objective.objective import LatentScale, Objective
-from runtimes.objective.scheduler import read_config, read_schedule, trained_scheduler
+from runtimes.pipeline_folder.describe import describe_encoders, vae_path
 from runtimes.registry import (
     check_devices,
     check_family,

@@ -1,7 +1,7 @@
 """`python -P -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
 `python -P -m runtimes --probe RUNTIME` prints what that runtime finds here, as JSON;
 `python -P -m runtimes --check RUNTIME SETTINGS` what of train settings it cannot serve;
-`python -P -m runtimes --encode SOCKET` encodes for the process that started it (encoding.py).
+`python -P -m runtimes --encode SOCKET` encodes for the process that started it (encode/server.py).
 
 With `-P` a user's own `configs` or `tasks` in the working directory is not taken for ours.
 
@@ -33,17 +33,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.models import ModelNotFound, resolve_model
 from configs.training import Train
-from runtimes.base import WrongInput
-from runtimes.encoding import serve
-from runtimes.events import Events
-from runtimes.generate import generate
-from runtimes.job import Job, TrainJob, read_job
-from runtimes.others import LostRank, Others
-from runtimes.ranks import Ranks, adopt_mpi, brings_together, follows, launched
+from runtimes.contract import WrongInput
+from runtimes.encode.server import serve
+from runtimes.process.events import Events
+from runtimes.process.job import Job, TrainJob, read_job
+from runtimes.process.launcher import LostRank, Others
+from runtimes.process.ranks import Ranks, adopt_mpi, brings_together, follows, launched
+from runtimes.process.signals import STOPPED, Stop
 from runtimes.registry import check_settings_here, probe_here
-from runtimes.stop import STOPPED, Stop
+from runtimes.sample.generate import generate
 from runtimes.train.divergence import Diverged
-from runtimes.train.loop import read_settings, train
+from runtimes.train.trainer import read_settings, train
 
 
 class _ToEvents(logging.Handler):
@@ -77,9 +77,9 @@ def main(arguments: list[str]) -> int:
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
     if brings_together():
-        from runtimes.mindspore import scheduler
+        from runtimes.mindspore import rendezvous
 
-        scheduler.serve()
+        rendezvous.serve()
         return 0
     stop.listen()
     speaker = f"process {Ranks.here().rank}: " if follows() else ""

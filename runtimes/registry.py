@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.training import Train
-from runtimes.base import Encodes, Probe, Runtime, WrongInput
-from runtimes.events import Events
-from runtimes.gaudi import bridge_version
-from runtimes.job import EncodeJob, Job, TrainJob
-from runtimes.objective.scheduler import DRAWING, TABLED, drawing_config
+from runtimes.contract import Encodes, Probe, Runtime, WrongInput
+from runtimes.hosts.gaudi import bridge_version
+from runtimes.objective.noise_scheduler import DRAWING, TABLED, drawing_config
+from runtimes.process.events import Events
+from runtimes.process.job import EncodeJob, Job, TrainJob
 
 #: Seconds that another environment's interpreter has to say what it finds.
 PROBE_SECONDS = 120.0
@@ -91,7 +91,7 @@ def check_scheduler(
 
 
 def draws_by_tables(name: str) -> bool:
-    """Whether a runtime's sampler is a program over a table of numbers (torch/solver.py)."""
+    """Whether a runtime samples by a table of numbers (sample/tabulated_scheduler.py)."""
     return _place(name).schedulers == TABLED
 
 

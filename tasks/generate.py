@@ -14,11 +14,10 @@ from artifacts.models import resolve_model
 from artifacts.store import Artifact, Draft
 from configs.generating import Generate
 from configs.schema import NAME
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.job import Drawing, GenerateJob
-from runtimes.objective.scheduler import drawing_config, read_config
-from runtimes.pictures import check_size
+from runtimes.objective.noise_scheduler import drawing_config, read_config
+from runtimes.process.job import Drawing, GenerateJob
 from runtimes.registry import (
     check_devices,
     check_family,
@@ -26,6 +25,7 @@ from runtimes.registry import (
     check_scheduler,
     draws_by_tables,
 )
+from runtimes.sample.start import check_size
 from tasks.evaluate.pictures import Painter, Run, scratch, told
 from tasks.evaluate.prompts import read_prompts
 from tasks.evaluate.published import published_painter

@@ -23,10 +23,10 @@ from artifacts.models import resolve_configs
 from artifacts.store import Store
 from configs.schema import Recipe
 from configs.training import Train
-from runtimes.base import WrongInput
-from runtimes.encoders import describe_encoders, read_config, vae_path
-from runtimes.jax.chips import Slice, parse_slice
+from runtimes.contract import WrongInput
 from runtimes.jax.plan import Plan, Request
+from runtimes.pipeline_folder.describe import describe_encoders, read_config, vae_path
+from runtimes.spmd.tpu_specs import Slice, parse_slice
 
 #: Raised when the step that is compiled changes, or what is read of what the compiler says.
 VERSION = 3

@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runtimes.base import WrongInput
-from runtimes.events import EVENT_FD
-from runtimes.job import Job, write_job
+from runtimes.contract import WrongInput
+from runtimes.process.events import EVENT_FD
+from runtimes.process.job import Job, write_job
+from runtimes.process.signals import STOPPED
 from runtimes.registry import interpreter
-from runtimes.stop import STOPPED
 from tasks.stage import TransientError
 
 log = logging.getLogger("kiln")

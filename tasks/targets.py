@@ -6,9 +6,9 @@ from pathlib import Path
 
 from configs.schema import Recipe
 from runtimes.adapters.lora import Layer, choose_layers
-from runtimes.encoders import read_config
-from runtimes.extras import trained_config
 from runtimes.families import detect_family
+from runtimes.families.unet_inputs import trained_config
+from runtimes.pipeline_folder.describe import read_config
 from tasks.publish.assemble import weight_files
 
 KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}

@@ -14,8 +14,8 @@ from fsspec import AbstractFileSystem
 from artifacts.store import Artifact, Draft
 from configs.schema import Recipe
 from configs.training import computing
-from runtimes.encoders import read_config
-from runtimes.job import TrainJob
+from runtimes.pipeline_folder.describe import read_config
+from runtimes.process.job import TrainJob
 from tasks.panels import Facts, Panel, Picture, Table, human
 from tasks.process import Event, run_job
 from tasks.progress import Progress

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from configs.training import Train
-from runtimes.base import StepBatch
-from runtimes.events import Events
-from runtimes.job import TrainJob
-from runtimes.torch.inputs import Inputs, sender
-from runtimes.torch.network import Network
+from runtimes.contract import StepBatch
+from runtimes.models.micro_batches import Inputs, sender
+from runtimes.models.network import Network
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.loop import make_loader, open_job_latents
+from runtimes.train.trainer import make_loader, open_job_latents
 
 MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from artifacts.latents import LatentShard, open_latents
 from artifacts.store import KeyParts, Store
 from configs.schema import Recipe
-from runtimes.objective.draws import Stream, generator
+from runtimes.objective.random import Stream, generator
 
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
 METRICS = {"clip_score", "cmmd", "fd", "holdout_loss"}

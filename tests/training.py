@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from runtimes.events import Events
-from runtimes.job import TrainJob
-from runtimes.stop import Stop
-from runtimes.train import loop
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob
+from runtimes.process.signals import Stop
+from runtimes.train import trainer
 
 
 class Heard(Events):
@@ -30,7 +30,7 @@ class Heard(Events):
 def train(job: TrainJob, events: Heard | None = None) -> int:
     """Train to the end; the step it began at."""
     events = events or Heard()
-    assert loop.train(job, events, Stop())
+    assert trainer.train(job, events, Stop())
     (start,) = events.all("start")
     return int(start["step"])
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from artifacts.safetensors import Arrays
 from runtimes.adapters.lora import Adapters
-from runtimes.tensors import Arrays
 
 #: Families that the layout is made for; SD3's layers are cut otherwise in it.
 FAMILIES = ("sd", "sdxl")

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts.safetensors import Arrays, read_floats
 from configs.training import Lora
-from runtimes.base import WrongInput
-from runtimes.objective.draws import Stream, generator
-from runtimes.tensors import Arrays, read_floats
+from runtimes.contract import WrongInput
+from runtimes.objective.random import Stream, generator
 
 Float32 = NDArray[np.float32]
 Layer = Literal["linear", "conv"]

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.latents import Latents, LatentSample, LatentShard, flipped_group, stack_rows
-from runtimes.base import StepBatch, WrongInput
+from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.order import Order, Place, spread
 from runtimes.data.prefetch import Prefetch
-from runtimes.data.shards import ShardFiles
-from runtimes.extras import NOTHING, Extras
+from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
+from runtimes.families.unet_inputs import NOTHING, Extras
 from runtimes.objective.objective import Choices, Objective
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.base import WrongInput
-from runtimes.objective.draws import Stream, generator
+from runtimes.contract import WrongInput
+from runtimes.objective.random import Stream, generator
 
 
 class Place(NamedTuple):

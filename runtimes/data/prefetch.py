@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 
 from artifacts.clock import REAL, Clock
-from runtimes.base import StepBatch
+from runtimes.contract import StepBatch
 
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 5.0

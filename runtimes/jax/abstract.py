@@ -15,18 +15,18 @@ from jax.sharding import NamedSharding
 
 from artifacts.latents import LatentSample
 from configs.training import Train
-from runtimes.base import StepBatch
-from runtimes.encoders import describe_encoders, read_config
-from runtimes.extras import Extras
+from runtimes.contract import StepBatch
 from runtimes.families import Captioned, Family
+from runtimes.families.unet_inputs import Extras
 from runtimes.jax.batches import stack
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.plan import Request
 from runtimes.jax.step import Step
 from runtimes.jax.weights import trained_names, without_effect
-from runtimes.torch.flops import FlopCounter
-from runtimes.torch.network import Network
+from runtimes.models.flop_count import FlopCounter
+from runtimes.models.network import Network
+from runtimes.pipeline_folder.describe import describe_encoders, read_config
 
 
 class AbstractStep:

@@ -11,9 +11,9 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from runtimes.base import EXACT, StepBatch
+from runtimes.contract import EXACT, StepBatch
+from runtimes.data.padding import filled
 from runtimes.jax.mesh import Mesh
-from runtimes.mesh import filled
 
 Stacked = dict[str, Any]
 

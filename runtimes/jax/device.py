@@ -10,14 +10,14 @@ import jax
 import torch
 
 from configs.training import Train
-from runtimes.base import Probe, WrongInput
-from runtimes.compiled import Compiled
-from runtimes.jax.chips import peak_of
-from runtimes.memory import peak_of_process
-from runtimes.ranks import Ranks
+from runtimes.contract import Probe, WrongInput
+from runtimes.models.flop_count import known_peak
+from runtimes.process.compile_cache import Compiled
+from runtimes.process.memory import peak_of_process
+from runtimes.process.ranks import Ranks
+from runtimes.spmd.agree import free_port
+from runtimes.spmd.tpu_specs import peak_of
 from runtimes.torch.device import check_precision
-from runtimes.torch.flops import known_peak
-from runtimes.torch.hosts import free_port
 from runtimes.torch.parallel import Alone
 
 PLATFORMS = ("cpu", "tpu", "cuda")

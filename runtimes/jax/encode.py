@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtimes.encoders import TEXT_BATCH
+from runtimes.data.padding import filled_up, repeat_last
 from runtimes.jax.bridge import as_function
 from runtimes.jax.device import start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.weights import move
-from runtimes.job import EncodeJob
-from runtimes.mesh import filled_up, repeat_last
-from runtimes.torch import encode
-from runtimes.torch.encode import Float32
-from runtimes.torch.texts import encode_ids, join_t5
+from runtimes.models import encoder
+from runtimes.models.encoder import Float32
+from runtimes.models.text_encoding import encode_ids, join_t5
+from runtimes.pipeline_folder.describe import TEXT_BATCH
+from runtimes.process.job import EncodeJob
 
 
-class Encoder(encode.Encoder):
+class Encoder(encoder.Encoder):
     """See torch/encode.py. Every batch is filled up to one size, so that it is one program, and a
     picture's bits do not depend on what came before."""
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtimes.base import StepBatch
-from runtimes.generate import LOSS_BATCH
+from runtimes.contract import StepBatch
 from runtimes.jax.batches import held_out
 from runtimes.jax.bridge import as_function
 from runtimes.jax.device import compile_seconds, start
@@ -21,11 +20,12 @@ from runtimes.jax.mesh import Mesh
 from runtimes.jax.sampler import Sampler, alike
 from runtimes.jax.step import Arrays, errors
 from runtimes.jax.weights import frozen_arrays
-from runtimes.job import Drawing, GenerateJob
-from runtimes.pictures import own_scheduler
+from runtimes.models.network import Network
+from runtimes.models.schedulers import make_scheduler
+from runtimes.process.job import Drawing, GenerateJob
+from runtimes.sample.generate import LOSS_BATCH
+from runtimes.sample.start import own_scheduler
 from runtimes.torch.generate import load_network
-from runtimes.torch.network import Network
-from runtimes.torch.schedulers import make_scheduler
 
 
 class ThePipeline:

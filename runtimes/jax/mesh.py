@@ -16,7 +16,8 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from runtimes.mesh import AXES, cut, filled_up, mesh_shape
+from runtimes.data.padding import filled_up
+from runtimes.spmd.sharding import AXES, cut, mesh_shape
 
 
 class Mesh:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.training import Train
-from runtimes.base import WrongInput
-from runtimes.jax.chips import Slice, parse_slice
+from runtimes.contract import WrongInput
+from runtimes.spmd.tpu_specs import Slice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 #: What libtpu says of a program that is too large: the bytes that it takes, arguments included,

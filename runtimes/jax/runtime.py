@@ -16,9 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import Pipeline, State, StepBatch, StepOutput
-from runtimes.events import Events
-from runtimes.figures import later
+from runtimes.contract import Pipeline, State, StepBatch, StepOutput, later
 from runtimes.jax.batches import Stacked, held_out, put, stack
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.device import (
@@ -40,15 +38,16 @@ from runtimes.jax.weights import (
     trained_names,
     without_effect,
 )
-from runtimes.job import GenerateJob, TrainJob
-from runtimes.objective.draws import Stream, generator
-from runtimes.objective.scheduler import trained_scheduler
-from runtimes.ranks import Ranks
-from runtimes.torch.dropout import drops
-from runtimes.torch.flops import FlopCounter
-from runtimes.torch.hosts import meet
-from runtimes.torch.network import Network
-from runtimes.torch.schedulers import make_scheduler
+from runtimes.models.dropout import drops
+from runtimes.models.flop_count import FlopCounter
+from runtimes.models.network import Network
+from runtimes.models.schedulers import make_scheduler
+from runtimes.objective.noise_scheduler import trained_scheduler
+from runtimes.objective.random import Stream, generator
+from runtimes.process.events import Events
+from runtimes.process.job import GenerateJob, TrainJob
+from runtimes.process.ranks import Ranks
+from runtimes.spmd.agree import meet
 
 __all__ = ["TheRuntime"]
 

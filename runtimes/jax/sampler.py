@@ -1,8 +1,8 @@
 """Sampling as one program: all steps of the scheduler, guidance and the VAE, over all devices.
 
-The scheduler's numbers are data (runtimes/torch/solver.py) and batches are filled up to one size:
-what is compiled for the first batch serves all. On a CPU, where XLA runs convolutions within a
-loop slowly, a step is a program instead.
+The scheduler's numbers are data (sample/tabulated_scheduler.py), and batches are padded to one
+size: the program of the first batch serves all. On a CPU, where XLA runs convolutions within a loop
+slowly, each step is a program.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from jax import Array
 from numpy.typing import NDArray
 
-from runtimes.base import EXACT
-from runtimes.encoders import vae_path
+from runtimes.contract import EXACT
+from runtimes.data.padding import filled_up, repeat_last
 from runtimes.jax.bridge import as_function
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays
 from runtimes.jax.weights import move
-from runtimes.mesh import filled_up, repeat_last
-from runtimes.objective.scheduler import read_config
-from runtimes.torch.encode import Encoder, vae_dtype
-from runtimes.torch.network import Network
-from runtimes.torch.schedulers import make_scheduler
-from runtimes.torch.solver import Table
-from runtimes.torch.starts import Start, Starts, table_of
-from runtimes.torch.texts import encode_ids
+from runtimes.models.encoder import Encoder, vae_dtype
+from runtimes.models.network import Network
+from runtimes.models.schedulers import make_scheduler
+from runtimes.models.text_encoding import encode_ids
+from runtimes.objective.noise_scheduler import read_config
+from runtimes.pipeline_folder.describe import vae_path
+from runtimes.sample.conditioning import Start, Starts, table_of
+from runtimes.sample.tabulated_scheduler import Table
 
 Float32 = NDArray[np.float32]
 

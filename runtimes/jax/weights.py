@@ -11,10 +11,10 @@ from jax import Array
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import State, StepBatch, WrongInput
+from runtimes.contract import State, StepBatch, WrongInput
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays, Groups
-from runtimes.torch.network import Network
+from runtimes.models.network import Network
 
 
 def trained_names(network: Network) -> dict[str, str]:

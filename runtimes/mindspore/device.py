@@ -10,10 +10,10 @@ from importlib.metadata import version
 import mindspore as ms
 
 from configs.training import Train
-from runtimes.ascend import cann_version, lacking
-from runtimes.base import Probe, WrongInput
-from runtimes.memory import peak_of_process
-from runtimes.ranks import Ranks, launched
+from runtimes.contract import Probe, WrongInput
+from runtimes.hosts.ascend import cann_version, lacking
+from runtimes.process.memory import peak_of_process
+from runtimes.process.ranks import Ranks, launched
 
 NAME = re.compile(r"(?P<kind>auto|cpu|ascend)(?::(?P<number>\d+))?")
 ALONE = Ranks()

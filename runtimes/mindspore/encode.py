@@ -11,12 +11,12 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from runtimes.base import WrongInput
-from runtimes.encoders import describe_encoders, vae_path
+from runtimes.contract import WrongInput
+from runtimes.encode.tokenize import Tokens, check_vocabulary
 from runtimes.families import FAMILIES
-from runtimes.job import EncodeJob
 from runtimes.mindspore.device import choose, precision, start
-from runtimes.tokens import Tokens, check_vocabulary
+from runtimes.pipeline_folder.describe import describe_encoders, vae_path
+from runtimes.process.job import EncodeJob
 
 Float32 = NDArray[np.float32]
 

@@ -14,18 +14,18 @@ from mindone import diffusers
 from mindspore import ops
 from numpy.typing import NDArray
 
-from runtimes.base import StepBatch, WrongInput
-from runtimes.encoders import read_config as read_index
-from runtimes.extras import NOTHING, Extras, all_hidden, asked_scores
+from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.job import Drawing, GenerateJob
+from runtimes.families.unet_inputs import NOTHING, Extras, all_hidden, asked_scores
 from runtimes.mindspore.encode import Encoder
 from runtimes.mindspore.inputs import Inputs, tensor
 from runtimes.mindspore.lora import lay_over
 from runtimes.mindspore.models import attend_by, load_denoiser, load_text_encoder
 from runtimes.mindspore.network import Network
-from runtimes.objective.scheduler import chosen, read_config
-from runtimes.pictures import more_of, own_parts, own_scheduler, starts
+from runtimes.objective.noise_scheduler import chosen, read_config
+from runtimes.pipeline_folder.describe import read_config as read_index
+from runtimes.process.job import Drawing, GenerateJob
+from runtimes.sample.start import more_of, own_parts, own_scheduler, starts
 
 PIPELINES = {
     "sd": diffusers.StableDiffusionPipeline,

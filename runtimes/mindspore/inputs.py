@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from runtimes.base import EXACT, StepBatch
+from runtimes.contract import EXACT, StepBatch
 from runtimes.mindspore.network import Network
 
 

@@ -18,7 +18,7 @@ from runtimes.adapters.lora import (
     initial_down,
     state_name,
 )
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.mindspore.models import named_weights, put
 
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"

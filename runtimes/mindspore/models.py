@@ -14,12 +14,12 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.nn.utils import no_init_parameters
 from transformers import CLIPTextConfig
 
+from artifacts.safetensors import Arrays, read_floats
 from runtimes.adapters.lora import stored_name
-from runtimes.base import WrongInput
-from runtimes.encoders import read_config, text_class
-from runtimes.extras import added_weights
-from runtimes.tensors import Arrays, read_floats
-from runtimes.weights import (
+from runtimes.contract import WrongInput
+from runtimes.families.unet_inputs import added_weights
+from runtimes.pipeline_folder.describe import read_config, text_class
+from runtimes.pipeline_folder.weight_files import (
     DENOISER_WEIGHTS,
     TEXT_WEIGHTS,
     check_fit,
@@ -45,7 +45,7 @@ def load_denoiser(
     """The UNet in `folder`, whatever precision it is stored in.
 
     Args:
-        config: of one that sees more than the folder's (see extras.py).
+        config: of one that sees more than the folder's (see families/unet_inputs.py).
         seed: of the weights that it gains for that.
 
     Raises:

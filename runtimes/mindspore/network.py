@@ -10,9 +10,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from configs.training import Train
 from runtimes.adapters.lora import state_name
-from runtimes.extras import Extras, job_config
 from runtimes.families import BLOCKS, Family, detect_family
-from runtimes.job import TrainJob
+from runtimes.families.unet_inputs import Extras, job_config
 from runtimes.mindspore.lora import add_adapters
 from runtimes.mindspore.models import (
     fresh_denoiser,
@@ -21,6 +20,7 @@ from runtimes.mindspore.models import (
     named_weights,
 )
 from runtimes.mindspore.texts import encode_ids, never_used
+from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
 
 #: Conditioning in the order in which the network takes it, with embeddings and with token ids.

@@ -16,8 +16,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, ops
 
-from runtimes.base import WrongInput
-from runtimes.ranks import Ranks
+from runtimes.contract import WrongInput
+from runtimes.process.ranks import Ranks
 
 #: Bytes of gradients that are sent at a time: many small ones cost a round trip each.
 BUCKET = 64 * 2**20
@@ -104,7 +104,7 @@ def open_parallel(ranks: Ranks) -> Alone:
 def _start_scheduler() -> None:
     """Its standard input is a pipe from us, which ends with us."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "runtimes.mindspore.scheduler"],
+        [sys.executable, "-P", "-m", "runtimes.mindspore.rendezvous"],
         env={**os.environ, STARTED: "MS_SCHED"},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,  # what it has to complain of is for our log

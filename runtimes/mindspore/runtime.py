@@ -14,9 +14,7 @@ from mindspore import Tensor
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import Pipeline, State, StepBatch, StepOutput
-from runtimes.events import Events
-from runtimes.job import GenerateJob, TrainJob
+from runtimes.contract import Pipeline, State, StepBatch, StepOutput
 from runtimes.mindspore.device import (
     check,
     choose,
@@ -27,8 +25,10 @@ from runtimes.mindspore.device import (
     versions,
 )
 from runtimes.mindspore.parallel import open_parallel
-from runtimes.objective.scheduler import trained_scheduler
-from runtimes.ranks import Ranks
+from runtimes.objective.noise_scheduler import trained_scheduler
+from runtimes.process.events import Events
+from runtimes.process.job import GenerateJob, TrainJob
+from runtimes.process.ranks import Ranks
 
 __all__ = ["TheRuntime"]
 

@@ -1,6 +1,6 @@
 """From token ids to text conditioning, as each family's pipeline does it; gradients flow.
 
-What is computed here, and why, is told in runtimes/torch/texts.py.
+What is computed here, and why, is told in runtimes/models/text_encoding.py.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import State, WrongInput
-from runtimes.loss_scale import DynamicLossScale
+from runtimes.contract import State, WrongInput
+from runtimes.mindspore.loss_scale import DynamicLossScale
 
 Gradients = Sequence[Tensor]
 Parameters = Mapping[str, Parameter]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 
 Array = NDArray[np.float32]
 Levels = NDArray[np.int32]

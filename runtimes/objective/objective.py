@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.training import TimestepSampling, Train
-from runtimes.base import WrongInput
-from runtimes.objective.draws import Stream, generators
-from runtimes.objective.levels import Shares, level_at, level_bounds
+from runtimes.contract import WrongInput
 from runtimes.objective.noise import Levels, NoiseSchedule, Schedule
+from runtimes.objective.random import Stream, generators
+from runtimes.objective.timesteps import Shares, level_at, level_bounds
 from runtimes.objective.weighting import FlowWeighting, loss_weight
 
 Array = NDArray[np.float32]

@@ -13,14 +13,14 @@ from importlib.metadata import version
 import torch
 
 from configs.training import Hpu, Train
-from runtimes import gaudi
-from runtimes.ascend import count_npus, lacking, torch_npu_version
-from runtimes.base import Probe, WrongInput
-from runtimes.job import EncodeJob, Job, TrainJob
-from runtimes.memory import peak_of_process
-from runtimes.ranks import Ranks
+from runtimes.contract import Probe, WrongInput
+from runtimes.hosts import gaudi
+from runtimes.hosts.ascend import count_npus, lacking, torch_npu_version
+from runtimes.process.job import EncodeJob, Job, TrainJob
+from runtimes.process.memory import peak_of_process
+from runtimes.process.ranks import Ranks
 from runtimes.torch import hpu, npu
-from runtimes.torch.chip import Chip
+from runtimes.torch.device_kind import Chip
 from runtimes.torch.optimizers import check_optimizer
 
 ALONE = Ranks()

@@ -16,22 +16,22 @@ from diffusers.utils import logging as diffusers_logging
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from runtimes.base import StepBatch, WrongInput
-from runtimes.encoders import t5_length
-from runtimes.extras import NOTHING, Extras, all_hidden, asked_scores
+from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.job import Drawing, GenerateJob
-from runtimes.objective.scheduler import chosen
-from runtimes.pictures import more_of, own_parts, own_scheduler, starts
-from runtimes.torch.chip import Chip
+from runtimes.families.unet_inputs import NOTHING, Extras, all_hidden, asked_scores
+from runtimes.models.loading import load_denoiser, load_text_encoder
+from runtimes.models.lora import lay_over
+from runtimes.models.micro_batches import Inputs, sender
+from runtimes.models.network import Network
+from runtimes.models.schedulers import make_scheduler
+from runtimes.objective.noise_scheduler import chosen
+from runtimes.pipeline_folder.describe import t5_length
+from runtimes.pipeline_folder.weight_files import weight_variant
+from runtimes.process.job import Drawing, GenerateJob
+from runtimes.sample.start import more_of, own_parts, own_scheduler, starts
 from runtimes.torch.device import make_deterministic, open_chip
-from runtimes.torch.inputs import Inputs, sender
-from runtimes.torch.lora import lay_over
-from runtimes.torch.models import load_denoiser, load_text_encoder
-from runtimes.torch.network import Network
+from runtimes.torch.device_kind import Chip
 from runtimes.torch.npu import attend
-from runtimes.torch.schedulers import make_scheduler
-from runtimes.weights import weight_variant
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
@@ -128,8 +128,8 @@ class Sampler:
 def shown_more(
     denoiser: Any, vae: Any, sampler: dict[str, Any], size: tuple[int, int]
 ) -> Iterator[None]:
-    """Within, what a denoiser sees beside text (see extras.py) is added to what a pipeline of text
-    to image gives it: a mask over everything, and the score that is asked for.
+    """Within, a text-to-image pipeline also passes a denoiser's other inputs
+    (families/unet_inputs.py): a mask over everything, and the aesthetic score that is asked for.
 
     Args:
         size: of the pictures, (height, width) in pixels.

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from configs.training import Hpu, Train
-from runtimes.base import WrongInput
-from runtimes.compiled import Compiled
-from runtimes.gaudi import bridge_version, lacking
-from runtimes.torch.chip import Chip
+from runtimes.contract import WrongInput
+from runtimes.hosts.gaudi import bridge_version, lacking
+from runtimes.process.compile_cache import Compiled
+from runtimes.torch.device_kind import Chip
 
 LAZY = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from runtimes.ascend import lacking, torch_npu_version
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
+from runtimes.hosts.ascend import lacking, torch_npu_version
 
 
 def load() -> None:

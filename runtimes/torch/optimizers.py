@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from configs.training import Train
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.torch import hpu
 
 Tensors = dict[str, torch.Tensor]

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from configs.training import Train
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.families import BLOCKS
-from runtimes.ranks import Ranks
-from runtimes.torch.network import Network
+from runtimes.models.network import Network
+from runtimes.process.ranks import Ranks
 
 #: How long a process waits for another. The first one's pauses are shorter, also when a large
-#: checkpoint goes to a slow store; that a process of this machine is lost is noticed by others.py.
+#: checkpoint goes to a slow store; process/launcher.py notices a lost process of this machine.
 TIMEOUT = timedelta(hours=1)
 BACKENDS = {
     "cuda": "cpu:gloo,cuda:nccl",

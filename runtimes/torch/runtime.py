@@ -13,11 +13,18 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import Pipeline, State, StepBatch, StepOutput
-from runtimes.events import Events
-from runtimes.job import GenerateJob, TrainJob
-from runtimes.objective.scheduler import trained_scheduler
-from runtimes.ranks import Ranks
+from runtimes.contract import Pipeline, State, StepBatch, StepOutput
+from runtimes.models.dropout import drops, seed_dropout
+from runtimes.models.flop_count import FlopCounter, peak_flops
+from runtimes.models.lora import with_less_work
+from runtimes.models.micro_batches import Inputs, micro_batches, sender
+from runtimes.models.network import Network
+from runtimes.models.schedulers import make_scheduler
+from runtimes.objective.noise_scheduler import trained_scheduler
+from runtimes.process.events import Events
+from runtimes.process.job import GenerateJob, TrainJob
+from runtimes.process.ranks import Ranks
+from runtimes.torch.channels_last import keep_channels_last, memory_format, to_training
 from runtimes.torch.device import (
     check_precision,
     describe,
@@ -28,16 +35,9 @@ from runtimes.torch.device import (
     probe,
     versions,
 )
-from runtimes.torch.dropout import drops, seed_dropout
-from runtimes.torch.flops import FlopCounter, peak_flops
-from runtimes.torch.inputs import Inputs, micro_batches, sender
-from runtimes.torch.layout import keep_channels_last, memory_format, to_training
-from runtimes.torch.lora import with_less_work
-from runtimes.torch.network import Network
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.products import with_faster_products
 from runtimes.torch.profile import tracing
-from runtimes.torch.schedulers import make_scheduler
 from runtimes.torch.update import Update
 
 __all__ = ["TheRuntime", "probe"]

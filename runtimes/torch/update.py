@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import State, WrongInput
-from runtimes.torch.chip import Chip
+from runtimes.contract import State, WrongInput
+from runtimes.torch.device_kind import Chip
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import Alone
 

@@ -19,7 +19,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from configs.training import Train
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.train.wandb_board import WandbBoard
 
 log = logging.getLogger("kiln")

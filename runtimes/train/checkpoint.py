@@ -22,8 +22,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import FileEntry, first_fault, read_record, write_record
-from runtimes.base import State
-from runtimes.tensors import Arrays, read_arrays, write_arrays, writing
+from artifacts.safetensors import Arrays, read_arrays, write_arrays, writing
+from runtimes.contract import State
 
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"(?P<group>.+?)(-\d{5}-of-\d{5})?\.safetensors")

@@ -11,7 +11,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from configs.training import Profile
-from runtimes.base import Runtime
+from runtimes.contract import Runtime
 
 
 class Profiling:

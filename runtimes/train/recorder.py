@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtimes.base import Runtime, StepBatch, StepOutput
-from runtimes.events import Events
+from runtimes.contract import Runtime, StepBatch, StepOutput
+from runtimes.process.events import Events
 from runtimes.train.boards import Boards
 from runtimes.train.divergence import Divergence
-from runtimes.train.work import Shapes, StepFlops
+from runtimes.train.flops import Shapes, StepFlops
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Recorder:
         self._restart(waited)
 
     def _work_done(self, seconds: float) -> dict[str, float | None]:
-        """TFLOP a second of one device, and what share of its peak that is (see work.py)."""
+        """TFLOP a second of one device, and what share of its peak that is (see flops.py)."""
         done = self._flops.total(self._shapes)
         if done is None:
             return {"tflops": None, "mfu": None}

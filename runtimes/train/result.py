@@ -17,13 +17,13 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from artifacts.commit import write_atomic
+from artifacts.safetensors import Arrays, write_arrays, writing
 from configs.training import Train
 from runtimes.adapters.lora import LORA_WEIGHTS, as_stored, metadata
-from runtimes.base import State
-from runtimes.extras import job_config
-from runtimes.job import TrainJob
-from runtimes.objective.scheduler import SCHEDULER_FILE, trained_scheduler
-from runtimes.tensors import Arrays, write_arrays, writing
+from runtimes.contract import State
+from runtimes.families.unet_inputs import job_config
+from runtimes.objective.noise_scheduler import SCHEDULER_FILE, trained_scheduler
+from runtimes.process.job import TrainJob
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXT_WEIGHTS = "model.safetensors"  # transformers' name

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.commit import write_atomic
-from runtimes.base import Runtime
-from runtimes.events import Events
-from runtimes.job import TrainJob
+from runtimes.contract import Runtime
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob
 from runtimes.train.boards import Boards
 
 

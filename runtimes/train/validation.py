@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.base import Runtime, StepBatch
+from runtimes.contract import Runtime, StepBatch
 from runtimes.data.loader import Holdout
 
 #: Of the noise: the same for every run, so that runs with other seeds can be compared.

@@ -22,7 +22,7 @@ from PIL import Image
 
 from artifacts.commit import write_atomic
 from configs.training import Wandb
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 
 KEY = "WANDB_API_KEY"
 

@@ -12,9 +12,9 @@ from torch_xla.core import xla_model as xm
 from torch_xla.debug import metrics
 
 from configs.training import Train
-from runtimes.base import Probe, WrongInput
-from runtimes.compiled import Compiled
-from runtimes.memory import peak_of_process
+from runtimes.contract import Probe, WrongInput
+from runtimes.process.compile_cache import Compiled
+from runtimes.process.memory import peak_of_process
 from runtimes.torch.device import check_precision
 
 #: Of a device, TFLOP/s in bfloat16, as Google's "TPU system architecture" pages give them for a

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 import torch_xla
 
-from runtimes.encoders import TEXT_BATCH
-from runtimes.job import EncodeJob
-from runtimes.mesh import repeat_last
-from runtimes.torch import encode
-from runtimes.torch.encode import Float32
+from runtimes.data.padding import repeat_last
+from runtimes.models import encoder
+from runtimes.models.encoder import Float32
+from runtimes.pipeline_folder.describe import TEXT_BATCH
+from runtimes.process.job import EncodeJob
 from runtimes.xla.device import start
 from runtimes.xla.graph import keep_whole
 from runtimes.xla.mesh import Mesh
 
 
-class Encoder(encode.Encoder):
+class Encoder(encoder.Encoder):
     """See torch/encode.py.
 
     Args:

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtimes.base import StepBatch
-from runtimes.generate import LOSS_BATCH
-from runtimes.job import Drawing, GenerateJob
-from runtimes.mesh import filled
-from runtimes.pictures import own_scheduler
-from runtimes.ranks import Ranks
+from runtimes.contract import StepBatch
+from runtimes.data.padding import filled
+from runtimes.models.micro_batches import Inputs
+from runtimes.models.schedulers import make_scheduler
+from runtimes.process.job import Drawing, GenerateJob
+from runtimes.process.ranks import Ranks
+from runtimes.sample.generate import LOSS_BATCH
+from runtimes.sample.start import own_scheduler
 from runtimes.torch.generate import load_network
-from runtimes.torch.inputs import Inputs
-from runtimes.torch.schedulers import make_scheduler
 from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.graph import keep_whole
 from runtimes.xla.mesh import Mesh

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch_xla.core import xla_model as xm
 from torch_xla.distributed import spmd
 
-from runtimes.base import WrongInput
-from runtimes.mesh import AXES, cut, filled_up, mesh_shape
+from runtimes.contract import WrongInput
+from runtimes.data.padding import filled_up
+from runtimes.spmd.sharding import AXES, cut, mesh_shape
 
 Spec = tuple[Any, ...]
 

@@ -15,19 +15,18 @@ from numpy.typing import NDArray
 from torch_xla.debug import profiler
 
 from configs.training import Train
-from runtimes.base import Pipeline, State, StepBatch, StepOutput
-from runtimes.events import Events
-from runtimes.figures import later
-from runtimes.job import GenerateJob, TrainJob
-from runtimes.mesh import filled
-from runtimes.objective.scheduler import trained_scheduler
-from runtimes.ranks import Ranks
-from runtimes.torch.dropout import drops, seed_dropout
-from runtimes.torch.flops import FlopCounter
-from runtimes.torch.hosts import meet
-from runtimes.torch.inputs import Inputs, micro_batches
-from runtimes.torch.network import Network
-from runtimes.torch.schedulers import make_scheduler
+from runtimes.contract import Pipeline, State, StepBatch, StepOutput, later
+from runtimes.data.padding import filled
+from runtimes.models.dropout import drops, seed_dropout
+from runtimes.models.flop_count import FlopCounter
+from runtimes.models.micro_batches import Inputs, micro_batches
+from runtimes.models.network import Network
+from runtimes.models.schedulers import make_scheduler
+from runtimes.objective.noise_scheduler import trained_scheduler
+from runtimes.process.events import Events
+from runtimes.process.job import GenerateJob, TrainJob
+from runtimes.process.ranks import Ranks
+from runtimes.spmd.agree import meet
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.graph import keep_whole, recompute
 from runtimes.xla.mesh import Mesh

@@ -1,7 +1,8 @@
 """Sampling with one computation for every step of every batch.
 
-The scheduler's numbers are data (runtimes/torch/solver.py), batches are padded to one size, and
-nothing is read back before the pictures are done: what is compiled for the first batch serves all.
+The scheduler's numbers are data (sample/tabulated_scheduler.py), batches are padded to one
+size, and nothing is read back before the pictures are done: the program of the first batch serves
+all.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 import torch_xla
 from numpy.typing import NDArray
 
-from runtimes.base import EXACT
-from runtimes.objective.scheduler import read_config
-from runtimes.torch.network import Network
-from runtimes.torch.schedulers import make_scheduler
-from runtimes.torch.solver import Table
-from runtimes.torch.starts import Start, Starts, table_of
+from runtimes.contract import EXACT
+from runtimes.models.network import Network
+from runtimes.models.schedulers import make_scheduler
+from runtimes.objective.noise_scheduler import read_config
+from runtimes.sample.conditioning import Start, Starts, table_of
+from runtimes.sample.tabulated_scheduler import Table
 from runtimes.xla.encode import Encoder
 from runtimes.xla.mesh import Mesh
 

@@ -14,7 +14,7 @@ import torch
 import torch_xla
 
 from configs.training import Train
-from runtimes.base import State, WrongInput
+from runtimes.contract import State, WrongInput
 from runtimes.xla.mesh import Mesh
 
 Parameters = Mapping[str, torch.nn.Parameter]

@@ -15,8 +15,8 @@ from apache_beam.utils.shared import Shared
 from artifacts.commit import read_record
 from artifacts.images import read_tar
 from artifacts.store import Shard, Store
-from runtimes.base import Encodes, WrongInput
-from runtimes.job import EncodeJob
+from runtimes.contract import Encodes, WrongInput
+from runtimes.process.job import EncodeJob
 from runtimes.registry import encodes_apart, open_encoder
 from tasks.beam import Watch, run_linear
 from tasks.encode.keys import STAGE

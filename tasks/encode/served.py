@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.base import WrongInput
-from runtimes.encoding import Arrays, receive, send
-from runtimes.job import EncodeJob
+from runtimes.contract import WrongInput
+from runtimes.encode.server import Arrays, receive, send
+from runtimes.process.job import EncodeJob
 from runtimes.registry import interpreter
 
 END_SECONDS = 10.0

@@ -21,8 +21,8 @@ from artifacts.latents import (
     to_bfloat16,
     write_latent_shard,
 )
-from runtimes.base import Encodes
-from runtimes.encoders import TEXT_BATCH
+from runtimes.contract import Encodes
+from runtimes.pipeline_folder.describe import TEXT_BATCH
 from tasks.encode.masks import draw_mask
 from tasks.encode.transform import (
     BadSample,

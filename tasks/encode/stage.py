@@ -12,8 +12,8 @@ from typing import Any
 from artifacts.latents import INFO
 from artifacts.store import Artifact, Draft, Shard
 from configs.schema import Recipe
-from runtimes.encoders import describe_encoders, digest_encoders
-from runtimes.job import EncodeJob
+from runtimes.pipeline_folder.describe import describe_encoders, digest_encoders
+from runtimes.process.job import EncodeJob
 from tasks.encode.keys import shard_key
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.panels import Facts, Panel, Table

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from configs.schema import Recipe
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 
 Size = tuple[int, int]  # (height, width), pixels
 

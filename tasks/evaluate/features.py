@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.base import WrongInput
-from runtimes.encoders import read_config
+from runtimes.contract import WrongInput
+from runtimes.pipeline_folder.describe import read_config
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
 Float32 = NDArray[np.float32]

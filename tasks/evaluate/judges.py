@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 
 #: Pictures [N, H, W, 3] and their prompts in, a yes or no for each picture and verdict out.
 Verdicts = dict[str, NDArray[np.bool_]]

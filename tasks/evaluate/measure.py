@@ -16,10 +16,10 @@ from artifacts.latents import open_latents
 from artifacts.models import digest_model
 from artifacts.store import Artifact, Shard, Store
 from configs.schema import Recipe
-from runtimes.encoders import describe_encoders
-from runtimes.extras import Extras
+from runtimes.families.unet_inputs import Extras
 from runtimes.objective.noise import Schedule, schedule_facts
-from runtimes.objective.scheduler import read_schedule
+from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.pipeline_folder.describe import describe_encoders
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import metrics
 from tasks.evaluate.features import ClipFeatures, Float32

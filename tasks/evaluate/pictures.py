@@ -21,9 +21,9 @@ from PIL import Image
 from artifacts.keys import digest_json
 from artifacts.models import digest_model
 from artifacts.store import Draft, Shard, Store
-from runtimes.extras import Extras
 from runtimes.families import detect_family
-from runtimes.job import Drawing, GenerateJob, Job
+from runtimes.families.unet_inputs import Extras
+from runtimes.process.job import Drawing, GenerateJob, Job
 from tasks.progress import Progress
 from tasks.tuned import BASE, Tuned
 

@@ -7,7 +7,7 @@ import re
 import fsspec
 
 from configs.schema import PromptSet, Recipe
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 
 PromptSets = dict[str, tuple[str, ...]]
 MOST_SAMPLES = 8

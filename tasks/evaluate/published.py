@@ -10,9 +10,9 @@ import yaml
 from artifacts.keys import digest_json
 from artifacts.models import ModelNotFound, digest_model, resolve_model
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.base import WrongInput
-from runtimes.encoders import vae_path
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
+from runtimes.pipeline_folder.describe import vae_path
 from tasks.evaluate.pictures import Painter, digest_pipeline
 from tasks.tuned import Tuned
 

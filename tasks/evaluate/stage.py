@@ -17,10 +17,10 @@ from artifacts.keys import digest_json
 from artifacts.models import digest_model, resolve_model
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.schema import Recipe
-from runtimes import pictures
-from runtimes.base import WrongInput
-from runtimes.extras import Extras
-from runtimes.objective.scheduler import read_schedule
+from runtimes.contract import WrongInput
+from runtimes.families.unet_inputs import Extras
+from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.sample import start
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
 from tasks.evaluate.judges import check_prompts
@@ -101,7 +101,7 @@ def check_size(recipe: Recipe, model_folder: Path, vae_folder: Path | None = Non
     """Raise WrongInput for a picture size that the model cannot draw."""
     given = recipe.evaluate
     asked = {"evaluate.height": given.height, "evaluate.width": given.width}
-    pictures.check_size(asked, model_folder, vae_folder)
+    start.check_size(asked, model_folder, vae_folder)
 
 
 def build(

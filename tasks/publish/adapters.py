@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from artifacts.safetensors import Arrays
 from runtimes.adapters import kohya
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
 from runtimes.families import detect_family
-from runtimes.tensors import Arrays
 from tasks.publish.assemble import cast
 
 log = logging.getLogger("kiln")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.adapters.lora import Adapter, Adapters, stored_name
-from runtimes.extras import Extras
 from runtimes.families import detect_family
-from runtimes.objective.scheduler import SCHEDULER_FILE
+from runtimes.families.unet_inputs import Extras
+from runtimes.objective.noise_scheduler import SCHEDULER_FILE
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 

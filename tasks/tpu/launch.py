@@ -24,8 +24,8 @@ from artifacts.models import digest_model
 from artifacts.store import Store
 from configs.tpu import Tpu
 from configs.training import Wandb
-from runtimes.base import WrongInput
-from runtimes.job import TrainJob, write_job
+from runtimes.contract import WrongInput
+from runtimes.process.job import TrainJob, write_job
 from tasks.process import Event, Heard, JobFailed, attend
 from tasks.stage import TransientError
 from tasks.tpu.commands import COMING, GONE, REFUSED, Command, Slice

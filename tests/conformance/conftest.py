@@ -22,7 +22,7 @@ from artifacts.images import Sample, write_tar
 from artifacts.store import KeyParts, Store
 from configs.schema import Recipe
 from configs.training import Train
-from runtimes.job import EncodeJob, Job, TrainJob, write_job
+from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
 from tasks import encode, process
 from tasks.progress import Progress

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.base import StepBatch
-from runtimes.job import TrainJob
-from runtimes.train.loop import make_loader, open_job_latents
-from runtimes.train.schedule import learning_rate
+from runtimes.contract import StepBatch
+from runtimes.process.job import TrainJob
+from runtimes.train.learning_rate import learning_rate
+from runtimes.train.trainer import make_loader, open_job_latents
 
 Weights = dict[str, NDArray[np.float32]]
 Figures = dict[str, float]  # of a step: loss, and grad_norm before clipping

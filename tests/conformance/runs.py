@@ -19,15 +19,15 @@ from PIL import Image
 
 from configs.training import Train
 from runtimes.adapters.lora import initial_down
-from runtimes.base import WrongInput
-from runtimes.events import Events
-from runtimes.extras import job_config
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.job import TrainJob
+from runtimes.families.unet_inputs import job_config
+from runtimes.models.loading import load_denoiser
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob
+from runtimes.process.signals import Stop
 from runtimes.registry import check_family
-from runtimes.stop import Stop
-from runtimes.torch.models import load_denoiser
-from runtimes.train import loop
+from runtimes.train import trainer
 
 LOSS = 1e-4  # relative, over 20 steps
 NORM = 1e-3  # relative; a norm differs by more than a loss does
@@ -162,7 +162,7 @@ class _Start(Events):
 def train_here(job: TrainJob) -> int | None:
     """Do a job of runtime torch in this process; the step that it began at."""
     events = _Start()
-    assert loop.train(job, events, Stop())
+    assert trainer.train(job, events, Stop())
     return events.step
 
 

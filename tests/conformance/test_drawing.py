@@ -19,14 +19,14 @@ from diffusers import DiffusionPipeline
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.encoders import read_config
-from runtimes.events import Events
-from runtimes.extras import trained_config
 from runtimes.families import detect_family
-from runtimes.generate import generate
-from runtimes.job import Drawing, GenerateJob
-from runtimes.objective.draws import Stream, generator
-from runtimes.torch.models import load_denoiser
+from runtimes.families.unet_inputs import trained_config
+from runtimes.models.loading import load_denoiser
+from runtimes.objective.random import Stream, generator
+from runtimes.pipeline_folder.describe import read_config
+from runtimes.process.events import Events
+from runtimes.process.job import Drawing, GenerateJob
+from runtimes.sample.generate import generate
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("a red cat", "a blue dog")
@@ -109,7 +109,7 @@ def seeing(model: Path, folder: Path) -> None:
 def test_what_sees_a_mask_and_a_score_draws_alike(
     runtime: Subject, models: dict[str, Path], once: Once, tmp_path: Path
 ) -> None:
-    """As torch, which tests/runtimes/test_extras.py holds to diffusers' inpainting pipeline."""
+    """As torch, which families/test_unet_inputs.py holds to diffusers' inpainting pipeline."""
     model = models["sd"]
 
     def job(unet: Path, out: Path, runtime: str, device: str, score: float) -> GenerateJob:

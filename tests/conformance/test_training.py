@@ -34,7 +34,7 @@ from conformance.runs import (
 )
 
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 
 pytestmark = pytest.mark.slow
 OBJECTIVES: dict[str, dict[str, Any]] = {

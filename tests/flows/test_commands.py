@@ -13,7 +13,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe, recipe_names
 from flows import doctor
 from flows.cli import app, main
-from runtimes.base import Probe
+from runtimes.contract import Probe
 from tasks.publish.registry import Registry
 
 Here = Callable[..., str]  # of conftest.py

@@ -12,7 +12,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import doctor
 from flows.doctor import examine
-from runtimes.base import Probe
+from runtimes.contract import Probe
 from runtimes.registry import RUNTIMES
 
 Here = Callable[..., str]  # of conftest.py

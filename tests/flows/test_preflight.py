@@ -12,7 +12,7 @@ import torch
 from artifacts.latents import Latents, ShardRef
 from configs.load import load_recipe
 from flows.preflight import check_gate, prepare
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.registry import check_scheduler
 from tasks.publish.gate import GateError
 

@@ -19,8 +19,8 @@ import torch
 from artifacts.latents import LatentSample, Texts, write_latent_shard
 from artifacts.store import KeyParts, Store
 from configs.training import Train
-from runtimes.events import EVENT_FD
-from runtimes.job import TrainJob, write_job
+from runtimes.process.events import EVENT_FD
+from runtimes.process.job import TrainJob, write_job
 
 TOKENS, PROMPT_DIM, POOLED_DIM = 6, 64, 24
 INFO = {

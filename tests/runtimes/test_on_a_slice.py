@@ -18,8 +18,8 @@ from jobs import SETTINGS, MakeJob, outputs
 
 from artifacts.store import Store
 from configs.tpu import Tpu
-from runtimes.base import WrongInput
-from runtimes.job import write_job
+from runtimes.contract import WrongInput
+from runtimes.process.job import write_job
 from tasks.process import run_job
 from tasks.tpu import launch
 
@@ -160,7 +160,7 @@ import json, signal, sys
 from pathlib import Path
 from artifacts.store import Store
 from configs.tpu import Tpu
-from runtimes.job import read_job
+from runtimes.process.job import read_job
 from tasks.tpu import launch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell has us ignore it
 tpu, job, store = sys.argv[1:]

@@ -9,7 +9,7 @@ import pytest
 from configs.schema import RuntimeName
 from configs.training import Train
 from runtimes import registry
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.registry import (
     Place,
     check_installed,

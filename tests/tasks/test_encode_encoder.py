@@ -17,9 +17,9 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
-from runtimes.base import WrongInput
-from runtimes.encoders import describe_encoders, digest_encoders
-from runtimes.torch.encode import Encoder
+from runtimes.contract import WrongInput
+from runtimes.models.encoder import Encoder
+from runtimes.pipeline_folder.describe import describe_encoders, digest_encoders
 
 CAPTIONS = ["a cat on a mat", "", "Déjà vu, 123 & more", "long " * 60]
 

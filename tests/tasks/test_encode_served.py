@@ -6,9 +6,9 @@ import chips
 import numpy as np
 import pytest
 
-from runtimes.base import WrongInput
-from runtimes.job import EncodeJob
-from runtimes.torch.encode import Encoder
+from runtimes.contract import WrongInput
+from runtimes.models.encoder import Encoder
+from runtimes.process.job import EncodeJob
 from tasks.encode.served import EncoderLost, ServedEncoder
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from artifacts.keys import digest_bytes
 from artifacts.latents import LatentShard, from_bfloat16, open_latents
 from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
-from runtimes.base import WrongInput
-from runtimes.torch.encode import Encoder
+from runtimes.contract import WrongInput
+from runtimes.models.encoder import Encoder
 from tasks import encode
 from tasks.encode import pipeline
 from tasks.encode.shard import encode_shard

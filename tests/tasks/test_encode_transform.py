@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from tasks.encode.transform import (
     BadSample,
     TransformSettings,

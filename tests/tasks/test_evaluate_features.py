@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 from demo import world
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from tasks.evaluate import metrics
 from tasks.evaluate.features import ClipFeatures, check_clip
 from tasks.evaluate.judges import ask, check_prompts

@@ -19,13 +19,13 @@ from artifacts.keys import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
 from configs.training import Train
-from runtimes.base import WrongInput
-from runtimes.encoders import read_config
-from runtimes.events import Events
-from runtimes.extras import trained_config
-from runtimes.generate import generate
-from runtimes.job import Drawing, GenerateJob, Job
-from runtimes.torch.models import load_denoiser
+from runtimes.contract import WrongInput
+from runtimes.families.unet_inputs import trained_config
+from runtimes.models.loading import load_denoiser
+from runtimes.pipeline_folder.describe import read_config
+from runtimes.process.events import Events
+from runtimes.process.job import Drawing, GenerateJob, Job
+from runtimes.sample.generate import generate
 from tasks import encode, evaluate
 from tasks.evaluate.grid import MARGIN
 from tasks.evaluate.measure import fingerprint

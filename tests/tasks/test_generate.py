@@ -15,10 +15,10 @@ from PIL import Image
 from artifacts.store import Artifact, KeyParts, Store
 from configs.generating import read_settings
 from configs.load import RecipeError
-from runtimes.base import WrongInput
-from runtimes.events import Events
-from runtimes.generate import generate as draw_here
-from runtimes.job import GenerateJob, Job
+from runtimes.contract import WrongInput
+from runtimes.process.events import Events
+from runtimes.process.job import GenerateJob, Job
+from runtimes.sample.generate import generate as draw_here
 from tasks import generate
 from tasks.progress import Progress
 

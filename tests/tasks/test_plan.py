@@ -16,9 +16,9 @@ import pytest
 from configs.schema import Recipe
 from configs.training import Train
 from flows.plan import DoesNotFit, tell
-from runtimes.base import WrongInput
-from runtimes.jax.chips import parse_slice
+from runtimes.contract import WrongInput
 from runtimes.jax.plan import Plan, _refused
+from runtimes.spmd.tpu_specs import parse_slice
 from tasks import plan
 from tasks.plan import Size, _largest, _size
 
@@ -214,7 +214,7 @@ def _read(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
 
 MESHES = """
 import sys
-from runtimes.jax.chips import parse_slice
+from runtimes.spmd.tpu_specs import parse_slice
 from runtimes.jax.plan import _devices
 for words in sys.argv[1:]:
     name, _, fsdp = words.partition(":")
@@ -231,7 +231,7 @@ import sys
 import jax
 from jax import ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
-from runtimes.jax.chips import parse_slice
+from runtimes.spmd.tpu_specs import parse_slice
 from runtimes.jax.plan import _devices, _refused
 for name in sys.argv[1:]:
     where = parse_slice(name)

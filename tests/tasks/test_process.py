@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from command import jobs_of
 
-from runtimes.base import WrongInput
-from runtimes.job import GenerateJob, TrainJob, write_job
+from runtimes.contract import WrongInput
+from runtimes.process.job import GenerateJob, TrainJob, write_job
 from tasks.process import JobFailed, run_job
 
 #: Does a job, repeats the events that it is told, and exits with 130 when it is interrupted.
 STAGE = """
 import json, signal, sys
 from pathlib import Path
-from runtimes.job import read_job
+from runtimes.process.job import read_job
 from tasks.process import run_job
 # A test run in background may have been started with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)

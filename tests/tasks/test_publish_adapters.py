@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from artifacts.models import ModelNotFound
+from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
 from configs.schema import Recipe
 from configs.training import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
-from runtimes.base import WrongInput
-from runtimes.tensors import write_arrays
+from runtimes.contract import WrongInput
 from tasks.evaluate.published import published_painter
 from tasks.publish import build
 from tasks.publish.assemble import assemble

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_recipe
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from tasks import train
 from tasks.targets import check
 

@@ -11,7 +11,7 @@ import pytest
 from configs.load import RecipeError, load_recipe
 from configs.tpu import Tpu
 from configs.training import Wandb
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from tasks.tpu import launch
 from tasks.tpu.commands import Slice
 

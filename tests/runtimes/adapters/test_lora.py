@@ -7,8 +7,8 @@ from jobs import MakeJob, lora, predicted, start, trained
 
 from configs.training import Lora
 from runtimes.adapters.lora import choose_layers, initial_down
-from runtimes.base import State, WrongInput
-from runtimes.torch.lora import add_adapters, merging_is_cheaper, with_less_work
+from runtimes.contract import State, WrongInput
+from runtimes.models.lora import add_adapters, merging_is_cheaper, with_less_work
 
 pytestmark = pytest.mark.slow
 

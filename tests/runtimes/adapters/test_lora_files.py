@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 from configs.training import Lora, Train
 from runtimes.adapters.kohya import to_kohya
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
-from runtimes.base import StepBatch, WrongInput
-from runtimes.encoders import describe_encoders
-from runtimes.events import Events
-from runtimes.generate import generate
-from runtimes.job import Drawing, GenerateJob, TrainJob
-from runtimes.objective.draws import Stream, generator
+from runtimes.contract import StepBatch, WrongInput
+from runtimes.models.network import Network
+from runtimes.objective.random import Stream, generator
+from runtimes.pipeline_folder.describe import describe_encoders
+from runtimes.process.events import Events
+from runtimes.process.job import Drawing, GenerateJob, TrainJob
+from runtimes.sample.generate import generate
 from runtimes.torch.generate import load_network
-from runtimes.torch.network import Network
 from runtimes.train.result import write_result
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 from configs.training import Lora
 from runtimes.adapters.lora import Adapter, initial_down
-from runtimes.torch.lora import add_adapters
+from runtimes.models.lora import add_adapters
 
 LAYERS = {"linear": ((7, 5), (3, 5)), "conv": ((7, 5, 3, 3), (2, 5, 8, 8))}
 

@@ -14,7 +14,7 @@ import pytest
 
 from artifacts.clock import Clock
 from artifacts.latents import Latents, LatentShard, from_bfloat16, open_latents
-from runtimes.base import StepBatch, WrongInput
+from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.loader import Holdout, Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.data.order import Bucket, Order, Place, spread
 
 SHARDS = [

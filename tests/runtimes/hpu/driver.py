@@ -16,11 +16,11 @@ from runtimes.torch.device import open_chip
 CHIP = open_chip("hpu", settings=Hpu(mode=None))  # before what looks for accelerators
 from hpu_emulator import build, graphs, watch  # noqa: E402
 
-from runtimes.base import StepBatch, StepOutput  # noqa: E402
-from runtimes.job import TrainJob  # noqa: E402
-from runtimes.torch.chip import Chip  # noqa: E402
+from runtimes.contract import StepBatch, StepOutput  # noqa: E402
+from runtimes.models.loading import load_denoiser  # noqa: E402
+from runtimes.process.job import TrainJob  # noqa: E402
+from runtimes.torch.device_kind import Chip  # noqa: E402
 from runtimes.torch.generate import Sampler  # noqa: E402
-from runtimes.torch.models import load_denoiser  # noqa: E402
 from runtimes.torch.runtime import TheRuntime  # noqa: E402
 from runtimes.torch.update import Update  # noqa: E402
 

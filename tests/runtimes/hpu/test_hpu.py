@@ -16,8 +16,8 @@ from driver_process import DriverProcess
 from training import losses
 
 from configs.training import Train
-from runtimes.base import WrongInput
-from runtimes.job import TrainJob
+from runtimes.contract import WrongInput
+from runtimes.process.job import TrainJob
 from runtimes.torch.device import choose_device
 from runtimes.torch.hpu import check
 

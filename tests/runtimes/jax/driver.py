@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 import jax
 import training
 
-from runtimes.base import StepBatch, StepOutput
-from runtimes.events import Events
+from runtimes.contract import StepBatch, StepOutput
 from runtimes.jax.runtime import TheRuntime
-from runtimes.job import TrainJob
-from runtimes.train import loop
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob
+from runtimes.train import trainer
 
 COMPILED, HIT = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 counts = {COMPILED: 0, HIT: 0}
@@ -57,7 +57,7 @@ def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(count)
     jax.monitoring.register_event_listener(count)
     job = TrainJob(**given)
-    loop.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
+    trainer.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
     began, hits, left = [training.train(job)], [counts[HIT]], [training.left(job)]
     for step in again:
         training.forget_after(job, step)

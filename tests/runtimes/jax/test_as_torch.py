@@ -22,11 +22,11 @@ from PIL import Image
 from training import train
 
 from configs.training import Train
-from runtimes.base import StepBatch
-from runtimes.events import Events
-from runtimes.job import TrainJob, write_job
-from runtimes.train.loop import make_loader, open_job_latents
+from runtimes.contract import StepBatch
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob, write_job
 from runtimes.train.result import write_result
+from runtimes.train.trainer import make_loader, open_job_latents
 
 jax = chips.importorskip("jax")
 from runtimes.jax.runtime import TheRuntime  # noqa: E402
@@ -50,12 +50,13 @@ def history(job: TrainJob, figure: str = "loss") -> list[float]:
 #: `python -m runtimes`, told how the other processes ended.
 WATCHED = """
 import sys
-from runtimes import __main__, others
-end = others.Others._end
+from runtimes import __main__
+from runtimes.process import launcher
+end = launcher.Others._end
 def told(self, seconds):
     end(self, seconds)
     print([other.process.returncode for other in self._others], flush=True)
-others.Others._end = told
+launcher.Others._end = told
 sys.exit(__main__.main(sys.argv[1:]))
 """
 

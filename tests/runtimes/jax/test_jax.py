@@ -11,7 +11,7 @@ import chips
 import pytest
 from driver_process import DriverProcess
 
-from runtimes.job import TrainJob
+from runtimes.process.job import TrainJob
 
 chips.importorskip("jax")
 pytestmark = pytest.mark.slow

@@ -7,15 +7,15 @@ import sys
 import chips
 import pytest
 
-from runtimes.torch.hosts import free_port
+from runtimes.spmd.agree import free_port
 
 chips.importorskip("jax")
 pytestmark = pytest.mark.slow
 PART = """
 import os, signal, sys
 from runtimes.jax import device
-from runtimes.ranks import Ranks
-from runtimes.torch.hosts import meet
+from runtimes.process.ranks import Ranks
+from runtimes.spmd.agree import meet
 ranks = Ranks.here()
 hosts = meet(ranks)
 device.join(ranks, hosts, "cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import SAMPLER
 
-from runtimes.job import Drawing
+from runtimes.process.job import Drawing
 from runtimes.torch.generate import load_network
 
 jax = chips.importorskip("jax")

@@ -10,12 +10,12 @@ import numpy as np
 import training
 
 from configs.training import Train
-from runtimes.base import WrongInput
-from runtimes.events import Events
-from runtimes.job import Drawing, EncodeJob, GenerateJob, TrainJob
+from runtimes.contract import WrongInput
 from runtimes.mindspore.device import check, start
 from runtimes.mindspore.runtime import TheRuntime
-from runtimes.train.loop import make_loader, open_job_latents
+from runtimes.process.events import Events
+from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
+from runtimes.train.trainer import make_loader, open_job_latents
 
 start("cpu")  # first of all: mindone takes the operators as this leaves them
 from runtimes.mindspore.encode import open_encoder  # noqa: E402

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from training import forget_after, history, losses, train, weights
 
-from runtimes.job import TrainJob, write_job
-from runtimes.objective.draws import Stream, generator
+from runtimes.objective.random import Stream, generator
+from runtimes.process.job import TrainJob, write_job
 from runtimes.registry import interpreter
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_snr
 from tolerances import assert_close
 
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.objective.noise import FlowSchedule, NoiseSchedule, schedule_of
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

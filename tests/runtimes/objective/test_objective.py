@@ -10,7 +10,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from tolerances import assert_close
 
 from configs.training import TimestepSampling, Train
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.objective.noise import FlowSchedule, NoiseSchedule
 from runtimes.objective.objective import LatentScale, Objective
 

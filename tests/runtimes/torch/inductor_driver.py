@@ -3,8 +3,8 @@
 import torch
 
 from configs.training import Lora
+from runtimes.models.lora import add_adapters, merging_is_cheaper, with_less_work
 from runtimes.torch import products
-from runtimes.torch.lora import add_adapters, merging_is_cheaper, with_less_work
 
 
 def compile_and_compare() -> list[bool]:

@@ -12,13 +12,13 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.activations import GEGLU
 
 from configs.training import Train
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES
-from runtimes.job import TrainJob
-from runtimes.ranks import Ranks
+from runtimes.models.loading import load_denoiser
+from runtimes.models.network import Network
+from runtimes.process.job import TrainJob
+from runtimes.process.ranks import Ranks
 from runtimes.torch import device as devices
-from runtimes.torch.models import load_denoiser
-from runtimes.torch.network import Network
 
 NPU, CPU = devices.choose_device("npu"), devices.choose_device("cpu")
 import torch_npu  # noqa: E402  # lies beside its host

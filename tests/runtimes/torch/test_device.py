@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configs.training import Train
-from runtimes.base import WrongInput
+from runtimes.contract import WrongInput
 from runtimes.torch.device import check, make_deterministic
 
 

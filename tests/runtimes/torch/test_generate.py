@@ -17,12 +17,12 @@ from diffusers import (
 from jobs import HOLDOUT, SAMPLER
 from PIL import Image
 
-import runtimes.generate
-from runtimes.base import WrongInput
-from runtimes.events import Events
-from runtimes.job import Drawing, GenerateJob
-from runtimes.objective.draws import Stream, generator
-from runtimes.weights import weight_variant
+import runtimes.sample.generate
+from runtimes.contract import WrongInput
+from runtimes.objective.random import Stream, generator
+from runtimes.pipeline_folder.weight_files import weight_variant
+from runtimes.process.events import Events
+from runtimes.process.job import Drawing, GenerateJob
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def job(tiny_sdxl: Path, tuned: Path, latents_url: str, tmp_path: Path) -> Gener
 
 def generate(job: GenerateJob) -> tuple[list[dict[str, bytes]], list[int]]:
     heard = Heard()
-    runtimes.generate.generate(job, heard)
+    runtimes.sample.generate.generate(job, heard)
     folders = [Path(drawing.out) for drawing in job.drawings]
     files = [{p.name: p.read_bytes() for p in sorted(f.iterdir())} for f in folders]
     return files, heard.drawn

@@ -12,8 +12,8 @@ import chips
 import pytest
 from driver_process import DriverProcess
 
-from runtimes.base import WrongInput
-from runtimes.job import TrainJob
+from runtimes.contract import WrongInput
+from runtimes.process.job import TrainJob
 from runtimes.torch.device import choose_device
 
 MakeJob = Callable[..., TrainJob]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from configs.training import Train
-from runtimes.base import WrongInput
-from runtimes.job import TrainJob
+from runtimes.contract import WrongInput
+from runtimes.process.job import TrainJob
 from runtimes.torch.optimizers import _KINDS, Optimizer
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.update import Update

@@ -17,14 +17,14 @@ from jobs import MakeJob, outputs
 from safetensors.numpy import load_file
 
 from runtimes.__main__ import main
-from runtimes.base import WrongInput
-from runtimes.events import Events
-from runtimes.job import TrainJob, write_job
-from runtimes.ranks import Ranks
-from runtimes.stop import Stop
+from runtimes.contract import WrongInput
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob, write_job
+from runtimes.process.ranks import Ranks
+from runtimes.process.signals import Stop
 from runtimes.torch.device import choose_device
 from runtimes.train.checkpoint import Checkpoints
-from runtimes.train.loop import train
+from runtimes.train.trainer import train
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: One process takes 3 + 3 + 2 samples at a time, two take 3 + 1, four take 2.

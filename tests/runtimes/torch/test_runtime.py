@@ -18,11 +18,11 @@ from torch.nn.functional import mse_loss
 
 from artifacts.latents import LatentShard, from_bfloat16, open_latents
 from configs.training import Train
-from runtimes.base import State, WrongInput
-from runtimes.job import TrainJob
-from runtimes.objective.draws import Stream, generator
+from runtimes.contract import State, WrongInput
+from runtimes.objective.random import Stream, generator
+from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.loop import make_loader, open_job_latents
+from runtimes.train.trainer import make_loader, open_job_latents
 
 pytestmark = pytest.mark.slow
 

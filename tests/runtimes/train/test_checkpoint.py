@@ -17,7 +17,7 @@ from gcs_server import GcsServer
 from safetensors.numpy import load_file
 from stores import REMOTE, UrlOf
 
-from runtimes.base import State, WrongInput
+from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
 from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
 

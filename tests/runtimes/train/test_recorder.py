@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from configs.training import OnDivergence
-from runtimes.base import Runtime, StepBatch, StepOutput
-from runtimes.events import Events
+from runtimes.contract import Runtime, StepBatch, StepOutput
+from runtimes.process.events import Events
 from runtimes.train.boards import Boards
 from runtimes.train.divergence import Divergence
 from runtimes.train.recorder import Recorder

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from artifacts.safetensors import Arrays, read_floats
 from configs.training import Train
-from runtimes.job import TrainJob
-from runtimes.tensors import Arrays, read_floats
+from runtimes.process.job import TrainJob
 from runtimes.train.result import write_result
 
 BASE = Path(__file__).parents[3] / "demo" / "base"

@@ -9,8 +9,8 @@ import pytest
 from jobs import MakeJob
 from numpy.typing import NDArray
 
-from runtimes.events import Events
-from runtimes.job import TrainJob
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob
 from runtimes.train.boards import Boards
 from runtimes.train.samples import Samples
 

@@ -13,15 +13,15 @@ from diffusers import DDIMScheduler, PNDMScheduler, StableDiffusionXLPipeline
 from PIL import Image
 from tolerances import assert_close
 
-from runtimes.events import Events
-from runtimes.generate import generate
-from runtimes.job import Drawing, GenerateJob, TrainJob
-from runtimes.objective.draws import Stream, generator
 from runtimes.objective.noise import NoiseSchedule
-from runtimes.objective.scheduler import read_schedule
+from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.objective.random import Stream, generator
+from runtimes.process.events import Events
+from runtimes.process.job import Drawing, GenerateJob, TrainJob
+from runtimes.sample.generate import generate
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.loop import make_loader, open_job_latents, read_settings
 from runtimes.train.result import write_result
+from runtimes.train.trainer import make_loader, open_job_latents, read_settings
 from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow

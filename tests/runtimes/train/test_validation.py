@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from artifacts.latents import open_latents
-from runtimes.base import StepBatch
+from runtimes.contract import StepBatch
 from runtimes.data.loader import Holdout
 from runtimes.families import FAMILIES
 from runtimes.objective.noise import NoiseSchedule

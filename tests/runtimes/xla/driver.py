@@ -12,14 +12,14 @@ from diffusers import DiffusionPipeline
 from numpy.typing import NDArray
 from torch_xla.debug import metrics
 
-from runtimes.base import StepBatch, StepOutput
-from runtimes.events import Events
-from runtimes.job import Drawing, TrainJob
-from runtimes.objective.draws import Stream, generator
-from runtimes.objective.scheduler import read_config
+from runtimes.contract import StepBatch, StepOutput
+from runtimes.models.schedulers import make_scheduler
+from runtimes.objective.noise_scheduler import read_config
+from runtimes.objective.random import Stream, generator
+from runtimes.process.events import Events
+from runtimes.process.job import Drawing, TrainJob
 from runtimes.torch.generate import load_network
-from runtimes.torch.schedulers import make_scheduler
-from runtimes.train import loop
+from runtimes.train import trainer
 from runtimes.xla.device import start
 from runtimes.xla.graph import keep_whole
 from runtimes.xla.mesh import Mesh, in_order
@@ -65,7 +65,7 @@ def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
         again: steps.
     """
     job = TrainJob(**given)
-    loop.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
+    trainer.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
     began, counted = [training.train(job)], [compiles()]
     left = [training.left(job)]
     for step in again:

@@ -16,7 +16,7 @@ import pytest
 from driver_process import DriverProcess
 from training import losses, train
 
-from runtimes.job import TrainJob
+from runtimes.process.job import TrainJob
 from runtimes.registry import interpreter
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,1 @@
+"""Encode pictures and captions in a process of its own, and tokenize captions."""

@@ -1,0 +1,1 @@
+"""What a machine with Ascend NPUs or Gaudis has installed."""

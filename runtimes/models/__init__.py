@@ -1,0 +1,1 @@
+"""The PyTorch modules that runtimes torch, xla and jax all run."""

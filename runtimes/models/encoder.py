@@ -1,0 +1,194 @@
+"""Encode pictures and captions with a pipeline's VAE and text encoders, without its denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from numpy.typing import NDArray
+from transformers import CLIPTokenizer, T5TokenizerFast
+
+from runtimes.contract import WrongInput
+from runtimes.data.padding import repeat_last
+from runtimes.encode.tokenize import Tokens, check_vocabulary
+from runtimes.families import FAMILIES
+from runtimes.models.loading import SAFE, load_text_encoder
+from runtimes.models.micro_batches import Send, sender
+from runtimes.models.text_encoding import encode_ids, join_t5
+from runtimes.pipeline_folder.describe import (
+    TEXT_BATCH,
+    describe_encoders,
+    has_t5,
+    t5_length,
+    vae_path,
+)
+from runtimes.pipeline_folder.weight_files import weight_variant
+from runtimes.process.job import EncodeJob
+from runtimes.torch.device import choose_device, make_deterministic, open_chip
+from runtimes.torch.device_kind import Chip
+
+Float32 = NDArray[np.float32]
+
+
+class Encoder:
+    """The encoders of a pipeline folder of a family known here, on one device.
+
+    Args:
+        model_folder: local diffusers pipeline folder.
+        vae_folder: an AutoencoderKL in place of the pipeline's own.
+        device: auto (CUDA when there is one), cpu, cuda or cuda:N; or a device itself.
+        send, fetch: what puts arrays [B, ...] there and gets them back, if not in the ordinary way.
+        dtype: float32, bfloat16 or float16; a VAE that says `force_upcast` stays float32 in half
+            precision, as in diffusers.
+
+    Raises:
+        WrongInput: weights are missing or do not fit, or the device is not there.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        vae_folder: Path | None = None,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str = "float32",
+        send: Send | None = None,
+        fetch: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+    ) -> None:
+        self.info = describe_encoders(model_folder, vae_folder)
+        make_deterministic()  # a rebuilt shard must have the bytes it had
+        self.device = choose_device(device) if isinstance(device, str) else device
+        self.dtype = getattr(torch, dtype)
+        self._send, self._fetch = sender(self.device) if send is None else send, fetch
+        try:
+            self._load_vae(vae_path(model_folder, vae_folder))
+            self._load_texts(model_folder)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise WrongInput(f"model {model_folder}: its encoders do not load: {reason}") from None
+
+    def _load_vae(self, folder: Path) -> None:
+        self._vae_dtype = vae_dtype(folder, self.dtype)
+        vae = AutoencoderKL.from_pretrained(
+            folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
+        )
+        self.vae = vae.to(self.device).eval().requires_grad_(False)
+
+    def _load_texts(self, folder: Path) -> None:
+        self._clip = [
+            self._load_text(CLIPTokenizer, folder, part)
+            for part in FAMILIES[self.info["family"]].clip_encoders
+        ]
+        self._t5, self._t5_length = None, t5_length(folder)
+        if has_t5(folder):
+            self._t5 = self._load_text(T5TokenizerFast, folder, "text_encoder_3")
+        self._tokens = Tokens()
+
+    def _load_text(self, kind: Any, folder: Path, part: str) -> tuple[Any, Any]:
+        model = load_text_encoder(folder, part, self.dtype).to(self.device).requires_grad_(False)
+        name = part.replace("text_encoder", "tokenizer")
+        tokenizer = kind.from_pretrained(folder / name, local_files_only=True)
+        check_vocabulary(name, tokenizer, model.config.vocab_size)
+        return tokenizer, model
+
+    @torch.no_grad()
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        """Moments of the posterior of pictures [B, 3, H, W] in -1..1: mean and log-variance.
+
+        Both are [B, C, h, w] f32, unscaled. Diverged pictures come back as NaN or infinity.
+        """
+        batch = self._send(pixels).to(self._vae_dtype)
+        posterior = self.vae.encode(batch).latent_dist
+        return self._host(posterior.mean), self._host(posterior.logvar)
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pictures [B, 3, H, W] in -1..1 of a denoiser's latents [B, C, h, w]."""
+        info = self.info
+        latents = latents.to(self._vae_dtype) / info["scaling_factor"]
+        if info["latents_mean"] is not None and info["latents_std"] is not None:
+            mean, std = (
+                torch.tensor(info[name], device=latents.device, dtype=latents.dtype)
+                for name in ("latents_mean", "latents_std")
+            )
+            latents = latents * std[:, None, None] + mean[:, None, None]
+        return self.vae.decode(latents + info["shift_factor"], return_dict=False)[0].float()
+
+    @torch.no_grad()
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
+        """Prompt embeddings [K, T, D] and, but for SD 1 and 2, pooled ones [K, P]; f32.
+
+        `clip` are text encoders, trained ones say, in place of the pipeline's own.
+
+        The same as `encode_prompt` of diffusers' pipelines, except that what SD3's has of zeros
+        where there is no T5 (rows below, columns to the right) is left out: a loader adds it.
+        """
+        ids = self._send(self.input_ids(captions))
+        models = clip or [model for _, model in self._clip]
+        states, pooled = encode_ids(self.info["family"], models, ids)
+        if self._t5 is not None:
+            states = join_t5(states, self._t5_states(captions))
+        return self._host(states), None if pooled is None else self._host(pooled)
+
+    def t5(self, captions: Sequence[str]) -> Float32 | None:
+        """What `texts` has of T5 alone [K, T5, D], if there is one."""
+        with torch.no_grad():
+            return None if self._t5 is None else self._host(self._t5_states(captions))
+
+    def _t5_states(self, captions: Sequence[str]) -> torch.Tensor:
+        assert self._t5 is not None
+        tokenizer, model = self._t5
+        return model(self._send(self._tokens.ids(tokenizer, captions, self._t5_length)))[0]
+
+    def _host(self, tensor: torch.Tensor) -> Float32:
+        return self._fetch(tensor.float()).numpy()
+
+    def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
+        """Token ids [K, n, T] of captions, padded and truncated, by each of n CLIP tokenizers."""
+        rows = [self._tokens.ids(t, captions) for t, _ in self._clip]
+        return np.stack(rows, axis=1)
+
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        """Tokens of each caption before truncation, with marks, as the longest reader has them."""
+        return self._tokens.counts((self._t5 or self._clip[0])[0], captions)
+
+
+def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
+    """What a VAE computes in: float32 in place of float16 if its config says `force_upcast`."""
+    upcast = dtype == torch.float16 and AutoencoderKL.load_config(folder).get("force_upcast", True)
+    return torch.float32 if upcast else dtype
+
+
+class FilledEncoder(Encoder):
+    """One that fills batches up to one size, so that they are one program, which is kept."""
+
+    def __init__(self, job: EncodeJob, chip: Chip, vae: Path | None) -> None:
+        super().__init__(Path(job.model), vae, device=chip.device, dtype=job.dtype)
+        self._chip, self._pictures = chip, job.batch_size
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        mean, logvar = super().images(repeat_last(pixels, self._pictures))
+        self._chip.keep()
+        return mean[: len(pixels)], logvar[: len(pixels)]
+
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
+        more = [""] * (TEXT_BATCH - len(captions))
+        states, pooled = super().texts([*captions, *more], clip)
+        return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
+
+
+def open_encoder(job: EncodeJob) -> Encoder:
+    """The encoders of a job. Raises WrongInput."""
+    vae = None if job.vae is None else Path(job.vae)
+    chip = open_chip(job.device, compiled=job.compiled)
+    if chip.fills_batches:
+        return FilledEncoder(job, chip, vae)
+    return Encoder(Path(job.model), vae, device=chip.device, dtype=job.dtype)

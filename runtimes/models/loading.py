@@ -1,0 +1,124 @@
+"""Load the parts of a diffusers folder that are trained or encode: all there, all of one shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers.utils.logging import disable_progress_bar
+
+from runtimes.contract import WrongInput
+from runtimes.families.unet_inputs import added_names, added_weights
+from runtimes.pipeline_folder.describe import read_config, text_class
+from runtimes.pipeline_folder.weight_files import check_fit, weight_files, weight_variant
+
+#: Classes of diffusers, as a denoiser's config.json names them.
+DENOISERS = ("UNet2DConditionModel", "SD3Transformer2DModel")
+#: Nothing is fetched and nothing is unpickled.
+SAFE = {"local_files_only": True, "use_safetensors": True}
+
+
+def load_denoiser(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Any:
+    """The denoiser in `folder` on the CPU, whatever precision it is stored in.
+
+    Args:
+        config: of one that sees more than the folder's (see families/unet_inputs.py).
+        seed: of the weights that it gains for that.
+
+    Raises:
+        WrongInput: a file is missing or damaged, or the weights are not those of the config.
+    """
+    denoiser = empty_denoiser(folder, config)
+    files = weight_files(folder)
+    weights: dict[str, torch.Tensor] = {}
+    for path in files:
+        weights |= _read_weights(path, dtype)
+    if config is not None:
+        known = {n: weights[n].float().numpy() for n in added_names(config) if n in weights}
+        added = added_weights(known, config, seed)
+        weights |= {name: torch.from_numpy(array).to(dtype) for name, array in added.items()}
+    check_fit(files[0], _shapes(denoiser.state_dict()), _shapes(weights))
+    denoiser.load_state_dict(weights, assign=True)
+    return denoiser
+
+
+def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
+    """The denoiser of a folder's config, or of another one, on the `meta` device.
+
+    Raises:
+        WrongInput: it is no denoiser's config.
+    """
+    config = read_config(folder / "config.json") if config is None else config
+    kind = config.get("_class_name", DENOISERS[0])
+    if kind not in DENOISERS:
+        raise WrongInput(
+            f"{folder / 'config.json'}: a denoiser of class {kind} is not known here (known: "
+            f"{', '.join(DENOISERS)})"
+        )
+    try:
+        with torch.device("meta"):  # no time spent on weights that are replaced at once
+            return getattr(diffusers, kind).from_config(config)
+    except (ValueError, TypeError, RuntimeError, KeyError) as error:
+        raise WrongInput(f"{folder / 'config.json'}: not a denoiser's config: {error}") from None
+
+
+def empty_text_encoder(model_folder: Path, part: str) -> Any:
+    """A text encoder of a pipeline on the `meta` device, by its config. Raises WrongInput."""
+    kind = getattr(transformers, text_class(model_folder, part))
+    config = kind.config_class.from_dict(read_config(model_folder / part / "config.json"))
+    with torch.device("meta"):
+        return kind(config)
+
+
+def load_text_encoder(
+    model_folder: Path,
+    part: str,
+    dtype: torch.dtype = torch.float32,
+    folder: Path | None = None,
+) -> Any:
+    """A text encoder of a pipeline on the CPU, of the class that its model_index.json names.
+
+    Args:
+        folder: where its weights are, if not in the pipeline's own folder of it.
+
+    Raises:
+        WrongInput: its weights are missing or damaged, or not those of its config.
+    """
+    folder = folder or model_folder / part
+    kind = getattr(transformers, text_class(model_folder, part))
+    disable_progress_bar()  # loading is announced by the stage, not by transformers
+    try:
+        model, loaded = kind.from_pretrained(
+            folder,
+            torch_dtype=dtype,
+            variant=weight_variant(folder),
+            output_loading_info=True,
+            **SAFE,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise WrongInput(f"{folder} does not load: {reason}") from None
+    if missing := sorted(loaded["missing_keys"]):
+        raise WrongInput(f"{folder} lacks {len(missing)} weights, such as {missing[0]}")
+    return model.eval()
+
+
+def _read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as stream:
+            return {name: stream.get_tensor(name).to(dtype) for name in stream.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise WrongInput(f"{path} cannot be read: {error}") from None
+
+
+def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}

@@ -1,0 +1,179 @@
+"""The scheduler that a trained model goes with: the base's, or what training made of it.
+
+Training over to another prediction type or to zero terminal SNR changes the noise that the model
+knows. Its scheduler must say so, in training, in drawing and where it is published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.training import Train
+from runtimes.contract import WrongInput
+from runtimes.objective.noise import FLOW, Schedule, is_flow, schedule_of
+
+SCHEDULER_FILE = "scheduler_config.json"
+#: diffusers schedulers that know rescale_betas_zero_snr, and those that take predicted pictures.
+RESCALES = frozenset(
+    {
+        "DDIMScheduler",
+        "DDPMScheduler",
+        "DPMSolverMultistepScheduler",
+        "EulerAncestralDiscreteScheduler",
+        "EulerDiscreteScheduler",
+        "UniPCMultistepScheduler",
+    }
+)
+TAKES_SAMPLE = RESCALES - {"EulerAncestralDiscreteScheduler"}
+#: Schedulers that pictures may be drawn with, by the names that recipes give them.
+DRAWING = {
+    "ddim": "DDIMScheduler",
+    "ddim_parallel": "DDIMParallelScheduler",
+    "ddpm": "DDPMScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler_ancestral": "EulerAncestralDiscreteScheduler",
+    "flow_euler": "FlowMatchEulerDiscreteScheduler",
+    "lms": "LMSDiscreteScheduler",
+    "pndm": "PNDMScheduler",
+}
+#: Those of which runtimes that compile have a table (sample/tabulated_scheduler.py).
+TABLED = (
+    "DDIMScheduler",
+    "DPMSolverMultistepScheduler",
+    "EulerDiscreteScheduler",
+    "FlowMatchEulerDiscreteScheduler",
+)
+#: What stands in for one that does not: it knows both, and draws no noise of its own.
+STAND_IN = "DDIMScheduler"
+_KEPT = (
+    "_diffusers_version",
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "steps_offset",
+    "set_alpha_to_one",
+    "prediction_type",
+    "timestep_spacing",
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The scheduler's config in a scheduler's folder. Raises WrongInput."""
+    path = folder / SCHEDULER_FILE
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise WrongInput(f"{path} is missing: the noise schedule is read from it") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise WrongInput(f"{path}: {error}") from None
+
+
+def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]:
+    """The config of the scheduler that goes with what is trained; the base's where nothing changes.
+
+    A scheduler class that cannot say what has changed gives way to DDIMScheduler, with the same
+    noise schedule; trailing timesteps are what zero terminal SNR is drawn with (arXiv 2305.08891,
+    section 3.3).
+
+    Raises:
+        WrongInput: between a flow and diffusion, which no scheduler of the other kind can express.
+    """
+    if is_flow(base):
+        _check_flow(base, settings)
+        return dict(base)
+    kind, zero_snr = settings.prediction_type, settings.zero_terminal_snr
+    if kind == FLOW:
+        raise WrongInput(
+            f"train.prediction_type: flow needs a base with a FlowMatch scheduler, "
+            f"this one's is {base.get('_class_name')}"
+        )
+    changed = {
+        **({} if kind is None else {"prediction_type": kind}),
+        **({} if zero_snr is None else {"rescale_betas_zero_snr": zero_snr}),
+        **({"timestep_spacing": "trailing"} if zero_snr else {}),
+    }
+    lacks = (zero_snr and base.get("_class_name") not in RESCALES) or (
+        kind == "sample" and base.get("_class_name") not in TAKES_SAMPLE
+    )
+    return {**(_stand_in(base) if lacks else base), **changed}
+
+
+def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
+    """The noise schedule of a scheduler's folder, or of what the settings train its model into.
+
+    Raises:
+        WrongInput: there is none, it is not known here, or the settings do not go with it.
+    """
+    config = read_config(folder)
+    if settings is not None:
+        config = scheduler_config(config, settings)
+    try:
+        return schedule_of(config)
+    except (ValueError, TypeError) as error:
+        raise WrongInput(f"{folder / SCHEDULER_FILE}: {error}") from None
+
+
+def trained_scheduler(folder: Path, settings: Train) -> dict[str, Any] | None:
+    """The scheduler's config for what is trained, if it is not that of the base, in `folder`."""
+    base = read_config(folder)
+    config = scheduler_config(base, settings)
+    said = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
+    return None if {**said, **config} == {**said, **base} else config
+
+
+def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
+    name = base["_class_name"]
+    if settings.prediction_type not in (None, FLOW):
+        raise WrongInput(
+            f"train.prediction_type: {settings.prediction_type}, but the base is a flow "
+            f"({name}): leave it null"
+        )
+    if settings.zero_terminal_snr is not None:
+        raise WrongInput(
+            f"train.zero_terminal_snr is for diffusion, and the base is a flow ({name}), which "
+            "always ends in pure noise: leave it null"
+        )
+
+
+def _stand_in(base: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: base[name] for name in _KEPT if name in base}
+    return {"_class_name": STAND_IN, **kept, "clip_sample": False}
+
+
+def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The config of another scheduler, by a name of DRAWING, for the noise of `config`.
+
+    Raises:
+        WrongInput: one is for flows, the other for diffusion.
+    """
+    kind = DRAWING[name]
+    if is_flow({"_class_name": kind}) != is_flow(config):
+        raise WrongInput(
+            f"scheduler {name} is not for this model, whose own is {config.get('_class_name')}"
+        )
+    return {**config, "_class_name": kind, "clip_sample": False}
+
+
+def chosen(
+    scheduler: Any, sampler: Mapping[str, Any], make: Callable[[dict[str, Any]], Any]
+) -> Any:
+    """The scheduler that pictures are asked to be drawn with, or the model's own.
+
+    Args:
+        scheduler: the model's, of diffusers or mindone.
+        sampler: as GenerateJob.sampler.
+        make: makes one from a config.
+
+    Raises:
+        WrongInput: the model cannot be drawn with it.
+    """
+    if (name := sampler.get("scheduler")) is None:
+        return scheduler
+    config = {"_class_name": type(scheduler).__name__, **scheduler.config}
+    return make(drawing_config(config, name))

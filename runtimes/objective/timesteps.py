@@ -1,0 +1,71 @@
+"""How often each level of noise is drawn."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.training import TimestepSampling
+from runtimes.contract import WrongInput
+
+Shares = NDArray[np.float64]
+
+
+def level_bounds(settings: TimestepSampling, count: int) -> Shares | None:
+    """The distribution function of levels [count], ending in 1; None when all are drawn alike.
+
+    Raises WrongInput for a bias on no level.
+    """
+    shares = level_shares(settings, count)
+    if settings.distribution == "uniform" and settings.bias == "none":
+        return None
+    bounds = np.cumsum(shares)
+    return np.append(bounds[:-1], 1.0)
+
+
+def level_shares(settings: TimestepSampling, count: int) -> Shares:
+    """Probability [count] of each level, from the least noisy to the noisiest.
+
+    Level k stands for u in [k / count, (k + 1) / count). Raises WrongInput for a bias on no level.
+    """
+    shares = _biased(settings, count)
+    if settings.distribution == "logit_normal":
+        shares = shares * logit_normal_shares(settings.mean, settings.std, count)
+    return shares / shares.sum()
+
+
+def logit_normal_shares(mean: float, std: float, count: int) -> Shares:
+    """Mass [count] of u = 1 / (1 + exp(-n)), n of N(mean, std^2), within each level.
+
+    SD3, arXiv 2403.03206, section 3.1: a mean above 0 draws noisier levels.
+    """
+    normal = NormalDist(mean, std)
+    inner = [normal.cdf(math.log(k / (count - k))) for k in range(1, count)]
+    return np.diff([0.0, *inner, 1.0])
+
+
+def level_at(u: float, bounds: Shares) -> int:
+    """The level of a uniform u in [0, 1): the inverse of the distribution function `bounds`."""
+    return int(np.searchsorted(bounds, u, side="right"))
+
+
+def _biased(settings: TimestepSampling, count: int) -> Shares:
+    """1 for each level, times the multiplier for those of the bias [count]."""
+    weights = np.ones(count)
+    if settings.bias == "none":
+        return weights
+    begin, end = settings.begin, settings.end
+    if settings.bias != "range":
+        some = int(settings.portion * count)
+        begin, end = (0, some) if settings.bias == "earlier" else (count - some, count)
+    if not begin < end <= count:
+        what = "begin and end" if settings.bias == "range" else "portion"
+        raise WrongInput(
+            f"train.timesteps.{what}: {begin} to {end} is no range of the schedule's {count} "
+            "timesteps"
+        )
+    weights[begin:end] = settings.multiplier
+    return weights

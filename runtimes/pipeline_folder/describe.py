@@ -1,0 +1,175 @@
+"""What a pipeline folder's encoders are: read from its configs and fingerprinted, not loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from artifacts.keys import digest_json
+from artifacts.models import digest_model
+from runtimes.contract import WrongInput
+from runtimes.families import Family, detect_family
+
+TEXT_PARTS = (
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "tokenizer",
+    "tokenizer_2",
+    "tokenizer_3",
+)
+#: Captions that text encoders take at once.
+TEXT_BATCH = 32
+#: Tokens of T5 that SD3's pipeline takes, unless it is told otherwise.
+T5_TOKENS = 256
+#: Classes of each family's text encoders; SD3 may be without its T5.
+_CLASSES: dict[str, dict[str, tuple[str | None, ...]]] = {
+    "sd": {"text_encoder": ("CLIPTextModel",)},
+    "sdxl": {
+        "text_encoder": ("CLIPTextModel", "CLIPTextModelWithProjection"),
+        "text_encoder_2": ("CLIPTextModelWithProjection",),
+    },
+    "sd3": {
+        "text_encoder": ("CLIPTextModelWithProjection",),
+        "text_encoder_2": ("CLIPTextModelWithProjection",),
+        "text_encoder_3": ("T5EncoderModel", None),
+    },
+}
+
+
+def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dict[str, Any]:
+    """The content of `latents.json` (see DESIGN section 4), from config files alone.
+
+    `size_step` is what the sides of pictures must be multiples of, in pixels; `tokens` and
+    `prompt_dim` are the shape of a caption's prompt embeddings, and `caption_tokens` how many
+    tokens of it are read.
+
+    Args:
+        model_folder: a diffusers pipeline folder of a family known here.
+        vae_folder: an AutoencoderKL in place of the pipeline's own.
+
+    Raises:
+        WrongInput: a config is missing, or the pipeline is of another family.
+    """
+    index = read_config(model_folder / "model_index.json")
+    vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
+    family = detect_family(model_folder)
+    _check_text_encoders(model_folder, family, index)
+    factor = 2 ** (len(vae["block_out_channels"]) - 1)
+    zeros = family.name == "sdxl" and index.get("force_zeros_for_empty_prompt", True)
+    return {
+        "family": family.name,
+        "latent_channels": vae["latent_channels"],
+        "vae_scale_factor": factor,
+        "size_step": factor,
+        "scaling_factor": vae.get("scaling_factor", 0.18215),
+        "shift_factor": vae.get("shift_factor") or 0.0,
+        "latents_mean": vae.get("latents_mean"),
+        "latents_std": vae.get("latents_std"),
+        "empty_prompt": "zeros" if zeros else "encoded",
+        **_describe_clip(model_folder, family),
+        **(_describe_sd3(model_folder, factor) if family.has_t5 else {}),
+    }
+
+
+def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
+    configs = [read_config(folder / part / "config.json") for part in family.clip_encoders]
+    tokens = configs[0]["max_position_embeddings"]
+    pooling = {"sd": 0, "sdxl": 1, "sd3": 2}[family.name]  # the last so many of them
+    pooled = configs[len(configs) - pooling :]
+    return {
+        "tokens": tokens,
+        "caption_tokens": tokens,
+        "prompt_dim": sum(config["hidden_size"] for config in configs),
+        "pooled_dim": sum(config["projection_dim"] for config in pooled) or None,
+    }
+
+
+def _describe_sd3(folder: Path, factor: int) -> dict[str, Any]:
+    """What T5's rows, and a transformer that sees patches, make different."""
+    transformer = read_config(folder / "transformer" / "config.json")
+    clip = _describe_clip(folder, detect_family(folder))
+    t5_tokens, width = t5_length(folder), transformer["joint_attention_dim"]
+    found = {
+        "size_step": factor * transformer.get("patch_size", 2),
+        "tokens": clip["tokens"] + t5_tokens,
+        "prompt_dim": width,
+    }
+    if has_t5(folder):
+        found["caption_tokens"] = t5_tokens
+        t5_width = read_config(folder / "text_encoder_3" / "config.json")["d_model"]
+        if t5_width != width:
+            raise WrongInput(
+                f"{folder}: its T5 gives {t5_width} numbers a token, its transformer takes {width}"
+            )
+    if clip["prompt_dim"] > width:
+        raise WrongInput(
+            f"{folder}: its CLIP encoders give {clip['prompt_dim']} numbers a token, its "
+            f"transformer takes {width}"
+        )
+    return found
+
+
+def has_t5(model_folder: Path) -> bool:
+    """Whether an SD3 pipeline has its third text encoder."""
+    return _class_of(read_config(model_folder / "model_index.json"), "text_encoder_3") is not None
+
+
+def t5_length(model_folder: Path) -> int:
+    """Rows of T5 in SD3's prompt embeddings; without a T5 they are zeros, as in its pipeline."""
+    if not has_t5(model_folder):
+        return T5_TOKENS
+    config = read_config(model_folder / "tokenizer_3" / "tokenizer_config.json")
+    return min(T5_TOKENS, int(config.get("model_max_length", T5_TOKENS)))
+
+
+def text_class(model_folder: Path, part: str) -> str:
+    """The class of transformers that a text encoder is of. Raises WrongInput."""
+    index = read_config(model_folder / "model_index.json")
+    _check_text_encoders(model_folder, detect_family(model_folder), index)
+    return str(_class_of(index, part))
+
+
+def digest_encoders(model_folder: Path, vae_folder: Path | None = None) -> str:
+    """sha256 over all of a pipeline that changes what it encodes to; never a denoiser's weights."""
+    parts = (*TEXT_PARTS, "vae") if vae_folder is None else TEXT_PARTS
+    index = read_config(model_folder / "model_index.json")
+    facts = {name: index.get(name) for name in TEXT_PARTS}
+    facts["info"] = describe_encoders(model_folder, vae_folder)
+    vae = None if vae_folder is None else digest_model(vae_path(model_folder, vae_folder))
+    return digest_json({"parts": digest_model(model_folder, parts), "vae": vae, "index": facts})
+
+
+def vae_path(model_folder: Path, vae_folder: Path | None) -> Path:
+    """The folder with the VAE's config.json: a pipeline folder may stand in for its `vae/`."""
+    folder = model_folder if vae_folder is None else vae_folder
+    is_vae = vae_folder is not None and (folder / "config.json").is_file()
+    return folder if is_vae else folder / "vae"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's config; WrongInput when it is missing or no JSON object."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise WrongInput(f"{path}: not there; a model's config was expected") from None
+    except ValueError:
+        raise WrongInput(f"{path}: not valid JSON") from None
+    if not isinstance(config, dict):
+        raise WrongInput(f"{path}: not a model's config")
+    return config
+
+
+def _class_of(index: dict[str, Any], part: str) -> str | None:
+    return (index.get(part) or [None, None])[1]
+
+
+def _check_text_encoders(model_folder: Path, family: Family, index: dict[str, Any]) -> None:
+    for part, known in _CLASSES[family.name].items():
+        found = _class_of(index, part)
+        if found not in known:
+            wanted = " or ".join(name for name in known if name)
+            raise WrongInput(
+                f"{model_folder}: its {part} is {found or 'missing'}, {wanted} was expected"
+            )

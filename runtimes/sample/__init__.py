@@ -1,0 +1,1 @@
+"""Draw pictures: start noise, conditioning, the sampler's numbers, and the generate job."""

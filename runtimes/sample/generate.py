@@ -1,0 +1,137 @@
+"""A generate job, the same for every runtime: pictures and held-out losses of one model after
+another.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+from numpy.typing import NDArray
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from artifacts.commit import write_atomic
+from runtimes.contract import Pipeline
+from runtimes.data.loader import Holdout
+from runtimes.families import detect_family
+from runtimes.families.unet_inputs import Extras
+from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.objective.objective import LatentScale, Objective
+from runtimes.process.events import Events
+from runtimes.process.job import Drawing, GenerateJob
+from runtimes.registry import open_runtime, prepare
+from runtimes.train.trainer import open_job_latents
+from runtimes.train.validation import sample_losses
+
+LOSS_BATCH = 32
+#: Under which a picture's PNG says how it was drawn, as others name it too.
+PNG_KEY = "parameters"
+
+
+def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
+    """Draw `<out>/00000.png`, ... and take `<out>/losses.json` for each of the job's drawings.
+
+    What is there already is kept, so that an interrupted job goes on where it was.
+
+    Returns how many were drawn, and the seconds for it: `seconds` without `compile_seconds`, of
+    which `first_seconds` are the first batch's, in which more than compiling is done once.
+
+    Raises:
+        WrongInput: a model is not there or does not load, or the job's latents are not there.
+    """
+    detect_family(Path(job.model))
+    prepare(job)
+    pipeline = open_runtime(job.runtime, events).pipeline(job)
+    missing = [_missing(Path(drawing.out), job) for drawing in job.drawings]
+    total = len(job.drawings) * len(job.prompts)
+    done = total - sum(len(numbers) for batches in missing for numbers in batches)
+    events.emit("drawn", done=done, total=total)
+    already, seconds, compiling = done, list[float](), 0.0
+    for drawing, batches in zip(job.drawings, missing, strict=True):
+        out = Path(drawing.out)
+        out.mkdir(parents=True, exist_ok=True)
+        losses = out / "losses.json"
+        wanted = job.latents is not None and not losses.exists()
+        if not batches and not wanted:
+            continue
+        pipeline.take(drawing)
+        for numbers in batches:
+            prompts = [job.prompts[number] for number in numbers]
+            since, before = time.perf_counter(), pipeline.compile_seconds()
+            first = 0 if job.fixed_noise else numbers.start
+            pictures = pipeline.draw(prompts, first=first)
+            compiled = pipeline.compile_seconds() - before
+            seconds.append(time.perf_counter() - since - compiled)
+            compiling += compiled
+            _keep(pictures, numbers, out, job, first)
+            done += len(numbers)
+            events.emit("drawn", done=done, total=total)
+        if wanted:
+            with _holdout(job, drawing, pipeline) as holdout:
+                found = sample_losses(holdout, pipeline.errors)
+            _write(losses, json.dumps({"losses": found}).encode())
+    return {
+        "drawn": done - already,
+        "seconds": sum(seconds),
+        "first_seconds": seconds[0] if seconds else 0.0,
+        "compile_seconds": compiling,
+    }
+
+
+def _missing(out: Path, job: GenerateJob) -> list[range]:
+    """The batches with a picture that is not there. Whole batches: a picture's last bits depend on
+    which others are drawn beside it."""
+    size, count = job.sampler["batch_size"], len(job.prompts)
+    batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
+    return [b for b in batches if not all(_path(out, number).exists() for number in b)]
+
+
+def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
+    scheduler = drawing.parts.get("scheduler", f"{job.model}/scheduler")
+    latents = open_job_latents(str(job.latents))
+    objective = Objective(
+        schedule=read_schedule(Path(scheduler)),
+        scale=LatentScale.from_info(latents.info),
+        seed=job.holdout["seed"],
+        noise_offset=job.holdout.get("noise_offset", 0.0),
+    )
+    family = detect_family(Path(job.model))
+    folder = Path(drawing.parts.get(family.denoiser, f"{job.model}/{family.denoiser}"))
+    return Holdout(
+        latents,
+        family,
+        objective,
+        samples=job.holdout["samples"],
+        draws=job.holdout["draws"],
+        batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # what there is memory for
+        text_encoders=pipeline.encodes_text,
+        extras=Extras.of_folder(folder),
+    )
+
+
+def _keep(
+    pictures: NDArray[np.uint8], numbers: range, out: Path, job: GenerateJob, first: int
+) -> None:
+    for row, (number, picture) in enumerate(zip(numbers, pictures, strict=True)):
+        path = _path(out, number)
+        if not path.exists():
+            png, text = io.BytesIO(), PngInfo()
+            if job.words is not None:
+                said = {"prompt": job.prompts[number], "noise": first + row, **job.words}
+                text.add_itxt(PNG_KEY, json.dumps(said, ensure_ascii=False))
+            Image.fromarray(picture).save(png, "png", pnginfo=text)
+            _write(path, png.getvalue())
+
+
+def _path(out: Path, number: int) -> Path:
+    return out / f"{number:05d}.png"
+
+
+def _write(path: Path, data: bytes) -> None:
+    write_atomic(LocalFileSystem(), str(path), data)

@@ -1,0 +1,156 @@
+"""A diffusers scheduler as a table of numbers, for runtimes that compile the sampling step.
+
+With the numbers of a step given as data, every step of every picture is the same computation: with
+x the noisy latents and m what the denoiser gives for `row.scale * x`,
+
+    x0   = row.x0_x * x + row.x0_m * m                               the picture that is foreseen
+    next = row.next_x * x + row.next_x0 * x0 + row.next_before * x0 of the step before
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.contract import WrongInput
+
+_REFUSED = (
+    "clip_sample",
+    "invert_sigmas",
+    "stochastic_sampling",
+    "thresholding",
+    "use_dynamic_shifting",
+    "use_flow_sigmas",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step."""
+
+    scale: float
+    x0_x: float
+    x0_m: float
+    next_x: float
+    next_x0: float
+    next_before: float = 0.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """All steps of a schedule."""
+
+    start: float  # what standard normal noise is multiplied by
+    timesteps: NDArray[np.float32]  # [N]
+    rows: NDArray[np.float32]  # [N, 6]: each a Row
+
+
+def tabulate(scheduler: Any, steps: int) -> Table:
+    """The table of a diffusers scheduler.
+
+    DDIM (arXiv 2010.02502, eta 0), Euler on sigmas (arXiv 2206.00364, without churn) and on flows,
+    DPM-Solver++ of order 1 and 2 in multistep form (arXiv 2211.01095).
+
+    Raises:
+        WrongInput: the scheduler is another, or has options that need more than such a table.
+    """
+    name = type(scheduler).__name__
+    if name not in _ROWS:
+        raise WrongInput(f"the scheduler {name} has no table (there are: {', '.join(_ROWS)})")
+    for option in _REFUSED:
+        if scheduler.config.get(option):
+            raise WrongInput(f"the scheduler {name} with {option} has no table: turn it off")
+    try:
+        scheduler.set_timesteps(steps)
+    except ValueError as error:
+        raise WrongInput(f"num_inference_steps: {steps}: {error}") from None
+    rows = _ROWS[name](scheduler)
+    return Table(
+        start=float(scheduler.init_noise_sigma) if hasattr(scheduler, "init_noise_sigma") else 1.0,
+        timesteps=np.asarray(scheduler.timesteps, np.float32),
+        rows=np.array([astuple(row) for row in rows], np.float32),
+    )
+
+
+def _foreseen(kind: str, alpha: float, sigma: float) -> tuple[float, float]:
+    """x0 = a x + b m, of x = alpha x0 + sigma eps."""
+    if kind == "epsilon":
+        if not alpha:
+            raise WrongInput("prediction_type epsilon cannot be drawn from zero terminal SNR")
+        return 1 / alpha, -sigma / alpha
+    if kind == "v_prediction":  # of alpha^2 + sigma^2 = 1
+        return alpha, -sigma
+    if kind == "sample":
+        return 0.0, 1.0
+    raise WrongInput(f"prediction_type {kind!r} is not known here")
+
+
+def _ddim(scheduler: Any) -> list[Row]:
+    config, table = scheduler.config, scheduler.alphas_cumprod.double()
+    stride = config.num_train_timesteps // scheduler.num_inference_steps
+    rows = []
+    for t in scheduler.timesteps.tolist():
+        now = float(table[t])
+        after = float(table[t - stride] if t >= stride else scheduler.final_alpha_cumprod)
+        alpha, sigma = math.sqrt(now), math.sqrt(1 - now)
+        # eps = (x - alpha x0) / sigma goes on with the next level's sigma.
+        noise = math.sqrt(1 - after) / sigma
+        foreseen = _foreseen(config.prediction_type, alpha, sigma)
+        rows.append(Row(1.0, *foreseen, noise, math.sqrt(after) - noise * alpha))
+    return rows
+
+
+def _euler(scheduler: Any) -> list[Row]:
+    """x = x0 + sigma eps, which the denoiser is given scaled to unit variance."""
+    sigmas, rows = scheduler.sigmas.double().tolist(), []
+    for now, after in pairwise(sigmas):
+        scale = 1 / math.sqrt(now**2 + 1)
+        a, b = _foreseen(scheduler.config.prediction_type, scale, now * scale)
+        rows.append(Row(scale, a * scale, b, after / now, 1 - after / now))
+    return rows
+
+
+def _flow(scheduler: Any) -> list[Row]:
+    """x = (1 - sigma) x0 + sigma eps, and m = eps - x0."""
+    sigmas = scheduler.sigmas.double().tolist()
+    return [Row(1.0, 1.0, -now, after / now, 1 - after / now) for now, after in pairwise(sigmas)]
+
+
+def _dpm(scheduler: Any) -> list[Row]:
+    config = scheduler.config
+    if config.algorithm_type != "dpmsolver++" or config.solver_order > 2:
+        raise WrongInput("DPMSolverMultistepScheduler has a table for dpmsolver++ of order 1 or 2")
+    if config.solver_order == 2 and config.solver_type != "midpoint":
+        raise WrongInput(f"solver_type {config.solver_type} has no table: take midpoint")
+    levels = []
+    for sigma in scheduler.sigmas.double().tolist():
+        alpha = 1 / math.sqrt(sigma**2 + 1)
+        levels.append((alpha, sigma * alpha, -math.log(sigma) if sigma else math.inf))
+    count, rows = len(levels) - 1, list[Row]()
+    for n in range(count):
+        (alpha, sigma, now), (alpha_next, sigma_next, after) = levels[n], levels[n + 1]
+        step = alpha_next * -math.expm1(now - after)
+        a, b = _foreseen(config.prediction_type, alpha, sigma)
+        last = n == count - 1 and (
+            config.euler_at_final
+            or (config.lower_order_final and count < 15)
+            or config.final_sigmas_type == "zero"
+        )
+        more = 0.0
+        if config.solver_order == 2 and n > 0 and not last:
+            more = step * (after - now) / (now - levels[n - 1][2]) / 2
+        rows.append(Row(1.0, a, b, sigma_next / sigma, step + more, -more))
+    return rows
+
+
+_ROWS = {
+    "DDIMScheduler": _ddim,
+    "EulerDiscreteScheduler": _euler,
+    "FlowMatchEulerDiscreteScheduler": _flow,
+    "DPMSolverMultistepScheduler": _dpm,
+}

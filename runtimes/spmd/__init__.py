@@ -1,0 +1,1 @@
+"""One program over many devices: sharding rules, TPU specifications, agreement of hosts."""

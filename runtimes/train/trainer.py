@@ -1,0 +1,150 @@
+"""The training loop, the same for every runtime: resume, then step after step, then the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from artifacts.latents import Latents, open_latents
+from configs.training import Train
+from runtimes.contract import Runtime, WrongInput
+from runtimes.data.loader import Holdout, Loader
+from runtimes.data.prefetch import Prefetch
+from runtimes.families import detect_family
+from runtimes.families.unet_inputs import Extras, job_config
+from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.objective.objective import LatentScale, Objective
+from runtimes.process.events import Events, Muted
+from runtimes.process.job import TrainJob
+from runtimes.process.ranks import Ranks
+from runtimes.process.signals import Stop
+from runtimes.registry import open_runtime, prepare
+from runtimes.train.boards import Boards, open_boards
+from runtimes.train.housekeeping import Run
+from runtimes.train.validation import SEED
+from runtimes.train.wandb_board import check_wandb
+
+
+def train(job: TrainJob, events: Events, stop: Stop) -> bool:
+    """Do the job, or as much of it as there is time for.
+
+    Returns True when it is done; False when it stopped early, with no step lost.
+
+    Raises:
+        WrongInput: the job cannot be done as asked.
+        Diverged: the loss is no number, or far above what it was.
+        CheckpointNotWritten: it was to stop, and what it has done since the last one is lost.
+    """
+    settings, latents = read_settings(job), open_job_latents(job.latents)
+    check_wandb(settings.wandb)
+    loader, holdout = make_loader(job, settings, latents), make_holdout(job, settings, latents)
+    if not Ranks.here().first:
+        events = Muted()
+    prepare(job)
+    runtime = open_runtime(job.runtime, events)  # slow to import: what is cheap is checked first
+    boards = open_boards(job.work, settings) if Ranks.here().first else Boards([])
+    done = False
+    try:
+        runtime.load(job)
+        with Run(job, settings, runtime, holdout, boards, events, stop) as run:
+            run.resume()
+            stop.defer()
+            done = _train(run, runtime, loader, settings, stop)
+    finally:
+        boards.close(done)
+    return done
+
+
+def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: Stop) -> bool:
+    """To the end, or until it is to stop: then False."""
+    run.catch_up()
+    while run.step < settings.steps:  # again where the run has gone back
+        with loader.ahead(
+            run.step,
+            settings.steps,
+            settings.prefetch,
+            lambda: stop.requested,
+            run.skipped,
+            runtime.put,
+        ) as batches:
+            if not _advance(run, runtime, batches, settings.steps, stop):
+                run.leave()
+                return False
+    run.finish()
+    return True
+
+
+def _advance(run: Run, runtime: Runtime, batches: Prefetch, steps: int, stop: Stop) -> bool:
+    """As far as the batches are good for; False if it is to stop before."""
+    ready = iter(batches)
+    while run.step < steps:
+        batch = next(ready, None)  # none if this rank was asked to stop
+        if runtime.any_rank(stop.requested or batch is None) or batch is None:
+            return False
+        run.train_on(batch)
+        if not run.beside(batches.waited):
+            break
+    return True
+
+
+def read_settings(job: TrainJob) -> Train:
+    """The job's train settings. Raises WrongInput, naming the first that is wrong."""
+    try:
+        settings = Train(**job.train)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, ("train", *first["loc"])))
+        raise WrongInput(f"{name}: {first['msg']}") from None
+    if (settings.denoiser_config is None) != (job.denoiser_config is None):
+        raise WrongInput("train.denoiser_config: the job must have its content as well")
+    return settings
+
+
+def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
+    """The loader of a job: its model's family and noise schedule, its settings' objective."""
+    ranks = Ranks.here()
+    return Loader(
+        latents,
+        detect_family(Path(job.model)),
+        _objective(job, settings, latents),
+        batch_size=settings.global_batch_size,
+        seed=settings.seed,
+        window=settings.shuffle_window,
+        text_encoders=settings.text_encoders,
+        extras=Extras.of(job_config(job, settings)),
+        cache_bytes=settings.cache_bytes,
+        rank=ranks.rank,
+        world=ranks.world,
+    )
+
+
+def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | None:
+    """What a job is validated on, if it is. Raises WrongInput if nothing was held out."""
+    if not settings.validation.every:
+        return None
+    share = settings.global_batch_size // Ranks.here().world
+    return Holdout(
+        latents,
+        detect_family(Path(job.model)),
+        _objective(job, settings, latents).held_out(SEED),
+        samples=settings.validation.samples,
+        draws=settings.validation.draws,
+        batch_size=min(settings.micro_batch_size or share, share),  # what training has memory for
+        text_encoders=settings.text_encoders,
+        extras=Extras.of(job_config(job, settings)),
+        cache_bytes=settings.cache_bytes,
+    )
+
+
+def _objective(job: TrainJob, settings: Train, latents: Latents) -> Objective:
+    schedule = read_schedule(Path(job.model) / "scheduler", settings)
+    return Objective.of(settings, schedule, LatentScale.from_info(latents.info))
+
+
+def open_job_latents(url: str) -> Latents:
+    """The latents artifact that a job names. Raises WrongInput."""
+    try:
+        return open_latents(url)
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"latents {url}: {error}") from None

@@ -1,0 +1,116 @@
+"""Shards of a remote store: local copies are checked, fetching is patient, eviction is polite."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from artifacts.latents import LatentShard, open_latents
+from runtimes.contract import WrongInput
+from runtimes.data.shard_cache import ShardFiles
+
+WriteLatents = Callable[..., str]
+
+
+class Remote:
+    """One shard in a remote store, and the folder that it is cached in."""
+
+    def __init__(self, folder: Path, write_latents: WriteLatents) -> None:
+        self.url = write_latents(f"memory://{folder.name}", [{"train/8x8": 6}])
+        (self.ref,) = open_latents(self.url).shards
+        self.folder = folder / "cache/kilnworks/shards"
+
+    def open(self) -> LatentShard:
+        return ShardFiles([self.ref], open_limit=1, cache_bytes=10**9)[0]
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents) -> Remote:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("runtimes.data.shard_cache.WAITS", (0.0, 0.0))
+    return Remote(tmp_path, write_latents)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "header"])
+def test_a_damaged_local_copy_is_fetched_again(remote: Remote, damage: str) -> None:
+    remote.open().close()
+    (copy,) = remote.folder.iterdir()
+    whole = copy.read_bytes()
+    flipped = bytes([*whole[:-5], whole[-5] ^ 1, *whole[-4:]])
+    copy.write_bytes({"cut": whole[:-9], "flip": flipped, "header": b"\xff" * 64}[damage])
+    assert remote.open().groups == {"train/8x8": 6}
+    assert copy.read_bytes() == whole
+
+
+def test_only_downloads_that_nobody_continues_are_evicted(remote: Remote) -> None:
+    remote.folder.mkdir(parents=True)
+    for name, age in (("running.tmp", 60), ("left.tmp", 7200)):
+        path = remote.folder / name
+        path.write_bytes(b"x" * 1000)
+        os.utime(path, (time.time() - age, time.time() - age))
+    ShardFiles([remote.ref], open_limit=1, cache_bytes=remote.ref.size)[0].close()
+    names = {path.name for path in remote.folder.iterdir()}
+    assert names == {"running.tmp", f"{remote.ref.sha256}.safetensors"}
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_passing_failure_of_the_store_is_tried_again(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    left, real = [failures], MemoryFileSystem.open
+
+    def failing(fs: MemoryFileSystem, *arguments: object, **more: object) -> object:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ConnectionResetError("reset by peer")
+        return real(fs, *arguments, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "open", failing)
+    if failures == 2:
+        assert remote.open().groups == {"train/8x8": 6}
+    else:
+        with pytest.raises(ConnectionResetError):
+            remote.open()
+
+
+def test_a_shard_that_is_gone_from_the_store_is_named(remote: Remote) -> None:
+    MemoryFileSystem().rm(remote.ref.url)
+    with pytest.raises(WrongInput, match=remote.ref.url):
+        remote.open()
+
+
+def test_only_so_many_shards_are_open(tmp_path: Path, write_latents: WriteLatents) -> None:
+    url = write_latents(str(tmp_path), [{"train/8x8": 1}] * 9)
+    files = ShardFiles(open_latents(url).shards, open_limit=3, cache_bytes=0)
+    for number in range(9):
+        assert files[number].groups == {"train/8x8": 1}
+    maps = Path("/proc/self/maps").read_text()
+    assert sum(ref.url in maps for ref in open_latents(url).shards) == 3
+    files.close()
+
+
+def test_a_download_with_a_wrong_byte_is_made_again(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the right length, so that only its sha256 tells."""
+    opened, reads = MemoryFileSystem._open, []
+
+    def damaged_once(fs: MemoryFileSystem, path: str, *args: object, **more: object) -> object:
+        stream = opened(fs, path, *args, **more)
+        if path.endswith(".safetensors"):
+            reads.append(path)
+            if len(reads) == 1:
+                whole = stream.getvalue()
+                return BytesIO(bytes([*whole[:-5], whole[-5] ^ 1, *whole[-4:]]))
+        return stream
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", damaged_once)
+    remote.open().close()
+    (copy,) = remote.folder.iterdir()
+    assert len(reads) == 2
+    assert hashlib.sha256(copy.read_bytes()).hexdigest() == remote.ref.sha256

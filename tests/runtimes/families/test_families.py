@@ -1,0 +1,152 @@
+"""Each family's conditioning is what its diffusers pipeline gives its denoiser."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
+
+from artifacts.latents import LatentSample
+from runtimes.contract import WrongInput
+from runtimes.families import FAMILIES, Captioned, detect_family
+from runtimes.models.encoder import Encoder
+from runtimes.models.loading import load_denoiser, load_text_encoder
+from runtimes.models.network import Network
+from runtimes.models.text_encoding import encode_in_step
+from runtimes.pipeline_folder.describe import t5_length
+
+CAPTIONS = ["a cat", "", "Déjà vu"]
+SAMPLE = LatentSample(
+    mean=np.zeros((4, 8, 8), np.float32),
+    logvar=np.zeros((4, 8, 8), np.float32),
+    id=b"",
+    original_size=(40, 44),
+    crop_top_left=(1, 2),
+    target_size=(32, 32),
+    flip=False,
+    caption_rows=(),
+)
+
+
+def family_folder(name: str, request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(f"tiny_{name}")
+
+
+def condition(folder: Path, *, in_step: bool, dropped: bool = False) -> dict[str, torch.Tensor]:
+    """The conditioning of CAPTIONS as a loader makes it."""
+    encoder = Encoder(folder, device="cpu")
+    embeds, pooled = encoder.texts(CAPTIONS)
+    ids = encoder.input_ids(CAPTIONS).astype(np.int32)
+    samples = [
+        Captioned(
+            SAMPLE,
+            embeds[row],
+            None if pooled is None else pooled[row],
+            ids[row] if in_step else None,
+            dropped,
+        )
+        for row in range(len(CAPTIONS))
+    ]
+    found = detect_family(folder).condition(samples)
+    return {name: torch.from_numpy(array) for name, array in found.items()}
+
+
+def clip_encoders(folder: Path) -> list[Any]:
+    family = detect_family(folder)
+    return [load_text_encoder(folder, part) for part in family.clip_encoders]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_encoded_in_the_step_captions_are_what_was_encoded_before(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    folder = family_folder(name, request)
+    before = condition(folder, in_step=False)
+    with torch.no_grad():
+        now = encode_in_step(name, clip_encoders(folder), condition(folder, in_step=True))
+    assert now.keys() == before.keys()
+    for keyword, tensor in before.items():
+        torch.testing.assert_close(now[keyword], tensor, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_a_dropped_caption_is_zeros_and_trains_nothing(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    folder = family_folder(name, request)
+    encoders = clip_encoders(folder)
+    found = encode_in_step(name, encoders, condition(folder, in_step=True, dropped=True))
+    for keyword in {"prompt_embeds", "pooled_prompt_embeds"} & found.keys():
+        assert not found[keyword].any()
+    found["prompt_embeds"].sum().backward()
+    assert not any(p.grad.any() for p in encoders[0].parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_network_predicts_what_the_pipeline_s_denoiser_does(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    folder = family_folder(name, request)
+    family = detect_family(folder)
+    denoiser = load_denoiser(folder / family.denoiser).eval()
+    latents = torch.randn(3, denoiser.config.in_channels, 8, 8)
+    timesteps = torch.tensor([3.0, 500.0, 998.0])
+    network = Network(family, {family.denoiser: denoiser})
+    with torch.no_grad():
+        ours = network(latents, timesteps, condition(folder, in_step=False))
+        theirs = PLAIN[name](folder, latents, timesteps)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def plain_sd(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    pipe = StableDiffusionPipeline.from_pretrained(folder)
+    prompt, _ = pipe.encode_prompt(CAPTIONS, "cpu", 1, False)
+    return pipe.unet(latents, timesteps, prompt).sample
+
+
+def plain_sdxl(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    pipe = StableDiffusionXLPipeline.from_pretrained(folder, add_watermarker=False)
+    prompt, _, pooled, _ = pipe.encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
+    sizes = torch.tensor([[40, 44, 1, 2, 32, 32]] * 3)
+    more = {"text_embeds": pooled, "time_ids": sizes}
+    return pipe.unet(latents, timesteps, prompt, added_cond_kwargs=more).sample
+
+
+def plain_sd3(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder)
+    prompt, _, pooled, _ = pipe.encode_prompt(
+        CAPTIONS,
+        None,
+        None,
+        do_classifier_free_guidance=False,
+        max_sequence_length=t5_length(folder),
+    )
+    return pipe.transformer(latents, prompt, pooled, timesteps).sample
+
+
+PLAIN = {"sd": plain_sd, "sdxl": plain_sdxl, "sd3": plain_sd3}
+
+
+def test_latents_without_what_a_family_needs_are_told() -> None:
+    bare = Captioned(SAMPLE, np.zeros((6, 8), np.float32), None)
+    with pytest.raises(WrongInput, match="no pooled_prompt_embeds, which this model needs"):
+        FAMILIES["sdxl"].condition([bare])
+
+
+def test_a_pipeline_of_another_family_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(WrongInput, match="FluxPipeline is not of a family known here"):
+        detect_family(tmp_path)
+
+
+def test_a_denoiser_of_another_class_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    with pytest.raises(WrongInput, match="class FluxTransformer2DModel is not known here"):
+        load_denoiser(tmp_path)

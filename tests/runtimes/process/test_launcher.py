@@ -1,0 +1,89 @@
+"""The first process of a run hears why another one has ended, and ends the rest."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from runtimes.process import launcher
+from runtimes.process.launcher import LostRank, Others
+from runtimes.process.ranks import FOLLOWER, Ranks, follows
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PLACE, "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(launcher, "WAKE_SECONDS", 0.1)
+    monkeypatch.setattr(launcher, "NOTICE_SECONDS", 20.0)
+
+
+@pytest.fixture
+def wrong_job(tmp_path: Path) -> Path:
+    """A job that is refused before anything slow is imported."""
+    path = tmp_path / "job.json"
+    job = {"kind": "train", "runtime": "torch", "model": "", "latents": str(tmp_path / "gone")}
+    more = {"train": {}, "work": str(tmp_path / "w"), "out": str(tmp_path), "sample_prompts": []}
+    path.write_text(json.dumps(job | more))
+    return path
+
+
+def must_not(lost: LostRank) -> None:
+    raise AssertionError(lost)
+
+
+def test_the_processes_of_a_machine_share_its_cores(wrong_job: Path) -> None:
+    with Others(wrong_job, 2, must_not):
+        assert Ranks.here() == Ranks(0, 2, 0, 2)
+        assert not follows()
+        cores = launcher.count_cores()
+        assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+        assert FOLLOWER not in os.environ
+
+
+def test_cores_are_counted_where_the_system_gives_no_affinity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    assert launcher.count_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert launcher.count_cores() == 7
+
+
+def test_what_a_loss_has_caused_is_told_as_the_loss(wrong_job: Path) -> None:
+    with pytest.raises(LostRank, match="no latents artifact is there") as lost:  # noqa: SIM117
+        with Others(wrong_job, 3, must_not):
+            raise RuntimeError("connection closed by peer")
+    assert lost.value.wrong_input and lost.value.code == 2
+
+
+def test_our_own_error_stays_our_own(wrong_job: Path) -> None:
+    with pytest.raises(ValueError, match="of our own"), Others(wrong_job, 2, must_not):
+        raise ValueError("of our own")
+
+
+def test_who_waits_for_the_lost_is_told(wrong_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "NOTICE_SECONDS", 0.5)
+    told, heard = threading.Event(), list[LostRank]()
+
+    def end(lost: LostRank) -> None:
+        heard.append(lost)
+        told.set()
+
+    with Others(wrong_job, 2, end):
+        assert told.wait(60)
+    assert "no latents artifact is there" in str(heard[0])
+
+
+def test_who_was_killed_comes_before_who_noticed() -> None:
+    noticed = LostRank(1, 1, {"message": "connection closed", "time": 5.0})
+    killed = LostRank(2, -9, {})
+    assert min((noticed, killed), key=lambda lost: lost.since) is killed
+    assert str(killed) == "process 2 of the run (from 0) was killed by SIGKILL"
+    assert killed.code == 1

@@ -1,0 +1,204 @@
+"""`python -m runtimes`: killed or stopped at any moment, a run ends where it would have."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import SETTINGS, MakeJob, outputs
+
+from runtimes.__main__ import main, only_writer
+from runtimes.process.events import EVENT_FD, Events
+from runtimes.process.job import write_job
+from runtimes.process.signals import Stop
+from runtimes.train.checkpoint import Checkpoints
+from runtimes.train.trainer import train
+
+StartJob = Callable[..., Any]  # of conftest.py: a Child
+#: Each costs a start of some seconds; 30 have been survived, too.
+KILLS = int(os.environ.get("KILN_TEST_KILLS", "3"))
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_it_ends_with_the_same_bytes(
+    make_job: MakeJob, start_job: StartJob, chance: random.Random
+) -> None:
+    # Three are stopped early. Each is at most a full pipe ahead of us, which is less than 35 lines.
+    settings = {**SETTINGS, "steps": 120, "log_every": 1}
+    whole = make_job("whole", **settings)
+    assert train(whole, Events(), Stop())
+
+    job = make_job("broken", **settings)
+    killed = start_job(job)
+    assert killed.step_of_first("checkpoint") == 7
+    time.sleep(chance.random() / 3)
+    killed.process.kill()
+    assert killed.end() == -signal.SIGKILL
+
+    stopped = start_job(job)
+    assert stopped.step_of_first("start") >= 7
+    stopped.step_of_first("progress")
+    stopped.process.terminate()
+    assert stopped.end() == 143
+    saved = Checkpoints(job.work, 9).latest()
+    assert saved is not None
+
+    orphaned = start_job(job)
+    assert orphaned.step_of_first("start") == saved.step
+    orphaned.step_of_first("progress")
+    orphaned.process.stdin.close()  # type: ignore[union-attr]
+    assert orphaned.end() == 143
+
+    last = start_job(job)
+    assert last.end() == 0
+    assert outputs(job) == outputs(whole)
+    assert sorted(outputs(job)) == [
+        "history.jsonl",
+        "unet/config.json",
+        "unet/diffusion_pytorch_model.safetensors",
+    ]
+
+
+@pytest.mark.soak
+def test_killed_again_and_again_it_redoes_only_what_no_checkpoint_has(
+    make_job: MakeJob, start_job: StartJob, chance: random.Random
+) -> None:
+    settings = {**SETTINGS, "steps": 200, "checkpoint_every": 5, "log_every": 1}
+    whole = make_job("whole", **settings)
+    assert train(whole, Events(), Stop())
+
+    job, saved = make_job("broken", **settings), 0
+    for moment in sorted(chance.sample(range(1, 195), KILLS)):
+        child = start_job(job)
+        assert child.step_of_first("start") == saved
+        while child.step_of_first("progress") < moment:
+            pass
+        time.sleep(chance.random() / 30)  # in the middle of a step, or of a checkpoint
+        child.process.kill()
+        assert child.end() == -signal.SIGKILL
+        manifests = Path(job.work).glob("checkpoints/step-*/manifest.json")
+        saved = max((int(path.parent.name.removeprefix("step-")) for path in manifests), default=0)
+        assert saved > moment - 3 * 5, "one was being written, at most one more was waiting"
+    assert start_job(job).end() == 0
+    assert outputs(job) == outputs(whole)
+
+
+SLOW_SAVE = """
+import sys, time
+from runtimes.__main__ import main
+from runtimes.train.checkpoint import Checkpoints
+save = Checkpoints.save
+def slow(*arguments, **more):
+    print("saving", flush=True)
+    time.sleep(2)
+    return save(*arguments, **more)
+Checkpoints.save = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_that_asks_and_then_dies_does_not_kill_the_save(
+    make_job: MakeJob, start_job: StartJob
+) -> None:
+    job = make_job(steps=5000, checkpoint_every=5000, log_every=10)
+    child = start_job(job, ("-c", SLOW_SAVE), pipe=2**16)
+    child.step_of_first("progress")
+    child.process.terminate()
+    assert child.process.stdout and child.process.stdin
+    assert child.process.stdout.readline() == b"saving\n"
+    child.process.stdin.close()
+    assert child.end() == 143
+    assert Checkpoints(job.work, 9).latest() is not None
+
+
+WRONG = {
+    "model /nowhere: no such folder": {"model": "/nowhere"},
+    "model_index.json is missing": {"model": "/"},
+    "no latents artifact is there": {"latents": "/nowhere"},
+    "this machine has": {"device": "cuda:77"},
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    make_job: MakeJob,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    says: str,
+) -> None:
+    monkeypatch.setattr(Stop, "listen", lambda stop: None)  # the signals are pytest's
+    write_job(make_job(**WRONG[says]), tmp_path / "job.json")
+    assert main([str(tmp_path / "job.json")]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_an_error_of_the_disk_says_which(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stop, "listen", lambda stop: None)
+    (tmp_path / "file").write_text("")
+    write_job(replace(make_job(steps=1), out=str(tmp_path / "file")), tmp_path / "job.json")
+    read, write = os.pipe()
+    monkeypatch.setenv(EVENT_FD, str(write))
+    assert main([str(tmp_path / "job.json")]) == 1
+    error = json.loads(os.read(read, 2**16).splitlines()[-1])
+    os.close(read)
+    assert error["event"] == "error" and not error["wrong_input"]
+    assert error["errno"] in (errno.ENOTDIR, errno.EEXIST)
+
+
+def test_a_work_folder_has_one_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with only_writer(str(tmp_path)):
+            order.append("second")
+
+    with (tmp_path / ".lock").open("a") as first, caplog.at_level(logging.WARNING, "kiln"):
+        fcntl.flock(first, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        deadline = time.monotonic() + 30
+        while "waiting for it" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "second"]
+
+
+def python(*lines: str) -> int:
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=60).returncode
+
+
+def test_the_first_signal_asks_and_the_second_kills() -> None:
+    lines = (
+        "import os, signal, time; from runtimes.process.signals import Stop",
+        "stop = Stop(); stop.listen(); stop.defer()",
+        "os.kill(os.getpid(), signal.SIGTERM); assert stop.requested",
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)",
+    )
+    assert python(*lines) == -signal.SIGTERM
+
+
+def test_a_signal_before_there_is_anything_to_save_ends_the_process() -> None:
+    lines = (
+        "import os, signal, time; from runtimes.process.signals import Stop",
+        "Stop().listen(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)",
+    )
+    assert python(*lines) == 143

@@ -1,0 +1,80 @@
+"""A process knows its place from whoever has started it."""
+
+import pytest
+
+from runtimes.contract import WrongInput
+from runtimes.process.ranks import Ranks, adopt_mpi, brings_together, launched
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+MSRUN = ("MS_ROLE", "RANK_ID", "MS_WORKER_NUM", "DEVICE_ID")
+
+
+@pytest.fixture(autouse=True)
+def _nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi = (f"OMPI_COMM_WORLD_{name}" for name in MPI)
+    for name in (*NAMES, *MSRUN, *mpi, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def place(monkeypatch: pytest.MonkeyPatch, **variables: object) -> Ranks:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    return Ranks.here()
+
+
+def test_one_started_by_nobody_is_alone() -> None:
+    assert Ranks.here() == Ranks() and not launched()
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = place(monkeypatch, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+    assert found == Ranks(3, 4, 1, 2) and launched()
+
+
+def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NAMES, "MASTER_ADDR", "MASTER_PORT"):  # what is set below goes with the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in zip(MPI, (3, 4, 1, 2), strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    assert not launched()
+    adopt_mpi()
+    assert Ranks.here() == Ranks(3, 4, 1, 2) and launched()
+
+
+def test_one_process_of_mpirun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may start others itself, as `kiln run` does."""
+    for name, value in zip(MPI, (0, 1, 0, 1), strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    adopt_mpi()
+    assert Ranks.here() == Ranks() and not launched()
+
+
+def test_mpirun_on_several_hosts_must_say_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(MPI, (3, 4, 1, 2), strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    with pytest.raises(WrongInput, match="MASTER_ADDR"):
+        adopt_mpi()
+    assert not launched()
+
+
+def test_msrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = place(monkeypatch, MS_ROLE="MS_WORKER", RANK_ID=9, MS_WORKER_NUM=16, DEVICE_ID=1)
+    assert (found.rank, found.world, found.local_rank) == (9, 16, 1) and launched()
+
+
+def test_msrun_on_several_hosts_must_number_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WrongInput, match="--node_rank"):
+        place(monkeypatch, MS_ROLE="MS_WORKER", MS_WORKER_NUM=16, DEVICE_ID=1)
+    assert launched()
+
+
+def test_what_an_ascend_host_sets_for_all_is_not_msrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place(monkeypatch, RANK_ID=1, DEVICE_ID=1) == Ranks() and not launched()
+
+
+def test_msruns_scheduler_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    place(monkeypatch, MS_ROLE="MS_SCHED", MS_WORKER_NUM=2)
+    assert brings_together() and not launched()
