@@ -14,6 +14,7 @@ from runtimes.families import detect_family
 from runtimes.families.unet_inputs import Extras
 from runtimes.objective.noise_scheduler import read_config, read_schedule, trained_scheduler
 from runtimes.objective.objective import LatentScale, Objective
+from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
 from runtimes.registry import (
     check_devices,
@@ -148,7 +149,7 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     denoiser = model / detect_family(model).denoiser
     if trained_scheduler(folder, recipe.train) is not None:
         why = "errors of different predictions, as train.prediction_type or train.zero_terminal_snr"
-    elif Extras.of_folder(denoiser) != Extras.asked(recipe.train):
+    elif folder_extras(denoiser) != Extras.asked(recipe.train):
         why = "models that see different things, as train.inpainting or train.aesthetic_score"
     else:
         return

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from configs.training import Train
 from runtimes.contract import Encodes, Probe, Runtime, WrongInput
+from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.gaudi import bridge_version
 from runtimes.objective.noise_scheduler import DRAWING, TABLED, drawing_config
 from runtimes.process.events import Events
@@ -35,7 +36,7 @@ class Place:
     schedulers: tuple[str, ...] | None = None  # classes that it draws with; None: all of diffusers
     #: Whether an open device is closed to other processes: who encodes must end before training.
     exclusive: bool = False
-    families: tuple[str, ...] | None = None  # of models that it knows; None is all
+    denoisers: tuple[str, ...] | None = None  # classes that it trains; None is all
 
 
 RUNTIMES = {
@@ -48,7 +49,7 @@ RUNTIMES = {
         "runtimes.mindspore",
         ("mindspore", "mindone"),
         environment="-mindspore",
-        families=("sd", "sdxl"),
+        denoisers=("UNet2DConditionModel",),
     ),
 }
 
@@ -165,8 +166,9 @@ def check_settings_here(name: str, settings: Train) -> None:
 
 def check_family(name: str, family: str) -> None:
     """Raise WrongInput if a runtime does not know models of a family."""
-    known = _place(name).families
-    if known is not None and family not in known:
+    denoisers = _place(name).denoisers
+    if denoisers is not None and family_named(family).denoiser_class not in denoisers:
+        known = (f.name for f in FAMILIES.values() if f.denoiser_class in denoisers)
         raise WrongInput(
             f"a model of family {family} is not for runtime {name} (it knows {', '.join(known)}): "
             "take runtime torch"

@@ -7,7 +7,7 @@ from pathlib import Path
 from configs.schema import Recipe
 from runtimes.adapters.lora import Layer, choose_layers
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import trained_config
+from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
 from tasks.publish.assemble import weight_files
 
@@ -16,9 +16,11 @@ KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
 
 def check(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput for adapters' targets that are not there, or a denoiser that cannot be."""
-    settings, denoiser = recipe.train, detect_family(model).denoiser
+    settings, family = recipe.train, detect_family(model)
+    denoiser = family.denoiser
     if settings.method == "lora":
-        choose_layers(denoiser, _layers(model / denoiser), settings.lora)
+        layers = _layers(model / denoiser)
+        choose_layers(denoiser, layers, settings.lora, family.attention_layers)
     path = settings.denoiser_config
     instead = None if path is None else read_config(Path(path))
     trained_config(read_config(model / denoiser / "config.json"), settings, instead)

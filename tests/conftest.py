@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["stores"]
+pytest_plugins = ["made_up_family", "stores"]
 #: Groups that take longest, in the order they are started in; a group runs on one worker.
 LONGEST_FIRST = ("conformance-",)
 #: Of whatever tests draw by chance: another one kills at other moments.

@@ -32,8 +32,6 @@ METADATA = "lora_adapter_metadata"
 #: PEFT's name of our adapter, which State leaves out.
 ADAPTER = "default"
 DOWN, UP, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-_TEXT_STREAM = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # SD3's
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", *_TEXT_STREAM)
 TEXT_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 TEXT_LINEAR = (*TEXT_ATTENTION, "fc1", "fc2")
 
@@ -63,12 +61,15 @@ class Adapter:
 Adapters = dict[str, dict[str, Adapter]]
 
 
-def choose_layers(part: str, layers: Mapping[str, Layer], lora: Lora) -> list[str]:
+def choose_layers(
+    part: str, layers: Mapping[str, Layer], lora: Lora, attention: Sequence[str] = ()
+) -> list[str]:
     """Names of the layers of a part that get an adapter.
 
     Args:
         part: unet, transformer, text_encoder, ...
         layers: every linear and convolution layer in it, by name.
+        attention: ends of the names of attention's layers in the family's denoiser.
 
     Raises:
         WrongInput: the targets name none; the message names some that there are.
@@ -80,7 +81,7 @@ def choose_layers(part: str, layers: Mapping[str, Layer], lora: Lora) -> list[st
         return list(layers)
     if lora.targets == "linear":
         return [name for name, kind in layers.items() if kind == "linear"]
-    chosen = _ending(layers, ATTENTION if lora.targets == "attention" else lora.targets)
+    chosen = _ending(layers, attention if lora.targets == "attention" else lora.targets)
     if not chosen:
         ends = sorted({_end(name) for name in layers})
         raise WrongInput(

@@ -120,7 +120,7 @@ class Reader:
         self, sample: LatentSample, shard: LatentShard, row: int, zeros: bool
     ) -> Captioned:
         if self._text_encoders:
-            t5 = self._prompt_embeds(shard, row) if self._family.has_t5 else None
+            t5 = None if self._family.t5 is None else self._prompt_embeds(shard, row)
             return Captioned(sample, t5, None, shard.input_ids(row), zeros)
         prompt, pooled = self._prompt_embeds(shard, row), shard.pooled_prompt_embeds(row)
         if zeros:

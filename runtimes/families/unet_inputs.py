@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.contract import WrongInput
-from runtimes.families import check_fits, detect_family
 from runtimes.objective.objective import LatentScale
 from runtimes.objective.random import Stream, generator
-from runtimes.pipeline_folder.describe import read_config
-from runtimes.process.job import TrainJob
 
 Float32 = NDArray[np.float32]
 UNET = "UNet2DConditionModel"
@@ -41,7 +36,7 @@ class Extras:
         if config.get("_class_name", UNET) != UNET:
             return cls()
         return cls(
-            inpainting=config.get("in_channels", 4) == _channels_to_inpaint(config),
+            inpainting=config.get("in_channels", 4) == channels_to_inpaint(config),
             aesthetic_score=config.get("class_embed_type") == "timestep",
         )
 
@@ -50,55 +45,9 @@ class Extras:
         """What settings ask for."""
         return cls(settings.inpainting, settings.aesthetic_score)
 
-    @classmethod
-    def of_folder(cls, folder: Path) -> Extras:
-        """By the folder that its config.json is in."""
-        return cls.of(read_config(folder / "config.json"))
-
 
 #: What most see.
 NOTHING = Extras()
-
-
-def trained_config(
-    base: Mapping[str, Any], settings: Train, instead: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The config of the denoiser that settings train: the base's, or the one that a fresh denoiser
-    is given `instead`, with what it is to see.
-
-    Raises:
-        WrongInput: it cannot see that, or must and is not asked to; or it does not fit the base.
-    """
-    if instead is not None:
-        check_fits(_plain(instead), _plain(base))
-    config = dict(base if instead is None else instead)
-    has = Extras.of(config)
-    asked = Extras.asked(settings)
-    for name in ("inpainting", "aesthetic_score"):
-        if getattr(has, name) and not getattr(asked, name):
-            raise WrongInput(f"the base is made for it: set train.{name}: true")
-        if getattr(asked, name) and config.get("_class_name", UNET) != UNET:
-            raise WrongInput(f"train.{name} is for UNets, the base's is {config['_class_name']}")
-        if getattr(asked, name) and not getattr(has, name) and settings.method == "lora":
-            raise WrongInput(
-                f"train.{name}: the base lacks the weights, and adapters cannot add them: take "
-                "method: full, or a base that has them"
-            )
-    if asked.inpainting:
-        config["in_channels"] = _channels_to_inpaint(config)
-    if asked.aesthetic_score:
-        own = config.get("class_embed_type") not in (None, "timestep")
-        if own or config.get("num_class_embeds") is not None:
-            raise WrongInput("train.aesthetic_score: the base has classes of its own")
-        config["class_embed_type"] = "timestep"
-    return config
-
-
-def job_config(job: TrainJob, settings: Train) -> dict[str, Any]:
-    """`trained_config` of a job. Raises WrongInput."""
-    folder = Path(job.model)
-    base = read_config(folder / detect_family(folder).denoiser / "config.json")
-    return trained_config(base, settings, job.denoiser_config)
 
 
 def added_weights(
@@ -170,16 +119,6 @@ def latent_channels(config: Mapping[str, Any]) -> int:
     return int(config["out_channels" if inpainting else "in_channels"])
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config less what it sees beside its family's conditioning."""
-    extras, plain = Extras.of(config), dict(config)
-    if extras.inpainting:
-        plain["in_channels"] = latent_channels(config)
-    if extras.aesthetic_score:
-        plain["class_embed_type"] = None
-    return plain
-
-
-def _channels_to_inpaint(config: Mapping[str, Any]) -> int:
+def channels_to_inpaint(config: Mapping[str, Any]) -> int:
     """Noisy latents, a mask, and the latents of what it leaves."""
     return 2 * int(config.get("out_channels", 4)) + 1

@@ -26,6 +26,7 @@ from runtimes.jax.step import Step
 from runtimes.jax.weights import trained_names, without_effect
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
+from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.pipeline_folder.describe import describe_encoders, read_config
 
 
@@ -137,11 +138,11 @@ def sample_batch(request: Request, family: Family, extras: Extras, *, text: bool
         conditioning["inpainting"] = np.zeros((1, 1 + len(latents[0]), side, side), np.float32)
     if extras.aesthetic_score:
         conditioning["aesthetic_score"] = np.zeros(1, np.float32)
-    level: Any = np.float32 if family.name == "sd3" else np.int32
+    schedule = read_schedule(Path(request.model) / "scheduler")
     return StepBatch(
         step=0,
         noisy_latents=latents,
-        timesteps=np.zeros(1, level),
+        timesteps=schedule.timesteps(np.zeros(1, np.int32)),
         target=latents,
         weight=np.ones(1, np.float32),
         conditioning=conditioning,

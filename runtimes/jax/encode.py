@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.data.padding import filled_up, repeat_last
+from runtimes.families import Family
 from runtimes.jax.bridge import as_function
 from runtimes.jax.device import start
 from runtimes.jax.mesh import Mesh
@@ -36,7 +37,7 @@ class Encoder(encoder.Encoder):
         clip = [model for _, model in self._clip]
         t5 = None if self._t5 is None else self._t5[1]
         self._moments = _compiled(_Moments(self.vae), mesh)
-        self._embeds = _compiled(_Embeds(self.info["family"], clip, t5), mesh)
+        self._embeds = _compiled(_Embeds(self.family, clip, t5), mesh)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         mean, logvar = self._moments(self._batch_size, pixels)
@@ -89,7 +90,7 @@ class _Moments(torch.nn.Module):
 class _Embeds(torch.nn.Module):
     """A pipeline's text encoders."""
 
-    def __init__(self, family: str, clip: list[Any], t5: Any) -> None:
+    def __init__(self, family: Family, clip: list[Any], t5: Any) -> None:
         super().__init__()
         self.family, self.clip, self.t5 = family, torch.nn.ModuleList(clip), t5
 
@@ -99,5 +100,4 @@ class _Embeds(torch.nn.Module):
         states, pooled = encode_ids(self.family, list(self.clip), ids)
         if t5_ids is not None:
             states = join_t5(states, self.t5(t5_ids.long())[0])
-        found = (states,) if pooled is None else (states, pooled)
-        return tuple(array.float() for array in found)
+        return tuple(array.float() for array in (states, pooled) if array is not None)

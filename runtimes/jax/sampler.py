@@ -7,7 +7,7 @@ slowly, each step is a program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from runtimes.jax.weights import move
 from runtimes.models.encoder import Encoder, vae_dtype
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
-from runtimes.models.text_encoding import encode_ids
+from runtimes.models.text_encoding import encode_ids, join_t5
 from runtimes.objective.noise_scheduler import read_config
 from runtimes.pipeline_folder.describe import vae_path
-from runtimes.sample.conditioning import Start, Starts, table_of
+from runtimes.sample.conditioning import Start, Starts, is_guided, table_of
 from runtimes.sample.tabulated_scheduler import Table
 
 Float32 = NDArray[np.float32]
@@ -96,7 +96,7 @@ class Sampler:
             sampler: as GenerateJob.sampler.
         """
         assert self._network is not None  # one is in use
-        table = table_of(self._scheduler, sampler)
+        table = table_of(self._scheduler, sampler, self._network.family)
         texts = self._encoder.texts
         if self._network.text_encoders:
             texts = partial(self._texts, arrays)
@@ -109,7 +109,7 @@ class Sampler:
         )
         pictures = list[NDArray[np.uint8]]()
         for start in starts:
-            drawn = self._mesh.fetch(self._start(arrays, start, table, sampler["guidance_scale"]))
+            drawn = self._mesh.fetch(self._start(arrays, start, table, sampler))
             pictures += list(drawn[: start.count])
         return np.stack(pictures)
 
@@ -122,7 +122,9 @@ class Sampler:
         """With a VAE of its own: the other's weights have gone to the devices."""
         return Encoder(*self._folders, device="cpu")
 
-    def _start(self, arrays: Arrays, start: Start, table: Table, guidance: float) -> Array:
+    def _start(
+        self, arrays: Arrays, start: Start, table: Table, sampler: Mapping[str, Any]
+    ) -> Array:
         put = self._mesh.put_all_rows
         conditioning = {
             name: put(array if name in EXACT else array.astype(self._dtype))
@@ -130,12 +132,14 @@ class Sampler:
         }
         latents = put(start.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
-        given = conditioning, np.float32(guidance)
+        assert self._network is not None  # one is in use
+        guided = is_guided(self._network.family, sampler)
+        given = conditioning, np.float32(sampler["guidance_scale"])
         if self._whole:
-            return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guidance > 1)
+            return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guided)
         carry = latents, latents * 0
         for row in rows:
-            carry = self._jit_step(arrays, carry, row, *given, guided=guidance > 1)
+            carry = self._jit_step(arrays, carry, row, *given, guided=guided)
         return self._jit_decode(self._vae, carry[0])
 
     def _draw(
@@ -198,15 +202,16 @@ class Sampler:
         ids = repeat_last(ids, filled_up(count, self._mesh.count))
         named = {f"network.{name}": array for name, array in arrays.items()}
         found = self._jit_encode(named, jnp.uint32(0), self._mesh.put_all_rows(ids))
-        states, *pooled = (
-            self._mesh.fetch(array)[:count].astype(np.float32)
+        states, pooled = (
+            None
+            if array is None
+            else torch.from_numpy(self._mesh.fetch(array)[:count].astype(np.float32))
             for array in found
-            if array is not None
         )
         if (t5 := self._encoder.t5(captions)) is not None:
-            states = np.pad(states, ((0, 0), (0, 0), (0, t5.shape[2] - states.shape[2])))
-            states = np.concatenate([states, t5], axis=1)
-        return states, pooled[0] if pooled else None
+            states = join_t5(states, torch.from_numpy(t5))
+        assert states is not None, "each family has CLIP's states or a T5"
+        return states.numpy(), None if pooled is None else pooled.numpy()
 
 
 def alike(one: Network, other: Network) -> bool:
@@ -236,5 +241,5 @@ class _TextEncoders(torch.nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return encode_ids(self.network.family.name, self.network.text_encoders, ids)
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return encode_ids(self.network.family, self.network.text_encoders, ids)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
 from runtimes.encode.tokenize import Tokens, check_vocabulary
-from runtimes.families import FAMILIES
+from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
@@ -49,9 +49,10 @@ class Encoder:
         self._dtype = dtype
         self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
         self.tokenizers, self.text_encoders = dict[str, Any](), dict[str, Any]()
-        for part in FAMILIES[self.info["family"]].clip_encoders:
+        self._family = family_named(self.info["family"])
+        for text_encoder in self._family.clip:
+            part, name = text_encoder.component, text_encoder.tokenizer
             encoder = load_text_encoder(model_folder, part, dtype)
-            name = part.replace("text_encoder", "tokenizer")
             self.tokenizers[name] = _tokenizer(model_folder / name, encoder.config.vocab_size)
             self.text_encoders[part] = encoder
         self._tokens = Tokens()
@@ -72,7 +73,7 @@ class Encoder:
 
         ids = Tensor(self.input_ids(captions))
         models = list(self.text_encoders.values())
-        states, pooled = encode_ids(self.info["family"], models, ids)
+        states, pooled = encode_ids(self._family.clip_states == "penultimate", models, ids)
         embeds = states.astype(ms.float32).asnumpy()
         return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()
 

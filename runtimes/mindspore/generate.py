@@ -27,20 +27,11 @@ from runtimes.pipeline_folder.describe import read_config as read_index
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.start import more_of, own_parts, own_scheduler, starts
 
-PIPELINES = {
-    "sd": diffusers.StableDiffusionPipeline,
-    "sdxl": diffusers.StableDiffusionXLPipeline,
-}
 #: What MindSpore says where a device lacks an operator, or one for a type.
 NO_KERNEL = re.compile(
     r"kernel \S+ unregistered|unsupported op|only supports? Ascend|select \w+ (operator|kernel)",
     re.IGNORECASE,
 )
-#: What the pipelines ask to be told of, though nothing is there.
-_LEFT_OUT: dict[str, dict[str, Any]] = {
-    "sd": {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False},
-    "sdxl": {"add_watermarker": False},
-}
 
 
 class Sampler:
@@ -60,17 +51,17 @@ class Sampler:
         flash: bool = True,
     ) -> None:
         family, index = detect_family(folder), read_index(folder / "model_index.json")
-        self._dtype, self._denoiser = dtype, family.denoiser
+        self._dtype, self._family = dtype, family
         self._encoder = encoder = Encoder(folder, vae, dtype, flash=flash)
         built: dict[str, Any] = {"scheduler": make_scheduler(read_config(folder / "scheduler"))}
         built |= encoder.tokenizers | encoder.text_encoders | {"vae": encoder.vae}
-        options = dict(_LEFT_OUT[family.name])
+        options = dict(family.pipeline_options)
         if "force_zeros_for_empty_prompt" in index:
             options["force_zeros_for_empty_prompt"] = index["force_zeros_for_empty_prompt"]
         self._own = {name: built[name] for name in ("scheduler", *family.clip_encoders)}
-        self._pipe = PIPELINES[family.name](**{**built, **parts}, **options)
+        self._pipe = getattr(diffusers, family.pipelines[0])(**{**built, **parts}, **options)
         self._pipe.set_progress_bar_config(disable=True)
-        if family.name == "sdxl":
+        if "add_time_ids" in family.inputs:
             _keep_sizes_exact(self._pipe)
 
     def use(self, parts: Mapping[str, Any]) -> None:
@@ -93,9 +84,9 @@ class Sampler:
         """The same in 0..1, batch after batch."""
         scheduler = chosen(self._pipe.scheduler, sampler, make_scheduler)
         self._pipe.register_modules(scheduler=scheduler)
-        unet = getattr(self._pipe, self._denoiser)
+        unet = getattr(self._pipe, self._family.denoiser)
         for batch in starts(
-            prompts, sampler, unet.config, self._pipe.vae_scale_factor, first=first
+            prompts, sampler, self._family, unet.config, self._pipe.vae_scale_factor, first=first
         ):
             size = (batch.height, batch.width)
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mindone.peft import LoraConfig, inject_adapter_in_model
 from mindone.peft.tuners.lora import LoraLayer
@@ -24,7 +24,9 @@ from runtimes.mindspore.models import named_weights, put
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
-def add_adapters(part: str, model: nn.Cell, lora: Lora, seed: int) -> None:
+def add_adapters(
+    part: str, model: nn.Cell, lora: Lora, seed: int, attention: Sequence[str] = ()
+) -> None:
     """Freeze a part of the pipeline and put fresh float32 adapters beside its layers.
 
     They change nothing yet: `up` is zero.
@@ -32,7 +34,7 @@ def add_adapters(part: str, model: nn.Cell, lora: Lora, seed: int) -> None:
     Raises:
         WrongInput: the targets name no layer.
     """
-    chosen = choose_layers(part, _layers(model), lora)
+    chosen = choose_layers(part, _layers(model), lora, attention)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=alpha(lora),

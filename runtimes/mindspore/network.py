@@ -10,8 +10,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from configs.training import Train
 from runtimes.adapters.lora import state_name
-from runtimes.families import BLOCKS, Family, detect_family
-from runtimes.families.unet_inputs import Extras, job_config
+from runtimes.families import Family, detect_family, repeated_blocks
+from runtimes.families.unet_inputs import Extras
 from runtimes.mindspore.lora import add_adapters
 from runtimes.mindspore.models import (
     fresh_denoiser,
@@ -19,18 +19,10 @@ from runtimes.mindspore.models import (
     load_text_encoder,
     named_weights,
 )
-from runtimes.mindspore.texts import encode_ids, never_used
+from runtimes.mindspore.texts import encode_ids
+from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
-
-#: Conditioning in the order in which the network takes it, with embeddings and with token ids.
-CONDITIONING = {
-    "sd": (("prompt_embeds",), ("input_ids", "dropped")),
-    "sdxl": (
-        ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids"),
-        ("input_ids", "dropped", "add_time_ids"),
-    ),
-}
 
 
 class Network(nn.Cell):
@@ -43,7 +35,8 @@ class Network(nn.Cell):
         super().__init__(auto_prefix=False)
         check_family("mindspore", family.name)
         self.family, self.parts = family, parts
-        self.kind = family.name
+        self.pooled = "pooled_prompt_embeds" in family.inputs
+        self.penultimate = family.clip_states == "penultimate"
         self.denoiser = parts[family.denoiser]
         extras = Extras.of(self.denoiser.config)
         self.paints, self.scored = extras.inpainting, extras.aesthetic_score
@@ -76,7 +69,7 @@ class Network(nn.Cell):
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
         for name, part in parts.items():
             if not full:
-                add_adapters(name, part, settings.lora, settings.seed)
+                add_adapters(name, part, settings.lora, settings.seed, family.attention_layers)
             if settings.gradient_checkpointing:
                 _recompute(part)
         return cls(family, parts)
@@ -89,9 +82,11 @@ class Network(nn.Cell):
 
     def conditioning(self, given: dict[str, Any]) -> list[str]:
         """The names of a batch's conditioning, in the order in which `construct` takes it."""
-        embeds, ids = CONDITIONING[self.kind]
-        more = ["inpainting"] * self.paints + ["aesthetic_score"] * self.scored
-        return [*(ids if "input_ids" in given else embeds), *more]
+        inputs = list(self.family.inputs)
+        if "input_ids" in given:
+            others = [name for name in inputs if not name.endswith("_embeds")]
+            inputs = ["input_ids", "dropped", *others]
+        return inputs + ["inpainting"] * self.paints + ["aesthetic_score"] * self.scored
 
     def trained(self) -> dict[str, Parameter]:
         """What the optimizer holds, by the names that State has."""
@@ -108,7 +103,7 @@ class Network(nn.Cell):
         if not part.startswith("text_encoder"):
             return True
         layers = self.parts[part].config.num_hidden_layers
-        return not rest.startswith(never_used(self.kind, part, layers))
+        return not rest.startswith(self.family.unused_text_weights(part, layers))
 
     def construct(self, noisy_latents: Tensor, timesteps: Tensor, *conditioning: Tensor) -> Tensor:
         """The denoiser's prediction [B, C, h, w]."""
@@ -120,9 +115,9 @@ class Network(nn.Cell):
         states, added = conditioning[0], None
         if self.encodes_text:
             states, pooled = self.encode(conditioning[0], conditioning[1])
-        elif self.kind == "sdxl":
+        elif self.pooled:
             pooled = conditioning[1]
-        if self.kind == "sdxl":
+        if self.pooled:
             added = {"text_embeds": pooled, "time_ids": conditioning[2]}
         return self.denoiser(
             noisy_latents,
@@ -135,7 +130,7 @@ class Network(nn.Cell):
 
     def encode(self, ids: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
         """Embeddings [B, T, D] and pooled ones [B, P] of token ids; zeros where `dropped` is 1."""
-        states, pooled = encode_ids(self.kind, self.text_encoders, ids)
+        states, pooled = encode_ids(self.penultimate, self.text_encoders, ids)
         kept = (1 - dropped).astype(states.dtype)
         states = states * kept.reshape((-1, 1, 1))
         if pooled is None:
@@ -145,6 +140,7 @@ class Network(nn.Cell):
 
 def _recompute(part: nn.Cell) -> None:
     """Have a part's blocks forget their activations and compute them again in the backward pass."""
+    blocks = repeated_blocks()
     for _, cell in part.cells_and_names():
-        if type(cell).__name__ in BLOCKS:
+        if type(cell).__name__ in blocks:
             cell.recompute()

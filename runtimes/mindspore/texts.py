@@ -1,7 +1,4 @@
-"""From token ids to text conditioning, as each family's pipeline does it; gradients flow.
-
-What is computed here, and why, is told in runtimes/models/text_encoding.py.
-"""
+"""From token ids to text conditioning, as models/text_encoding.py does it; gradients flow."""
 
 from __future__ import annotations
 
@@ -11,9 +8,16 @@ from typing import Any
 from mindspore import Tensor, ops
 
 
-def encode_ids(family: str, models: Sequence[Any], ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Hidden states [B, T, D] and pooled embeddings [B, P] or None, of token ids [B, n, T]."""
-    if family == "sd":
+def encode_ids(
+    penultimate: bool, models: Sequence[Any], ids: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states [B, T, D] and pooled embeddings [B, P] or None, of token ids [B, n, T].
+
+    Args:
+        penultimate: the states before the last layer, and pooled ones of the last model (SDXL);
+            otherwise those after the final norm of the only model (Stable Diffusion 1 and 2).
+    """
+    if not penultimate:
         return models[0](ids[:, 0], return_dict=False)[0], None
     states, pooled = [], None
     for row, model in enumerate(models):
@@ -21,14 +25,3 @@ def encode_ids(family: str, models: Sequence[Any], ids: Tensor) -> tuple[Tensor,
         states.append(output[-1][-2])
         pooled = output[0]
     return ops.concat(states, -1), pooled
-
-
-def never_used(family: str, part: str, layers: int) -> tuple[str, ...]:
-    """Beginnings of the names of a text encoder's weights that no gradient reaches.
-
-    SDXL takes the hidden states before the last layer, and pools by its second encoder alone.
-    """
-    if family != "sdxl" or part != "text_encoder":
-        return ()
-    last = f"text_model.encoder.layers.{layers - 1}."
-    return (last, "text_model.final_layer_norm.", "text_projection.")

@@ -15,7 +15,7 @@ from transformers import CLIPTokenizer, T5TokenizerFast
 from runtimes.contract import WrongInput
 from runtimes.data.padding import repeat_last
 from runtimes.encode.tokenize import Tokens, check_vocabulary
-from runtimes.families import FAMILIES
+from runtimes.families import family_named
 from runtimes.models.loading import SAFE, load_text_encoder
 from runtimes.models.micro_batches import Send, sender
 from runtimes.models.text_encoding import encode_ids, join_t5
@@ -60,6 +60,7 @@ class Encoder:
         fetch: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
     ) -> None:
         self.info = describe_encoders(model_folder, vae_folder)
+        self.family = family_named(self.info["family"])
         make_deterministic()  # a rebuilt shard must have the bytes it had
         self.device = choose_device(device) if isinstance(device, str) else device
         self.dtype = getattr(torch, dtype)
@@ -80,12 +81,12 @@ class Encoder:
 
     def _load_texts(self, folder: Path) -> None:
         self._clip = [
-            self._load_text(CLIPTokenizer, folder, part)
-            for part in FAMILIES[self.info["family"]].clip_encoders
+            self._load_text(CLIPTokenizer, folder, part) for part in self.family.clip_encoders
         ]
-        self._t5, self._t5_length = None, t5_length(folder)
-        if has_t5(folder):
-            self._t5 = self._load_text(T5TokenizerFast, folder, "text_encoder_3")
+        self._t5, self._t5_length = None, 0
+        if self.family.t5 is not None and has_t5(folder):
+            self._t5 = self._load_text(T5TokenizerFast, folder, self.family.t5.component)
+            self._t5_length = t5_length(folder)
         self._tokens = Tokens()
 
     def _load_text(self, kind: Any, folder: Path, part: str) -> tuple[Any, Any]:
@@ -131,9 +132,10 @@ class Encoder:
         """
         ids = self._send(self.input_ids(captions))
         models = clip or [model for _, model in self._clip]
-        states, pooled = encode_ids(self.info["family"], models, ids)
+        states, pooled = encode_ids(self.family, models, ids)
         if self._t5 is not None:
             states = join_t5(states, self._t5_states(captions))
+        assert states is not None, "each family has CLIP's states or a T5"
         return self._host(states), None if pooled is None else self._host(pooled)
 
     def t5(self, captions: Sequence[str]) -> Float32 | None:

@@ -12,12 +12,11 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from runtimes.contract import WrongInput
+from runtimes.families import denoiser_classes
 from runtimes.families.unet_inputs import added_names, added_weights
 from runtimes.pipeline_folder.describe import read_config, text_class
 from runtimes.pipeline_folder.weight_files import check_fit, weight_files, weight_variant
 
-#: Classes of diffusers, as a denoiser's config.json names them.
-DENOISERS = ("UNet2DConditionModel", "SD3Transformer2DModel")
 #: Nothing is fetched and nothing is unpickled.
 SAFE = {"local_files_only": True, "use_safetensors": True}
 
@@ -58,11 +57,12 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
         WrongInput: it is no denoiser's config.
     """
     config = read_config(folder / "config.json") if config is None else config
-    kind = config.get("_class_name", DENOISERS[0])
-    if kind not in DENOISERS:
+    known = denoiser_classes()
+    kind = config.get("_class_name", known[0])
+    if kind not in known:
         raise WrongInput(
             f"{folder / 'config.json'}: a denoiser of class {kind} is not known here (known: "
-            f"{', '.join(DENOISERS)})"
+            f"{', '.join(known)})"
         )
     try:
         with torch.device("meta"):  # no time spent on weights that are replaced at once

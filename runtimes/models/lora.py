@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any, cast
 
@@ -26,17 +26,22 @@ from runtimes.torch.products import linear, product
 THIN = 4
 
 
-def add_adapters(part: str, model: torch.nn.Module, lora: Lora, seed: int) -> None:
+def add_adapters(
+    part: str, model: torch.nn.Module, lora: Lora, seed: int, attention: Sequence[str] = ()
+) -> None:
     """Freeze a part of the pipeline and put fresh float32 adapters beside its layers.
 
     They change nothing yet: `up` is zero, and DoRA's magnitudes are the lengths that there are.
+
+    Args:
+        attention: ends of the names of attention's layers (families/family.py).
 
     Raises:
         WrongInput: the targets name no layer.
     """
     from peft import LoraConfig, inject_adapter_in_model  # seconds to import
 
-    chosen = choose_layers(part, _layers(model), lora)
+    chosen = choose_layers(part, _layers(model), lora, attention)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=alpha(lora),  # type: ignore[arg-type]  # takes any number

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from configs.training import Train
 from runtimes.adapters.lora import state_name
 from runtimes.families import Family, detect_family
-from runtimes.families.unet_inputs import job_config, trained_config
 from runtimes.models.loading import (
     empty_denoiser,
     empty_text_encoder,
@@ -22,6 +21,7 @@ from runtimes.models.loading import (
 from runtimes.models.lora import add_adapters
 from runtimes.models.random_init import fresh_denoiser
 from runtimes.models.text_encoding import encode_in_step
+from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.job import TrainJob
 from runtimes.torch.npu import attend, keep_formulas
@@ -84,7 +84,7 @@ class Network(torch.nn.Module):
         for name, part in parts.items():
             part.requires_grad_(full)
             if not full:
-                add_adapters(name, part, settings.lora, settings.seed)
+                add_adapters(name, part, settings.lora, settings.seed, family.attention_layers)
             if settings.gradient_checkpointing:
                 _checkpoint(part)
         return cls(family, parts)
@@ -134,11 +134,10 @@ class Network(torch.nn.Module):
     ) -> torch.Tensor:
         """The denoiser's prediction [B, C, h, w]."""
         if "input_ids" in conditioning:
-            conditioning = encode_in_step(self.family.name, self.text_encoders, conditioning)
+            conditioning = encode_in_step(self.family, self.text_encoders, conditioning)
         if "inpainting" in conditioning:  # see families/unet_inputs.py
             noisy_latents = torch.cat([noisy_latents, conditioning["inpainting"]], dim=1)
-        arguments = self.family.arguments(conditioning)
-        return self.denoiser(noisy_latents, timestep=timesteps, **arguments, return_dict=False)[0]
+        return self.family.predict(self.denoiser, noisy_latents, timesteps, conditioning)
 
 
 def _dtype(settings: Train) -> torch.dtype:

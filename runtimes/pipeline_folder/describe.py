@@ -21,21 +21,6 @@ TEXT_PARTS = (
 )
 #: Captions that text encoders take at once.
 TEXT_BATCH = 32
-#: Tokens of T5 that SD3's pipeline takes, unless it is told otherwise.
-T5_TOKENS = 256
-#: Classes of each family's text encoders; SD3 may be without its T5.
-_CLASSES: dict[str, dict[str, tuple[str | None, ...]]] = {
-    "sd": {"text_encoder": ("CLIPTextModel",)},
-    "sdxl": {
-        "text_encoder": ("CLIPTextModel", "CLIPTextModelWithProjection"),
-        "text_encoder_2": ("CLIPTextModelWithProjection",),
-    },
-    "sd3": {
-        "text_encoder": ("CLIPTextModelWithProjection",),
-        "text_encoder_2": ("CLIPTextModelWithProjection",),
-        "text_encoder_3": ("T5EncoderModel", None),
-    },
-}
 
 
 def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dict[str, Any]:
@@ -57,7 +42,6 @@ def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dic
     family = detect_family(model_folder)
     _check_text_encoders(model_folder, family, index)
     factor = 2 ** (len(vae["block_out_channels"]) - 1)
-    zeros = family.name == "sdxl" and index.get("force_zeros_for_empty_prompt", True)
     return {
         "family": family.name,
         "latent_channels": vae["latent_channels"],
@@ -67,38 +51,44 @@ def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dic
         "shift_factor": vae.get("shift_factor") or 0.0,
         "latents_mean": vae.get("latents_mean"),
         "latents_std": vae.get("latents_std"),
-        "empty_prompt": "zeros" if zeros else "encoded",
+        "empty_prompt": "zeros" if family.zero_empty_prompt(index) else "encoded",
         **_describe_clip(model_folder, family),
-        **(_describe_sd3(model_folder, factor) if family.has_t5 else {}),
+        **({} if family.t5 is None else _describe_t5(model_folder, family, factor)),
     }
 
 
 def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
-    configs = [read_config(folder / part / "config.json") for part in family.clip_encoders]
-    tokens = configs[0]["max_position_embeddings"]
-    pooling = {"sd": 0, "sdxl": 1, "sd3": 2}[family.name]  # the last so many of them
-    pooled = configs[len(configs) - pooling :]
+    """Shapes of what the CLIP encoders give: rows, width, and width of what is pooled."""
+    configs = [(e, read_config(folder / e.component / "config.json")) for e in family.clip]
+    tokens = configs[0][1]["max_position_embeddings"]
+    pooled = (
+        config["projection_dim" if encoder.pooled == "text_embeds" else "hidden_size"]
+        for encoder, config in configs
+        if encoder.pooled
+    )
     return {
         "tokens": tokens,
         "caption_tokens": tokens,
-        "prompt_dim": sum(config["hidden_size"] for config in configs),
-        "pooled_dim": sum(config["projection_dim"] for config in pooled) or None,
+        "prompt_dim": sum(config["hidden_size"] for encoder, config in configs if encoder.states),
+        "pooled_dim": sum(pooled) or None,
     }
 
 
-def _describe_sd3(folder: Path, factor: int) -> dict[str, Any]:
-    """What T5's rows, and a transformer that sees patches, make different."""
-    transformer = read_config(folder / "transformer" / "config.json")
-    clip = _describe_clip(folder, detect_family(folder))
-    t5_tokens, width = t5_length(folder), transformer["joint_attention_dim"]
+def _describe_t5(folder: Path, family: Family, factor: int) -> dict[str, Any]:
+    """What T5's rows below CLIP's, and a transformer that sees patches, make different."""
+    assert family.t5 is not None
+    transformer = read_config(folder / family.denoiser / "config.json")
+    clip, width = _describe_clip(folder, family), family.prompt_width(transformer)
+    clip_rows = clip["tokens"] if clip["prompt_dim"] else 0
+    t5_tokens = t5_length(folder)
     found = {
-        "size_step": factor * transformer.get("patch_size", 2),
-        "tokens": clip["tokens"] + t5_tokens,
+        "size_step": factor * family.latent_multiple(transformer),
+        "tokens": clip_rows + t5_tokens,
         "prompt_dim": width,
     }
     if has_t5(folder):
         found["caption_tokens"] = t5_tokens
-        t5_width = read_config(folder / "text_encoder_3" / "config.json")["d_model"]
+        t5_width = read_config(folder / family.t5.component / "config.json")["d_model"]
         if t5_width != width:
             raise WrongInput(
                 f"{folder}: its T5 gives {t5_width} numbers a token, its transformer takes {width}"
@@ -112,16 +102,20 @@ def _describe_sd3(folder: Path, factor: int) -> dict[str, Any]:
 
 
 def has_t5(model_folder: Path) -> bool:
-    """Whether an SD3 pipeline has its third text encoder."""
-    return _class_of(read_config(model_folder / "model_index.json"), "text_encoder_3") is not None
+    """Whether a pipeline has the T5 of its family."""
+    t5 = detect_family(model_folder).t5
+    index = read_config(model_folder / "model_index.json")
+    return t5 is not None and _class_of(index, t5.component) is not None
 
 
 def t5_length(model_folder: Path) -> int:
-    """Rows of T5 in SD3's prompt embeddings; without a T5 they are zeros, as in its pipeline."""
+    """Rows of T5 in prompt_embeds; without a T5 they are zeros, as in SD3's pipeline."""
+    t5 = detect_family(model_folder).t5
+    assert t5 is not None and t5.tokens is not None, "of a family that has a T5"
     if not has_t5(model_folder):
-        return T5_TOKENS
-    config = read_config(model_folder / "tokenizer_3" / "tokenizer_config.json")
-    return min(T5_TOKENS, int(config.get("model_max_length", T5_TOKENS)))
+        return t5.tokens
+    config = read_config(model_folder / t5.tokenizer / "tokenizer_config.json")
+    return min(t5.tokens, int(config.get("model_max_length", t5.tokens)))
 
 
 def text_class(model_folder: Path, part: str) -> str:
@@ -166,10 +160,11 @@ def _class_of(index: dict[str, Any], part: str) -> str | None:
 
 
 def _check_text_encoders(model_folder: Path, family: Family, index: dict[str, Any]) -> None:
-    for part, known in _CLASSES[family.name].items():
-        found = _class_of(index, part)
-        if found not in known:
-            wanted = " or ".join(name for name in known if name)
-            raise WrongInput(
-                f"{model_folder}: its {part} is {found or 'missing'}, {wanted} was expected"
-            )
+    for encoder in family.text_encoders:
+        found = _class_of(index, encoder.component)
+        if found in encoder.classes or (found is None and encoder.optional):
+            continue
+        raise WrongInput(
+            f"{model_folder}: its {encoder.component} is {found or 'missing'}, "
+            f"{' or '.join(encoder.classes)} was expected"
+        )

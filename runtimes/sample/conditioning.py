@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
 from runtimes.data.padding import filled_up
+from runtimes.families import Family, family_named
 from runtimes.families.unet_inputs import Extras, all_hidden, asked_scores
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise_scheduler import chosen
@@ -52,6 +53,10 @@ class Starts:
     texts: Texts
     images: Images
 
+    @property
+    def family(self) -> Family:
+        return family_named(self.info["family"])
+
     def of(
         self,
         prompts: Sequence[str],
@@ -69,19 +74,23 @@ class Starts:
             denoiser: its config.
         """
         rows = filled_up(sampler["batch_size"], multiple)
-        guided = sampler["guidance_scale"] > 1
+        guided = is_guided(self.family, sampler)
         without = self._without(sampler.get("negative_prompt")) if guided else None
         more: dict[str, Float32] | None = None
         factor = self.info["vae_scale_factor"]
-        for batch in starts(prompts, sampler, denoiser, factor, first=first, rows=rows):
+        family = self.family
+        for batch in starts(prompts, sampler, family, denoiser, factor, first=first, rows=rows):
             size = (batch.height, batch.width)
             if more is None:
                 more = self._more(Extras.of(denoiser), size, sampler, rows)
-            conditioning = self._condition(batch.prompts, size, without)
+            conditioning = self._condition(batch.prompts, without)
+            drawn = self.family.drawing_condition(size, sampler["guidance_scale"])
+            count = len(conditioning["prompt_embeds"])
+            conditioning |= {n: np.repeat(array[None], count, axis=0) for n, array in drawn.items()}
             yield Start(batch.count, batch.noise, conditioning | more)
 
     def _condition(
-        self, captions: list[str], size: tuple[int, int], without: dict[str, Float32] | None
+        self, captions: list[str], without: dict[str, Float32] | None
     ) -> dict[str, Float32]:
         """Args: without: what stands for no caption [1, ...]; None where nothing is guided."""
         found = self._embeds(captions)
@@ -90,9 +99,6 @@ class Starts:
                 name: _in_turns(np.broadcast_to(without[name], array.shape), array)
                 for name, array in found.items()
             }
-        if self.info["family"] == "sdxl":
-            ids = np.array([*size, 0, 0, *size], np.float32)
-            found["add_time_ids"] = np.tile(ids, (len(found["prompt_embeds"]), 1))
         return found
 
     def _more(
@@ -102,7 +108,7 @@ class Starts:
         found = {}
         if extras.inpainting:
             mean, _ = self.images(np.zeros((1, 3, *size), np.float32))
-            times = 2 * rows if sampler["guidance_scale"] > 1 else rows
+            times = 2 * rows if is_guided(self.family, sampler) else rows
             found["inpainting"] = np.repeat(all_hidden(mean, self.info), times, axis=0)
         if extras.aesthetic_score:
             found["aesthetic_score"] = np.tile(np.array(asked_scores(sampler), np.float32), rows)
@@ -123,7 +129,12 @@ class Starts:
         return found if pooled is None else {**found, "pooled_prompt_embeds": pooled}
 
 
-def table_of(scheduler: Any, sampler: Mapping[str, Any]) -> Table:
+def is_guided(family: Family, sampler: Mapping[str, Any]) -> bool:
+    """Whether each step also predicts without caption (classifier-free guidance, 2207.12598)."""
+    return bool(sampler["guidance_scale"] > 1) and not family.guidance_input
+
+
+def table_of(scheduler: Any, sampler: Mapping[str, Any], family: Family) -> Table:
     """The table of a model's scheduler, or of the one that pictures are asked to be drawn with.
 
     Raises:
@@ -131,7 +142,8 @@ def table_of(scheduler: Any, sampler: Mapping[str, Any]) -> Table:
     """
     if sampler.get("eta"):
         raise WrongInput("eta draws noise at every step, which a table of numbers does not: set 0")
-    return tabulate(chosen(scheduler, sampler, make_scheduler), sampler["num_inference_steps"])
+    steps = sampler["num_inference_steps"]
+    return tabulate(chosen(scheduler, sampler, make_scheduler), steps, family.sigmas(steps))
 
 
 def _in_turns(one: Float32, other: Float32) -> Float32:

@@ -20,9 +20,9 @@ from artifacts.commit import write_atomic
 from runtimes.contract import Pipeline
 from runtimes.data.loader import Holdout
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import Extras
 from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.objective.objective import LatentScale, Objective
+from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.registry import open_runtime, prepare
@@ -111,7 +111,7 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
         draws=job.holdout["draws"],
         batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # what there is memory for
         text_encoders=pipeline.encodes_text,
-        extras=Extras.of_folder(folder),
+        extras=folder_extras(folder),
     )
 
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from runtimes.adapters.lora import read_adapters
 from runtimes.contract import WrongInput
-from runtimes.families import detect_family
-from runtimes.families.unet_inputs import latent_channels
+from runtimes.families import Family, detect_family
 from runtimes.objective.noise_scheduler import read_config
 from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.describe import describe_encoders
@@ -95,6 +94,7 @@ def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None = 
 def starts(
     prompts: Sequence[str],
     sampler: Mapping[str, Any],
+    family: Family,
     config: Mapping[str, Any],
     scale: int,
     *,
@@ -109,9 +109,9 @@ def starts(
         scale: pixels a side of a latent.
         rows: that each batch is filled up to, with copies of its last prompt.
     """
-    own = config["sample_size"] * scale
+    own = family.sample_size(config) * scale
     height, width = (sampler.get(side) or own for side in ("height", "width"))
-    shape = (latent_channels(config), height // scale, width // scale)
+    shape = (family.latent_channels(config), height // scale, width // scale)
     size = sampler["batch_size"]
     for start in range(0, len(prompts), size):
         part = list(prompts[start : start + size])

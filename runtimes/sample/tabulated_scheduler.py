@@ -50,11 +50,14 @@ class Table:
     rows: NDArray[np.float32]  # [N, 6]: each a Row
 
 
-def tabulate(scheduler: Any, steps: int) -> Table:
+def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = None) -> Table:
     """The table of a diffusers scheduler.
 
     DDIM (arXiv 2010.02502, eta 0), Euler on sigmas (arXiv 2206.00364, without churn) and on flows,
     DPM-Solver++ of order 1 and 2 in multistep form (arXiv 2211.01095).
+
+    Args:
+        sigmas: noise levels [N] that the family's pipeline chooses, if it does.
 
     Raises:
         WrongInput: the scheduler is another, or has options that need more than such a table.
@@ -66,7 +69,10 @@ def tabulate(scheduler: Any, steps: int) -> Table:
         if scheduler.config.get(option):
             raise WrongInput(f"the scheduler {name} with {option} has no table: turn it off")
     try:
-        scheduler.set_timesteps(steps)
+        if sigmas is None:
+            scheduler.set_timesteps(steps)
+        else:
+            scheduler.set_timesteps(sigmas=sigmas)
     except ValueError as error:
         raise WrongInput(f"num_inference_steps: {steps}: {error}") from None
     rows = _ROWS[name](scheduler)

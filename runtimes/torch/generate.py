@@ -33,8 +33,6 @@ from runtimes.torch.device import make_deterministic, open_chip
 from runtimes.torch.device_kind import Chip
 from runtimes.torch.npu import attend
 
-ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-
 
 class Sampler:
     """A pipeline around given parts. Start noise is drawn on the host, so every chip starts alike.
@@ -53,21 +51,18 @@ class Sampler:
     ) -> None:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         family = detect_family(folder)
-        self._denoiser = family.denoiser
+        self._family = family
         # Exactly as many tokens as the model was trained with.
-        self._more = {"max_sequence_length": t5_length(folder)} if family.has_t5 else {}
+        self._more = {} if family.t5 is None else {"max_sequence_length": t5_length(folder)}
         # diffusers wants to be told of parts that are left out.
         parts = {name: None for name, spec in index.items() if spec == [None, None]} | parts
-        if "safety_checker" in index:  # judging pictures is not its business
-            parts |= {"safety_checker": None, "requires_safety_checker": False}
-        if family.name == "sdxl":
-            parts["add_watermarker"] = False
+        parts |= family.pipeline_options  # judging or marking pictures is not its business
         common = {"torch_dtype": dtype, "local_files_only": True, "use_safetensors": True}
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
         try:
             # Each part may be stored in another variant than the others.
-            for name in ENCODERS:
+            for name in (encoder.component for encoder in family.text_encoders):
                 if name in index and name not in parts:
                     parts[name] = load_text_encoder(folder, name, dtype)
             if "vae" not in parts:
@@ -97,10 +92,11 @@ class Sampler:
         `sampler` is as in GenerateJob.
         """
         self._pipe.register_modules(scheduler=chosen(self._pipe.scheduler, sampler, make_scheduler))
-        denoiser = getattr(self._pipe, self._denoiser)
+        family, denoiser = self._family, getattr(self._pipe, self._family.denoiser)
         scale, pictures = self._pipe.vae_scale_factor, list[NDArray[np.uint8]]()
         rows = sampler["batch_size"] if self._chip.fills_batches else 0
-        for batch in starts(prompts, sampler, denoiser.config, scale, first=first, rows=rows):
+        numbering = {"first": first, "rows": rows}
+        for batch in starts(prompts, sampler, family, denoiser.config, scale, **numbering):
             later = [torch.Generator().manual_seed(int(r.integers(2**63))) for r in batch.rngs]
             size = (batch.height, batch.width)
             with shown_more(denoiser, self._pipe.vae, sampler, size):
@@ -110,7 +106,9 @@ class Sampler:
                     width=batch.width,
                     num_inference_steps=sampler["num_inference_steps"],
                     guidance_scale=sampler["guidance_scale"],
-                    latents=torch.from_numpy(batch.noise).to(denoiser.dtype),
+                    latents=family.pipeline_latents(torch.from_numpy(batch.noise)).to(
+                        denoiser.dtype
+                    ),
                     generator=later,
                     callback_on_step_end=self._after_step,
                     **more_of(sampler, len(batch.prompts)),

@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.families import BLOCKS
+from runtimes.families import repeated_blocks
 from runtimes.models.network import Network
 from runtimes.process.ranks import Ranks
 
@@ -148,8 +148,9 @@ class Sharded(Data):
         Nothing stays gathered after a forward without backward: the weights may change before the
         next.
         """
+        blocks = repeated_blocks()
         for part in network.children():
-            for module in (*(m for m in part.modules() if type(m).__name__ in BLOCKS), part):
+            for module in (*(m for m in part.modules() if type(m).__name__ in blocks), part):
                 fully_shard(
                     module, mesh=self._mesh, mp_policy=self._policy, reshard_after_forward=True
                 )

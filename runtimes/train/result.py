@@ -21,8 +21,8 @@ from artifacts.safetensors import Arrays, write_arrays, writing
 from configs.training import Train
 from runtimes.adapters.lora import LORA_WEIGHTS, as_stored, metadata
 from runtimes.contract import State
-from runtimes.families.unet_inputs import job_config
 from runtimes.objective.noise_scheduler import SCHEDULER_FILE, trained_scheduler
+from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -12,9 +12,10 @@ from runtimes.contract import Runtime, WrongInput
 from runtimes.data.loader import Holdout, Loader
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import Extras, job_config
+from runtimes.families.unet_inputs import Extras
 from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.objective.objective import LatentScale, Objective
+from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.events import Events, Muted
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks

@@ -20,7 +20,7 @@ from runtimes.contract import EXACT
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise_scheduler import read_config
-from runtimes.sample.conditioning import Start, Starts, table_of
+from runtimes.sample.conditioning import Start, Starts, is_guided, table_of
 from runtimes.sample.tabulated_scheduler import Table
 from runtimes.xla.encode import Encoder
 from runtimes.xla.mesh import Mesh
@@ -69,7 +69,8 @@ class Sampler:
     @torch.no_grad()
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
         """As `draw`, in 0 to 1."""
-        table, guidance = table_of(self._scheduler, sampler), sampler["guidance_scale"]
+        family, guidance = self._network.family, sampler["guidance_scale"]
+        table, guided = table_of(self._scheduler, sampler, family), is_guided(family, sampler)
         starts = self._starts.of(
             prompts,
             sampler,
@@ -79,7 +80,7 @@ class Sampler:
         )
         pictures = list[Float32]()
         for start in starts:
-            pictures += list(self._denoise(start, table, guidance)[: start.count])
+            pictures += list(self._denoise(start, table, guidance, guided)[: start.count])
         return np.stack(pictures)
 
     def _texts(self, captions: list[str]) -> tuple[Float32, Float32 | None]:
@@ -90,14 +91,14 @@ class Sampler:
         sent = self._mesh.put_rows(array)
         return sent if name in EXACT else sent.to(self._dtype)
 
-    def _denoise(self, start: Start, table: Table, guidance: float) -> Float32:
+    def _denoise(self, start: Start, table: Table, guidance: float, guided: bool) -> Float32:
         """Pictures [B, H, W, 3] in 0 to 1."""
         conditioning = {name: self._sent(name, array) for name, array in start.conditioning.items()}
         latents = self._mesh.put_rows(start.noise) * table.start
         before = torch.zeros_like(latents)
         for timestep, row in zip(table.timesteps, table.rows, strict=True):
             numbers = torch.tensor([timestep, *row, guidance]).to(latents.device)
-            latents, before = self._step(latents, before, conditioning, numbers, guidance > 1)
+            latents, before = self._step(latents, before, conditioning, numbers, guided)
             torch_xla.sync()
         pixels = (self._encoder.decode(latents) / 2 + 0.5).clamp(0, 1)
         return self._mesh.fetch_rows(pixels).numpy().transpose(0, 2, 3, 1)

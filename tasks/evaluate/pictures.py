@@ -23,6 +23,7 @@ from artifacts.models import digest_model
 from artifacts.store import Draft, Shard, Store
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import Extras
+from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.job import Drawing, GenerateJob, Job
 from tasks.progress import Progress
 from tasks.tuned import BASE, Tuned
@@ -66,7 +67,7 @@ class Painter:
     @property
     def extras(self) -> Extras:
         """What its denoiser sees beside text."""
-        return Extras.of_folder(self.part(detect_family(self.folder).denoiser))
+        return folder_extras(self.part(detect_family(self.folder).denoiser))
 
 
 @dataclass(frozen=True)

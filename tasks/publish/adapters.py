@@ -47,12 +47,12 @@ def write_adapters(
 def _as_kohya(lora: Path, base: Path) -> Arrays:
     """The adapters in kohya's layout; nothing, and a word why, where it has no names for them."""
     family = detect_family(base)
-    if family.name not in kohya.FAMILIES:
+    if family.kohya is None:
         log.warning("publish: no file in kohya's layout: it is not made for %s", family.name)
         return {}
     unet = json.loads((base / family.denoiser / "config.json").read_text(encoding="utf-8"))
     try:
-        return kohya.to_kohya(read_adapters(lora), family.name, unet)
+        return kohya.to_kohya(read_adapters(lora), family.kohya, unet)
     except ValueError as error:
         log.warning("publish: no file in kohya's layout: %s", error)
         return {}

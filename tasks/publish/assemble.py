@@ -11,8 +11,8 @@ from typing import Any
 
 from runtimes.adapters.lora import Adapter, Adapters, stored_name
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import Extras
 from runtimes.objective.noise_scheduler import SCHEDULER_FILE
+from runtimes.pipeline_folder.denoiser_config import folder_extras
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 
@@ -43,7 +43,7 @@ def assemble(
         index["scheduler"] = ["diffusers", config["_class_name"]]
     family = detect_family(base)
     denoiser = instead.get(family.denoiser, base / family.denoiser)
-    if Extras.of_folder(denoiser).inpainting:
+    if folder_extras(denoiser).inpainting:
         index["_class_name"] = family.pipelines[-1]
     for part, spec in index.items():
         is_part = isinstance(spec, list) and len(spec) == 2 and spec[0] is not None

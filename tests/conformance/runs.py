@@ -21,8 +21,8 @@ from configs.training import Train
 from runtimes.adapters.lora import initial_down
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import job_config
 from runtimes.models.loading import load_denoiser
+from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import trained_config
 from runtimes.models.loading import load_denoiser
 from runtimes.objective.random import Stream, generator
+from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob

@@ -19,6 +19,7 @@ import torch
 from artifacts.latents import LatentSample, Texts, write_latent_shard
 from artifacts.store import KeyParts, Store
 from configs.training import Train
+from runtimes.families import family_named
 from runtimes.process.events import EVENT_FD
 from runtimes.process.job import TrainJob, write_job
 
@@ -86,7 +87,7 @@ def _write_latents(url: str, shards: Sequence[Groups], scratch: Path, **info: An
             rng.normal(size=(6, info["pooled_dim"])).astype(np.float32)
             if info["pooled_dim"]
             else None,
-            rng.integers(512, size=(6, 1 if info["family"] == "sd" else 2, TOKENS)),
+            rng.integers(512, size=(6, len(family_named(info["family"]).clip), TOKENS)),
         )
         path = scratch / "shard.safetensors"
         write_latent_shard(path, samples, texts)

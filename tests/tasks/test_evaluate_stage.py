@@ -20,8 +20,8 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.families.unet_inputs import trained_config
 from runtimes.models.loading import load_denoiser
+from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, Job

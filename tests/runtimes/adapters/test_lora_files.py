@@ -22,6 +22,7 @@ from configs.training import Lora, Train
 from runtimes.adapters.kohya import to_kohya
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import StepBatch, WrongInput
+from runtimes.families import detect_family
 from runtimes.models.network import Network
 from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.describe import describe_encoders
@@ -123,8 +124,9 @@ def check_both_layouts(job: TrainJob, folder: Path) -> None:
 
 def as_kohya(job: TrainJob) -> dict[str, torch.Tensor]:
     unet = json.loads((Path(job.model) / "unet/config.json").read_text())
-    family = "sdxl" if (Path(job.model) / "text_encoder_2").exists() else "sd"
-    arrays = to_kohya(read_adapters(Path(job.out) / LORA_WEIGHTS), family, unet)
+    names = detect_family(Path(job.model)).kohya
+    assert names is not None
+    arrays = to_kohya(read_adapters(Path(job.out) / LORA_WEIGHTS), names, unet)
     return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
 
 

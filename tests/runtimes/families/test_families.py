@@ -70,7 +70,7 @@ def test_encoded_in_the_step_captions_are_what_was_encoded_before(
     folder = family_folder(name, request)
     before = condition(folder, in_step=False)
     with torch.no_grad():
-        now = encode_in_step(name, clip_encoders(folder), condition(folder, in_step=True))
+        now = encode_in_step(FAMILIES[name], clip_encoders(folder), condition(folder, in_step=True))
     assert now.keys() == before.keys()
     for keyword, tensor in before.items():
         torch.testing.assert_close(now[keyword], tensor, atol=1e-6, rtol=0)
@@ -82,7 +82,7 @@ def test_a_dropped_caption_is_zeros_and_trains_nothing(
 ) -> None:
     folder = family_folder(name, request)
     encoders = clip_encoders(folder)
-    found = encode_in_step(name, encoders, condition(folder, in_step=True, dropped=True))
+    found = encode_in_step(FAMILIES[name], encoders, condition(folder, in_step=True, dropped=True))
     for keyword in {"prompt_embeds", "pooled_prompt_embeds"} & found.keys():
         assert not found[keyword].any()
     found["prompt_embeds"].sum().backward()

@@ -16,10 +16,11 @@ from artifacts.images import Sample
 from artifacts.latents import LatentShard, from_bfloat16
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.families.unet_inputs import Extras, trained_config
+from runtimes.families.unet_inputs import Extras
 from runtimes.models.encoder import Encoder
 from runtimes.models.loading import load_denoiser
 from runtimes.objective.random import Stream, generator
+from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.torch.device import open_chip
 from runtimes.torch.generate import Sampler

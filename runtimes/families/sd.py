@@ -1,0 +1,40 @@
+"""Stable Diffusion 1 and 2: a UNet that attends to the states of one CLIP encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from runtimes.families.family import ClipStates, Family, KohyaNames, TextEncoder
+from runtimes.families.unet_inputs import latent_channels
+
+
+class SD(Family):
+    """`encode_prompt` of diffusers takes the last hidden states, after CLIP's final norm."""
+
+    name = "sd"
+    pipelines = ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline")
+    denoiser, denoiser_class = "unet", "UNet2DConditionModel"
+    blocks = ("BasicTransformerBlock", "ResnetBlock2D")
+    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
+        TextEncoder("text_encoder", ("CLIPTextModel",)),
+    )
+    clip_states: ClassVar[ClipStates] = "last"
+    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    pipeline_options: ClassVar[Mapping[str, Any]] = {
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
+    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+        {"text_encoder": "lora_te"}, lambda layer, config: layer
+    )
+
+    def latent_channels(self, config: Mapping[str, Any]) -> int:
+        return latent_channels(config)
+
+    def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
+        found = {"encoder_hidden_states": conditioning["prompt_embeds"]}
+        if "aesthetic_score" in conditioning:  # see unet_inputs.py
+            found["class_labels"] = conditioning["aesthetic_score"]
+        return found

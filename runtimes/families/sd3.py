@@ -1,0 +1,40 @@
+"""Stable Diffusion 3 (arXiv 2403.03206): a transformer over patches, two CLIP encoders and a T5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from runtimes.families.family import Family, TextEncoder
+
+_CLIP = ("CLIPTextModelWithProjection",)
+
+
+class SD3(Family):
+    """CLIP's penultimate states widened with zeros, and T5's below them (section 4.2).
+
+    Both CLIP encoders pool. A pipeline without its T5 has zeros in place of T5's rows.
+    """
+
+    name = "sd3"
+    pipelines = ("StableDiffusion3Pipeline",)
+    denoiser, denoiser_class = "transformer", "SD3Transformer2DModel"
+    blocks = ("JointTransformerBlock",)
+    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
+        TextEncoder("text_encoder", _CLIP, pooled="text_embeds"),
+        TextEncoder("text_encoder_2", _CLIP, pooled="text_embeds"),
+        TextEncoder("text_encoder_3", ("T5EncoderModel",), "t5", tokens=256, optional=True),
+    )
+    attention_layers: ClassVar[tuple[str, ...]] = (
+        *Family.attention_layers,
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # of the text stream
+    )
+
+    def latent_multiple(self, config: Mapping[str, Any]) -> int:
+        return int(config.get("patch_size", 2))
+
+    def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "encoder_hidden_states": conditioning["prompt_embeds"],
+            "pooled_projections": conditioning["pooled_prompt_embeds"],
+        }

@@ -1,0 +1,105 @@
+"""Stable Diffusion XL (arXiv 2307.01952): a UNet with two CLIP encoders, and sizes as input."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from artifacts.latents import LatentSample
+from runtimes.families.family import Captioned, ClipStates, Conditioning, KohyaNames, TextEncoder
+from runtimes.families.sd import SD
+
+
+def add_time_ids(sample: LatentSample) -> tuple[int, ...]:
+    """(original height, width, crop top, left, target height, width), pixels; kept in float32."""
+    return (*sample.original_size, *sample.crop_top_left, *sample.target_size)
+
+
+_TOP = {
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+_IN_RESNET = {
+    "conv1": "in_layers.2",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+_BLOCK = re.compile(r"(down|mid|up)_blocks?(?:\.(\d+))?\.(\w+?)s\.(\d+)\.(.+)")
+
+
+def stability_name(layer: str, unet: Mapping[str, Any]) -> str:
+    """The name that a layer of diffusers' UNet2DConditionModel has in Stability's code.
+
+    There a block's layers are counted through: in `input_blocks` after conv_in, each block with its
+    downsampler; in `output_blocks` each with its upsampler behind the last of them.
+
+    Args:
+        unet: the UNet's config.
+
+    Raises:
+        ValueError: the layer has no name there.
+    """
+    if layer in _TOP:
+        return _TOP[layer]
+    match = _BLOCK.fullmatch(layer)
+    if match is None:
+        raise ValueError(f"{layer} has no name in Stability's code")
+    if not isinstance(unet["layers_per_block"], int):
+        raise ValueError("Stability's code has as many layers in every block")
+    side, block, kind, number, rest = match.groups()
+    block, number, each = int(block or 0), int(number), unet["layers_per_block"] + 1
+    rest = _IN_RESNET.get(rest, rest) if kind == "resnet" else rest
+    if side == "mid":
+        return f"middle_block.{1 if kind == 'attention' else 2 * number}.{rest}"
+    if kind == "downsampler":
+        return f"input_blocks.{(block + 1) * each}.0.op"
+    if kind == "upsampler":
+        place = 2 if "CrossAttn" in unet["up_block_types"][block] else 1
+        return f"output_blocks.{(block + 1) * each - 1}.{place}.{rest}"
+    at, place = block * each + number, int(kind == "attention")
+    counted = f"input_blocks.{at + 1}" if side == "down" else f"output_blocks.{at}"
+    return f"{counted}.{place}.{rest}"
+
+
+class SDXL(SD):
+    """Both encoders' penultimate states side by side (section 2.1); the second one pools."""
+
+    name = "sdxl"
+    pipelines = ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline")
+    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
+        TextEncoder("text_encoder", ("CLIPTextModel", "CLIPTextModelWithProjection")),
+        TextEncoder("text_encoder_2", ("CLIPTextModelWithProjection",), pooled="text_embeds"),
+    )
+    clip_states: ClassVar[ClipStates] = "penultimate"
+    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
+    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+        {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}, stability_name
+    )
+
+    def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:
+        return bool(index.get("force_zeros_for_empty_prompt", True))
+
+    def condition(self, samples: Sequence[Captioned]) -> Conditioning:
+        """Adds `add_time_ids` [B, 6] f32: sizes and crop in pixels (section 2.2)."""
+        sizes = np.array([add_time_ids(sample.sample) for sample in samples], np.float32)
+        return super().condition(samples) | {"add_time_ids": sizes}
+
+    def drawing_condition(self, size: tuple[int, int], guidance_scale: float) -> dict[str, Any]:
+        return {"add_time_ids": np.array([*size, 0, 0, *size], np.float32)}
+
+    def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
+        return super().arguments(conditioning) | {
+            "added_cond_kwargs": {
+                "text_embeds": conditioning["pooled_prompt_embeds"],
+                "time_ids": conditioning["add_time_ids"],
+            }
+        }
