@@ -53,7 +53,8 @@ def theirs(job: TrainJob, mode: str, *, whole: bool = False) -> Steps:
     from mindspore import Tensor, nn, ops
     from mindspore.amp import StaticLossScaler
 
-    from runtimes.train.trainer import make_loader, open_job_latents
+    from runtimes.data.loader import open_job_latents
+    from runtimes.train.trainer import make_loader
 
     settings = Train(**job.train)
     unet = UNet2DConditionModel.from_pretrained(f"{job.model}/unet")

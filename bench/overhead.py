@@ -18,11 +18,12 @@ from typing import Any
 
 from bench.report import spread
 from configs.training import Train
+from runtimes.data.loader import open_job_latents
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob, read_job
 from runtimes.process.signals import Stop
 from runtimes.registry import open_runtime
-from runtimes.train.trainer import make_loader, open_job_latents, train
+from runtimes.train.trainer import make_loader, train
 
 
 class Bare:

@@ -8,12 +8,13 @@ import torch
 
 from configs.training import Train
 from runtimes.contract import StepBatch
+from runtimes.data.loader import open_job_latents
 from runtimes.models.micro_batches import Inputs, sender
 from runtimes.models.network import Network
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.trainer import make_loader, open_job_latents
+from runtimes.train.trainer import make_loader
 
 MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py
 CPU = torch.device("cpu")

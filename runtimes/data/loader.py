@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.latents import Latents, LatentSample, LatentShard, flipped_group, stack_rows
+from artifacts.latents import (
+    Latents,
+    LatentSample,
+    LatentShard,
+    flipped_group,
+    open_latents,
+    stack_rows,
+)
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.order import Order, Place, spread
+from runtimes.data.order import Order, Place
 from runtimes.data.prefetch import Prefetch
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
@@ -217,54 +223,9 @@ def batch_number(step: int, skipped: Sequence[int]) -> int:
     return step
 
 
-class Holdout:
-    """Held-out samples, `draws` times each with noise fixed by the objective's seed.
-
-    Raises:
-        WrongInput: nothing was held out.
-    """
-
-    def __init__(
-        self,
-        latents: Latents,
-        family: Family,
-        objective: Objective,
-        *,
-        samples: int,
-        draws: int,
-        batch_size: int,
-        text_encoders: bool = False,
-        extras: Extras = NOTHING,
-        cache_bytes: int = 20 * 2**30,
-    ) -> None:
-        self._places = spread([ref.groups for ref in latents.shards], "holdout", samples)
-        if not self._places:
-            raise WrongInput("the latents have no held-out samples: raise encode.holdout")
-        self._draws, self._batch_size = draws, batch_size
-        self._reader = Reader(
-            latents,
-            family,
-            objective,
-            text_encoders=text_encoders,
-            extras=extras,
-            cache_bytes=cache_bytes,
-        )
-
-    def batches(self) -> Iterator[tuple[list[int], StepBatch]]:
-        """For each batch, the number (from 0) of every sample in it, and the batch."""
-        numbered = sorted(enumerate(self._places), key=lambda item: item[1].group)
-        for _, bucket in groupby(numbered, key=lambda item: item[1].group):
-            drawn = [(number, place, d) for number, place in bucket for d in range(self._draws)]
-            for start in range(0, len(drawn), self._batch_size):
-                part = drawn[start : start + self._batch_size]
-                counters = [number * self._draws + draw for number, _, draw in part]
-                numbers = [number for number, _, _ in part]
-                places = [place for _, place, _ in part]
-                yield numbers, self._reader.batch(0, places, counters, len(part))
-
-    def __enter__(self) -> Holdout:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Unmap the shards."""
-        self._reader.close()
+def open_job_latents(url: str) -> Latents:
+    """The latents artifact that a job names. Raises WrongInput."""
+    try:
+        return open_latents(url)
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"latents {url}: {error}") from None

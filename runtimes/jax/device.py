@@ -12,13 +12,13 @@ import torch
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.models.flop_count import known_peak
+from runtimes.models.precision import check_precision
+from runtimes.process.collectives import Agreement
 from runtimes.process.compile_cache import Compiled
 from runtimes.process.memory import peak_of_process
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.agree import free_port
 from runtimes.spmd.tpu_specs import peak_of
-from runtimes.torch.device import check_precision
-from runtimes.torch.parallel import Alone
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 _compiling: list[float] = []  # seconds of each compilation
@@ -108,7 +108,7 @@ def _gpus() -> int:
     return torch.cuda.device_count() if _has_cuda_plugin() else 0
 
 
-def join(ranks: Ranks, hosts: Alone, device: str) -> None:
+def join(ranks: Ranks, hosts: Agreement, device: str) -> None:
     """Make one program's devices of those of all processes; before any is opened.
 
     Where processes of one machine have GPUs, each takes one. See `part` for how it ends.
@@ -131,7 +131,7 @@ def join(ranks: Ranks, hosts: Alone, device: str) -> None:
     )
 
 
-def part(ranks: Ranks, hosts: Alone) -> None:
+def part(ranks: Ranks, hosts: Agreement) -> None:
     """Undo `join`, in all processes: the first, which the others are connected to, after them."""
     if not ranks.first:
         jax.distributed.shutdown()

@@ -26,7 +26,7 @@ from runtimes.process.job import EncodeJob
 
 
 class Encoder(encoder.Encoder):
-    """See torch/encode.py. Every batch is filled up to one size, so that it is one program, and a
+    """See models/encoder.py. Every batch is filled up to one size, so that it is one program, and a
     picture's bits do not depend on what came before."""
 
     def __init__(self, job: EncodeJob) -> None:

@@ -24,8 +24,8 @@ from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.generate import LOSS_BATCH
+from runtimes.sample.network import load_network
 from runtimes.sample.start import own_scheduler
-from runtimes.torch.generate import load_network
 
 
 class ThePipeline:

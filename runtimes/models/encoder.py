@@ -13,23 +13,18 @@ from numpy.typing import NDArray
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from runtimes.contract import WrongInput
-from runtimes.data.padding import repeat_last
 from runtimes.encode.tokenize import Tokens, check_vocabulary
 from runtimes.families import family_named
 from runtimes.models.loading import SAFE, load_text_encoder
 from runtimes.models.micro_batches import Send, sender
 from runtimes.models.text_encoding import encode_ids, join_t5
 from runtimes.pipeline_folder.describe import (
-    TEXT_BATCH,
     describe_encoders,
     has_t5,
     t5_length,
     vae_path,
 )
 from runtimes.pipeline_folder.weight_files import weight_variant
-from runtimes.process.job import EncodeJob
-from runtimes.torch.device import choose_device, make_deterministic, open_chip
-from runtimes.torch.device_kind import Chip
 
 Float32 = NDArray[np.float32]
 
@@ -40,13 +35,13 @@ class Encoder:
     Args:
         model_folder: local diffusers pipeline folder.
         vae_folder: an AutoencoderKL in place of the pipeline's own.
-        device: auto (CUDA when there is one), cpu, cuda or cuda:N; or a device itself.
+        device: of PyTorch, which is open.
         send, fetch: what puts arrays [B, ...] there and gets them back, if not in the ordinary way.
         dtype: float32, bfloat16 or float16; a VAE that says `force_upcast` stays float32 in half
             precision, as in diffusers.
 
     Raises:
-        WrongInput: weights are missing or do not fit, or the device is not there.
+        WrongInput: weights are missing or do not fit.
     """
 
     def __init__(
@@ -54,15 +49,14 @@ class Encoder:
         model_folder: Path,
         vae_folder: Path | None = None,
         *,
-        device: str | torch.device = "auto",
+        device: str | torch.device = "cpu",
         dtype: str = "float32",
         send: Send | None = None,
         fetch: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
     ) -> None:
         self.info = describe_encoders(model_folder, vae_folder)
         self.family = family_named(self.info["family"])
-        make_deterministic()  # a rebuilt shard must have the bytes it had
-        self.device = choose_device(device) if isinstance(device, str) else device
+        self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         self._send, self._fetch = sender(self.device) if send is None else send, fetch
         try:
@@ -165,32 +159,3 @@ def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
     """What a VAE computes in: float32 in place of float16 if its config says `force_upcast`."""
     upcast = dtype == torch.float16 and AutoencoderKL.load_config(folder).get("force_upcast", True)
     return torch.float32 if upcast else dtype
-
-
-class FilledEncoder(Encoder):
-    """One that fills batches up to one size, so that they are one program, which is kept."""
-
-    def __init__(self, job: EncodeJob, chip: Chip, vae: Path | None) -> None:
-        super().__init__(Path(job.model), vae, device=chip.device, dtype=job.dtype)
-        self._chip, self._pictures = chip, job.batch_size
-
-    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        mean, logvar = super().images(repeat_last(pixels, self._pictures))
-        self._chip.keep()
-        return mean[: len(pixels)], logvar[: len(pixels)]
-
-    def texts(
-        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
-    ) -> tuple[Float32, Float32 | None]:
-        more = [""] * (TEXT_BATCH - len(captions))
-        states, pooled = super().texts([*captions, *more], clip)
-        return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
-
-
-def open_encoder(job: EncodeJob) -> Encoder:
-    """The encoders of a job. Raises WrongInput."""
-    vae = None if job.vae is None else Path(job.vae)
-    chip = open_chip(job.device, compiled=job.compiled)
-    if chip.fills_batches:
-        return FilledEncoder(job, chip, vae)
-    return Encoder(Path(job.model), vae, device=chip.device, dtype=job.dtype)

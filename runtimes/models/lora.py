@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from configs.training import Lora
 from runtimes.adapters.lora import (
@@ -20,10 +18,6 @@ from runtimes.adapters.lora import (
     stored_name,
 )
 from runtimes.contract import WrongInput
-from runtimes.torch.products import linear, product
-
-#: How much longer a product with one side of an adapter's rank takes for its size.
-THIN = 4
 
 
 def add_adapters(
@@ -58,79 +52,6 @@ def add_adapters(
         raise WrongInput(f"train.lora.targets: {odd} of the {part} cannot be told from others")
     for name, layer in adapted.items():
         _start(f"{part}.{stored_name(part, name)}", layer, seed)
-
-
-def with_less_work(model: torch.nn.Module) -> None:
-    """Have adapted linear layers of a float32 model compute what PEFT's do, in fewer passes over
-    the activations.
-
-    Where that is less, `up @ down` is added to the weight, and multiplied once; else the products
-    of layer and adapter are added up as they are made. In bfloat16 the former would round a small
-    change of a weight away; dropout and DoRA need the adapter by itself.
-    """
-    from peft.tuners.lora import Linear
-
-    for _, layer in _adapted(model):
-        drops = not isinstance(layer.lora_dropout[ADAPTER], torch.nn.Identity)
-        if type(layer) is Linear and not drops and not layer.use_dora[ADAPTER]:
-            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
-
-
-def _forward(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    base, down, up = layer.base_layer, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-    scale = layer.scaling[ADAPTER]
-    if not merging_is_cheaper(base.weight.shape, len(down), inputs.numel() // inputs.shape[-1]):
-        return cast(torch.Tensor, _Beside.apply(inputs, base.weight, base.bias, down, up, scale))
-    weight = torch.addmm(base.weight, up, down, alpha=scale)
-    return linear(inputs, weight, base.bias)
-
-
-class _Beside(torch.autograd.Function):
-    """`x W^T + b + scale (x down^T) up^T` of a frozen layer (W, b) and its adapter (arXiv
-    2106.09685), for inputs [..., in]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        down: torch.Tensor,
-        up: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        hidden = product(rows, down)
-        output = product(rows, weight, bias)
-        output.addmm_(hidden, up.t(), alpha=scale)
-        ctx.save_for_backward(rows, weight, down, up, hidden)
-        ctx.scale = scale
-        return output.view(*inputs.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, down, up, hidden = ctx.saved_tensors
-        of_output = gradient.reshape(len(rows), -1)
-        of_hidden = product(of_output, up.t()).mul_(ctx.scale)
-        of_up = (of_output.t() @ hidden).mul_(ctx.scale)
-        of_inputs = None
-        if ctx.needs_input_grad[0]:
-            of_inputs = product(of_output, weight.t()).addmm_(of_hidden, down)
-            of_inputs = of_inputs.view(*gradient.shape[:-1], -1)
-        return of_inputs, None, None, of_hidden.t() @ rows, of_up, None
-
-
-def merging_is_cheaper(shape: torch.Size, rank: int, rows: int) -> bool:
-    """Whether a layer of `out` x `in` weights takes less time once its adapter is added to it, for
-    so many rows.
-
-    Forward and backward, in multiplications and additions: merging takes 2 r in out, and as much
-    twice for the adapter's gradients, and a row 2 in out for that of the weight; beside the layer
-    the adapter takes 6 r (in + out) a row, in products too thin to be as fast (docs/decisions.md).
-    """
-    out, inputs = shape
-    return (2 * rows + 6 * rank) * inputs * out <= THIN * 6 * rank * (inputs + out) * rows
 
 
 @torch.no_grad()

@@ -19,12 +19,12 @@ from runtimes.models.loading import (
     load_text_encoder,
 )
 from runtimes.models.lora import add_adapters
+from runtimes.models.npu_formulas import keep_formulas
 from runtimes.models.random_init import fresh_denoiser
 from runtimes.models.text_encoding import encode_in_step
 from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.job import TrainJob
-from runtimes.torch.npu import attend, keep_formulas
 
 
 class Network(torch.nn.Module):
@@ -92,7 +92,6 @@ class Network(torch.nn.Module):
     def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
         """Put everything on a device; weights of convolutions in a memory format."""
         self.to(device, memory_format=memory_format)
-        attend(self.denoiser, device)
         for name, parameter in self.named_parameters():
             if "lora_" in name:  # PEFT's DoRA takes a view of them as matrices
                 parameter.data = parameter.data.contiguous()

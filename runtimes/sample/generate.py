@@ -18,7 +18,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from artifacts.commit import write_atomic
 from runtimes.contract import Pipeline
-from runtimes.data.loader import Holdout
+from runtimes.data.holdout import Holdout, sample_losses
+from runtimes.data.loader import open_job_latents
 from runtimes.families import detect_family
 from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.objective.objective import LatentScale, Objective
@@ -26,8 +27,6 @@ from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.registry import open_runtime, prepare
-from runtimes.train.trainer import open_job_latents
-from runtimes.train.validation import sample_losses
 
 LOSS_BATCH = 32
 #: Under which a picture's PNG says how it was drawn, as others name it too.

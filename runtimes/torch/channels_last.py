@@ -1,7 +1,7 @@
 """Keep a UNet's activations channels-last (NHWC), in which its convolutions are fastest.
 
-diffusers' blocks bring them back to NCHW in two places, which costs a copy there and another one
-before the next convolution, forward and backward.
+diffusers' attention blocks bring them back to NCHW, which costs a copy there and another one before
+the next convolution, forward and backward.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
 #: Devices that take weights channels-last: torch_npu raises at them, and on a Gaudi layouts are
@@ -32,15 +31,6 @@ def keep_channels_last(network: torch.nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, Transformer2DModel):
             module._get_output_for_continuous_inputs = MethodType(_output, module)
-
-
-def to_training(network: torch.nn.Module) -> None:
-    """Put a network into training mode, except for the copy that a ResnetBlock2D then makes of its
-    shortcut's input: nothing else in it looks at its own flag (its children have theirs)."""
-    network.train()
-    for module in network.modules():
-        if isinstance(module, ResnetBlock2D):
-            module.training = False
 
 
 def _output(

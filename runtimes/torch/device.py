@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import platform
@@ -16,6 +15,7 @@ from configs.training import Hpu, Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import gaudi
 from runtimes.hosts.ascend import count_npus, lacking, torch_npu_version
+from runtimes.models.precision import check_precision
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.memory import peak_of_process
 from runtimes.process.ranks import Ranks
@@ -27,8 +27,6 @@ ALONE = Ranks()
 #: Kinds of devices beside the CPU, by PyTorch's names, in words.
 ACCELERATORS = {"cuda": "CUDA", "npu": "Ascend NPU", "hpu": "Gaudi"}
 _NAME = re.compile(r"(?P<kind>auto|cpu|cuda|npu|hpu)(?:(?<!auto)(?<!cpu):(?P<number>\d+))?")
-#: Of glibc's malloc.h.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def make_deterministic() -> None:
@@ -126,25 +124,6 @@ def check(settings: Train) -> None:
     check_optimizer(settings, device)
     if device.type == "hpu":
         hpu.check(settings)
-
-
-def check_precision(settings: Train) -> None:
-    """Raise WrongInput for a precision that needs a loss scale."""
-    if settings.compute_dtype == "float16":
-        raise WrongInput("train.compute_dtype: float16 is for runtime mindspore: take bfloat16")
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep what is freed for the next allocation (Linux with glibc).
-
-    By default it hands large blocks back to the system, which clears each page again when it is
-    next used: on a CPU that was 4% of a step of a small model.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 2**30)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_TOP_PAD, 2**26)
 
 
 def describe(device: torch.device) -> str:

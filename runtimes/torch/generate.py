@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,15 @@ from transformers.utils import logging as transformers_logging
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import NOTHING, Extras, all_hidden, asked_scores
-from runtimes.models.loading import load_denoiser, load_text_encoder
-from runtimes.models.lora import lay_over
+from runtimes.models.loading import load_text_encoder
 from runtimes.models.micro_batches import Inputs, sender
-from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise_scheduler import chosen
 from runtimes.pipeline_folder.describe import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.sample.start import more_of, own_parts, own_scheduler, starts
+from runtimes.sample.network import load_network
+from runtimes.sample.start import more_of, own_scheduler, starts
 from runtimes.torch.device import make_deterministic, open_chip
 from runtimes.torch.device_kind import Chip
 from runtimes.torch.npu import attend
@@ -181,6 +180,7 @@ class ThePipeline:
 
     def take(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, self._device)
+        attend(self._network.denoiser, self._device)
         self._chip.prepare_drawing(self._network.denoiser)
         self._scheduler = own_scheduler(drawing, make_scheduler)
         self.encodes_text = bool(self._network.text_encoders)
@@ -202,27 +202,3 @@ class ThePipeline:
 
     def compile_seconds(self) -> float:
         return self._chip.compile_seconds()
-
-
-def load_network(
-    drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device
-) -> Network:
-    """The model's own parts: its denoiser, and its text encoders if they were trained too.
-
-    Adapters are merged in float32 before the weights are cast.
-    """
-    family = detect_family(model)
-
-    def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
-        first = torch.float32 if adapters else dtype
-        if name == family.denoiser:
-            part = load_denoiser(folder, first)
-        else:
-            part = load_text_encoder(model, name, first, folder)
-        lay_over(name, part, adapters)
-        return torch.nn.Module.to(part, dtype)  # diffusers' own warns of what it casts
-
-    network = Network(family, own_parts(drawing, model, load))
-    network.to(device)
-    attend(network.denoiser, device)
-    return network.requires_grad_(False).eval()

@@ -8,10 +8,8 @@ tensors of this process, the `masters`, and on gradients that are sums over all 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,11 +25,9 @@ from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
 from runtimes.models.network import Network
+from runtimes.process.collectives import join
 from runtimes.process.ranks import Ranks
 
-#: How long a process waits for another. The first one's pauses are shorter, also when a large
-#: checkpoint goes to a slow store; process/launcher.py notices a lost process of this machine.
-TIMEOUT = timedelta(hours=1)
 BACKENDS = {
     "cuda": "cpu:gloo,cuda:nccl",
     "npu": "cpu:gloo,npu:hccl",
@@ -71,14 +67,6 @@ class Alone:
         """The sum over all processes."""
         return value
 
-    def any(self, flag: bool) -> bool:
-        """Whether any process says so."""
-        return flag
-
-    def broadcast(self, number: int) -> int:
-        """The first process's number."""
-        return number
-
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """An array of master `name`'s shape, whole, on every process."""
         return tensor
@@ -117,16 +105,6 @@ class Data(Alone):
     def total(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
         return value
-
-    def any(self, flag: bool) -> bool:
-        said = torch.tensor(int(flag))  # on the host: the device is not waited for
-        dist.all_reduce(said, dist.ReduceOp.MAX)
-        return bool(said)
-
-    def broadcast(self, number: int) -> int:
-        said = torch.tensor(number)
-        dist.broadcast(said, 0)
-        return int(said)
 
 
 class Sharded(Data):
@@ -202,14 +180,10 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
             f"train.optimizer {settings.optimizer} needs whole arrays: with train.parallel fsdp "
             "it must be adamw"
         )
-    if not dist.is_initialized():
-        if os.environ.get("MASTER_ADDR") == "127.0.0.1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
-        if device.index is not None:
-            torch.get_device_module(device).set_device(device)
-        # gloo is for what lies on the host, which NCCL and HCCL cannot pass on.
-        backend = BACKENDS.get(device.type, "gloo")
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=TIMEOUT)
+    if device.index is not None:
+        torch.get_device_module(device).set_device(device)
+    # gloo is for what lies on the host, which NCCL and HCCL cannot pass on.
+    join(ranks, BACKENDS.get(device.type, "gloo"))
     return Sharded(ranks, device) if settings.parallel == "fsdp" else Data(ranks)
 
 

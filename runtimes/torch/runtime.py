@@ -16,27 +16,26 @@ from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput
 from runtimes.models.dropout import drops, seed_dropout
 from runtimes.models.flop_count import FlopCounter, peak_flops
-from runtimes.models.lora import with_less_work
 from runtimes.models.micro_batches import Inputs, micro_batches, sender
 from runtimes.models.network import Network
+from runtimes.models.precision import check_precision
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise_scheduler import trained_scheduler
+from runtimes.process.collectives import Agreement
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.torch.channels_last import keep_channels_last, memory_format, to_training
+from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.device import (
-    check_precision,
     describe,
-    keep_freed_memory,
     make_deterministic,
     open_chip,
     peak_bytes,
     probe,
     versions,
 )
+from runtimes.torch.npu import attend
 from runtimes.torch.parallel import open_parallel
-from runtimes.torch.products import with_faster_products
 from runtimes.torch.profile import tracing
 from runtimes.torch.update import Update
 
@@ -60,21 +59,17 @@ class TheRuntime:
         self._chip = open_chip(self._settings.device, ranks, self._settings.hpu, job.compiled)
         self._chip.check(self._settings)
         self._device = self._chip.device
-        if self._device.type == "cpu":
-            keep_freed_memory()
         self._parallel = open_parallel(self._settings, ranks, self._device)
+        self._agreement = Agreement(ranks.world)
         self.device = describe(self._device)
         network = Network.load(job, self._settings)
-        self._counter = FlopCounter(network)  # copies it as PyTorch multiplies, which it can count
-        if self._settings.compute_dtype == "float32":
-            with_faster_products(network, self._device)
-            if self._settings.method == "lora":
-                with_less_work(network)
+        self._counter = FlopCounter(network)
         layout = memory_format(self._device, sharded=self._parallel.sharded)
         network.place(self._device, layout)
         if layout == torch.channels_last:
             keep_channels_last(network)
-        to_training(network)
+        network.train()
+        attend(network.denoiser, self._device)
         self._drops = drops(network)
         self._network = network
         self._chip.prepare(network.denoiser)
@@ -117,10 +112,10 @@ class TheRuntime:
         return peak_flops(self._device, self._settings.compute_dtype)
 
     def any_rank(self, flag: bool) -> bool:
-        return self._parallel.any(flag)
+        return self._agreement.any(flag)
 
     def broadcast(self, number: int) -> int:
-        return self._parallel.broadcast(number)
+        return self._agreement.broadcast(number)
 
     def profile(self, folder: str) -> AbstractContextManager[None]:
         if not self._parallel.first:
@@ -165,7 +160,7 @@ class TheRuntime:
             with self._update.averaged(), self._autocast():
                 yield
         finally:
-            to_training(self._network)
+            self._network.train()
 
     def part(self) -> None:
         pass  # each may end on its own

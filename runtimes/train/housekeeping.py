@@ -10,7 +10,8 @@ from typing import Any
 
 from configs.training import Train, computing
 from runtimes.contract import Runtime, StepBatch, WrongInput
-from runtimes.data.loader import Holdout, batch_number
+from runtimes.data.holdout import Holdout
+from runtimes.data.loader import batch_number
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks

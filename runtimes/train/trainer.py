@@ -6,10 +6,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from artifacts.latents import Latents, open_latents
+from artifacts.latents import Latents
 from configs.training import Train
 from runtimes.contract import Runtime, WrongInput
-from runtimes.data.loader import Holdout, Loader
+from runtimes.data.holdout import Holdout
+from runtimes.data.loader import Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import Extras
@@ -141,11 +142,3 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
 def _objective(job: TrainJob, settings: Train, latents: Latents) -> Objective:
     schedule = read_schedule(Path(job.model) / "scheduler", settings)
     return Objective.of(settings, schedule, LatentScale.from_info(latents.info))
-
-
-def open_job_latents(url: str) -> Latents:
-    """The latents artifact that a job names. Raises WrongInput."""
-    try:
-        return open_latents(url)
-    except (OSError, ValueError) as error:
-        raise WrongInput(f"latents {url}: {error}") from None

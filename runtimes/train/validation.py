@@ -6,11 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from runtimes.contract import Runtime, StepBatch
-from runtimes.data.loader import Holdout
+from runtimes.contract import Runtime
+from runtimes.data.holdout import Holdout, sample_losses
 
 #: Of the noise: the same for every run, so that runs with other seeds can be compared.
 SEED = 0
@@ -40,22 +37,3 @@ def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) ->
     """
     losses = sample_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
     return None if losses is None else HeldOutLoss.of(losses)
-
-
-def sample_losses(
-    holdout: Holdout,
-    errors: Callable[[StepBatch], NDArray[np.float32]],
-    stopping: Callable[[], bool] = lambda: False,
-) -> list[float] | None:
-    """Each held-out sample's loss, averaged over its draws; None if it was to stop before.
-
-    Args:
-        errors: the mean squared error of each sample of a batch [B].
-    """
-    found: dict[int, list[float]] = {}
-    for numbers, batch in holdout.batches():
-        if stopping():
-            return None
-        for number, error in zip(numbers, errors(batch).tolist(), strict=True):
-            found.setdefault(number, []).append(error)
-    return [math.fsum(found[n]) / len(found[n]) for n in sorted(found)]

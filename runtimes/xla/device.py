@@ -13,9 +13,9 @@ from torch_xla.debug import metrics
 
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
+from runtimes.models.precision import check_precision
 from runtimes.process.compile_cache import Compiled
 from runtimes.process.memory import peak_of_process
-from runtimes.torch.device import check_precision
 
 #: Of a device, TFLOP/s in bfloat16, as Google's "TPU system architecture" pages give them for a
 #: chip: of v2 and v3 that is two devices.

@@ -19,7 +19,7 @@ from runtimes.xla.mesh import Mesh
 
 
 class Encoder(encoder.Encoder):
-    """See torch/encode.py.
+    """See models/encoder.py.
 
     Args:
         batch_size: pictures to which every batch is filled up, so that it is one program, and a

@@ -17,8 +17,8 @@ from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.process.ranks import Ranks
 from runtimes.sample.generate import LOSS_BATCH
+from runtimes.sample.network import load_network
 from runtimes.sample.start import own_scheduler
-from runtimes.torch.generate import load_network
 from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.graph import keep_whole
 from runtimes.xla.mesh import Mesh

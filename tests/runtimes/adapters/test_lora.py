@@ -8,7 +8,6 @@ from jobs import MakeJob, lora, predicted, start, trained
 from configs.training import Lora
 from runtimes.adapters.lora import choose_layers, initial_down
 from runtimes.contract import State, WrongInput
-from runtimes.models.lora import add_adapters, merging_is_cheaper, with_less_work
 
 pytestmark = pytest.mark.slow
 
@@ -116,29 +115,6 @@ def assert_equal(one: State, other: State) -> None:
         np.testing.assert_equal(one[group], other[group])
 
 
-def test_merged_or_beside_a_layer_computes_the_same() -> None:
-    def adapted() -> torch.nn.Sequential:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(12, 120), torch.nn.Linear(120, 200, bias=False))
-        add_adapters("unet", model, Lora(rank=4, alpha=6.0, targets=["0", "1"]), 0)
-        for layer in model:
-            torch.nn.init.normal_(layer.lora_B["default"].weight)
-        return model
-
-    beside, merged = adapted(), adapted()
-    with_less_work(merged)
-    inputs = torch.randn(50, 3, 12)
-    assert merging_is_cheaper(merged[0].base_layer.weight.shape, rank=4, rows=150)
-    assert not merging_is_cheaper(merged[0].base_layer.weight.shape, rank=4, rows=1)
-    assert not merging_is_cheaper(merged[1].base_layer.weight.shape, rank=4, rows=150)
-    outputs = [model(inputs) for model in (beside, merged)]
-    for output in outputs:
-        output.square().mean().backward()
-    torch.testing.assert_close(*outputs)
-    for one, other in zip(beside.parameters(), merged.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_restored_run_goes_on_to_the_bit(make_job: MakeJob, dropout: float) -> None:
     job = make_job(**lora(dropout=dropout), ema_decay=0.9, text_encoders=True, micro_batch_size=2)
@@ -161,7 +137,6 @@ def test_dropout_drops_in_training_alone(make_job: MakeJob) -> None:
     name = "unet.conv_in.lora_B.weight"
     assert not np.allclose(plain.state()["weights"][name], dropping.state()["weights"][name])
     dropping.restore(plain.state(), 3)
-    # One adds its products up as PEFT does, the other at once (with_less_work).
     np.testing.assert_allclose(dropping.errors(batch), plain.errors(batch), rtol=1e-6)
 
 

@@ -29,7 +29,7 @@ from runtimes.pipeline_folder.describe import describe_encoders
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate import generate
-from runtimes.torch.generate import load_network
+from runtimes.sample.network import load_network
 from runtimes.train.result import write_result
 
 pytestmark = pytest.mark.slow

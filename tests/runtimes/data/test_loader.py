@@ -15,7 +15,8 @@ import pytest
 from artifacts.clock import Clock
 from artifacts.latents import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.loader import Holdout, Loader, batch_number
+from runtimes.data.holdout import Holdout
+from runtimes.data.loader import Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.noise import NoiseSchedule

@@ -23,10 +23,11 @@ from training import train
 
 from configs.training import Train
 from runtimes.contract import StepBatch
+from runtimes.data.loader import open_job_latents
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob, write_job
 from runtimes.train.result import write_result
-from runtimes.train.trainer import make_loader, open_job_latents
+from runtimes.train.trainer import make_loader
 
 jax = chips.importorskip("jax")
 from runtimes.jax.runtime import TheRuntime  # noqa: E402

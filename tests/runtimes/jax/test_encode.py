@@ -6,8 +6,8 @@ import chips
 import numpy as np
 import pytest
 
-from runtimes.models.encoder import open_encoder
 from runtimes.process.job import EncodeJob
+from runtimes.torch.encode import open_encoder
 
 chips.importorskip("jax")
 from runtimes.jax import encode  # noqa: E402

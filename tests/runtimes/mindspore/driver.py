@@ -11,11 +11,12 @@ import training
 
 from configs.training import Train
 from runtimes.contract import WrongInput
+from runtimes.data.loader import open_job_latents
 from runtimes.mindspore.device import check, start
 from runtimes.mindspore.runtime import TheRuntime
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
-from runtimes.train.trainer import make_loader, open_job_latents
+from runtimes.train.trainer import make_loader
 
 start("cpu")  # first of all: mindone takes the operators as this leaves them
 from runtimes.mindspore.encode import open_encoder  # noqa: E402

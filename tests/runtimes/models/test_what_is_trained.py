@@ -15,7 +15,7 @@ from runtimes.contract import WrongInput
 from runtimes.models.micro_batches import Inputs, sender
 from runtimes.models.network import Network
 from runtimes.process.job import Drawing, TrainJob
-from runtimes.torch.generate import load_network
+from runtimes.sample.network import load_network
 from runtimes.train.result import write_result
 from tasks.publish.assemble import assemble
 

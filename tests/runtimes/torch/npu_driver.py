@@ -19,6 +19,7 @@ from runtimes.models.network import Network
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch import device as devices
+from runtimes.torch import npu
 
 NPU, CPU = devices.choose_device("npu"), devices.choose_device("cpu")
 import torch_npu  # noqa: E402  # lies beside its host
@@ -73,6 +74,7 @@ def placed(family: str, part: str, denoiser: Any, device: torch.device) -> Netwo
     """A copy of a denoiser on a device, as a job has it."""
     network = Network(FAMILIES[family], {part: copy.deepcopy(denoiser)})
     network.place(device, torch.contiguous_format)
+    npu.attend(network.denoiser, device)
     return network
 
 

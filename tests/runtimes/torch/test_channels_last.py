@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
-from runtimes.torch.channels_last import keep_channels_last, to_training
+from runtimes.torch.channels_last import keep_channels_last
 
 
 def make_unet(folder: Path, linear: bool) -> Any:
@@ -39,7 +39,7 @@ def test_nothing_falls_back_to_channels_first(tiny_sdxl: Path, linear: bool) -> 
     plain = run(make_unet(tiny_sdxl, linear).train())
     unet = make_unet(tiny_sdxl, linear)
     keep_channels_last(unet)
-    to_training(unet)
+    unet.train()
     seen: list[str] = []
 
     def watch(module: Any, given: tuple[Any, ...], output: Any) -> None:
@@ -50,20 +50,3 @@ def test_nothing_falls_back_to_channels_first(tiny_sdxl: Path, linear: bool) -> 
     for kept, expected in zip(run(unet, watch), plain, strict=True):
         torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-6)
     assert {"ResnetBlock2D", "Transformer2DModel"} <= set(seen)
-
-
-def test_a_shortcut_gets_its_input_as_it_lies(tiny_sdxl: Path) -> None:
-    unet = make_unet(tiny_sdxl, True)
-    keep_channels_last(unet)
-    to_training(unet)
-    shortcuts = [m for m in unet.modules() if getattr(m, "conv_shortcut", None) is not None]
-    given: list[bool] = []
-    for block in shortcuts:
-        block.conv_shortcut.register_forward_pre_hook(
-            lambda module, args: given.append(
-                args[0].is_contiguous(memory_format=torch.channels_last)
-            )
-        )
-    run(unet)
-    assert given and all(given)
-    assert unet.training and all(block.conv1.training for block in shortcuts)

@@ -19,10 +19,11 @@ from torch.nn.functional import mse_loss
 from artifacts.latents import LatentShard, from_bfloat16, open_latents
 from configs.training import Train
 from runtimes.contract import State, WrongInput
+from runtimes.data.loader import open_job_latents
 from runtimes.objective.random import Stream, generator
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.trainer import make_loader, open_job_latents
+from runtimes.train.trainer import make_loader
 
 pytestmark = pytest.mark.slow
 

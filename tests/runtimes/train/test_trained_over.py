@@ -13,6 +13,7 @@ from diffusers import DDIMScheduler, PNDMScheduler, StableDiffusionXLPipeline
 from PIL import Image
 from tolerances import assert_close
 
+from runtimes.data.loader import open_job_latents
 from runtimes.objective.noise import NoiseSchedule
 from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.objective.random import Stream, generator
@@ -21,7 +22,7 @@ from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate import generate
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.result import write_result
-from runtimes.train.trainer import make_loader, open_job_latents, read_settings
+from runtimes.train.trainer import make_loader, read_settings
 from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow

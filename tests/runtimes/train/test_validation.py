@@ -6,11 +6,11 @@ from numpy.typing import NDArray
 
 from artifacts.latents import open_latents
 from runtimes.contract import StepBatch
-from runtimes.data.loader import Holdout
+from runtimes.data.holdout import Holdout, sample_losses
 from runtimes.families import FAMILIES
 from runtimes.objective.noise import NoiseSchedule
 from runtimes.objective.objective import LatentScale, Objective
-from runtimes.train.validation import HeldOutLoss, sample_losses
+from runtimes.train.validation import HeldOutLoss
 
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
 OBJECTIVE = Objective(SCHEDULE, LatentScale(0.5), seed=1)

@@ -18,7 +18,7 @@ from runtimes.objective.noise_scheduler import read_config
 from runtimes.objective.random import Stream, generator
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, TrainJob
-from runtimes.torch.generate import load_network
+from runtimes.sample.network import load_network
 from runtimes.train import trainer
 from runtimes.xla.device import start
 from runtimes.xla.graph import keep_whole

@@ -1,0 +1,12 @@
+"""Precisions in which these modules train."""
+
+from __future__ import annotations
+
+from configs.training import Train
+from runtimes.contract import WrongInput
+
+
+def check_precision(settings: Train) -> None:
+    """Raise WrongInput for a precision that needs a loss scale."""
+    if settings.compute_dtype == "float16":
+        raise WrongInput("train.compute_dtype: float16 is for runtime mindspore: take bfloat16")
