@@ -64,10 +64,10 @@ def theirs(job: TrainJob, mode: str, *, whole: bool = False) -> Steps:
     optimizer = nn.AdamWeightDecay(
         unet.trainable_params(),
         learning_rate=settings.learning_rate,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
+        beta1=settings.adam_betas[0],
+        beta2=settings.adam_betas[1],
         weight_decay=settings.weight_decay,
-        eps=settings.epsilon,
+        eps=settings.adam_epsilon,
     )
 
     class Step(TrainStep):

@@ -52,7 +52,7 @@ def encode(images: Path, model: Path, store: Path, size: int) -> str:
 def make_job(model: Path, latents: str, folder: Path, warm_up: int, **train: Any) -> TrainJob:
     """A job that reports every `warm_up` steps, and neither checkpoints nor draws."""
     open_latents(latents)
-    settings = Train(**{"log_every": warm_up, "checkpoint_every": NEVER, **train})
+    settings = Train(**{"logging_steps": warm_up, "checkpointing_steps": NEVER, **train})
     return TrainJob(
         runtime="torch",
         model=str(model),

@@ -70,7 +70,7 @@ class Alternating(Events):
 
 def compare(job: TrainJob, rounds: int, steps: int) -> dict[str, Any]:
     """Ratio bare over loop of every round, both times of a step, and the loop's wait for data."""
-    block = job.train["log_every"]
+    block = job.train["logging_steps"]
     blocks = max(1, steps // block)
     total = block * (1 + rounds * blocks)
     events = Alternating(Bare(job))

@@ -22,17 +22,20 @@ RANK = 16
 COMMON: dict[str, Any] = {"learning_rate": 1e-4, "snr_gamma": 5.0}
 OURS: dict[str, Any] = {
     **COMMON,
-    "lr_schedule": "constant",
-    "warmup_steps": 0,
+    "lr_scheduler": "constant",
+    "lr_warmup_steps": 0,
     "betas": (0.9, 0.999),
     "ema_decay": None,
-    "caption_dropout": 0.0,
-    "checkpoint_every": ours.NEVER,
-    "sample_every": 0,
+    "caption_dropout_rate": 0.0,
+    "checkpointing_steps": ours.NEVER,
+    "sample_every_n_steps": 0,
 }
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora": {"method": "lora", "lora": {"rank": RANK, "alpha": RANK, "targets": "attention"}},
+    "lora": {
+        "method": "lora",
+        "lora": {"rank": RANK, "alpha": RANK, "target_modules": "attention"},
+    },
 }
 PEER_METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"rank": RANK}}
 

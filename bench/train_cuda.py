@@ -17,7 +17,7 @@ from runtimes.process.job import write_job
 
 MODELS = Path(__file__).with_name("models")
 SD2_UNET, SDXL_UNET = MODELS / "sd2-base.json", MODELS / "sdxl.json"
-BF16: dict[str, Any] = {"compute_dtype": "bfloat16"}
+BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 PEER_BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 OPTION_STEPS = 20
 LARGE = 120 * 2**30  # bytes of device memory from which batches are doubled

@@ -22,10 +22,12 @@ class Generate(Section):
     prompts: tuple[str, ...] = Field((), description="Prompts, each drawn in every round.")
     file: str | None = Field(None, description="Or a text file with one prompt a line.")
     negative_prompt: str | None = Field(None, description="What guidance leads away from.")
-    n_samples: PositiveInt = Field(4, description="Pictures of a prompt, drawn at once.")
-    n_iter: PositiveInt = Field(1, description="Rounds, each with noise of its own.")
-    n_rows: PositiveInt | None = Field(
-        None, description="Pictures in a row of the grid; null is n_samples."
+    num_images_per_prompt: PositiveInt = Field(
+        4, description="Pictures of a prompt, drawn at once."
+    )
+    num_rounds: PositiveInt = Field(1, description="Rounds, each with noise of its own.")
+    grid_columns: PositiveInt | None = Field(
+        None, description="Pictures in a row of the grid; null is num_images_per_prompt."
     )
     height: PositiveInt | None = Field(None, description="Pixels; null is the model's own size.")
     width: PositiveInt | None = Field(None, description="Pixels; null is the model's own size.")
@@ -43,7 +45,7 @@ class Generate(Section):
     fixed_noise: bool = Field(
         False, description="Every prompt and round starts from the same noise (fixed_code)."
     )
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Of the whole pipeline."
     )
     runtime: RuntimeName = Field("torch", description="What draws.")

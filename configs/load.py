@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from configs import coming_from
 from configs.schema import Recipe
 from configs.urls import without_secrets
 
@@ -180,6 +181,8 @@ def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) ->
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
         known = _field_names(where[:-1], settings, model)
+        if where[-1] not in known and (here := coming_from.ours(where[-1])) is not None:
+            return f"{dotted}: unknown setting ({here})"
         near = difflib.get_close_matches(where[-1], known, n=1)
         prefix = "".join(f"{part}." for part in where[:-1])
         hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"

@@ -303,8 +303,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _runtime_has_it(self) -> Recipe:
-        if self.runtime in ("torch", "mindspore") and self.train.mesh.fsdp > 1:
-            raise ValueError("train.mesh is for runtimes jax and xla (torch: train.parallel: fsdp)")
         self._extras_go_together()
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
             raise ValueError(

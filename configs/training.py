@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -22,10 +23,10 @@ class Lora(Section):
         None, gt=0, description="Adapters are scaled by alpha / rank; null takes alpha = rank."
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapters' input.")
-    targets: Literal["attention", "linear", "all"] | tuple[str, ...] = Field(
+    target_modules: Literal["attention", "linear", "all"] | tuple[str, ...] = Field(
         "attention",
         description="Layers of the denoiser with an adapter: attention projections, all linear "
-        "layers, all linear and convolution layers, or the ends of layer names.",
+        "layers, all linear and convolution layers (LoCon), or the ends of layer names.",
     )
     dora: bool = Field(
         False, description="Train magnitude and direction apart (DoRA, arXiv 2402.09353)."
@@ -38,36 +39,44 @@ class TimestepSampling(Section):
     distribution: Literal["uniform", "logit_normal"] = Field(
         "uniform", description="Of u in (0, 1); logit_normal is SD3's (arXiv 2403.03206)."
     )
-    mean: float = Field(0.0, description="Mean of the logit-normal's normal; above 0 is noisier.")
-    std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal's normal.")
-    bias: Literal["none", "earlier", "later", "range"] = Field(
+    logit_mean: float = Field(
+        0.0,
+        description="Mean of the logit-normal's normal; as in diffusers, above 0 draws less noise "
+        "(the paper's mean has the other sign).",
+    )
+    logit_std: float = Field(
+        1.0, gt=0, description="Standard deviation of the logit-normal's normal."
+    )
+    bias_strategy: Literal["none", "earlier", "later", "range"] = Field(
         "none",
         description="Timesteps drawn more often (or less): the least noisy, the noisiest, or those "
-        "from `begin` to `end`.",
+        "from `bias_begin` to `bias_end`.",
     )
-    multiplier: float = Field(1.0, gt=0, description="How many times more often.")
-    portion: Fraction = Field(0.25, description="Share of all timesteps, for earlier and later.")
-    begin: int = Field(0, ge=0, description="First timestep of the range.")
-    end: PositiveInt = Field(1000, description="Timestep after the last of the range.")
+    bias_multiplier: float = Field(1.0, gt=0, description="How many times more often.")
+    bias_portion: Fraction = Field(
+        0.25, description="Share of all timesteps, for earlier and later."
+    )
+    bias_begin: int = Field(0, ge=0, description="First timestep of the range.")
+    bias_end: PositiveInt = Field(1000, description="Timestep after the last of the range.")
 
     @model_validator(mode="after")
     def _bias_has_effect(self) -> TimestepSampling:
         without = {
-            "none": ("multiplier", "portion", "begin", "end"),
-            "earlier": ("begin", "end"),
-            "later": ("begin", "end"),
-            "range": ("portion",),
+            "none": ("bias_multiplier", "bias_portion", "bias_begin", "bias_end"),
+            "earlier": ("bias_begin", "bias_end"),
+            "later": ("bias_begin", "bias_end"),
+            "range": ("bias_portion",),
         }
-        self.refuse_changed(without[self.bias], f"bias: {self.bias}")
+        self.refuse_changed(without[self.bias_strategy], f"bias_strategy: {self.bias_strategy}")
         return self
 
 
-class Validation(Section):
-    """The loss on held-out samples with fixed noise, taken while training."""
+class HoldoutLoss(Section):
+    """The loss on held-out samples with fixed noise, measured while training."""
 
-    every: int = Field(0, ge=0, description="Steps between; 0 is never.")
+    every_n_steps: int = Field(0, ge=0, description="Steps between; 0 is never.")
     samples: PositiveInt = Field(64, description="Most held-out samples it is taken on.")
-    draws: PositiveInt = Field(1, description="Noise draws a sample.")
+    draws: PositiveInt = Field(1, description="Noise draws per sample.")
 
 
 class OnDivergence(Section):
@@ -82,7 +91,7 @@ class OnDivergence(Section):
         None, gt=1, description="Times the recent mean loss that count as diverged; null: only NaN."
     )
     patience: PositiveInt = Field(1, description="Steps in a row above it before it counts.")
-    most: PositiveInt = Field(5, description="Batches left out before the run is stopped.")
+    max_skips: PositiveInt = Field(5, description="Batches skipped before the run is stopped.")
 
 
 class Profile(Section):
@@ -90,12 +99,6 @@ class Profile(Section):
 
     start: int = Field(10, ge=0, description="First step traced.")
     steps: int = Field(0, ge=0, description="How many; 0 is none.")
-
-
-class Mesh(Section):
-    """How the devices of runtimes jax and xla share the work; all of them share each batch."""
-
-    fsdp: PositiveInt = Field(1, description="Devices that share each array; 1 keeps all whole.")
 
 
 class LossScale(Section):
@@ -118,7 +121,7 @@ class MindSpore(Section):
         "(Ascend alone).",
     )
     flash_attention: bool = Field(
-        True, description="Ascend's fused attention, for compute_dtype float16 and bfloat16."
+        True, description="Ascend's fused attention, for mixed_precision fp16 and bf16."
     )
     data_sink: bool = Field(
         True, description="Put batches into an NPU's memory while it computes those before."
@@ -175,12 +178,12 @@ class Train(Section):
         "full", description="Train all weights of the denoiser, or adapters beside them."
     )
     lora: Lora = Lora()
-    text_encoders: bool = Field(
+    train_text_encoder: bool = Field(
         False,
         description="Train the CLIP text encoders too, by the same method; captions are then "
         "encoded in the step.",
     )
-    text_encoder_learning_rate: float | None = Field(
+    text_encoder_lr: float | None = Field(
         None, gt=0, description="Their peak learning rate; null is the denoiser's."
     )
     init: Literal["base", "random"] = Field(
@@ -201,6 +204,9 @@ class Train(Section):
         "that takes none gains the layers, at first without effect.",
     )
     steps: PositiveInt = Field(1000, description="Optimizer steps.")
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the training samples, in place of `steps`."
+    )
     seed: int = Field(
         0, ge=0, lt=2**63, description="Seed of order, noise, timesteps, dropout and fresh weights."
     )
@@ -218,16 +224,20 @@ class Train(Section):
     learning_rate: float = Field(
         1e-5, gt=0, description="Peak learning rate; Adafactor's is relative to a weight's size."
     )
-    lr_schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
-        Field("constant", description="Shape after warm-up; all but constant end at `lr_final`.")
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
+        Field(
+            "constant", description="Shape after warm-up; all but constant end at `lr_min_ratio`."
+        )
     )
-    lr_final: Fraction = Field(0.0, description="Learning rate at the end, as a share of the peak.")
-    lr_cycles: PositiveInt = Field(1, description="Falls of cosine_with_restarts.")
+    lr_min_ratio: Fraction = Field(
+        0.0, description="Learning rate at the end, as a share of the peak."
+    )
+    lr_num_cycles: PositiveInt = Field(1, description="Falls of cosine_with_restarts.")
     lr_power: float = Field(1.0, gt=0, description="Exponent of polynomial.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear rise from 0.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear rise from 0.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's beta1 and beta2.")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    adam_betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's beta1 and beta2.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Clip the gradient's L2 norm to this."
     )
@@ -248,10 +258,10 @@ class Train(Section):
         gt=0,
         description="Min-SNR weighting with this gamma (5.0 in the paper); null is none.",
     )
-    debiased: bool = Field(
+    debiased_estimation_loss: bool = Field(
         False, description="Weight by 1 / sqrt(SNR) (arXiv 2310.08442); not with snr_gamma."
     )
-    flow_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
+    weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = Field(
         "none", description="Loss weights of flow matching (arXiv 2403.03206)."
     )
     noise_offset: float = Field(0.0, ge=0, description="Scale of a per-channel shift of the noise.")
@@ -259,13 +269,13 @@ class Train(Section):
         0.0, ge=0, description="Scale of noise on the noise given to the model (arXiv 2301.11706)."
     )
     timesteps: TimestepSampling = TimestepSampling()
-    caption_dropout: Fraction = Field(
+    caption_dropout_rate: Fraction = Field(
         0.0, description="Share of samples trained without a caption."
     )
 
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32",
-        description="Precision of forward and backward; weights stay float32. float16 is for "
+    mixed_precision: Literal["no", "bf16", "fp16"] = Field(
+        "no",
+        description="Precision of forward and backward; trained weights stay float32. fp16 is for "
         "runtime mindspore.",
     )
     loss_scale: LossScale = LossScale()
@@ -275,11 +285,12 @@ class Train(Section):
         "auto", description="auto, cpu, cuda[:N], npu[:N], hpu[:N], tpu or ascend[:N]."
     )
     processes: PositiveInt = Field(1, description="Processes of this machine; a GPU or NPU each.")
-    mesh: Mesh = Mesh()
     mindspore: MindSpore = MindSpore()
     hpu: Hpu = Hpu()
-    parallel: Literal["data", "fsdp"] = Field(
-        "data", description="A whole model in each process, or a share of it (FSDP)."
+    fsdp: PositiveInt | Literal["all"] = Field(
+        1,
+        description="Devices that share each array (FSDP): 1 keeps all whole on each; `all`, or as "
+        "many as there are processes, for runtime torch; a divisor of the devices for jax and xla.",
     )
 
     shuffle_window: PositiveInt = Field(4, description="Shards whose samples are mixed at a time.")
@@ -288,19 +299,21 @@ class Train(Section):
         20 * 2**30, description="Local bytes kept of a remote store's shards."
     )
 
-    checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints.")
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    checkpointing_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
+    checkpoints_total_limit: PositiveInt = Field(2, description="Newest checkpoints kept.")
     keep_best: int = Field(
-        0, ge=0, description="Checkpoints of the lowest validation loss kept beside the newest."
+        0, ge=0, description="Checkpoints of the lowest held-out loss kept beside the newest."
     )
     checkpoint_shard_bytes: PositiveInt = Field(
         5 * 10**9, description="Largest file of a checkpoint; what is larger is split."
     )
     grace_seconds: float = Field(60.0, gt=0, description="Seconds to checkpoint in when cancelled.")
 
-    log_every: PositiveInt = Field(10, description="Steps between metric lines.")
-    sample_every: int = Field(0, ge=0, description="Steps between sample pictures; 0 is none.")
-    validation: Validation = Validation()
+    logging_steps: PositiveInt = Field(10, description="Steps between metric lines.")
+    sample_every_n_steps: int = Field(
+        0, ge=0, description="Steps between sample pictures; 0 is none."
+    )
+    holdout_loss: HoldoutLoss = HoldoutLoss()
     divergence: OnDivergence = OnDivergence()
     profile: Profile = Profile()
     peak_tflops: float | None = Field(
@@ -310,45 +323,57 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Train:
-        if self.snr_gamma is not None and self.debiased:
-            raise ValueError("snr_gamma and debiased are two weightings: give one")
-        if self.compute_dtype != "float16" and self.loss_scale != LossScale():
-            raise ValueError("loss_scale is for compute_dtype: float16")
+        if self.snr_gamma is not None and self.debiased_estimation_loss:
+            raise ValueError("snr_gamma and debiased_estimation_loss are two weightings: give one")
+        if self.mixed_precision != "fp16" and self.loss_scale != LossScale():
+            raise ValueError("loss_scale is for mixed_precision: fp16")
         if self.method == "lora" and self.init == "random":
             raise ValueError("init: random trains all weights: method must be full")
         if self.denoiser_config is not None and self.init != "random":
             raise ValueError("denoiser_config is for init: random")
-        if self.text_encoder_learning_rate is not None and not self.text_encoders:
-            raise ValueError("text_encoder_learning_rate is for text_encoders: true")
-        if self.profile.steps and self.profile.start + self.profile.steps > self.steps:
+        if self.text_encoder_lr is not None and not self.train_text_encoder:
+            raise ValueError("text_encoder_lr is for train_text_encoder: true")
+        if self.epochs is not None:
+            self.refuse_changed(("steps",), f"epochs: {self.epochs:g}")
+        elif self.profile.steps and self.profile.start + self.profile.steps > self.steps:
             raise ValueError(
                 f"profile: steps {self.profile.start} to {self.profile.start + self.profile.steps} "
                 f"are not all among the {self.steps} of the run"
             )
-        if self.keep_best and self.checkpoint_every % (self.validation.every or 2**63):
+        if self.keep_best and self.checkpointing_steps % (self.holdout_loss.every_n_steps or 2**63):
             raise ValueError(
-                "keep_best needs a validation at every checkpoint: validation.every "
-                "must divide checkpoint_every"
+                "keep_best needs a held-out loss at every checkpoint: holdout_loss.every_n_steps "
+                "must divide checkpointing_steps"
             )
         if self.global_batch_size % self.processes:
             raise ValueError(
                 f"processes: {self.processes} do not share a global_batch_size of "
                 f"{self.global_batch_size}: make it a multiple"
             )
-        if self.parallel == "fsdp" and self.processes > 1 and self.optimizer != "adamw":
-            raise ValueError(
-                f"optimizer {self.optimizer} needs whole arrays: parallel must be data"
-            )
+        if self.fsdp != 1 and self.optimizer != "adamw":
+            raise ValueError(f"optimizer {self.optimizer} needs whole arrays: fsdp must be 1")
         if self.optimizer == "adafactor":
-            self.refuse_changed(("betas", "epsilon"), "optimizer: adafactor")
+            self.refuse_changed(("adam_betas", "adam_epsilon"), "optimizer: adafactor")
         return self
+
+    def with_steps(self, samples: int) -> Train:
+        """The same with `epochs` as steps, for so many training samples; the last step is whole."""
+        if self.epochs is None:
+            return self
+        steps = max(1, math.ceil(self.epochs * samples / self.global_batch_size))
+        return self.model_copy(update={"steps": steps, "epochs": None})
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of forward and backward, by its name in PyTorch, JAX and MindSpore."""
+        return {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.mixed_precision]
 
 
 #: How a run is carried out rather than what it computes: these may change at a resume.
 CARRYING_OUT = frozenset(
     {
         "cache_bytes",
-        "checkpoint_every",
+        "checkpointing_steps",
         "checkpoint_shard_bytes",
         "compile",
         "device",
@@ -356,18 +381,17 @@ CARRYING_OUT = frozenset(
         "gradient_checkpointing",
         "hpu",
         "keep_best",
-        "keep_checkpoints",
-        "log_every",
-        "mesh",
+        "checkpoints_total_limit",
+        "logging_steps",
         "micro_batch_size",
         "mindspore",
-        "parallel",
+        "fsdp",
         "peak_tflops",
         "prefetch",
         "processes",
         "profile",
-        "sample_every",
-        "validation",
+        "sample_every_n_steps",
+        "holdout_loss",
         "wandb",
     }
 )
@@ -382,10 +406,10 @@ def computing(settings: Train) -> dict[str, Any]:
         left_out -= {"micro_batch_size", "processes"}
     if settings.compute_dtype != "float16":
         left_out.add("loss_scale")
-    if settings.lr_schedule == "constant":
-        left_out.add("lr_final")
-    if settings.lr_schedule != "cosine_with_restarts":
-        left_out.add("lr_cycles")
-    if settings.lr_schedule != "polynomial":
+    if settings.lr_scheduler == "constant":
+        left_out.add("lr_min_ratio")
+    if settings.lr_scheduler != "cosine_with_restarts":
+        left_out.add("lr_num_cycles")
+    if settings.lr_scheduler != "polynomial":
         left_out.add("lr_power")
     return settings.model_dump(mode="json", exclude=left_out)

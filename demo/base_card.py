@@ -74,7 +74,7 @@ own caption nearest of 210: \
 
 The UNet is trained with v-prediction, zero-terminal SNR, trailing timesteps, min-SNR weights
 (gamma {unet.snr_gamma}), an average of the weights (decay {unet.ema_decay}) and captions dropped to
-zeros {unet.caption_dropout:.0%} of the time.
+zeros {unet.caption_dropout_rate:.0%} of the time.
 
 ## Data
 

@@ -46,10 +46,10 @@ class UnetConfig:
     batch_size: int
     learning_rate: float
     weight_decay: float
-    warmup_steps: int
+    lr_warmup_steps: int
     snr_gamma: float
     ema_decay: float
-    caption_dropout: float
+    caption_dropout_rate: float
 
 
 @dataclass(frozen=True)

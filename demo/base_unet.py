@@ -120,7 +120,7 @@ def _loss(
     rows = torch.randint(len(pictures.mean), (size,), generator=generator)
     mean, std = pictures.mean[rows], pictures.std[rows]
     latents = mean + std * torch.randn(mean.shape, generator=generator)
-    kept = (torch.rand(size, generator=generator) >= config.caption_dropout).float()
+    kept = (torch.rand(size, generator=generator) >= config.caption_dropout_rate).float()
     prompt_embeds = pictures.prompt_embeds[pictures.caption[rows]] * kept[:, None, None]
     pooled_prompt_embeds = pictures.pooled_prompt_embeds[pictures.caption[rows]] * kept[:, None]
 
@@ -159,7 +159,7 @@ class _Training:
     def _rate(self, step: int) -> float:
         """Linear warm-up, then a cosine down to a fiftieth."""
         cosine = 0.5 * (1 + math.cos(math.pi * min(1, step / self.config.steps)))
-        return min(1, (step + 1) / self.config.warmup_steps) * (0.02 + 0.98 * cosine)
+        return min(1, (step + 1) / self.config.lr_warmup_steps) * (0.02 + 0.98 * cosine)
 
     def advance(self, pictures: Pictures) -> float:
         """One step; the loss before it."""

@@ -87,7 +87,7 @@ def generate(
             "-o",
             "--override",
             metavar="KEY=VALUE",
-            help="A setting, such as n_samples=2, seed=7 or scheduler=ddim (docs/generation.md).",
+            help="A setting, such as seed=7 or scheduler=ddim (docs/generation.md).",
         ),
     ] = None,
     out: Annotated[str, typer.Option(help="Folder that pictures are copied into.")] = "outputs",

@@ -35,7 +35,7 @@ def generate(
     Args:
         model: Name of a published model (`digits`, `digits@v2`), folder, hub id or URL.
         prompts: What to draw; or name a file of prompts in `settings`.
-        settings: Anything else of configs/generating.py, such as {"n_samples": 2, "seed": 7}.
+        settings: Anything else of configs/generating.py, such as {"seed": 7}.
         out: Folder that pictures are copied into, below a name of their own.
         skip_grid: Leave out the grid.
         skip_save: Leave out the single pictures.
@@ -66,7 +66,7 @@ def _run(settings: Generate, out: Path, grid: bool, samples: bool) -> dict[str, 
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(artifact.read(name))
     if grid:
-        columns = settings.n_rows or settings.n_samples
+        columns = settings.grid_columns or settings.num_images_per_prompt
         (folder / "grid.png").write_bytes(stage.grid(artifact, columns))
     log.info("generate: %d pictures in %s", artifact.summary["pictures"], folder)
     return {**artifact.summary, "folder": str(folder), "outcome": result.outcome}

@@ -81,7 +81,7 @@ def _lines(found: Planned) -> list[tuple[str, str]]:
         (
             "batch",
             f"{size.global_batch_size} in {size.micro_batches} micro-batches, "
-            f"{size.per_chip} pictures a chip at once, arrays shared by {train.mesh.fsdp}",
+            f"{size.per_chip} pictures a chip at once, arrays shared by {train.fsdp}",
         ),
         ("memory", _memory(found)),
         ("work", _work(plan.flops_per_image, plan.flops, plan.bytes_accessed)),
@@ -118,8 +118,8 @@ def _work(of_image: float | None, of_step: float, moved: float) -> str:
 
 
 def _time(found: Planned) -> str:
-    seconds, steps = found.step_seconds, found.recipe.train.steps
-    if seconds is None or found.hours is None:
+    seconds, steps = found.step_seconds, found.steps
+    if seconds is None or steps is None or found.hours is None:
         return "not known"
     words = (
         f"{seconds:.3g} s a step, {found.size.global_batch_size / seconds:,.1f} images/s "
@@ -147,6 +147,6 @@ def _refusal(found: Planned) -> str:
         f"{hbm / GIB:g} GiB that a chip of {where.name} has: "
     )
     if found.largest is None:
-        return words + "even one a chip is too many; raise train.mesh.fsdp, or take more chips"
+        return words + "even one a chip is too many; raise train.fsdp, or take more chips"
     most = found.largest.micro_batch_size
     return words + f"the largest that fits is train.micro_batch_size={most}"

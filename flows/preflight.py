@@ -45,7 +45,7 @@ class Prepared:
     def base_digest(self) -> str:
         """Fingerprint of the weights that training starts from."""
         family = detect_family(self.model)
-        texts = family.clip_encoders if self.recipe.train.text_encoders else ()
+        texts = family.clip_encoders if self.recipe.train.train_text_encoder else ()
         return digest_model(self.model, (family.denoiser, "scheduler", *texts))
 
 
@@ -113,8 +113,8 @@ def _check_runtime(recipe: Recipe) -> None:
 def _check_watching(recipe: Recipe) -> None:
     """Raise for what training is to be watched by, and cannot be."""
     check_wandb(recipe.train.wandb)
-    if recipe.train.validation.every and not recipe.encode.holdout:
-        raise RecipeError("train.validation needs held-out samples: raise encode.holdout")
+    if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
+        raise RecipeError("train.holdout_loss needs held-out samples: raise encode.holdout")
 
 
 def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:

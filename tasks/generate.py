@@ -39,7 +39,7 @@ VERSION = 1
 LIST = "pictures.json"
 GAP = 2  # pixels between pictures of the grid
 #: Settings that say where something is or is done, or how pictures are laid out.
-PLACES = {"model", "file", "store", "registry", "device", "n_rows"}
+PLACES = {"model", "file", "store", "registry", "device", "grid_columns"}
 SCORES = ("aesthetic_score", "negative_aesthetic_score")
 SHOWN = 20
 
@@ -114,7 +114,7 @@ def build(
         result = run(job, told(STAGE, progress))
         for number in range(len(prompts)):
             draft.upload(str(folder / f"{number:05d}.png"), f"samples/{number:05d}.png")
-    noise = settings.n_samples if settings.fixed_noise else len(prompts)
+    noise = settings.num_images_per_prompt if settings.fixed_noise else len(prompts)
     listed = [
         {"file": f"samples/{number:05d}.png", "prompt": prompt, "noise": number % noise}
         for number, prompt in enumerate(prompts)
@@ -122,14 +122,18 @@ def build(
     times = {name: result[name] for name in ("seconds", "first_seconds", "compile_seconds")}
     text = json.dumps({"pictures": listed, "settings": job.words}, indent=1, ensure_ascii=False)
     draft.write(LIST, text.encode())
-    kept = {"pictures": len(prompts), "n_samples": settings.n_samples, "drawn": result["drawn"]}
+    kept = {
+        "pictures": len(prompts),
+        "num_images_per_prompt": settings.num_images_per_prompt,
+        "drawn": result["drawn"],
+    }
     return {**kept, **times}
 
 
 def ordered(settings: Generate) -> tuple[str, ...]:
     """The prompt of each picture: round after round, every prompt's samples side by side."""
-    one = [prompt for prompt in settings.prompts for _ in range(settings.n_samples)]
-    return tuple(one * settings.n_iter)
+    one = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
+    return tuple(one * settings.num_rounds)
 
 
 def grid(artifact: Artifact, columns: int, most: int | None = None) -> bytes:
@@ -161,7 +165,7 @@ def show(artifact: Artifact) -> list[Panel]:
     found = json.loads(artifact.read(LIST))
     title = f"Pictures ({len(found['pictures'])})"
     return [
-        Picture("Grid", grid(artifact, artifact.summary["n_samples"], SHOWN)),
+        Picture("Grid", grid(artifact, artifact.summary["num_images_per_prompt"], SHOWN)),
         Facts("Drawn", artifact.summary),
         Facts("Settings", {k: v for k, v in found["settings"].items() if v is not None}),
         Table(title, found["pictures"][:SHOWN]),
@@ -175,8 +179,8 @@ def _job(
     names |= {"negative_prompt", *SCORES}
     given = settings.model_dump(mode="json")
     sampler = {name: given[name] for name in sorted(names)}
-    sampler |= {"eta": settings.ddim_eta, "batch_size": settings.n_samples}
-    told_too = {"ddim_eta", "precision", "runtime", "n_samples", "fixed_noise"}
+    sampler |= {"eta": settings.ddim_eta, "batch_size": settings.num_images_per_prompt}
+    told_too = {"ddim_eta", "dtype", "runtime", "num_images_per_prompt", "fixed_noise"}
     words = {name: given[name] for name in sorted(names | told_too)}
     return GenerateJob(
         runtime=settings.runtime,
@@ -185,7 +189,7 @@ def _job(
         prompts=prompts,
         sampler=sampler,
         device=settings.device,
-        dtype=settings.precision,
+        dtype=settings.dtype,
         vae=None if painter.vae is None else str(painter.vae),
         compiled=draft.store.compiled_url,
         fixed_noise=settings.fixed_noise,

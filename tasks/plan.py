@@ -38,16 +38,16 @@ USUAL_SHARE = 0.4
 OF_THE_STEP = (
     "method",
     "lora",
-    "text_encoders",
+    "train_text_encoder",
     "inpainting",
     "aesthetic_score",
     "optimizer",
     "ema_decay",
     "max_grad_norm",
-    "compute_dtype",
+    "mixed_precision",
     "gradient_checkpointing",
     "compile",
-    "mesh",
+    "fsdp",
 )
 PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
 
@@ -116,9 +116,19 @@ class Planned:
         return f"at {USUAL_SHARE:.0%} of the chip's peak, batches always ready"
 
     @property
+    def steps(self) -> int | None:
+        """Steps of the run; of epochs they are known where plan.pictures is set."""
+        train, pictures = self.recipe.train, self.recipe.plan.pictures
+        if train.epochs is not None and pictures is None:
+            return None
+        return train.with_steps(pictures or 0).steps
+
+    @property
     def hours(self) -> float | None:
         seconds = self.step_seconds
-        return None if seconds is None else seconds * self.recipe.train.steps / 3600
+        if seconds is None or self.steps is None:
+            return None
+        return seconds * self.steps / 3600
 
     @property
     def cost(self) -> float | None:

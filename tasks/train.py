@@ -11,6 +11,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from artifacts.latents import open_latents
 from artifacts.store import Artifact, Draft
 from configs.schema import Recipe
 from configs.training import computing
@@ -75,7 +76,7 @@ def build(
         model=str(model_folder),
         vae=None if vae_folder is None else str(vae_folder),
         latents=latents.uri,
-        train=recipe.train.model_dump(mode="json"),
+        train=recipe.train.with_steps(_count(latents)).model_dump(mode="json"),
         work=draft.uri,
         out=draft.uri,
         sample_prompts=sample_prompts,
@@ -96,6 +97,12 @@ def build(
     if scores := watched.all_scores(f"{draft.path}/samples"):
         run["sample_scores"] = scores
     return _summary(recipe, history) | {"run": run}
+
+
+def _count(latents: Artifact) -> int:
+    """Training samples of a latents artifact; a mirrored copy is no other sample."""
+    groups = (ref.groups for ref in open_latents(latents.uri).shards)
+    return sum(n for shard in groups for name, n in shard.items() if name.startswith("train/"))
 
 
 def _summary(recipe: Recipe, history: list[dict[str, Any]]) -> dict[str, Any]:

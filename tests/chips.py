@@ -40,7 +40,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
 #: Settings by which several processes share a run.
 SEVERAL: dict[str, dict[str, Any]] = {
     "torch": {"processes": 2},
-    "jax": {"processes": 2, "mesh": {"fsdp": 2}},  # of eight, four in each
+    "jax": {"processes": 2, "fsdp": 2},  # of eight, four in each
     "mindspore": {"processes": 2},
     "hpu-eager": {"processes": 2},
     "hpu-lazy": {"processes": 2},
@@ -64,7 +64,7 @@ VARIANTS = {
     "torch": Variant("torch", families=("sdxl", "sd", "sd3")),
     "jax": Variant("jax", more_families=("sd", "sd3")),
     # Of four devices, two share each array, and both pairs each batch.
-    "xla": Variant("xla", settings={"mesh": {"fsdp": 2}}, more_families=("sd", "sd3")),
+    "xla": Variant("xla", settings={"fsdp": 2}, more_families=("sd", "sd3")),
     "mindspore": Variant("mindspore", more_families=("sd",)),
     "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
     "hpu-lazy": Variant("torch", "hpu", {"hpu": {"mode": "lazy"}}),

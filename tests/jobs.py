@@ -21,14 +21,14 @@ CPU = torch.device("cpu")
 #: A run with a bit of everything that a resume must not disturb.
 SETTINGS = {
     "steps": 60,
-    "checkpoint_every": 7,
-    "log_every": 2,
+    "checkpointing_steps": 7,
+    "logging_steps": 2,
     "ema_decay": 0.95,
     "snr_gamma": 5.0,
-    "caption_dropout": 0.2,
+    "caption_dropout_rate": 0.2,
     "noise_offset": 0.05,
-    "lr_schedule": "cosine",
-    "warmup_steps": 5,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 5,
 }
 SAMPLER = {
     "seed": 7,
@@ -39,7 +39,7 @@ SAMPLER = {
     "batch_size": 2,
 }
 HOLDOUT = {"samples": 4, "draws": 2, "seed": 1, "noise_offset": 0.0}
-ADAPTERS = {"rank": 3, "alpha": 5.0, "targets": "all"}
+ADAPTERS = {"rank": 3, "alpha": 5.0, "target_modules": "all"}
 
 
 def lora(**settings: Any) -> dict[str, Any]:

@@ -75,18 +75,20 @@ def choose_layers(
         WrongInput: the targets name none; the message names some that there are.
     """
     if part.startswith("text_encoder"):
-        more = lora.targets in ("linear", "all")
+        more = lora.target_modules in ("linear", "all")
         return _ending(layers, TEXT_LINEAR if more else TEXT_ATTENTION)
-    if lora.targets == "all":
+    if lora.target_modules == "all":
         return list(layers)
-    if lora.targets == "linear":
+    if lora.target_modules == "linear":
         return [name for name, kind in layers.items() if kind == "linear"]
-    chosen = _ending(layers, attention if lora.targets == "attention" else lora.targets)
+    chosen = _ending(
+        layers, attention if lora.target_modules == "attention" else lora.target_modules
+    )
     if not chosen:
         ends = sorted({_end(name) for name in layers})
         raise WrongInput(
-            f"train.lora.targets: no layer of the {part} ends in {', '.join(lora.targets)} "
-            f"(there are: {', '.join(ends[:12])}, ...)"
+            f"train.lora.target_modules: no layer of the {part} ends in "
+            f"{', '.join(lora.target_modules)} (there are: {', '.join(ends[:12])}, ...)"
         )
     return chosen
 

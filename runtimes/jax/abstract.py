@@ -43,10 +43,12 @@ class AbstractStep:
         plain = settings.model_copy(update={"gradient_checkpointing": False})
         network = Network.without_weights(Path(request.model), plain, request.denoiser_config)
         self._settings, self._network, self._hosts = settings, network, hosts
-        self._mesh = Mesh(settings.mesh.fsdp, devices)
+        self._mesh = Mesh(settings.fsdp, devices)
         self._counter = FlopCounter(network)
         extras = Extras.of(network.denoiser.config)
-        self._batch = sample_batch(request, network.family, extras, text=settings.text_encoders)
+        self._batch = sample_batch(
+            request, network.family, extras, text=settings.train_text_encoder
+        )
         if settings.gradient_checkpointing:
             for part in network.children():
                 recompute(part)
@@ -60,7 +62,7 @@ class AbstractStep:
         """The step, ready to be compiled."""
         state = self._state()
         untouched = frozenset[str]()
-        if self._settings.text_encoders:
+        if self._settings.train_text_encoder:
             untouched = without_effect(self._counter.network, self._network, self._batch)
         predict = as_function(self._network, training=True)
         step = Step(predict, self._settings, self._mesh, self._names, untouched)

@@ -7,7 +7,7 @@ weights, moments and average take a part of the memory on each (GSPMD, arXiv 210
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -31,15 +31,15 @@ class Mesh:
         WrongInput: `fsdp` does not divide the number of devices.
     """
 
-    def __init__(self, fsdp: int, devices: Sequence[Any] | None = None) -> None:
+    def __init__(self, fsdp: int | Literal["all"], devices: Sequence[Any] | None = None) -> None:
         devices = jax.devices() if devices is None else devices
-        self.count, self.fsdp = len(devices), fsdp
+        self.count = len(devices)
+        shape = mesh_shape(self.count, fsdp)
+        self.fsdp = shape[1]
         self.platform = devices[0].platform
         self.local = sum(device.process_index == jax.process_index() for device in devices)
         # Not jax.make_mesh, which splits no physical axis of most TPUs: four of a 4x4, say.
-        placed = mesh_utils.create_device_mesh(
-            mesh_shape(self.count, fsdp), devices, allow_split_physical_axes=True
-        )
+        placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         self.mesh = jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
         self.whole = NamedSharding(self.mesh, PartitionSpec())
 

@@ -69,7 +69,7 @@ class TheRuntime:
         join(ranks, self._hosts, self._settings.device)
         self._kept = start(self._settings.device, job.compiled, self._settings.compute_dtype)
         self.device = describe()
-        self._mesh = Mesh(self._settings.mesh.fsdp)
+        self._mesh = Mesh(self._settings.fsdp)
         network = load_network(job, self._settings)
         self._counter = FlopCounter(network)
         self._constants = network.constants() if self._settings.method == "full" else {}
@@ -111,7 +111,7 @@ class TheRuntime:
 
     def _compile(self, batch: StepBatch) -> Any:
         untouched = frozenset[str]()
-        if self._settings.text_encoders:
+        if self._settings.train_text_encoder:
             untouched = without_effect(self._counter.network, self._network, batch)
         predict = as_function(self._network, training=True)
         step = Step(predict, self._settings, self._mesh, self._names, untouched)

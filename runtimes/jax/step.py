@@ -28,7 +28,7 @@ Groups = dict[str, Arrays]
 
 def numbers_of(step: int, learning_rate: float, settings: Train) -> NDArray[np.float32]:
     """What step `step` (from 0) has of its own: see `Step`."""
-    beta1, beta2 = settings.betas
+    beta1, beta2 = settings.adam_betas
     numbers = (
         learning_rate,
         learning_rate / (1 - beta1 ** (step + 1)),
@@ -122,8 +122,8 @@ class Step:
         factor = jnp.ones(())
         if settings.max_grad_norm is not None:
             factor = jnp.minimum(settings.max_grad_norm / (norm + 1e-6), 1.0)
-        (beta1, beta2), found = settings.betas, {group: dict(state[group]) for group in state}
-        text_rate = settings.text_encoder_learning_rate or settings.learning_rate
+        (beta1, beta2), found = settings.adam_betas, {group: dict(state[group]) for group in state}
+        text_rate = settings.text_encoder_lr or settings.learning_rate
         for name, gradient in gradients.items():
             if name in self.untouched:
                 continue
@@ -134,7 +134,7 @@ class Step:
             first = first + (1 - beta1) * (gradient - first)
             second = beta2 * second + (1 - beta2) * jnp.square(gradient)
             weight = state["weights"][name] * (1 - rate * (share * settings.weight_decay))
-            change = first / (jnp.sqrt(second) / root + settings.epsilon)
+            change = first / (jnp.sqrt(second) / root + settings.adam_epsilon)
             found["weights"][name] = weight - (step_size * share) * change
             found["exp_avg"][name], found["exp_avg_sq"][name] = first, second
         for name, average in state.get("ema", {}).items():

@@ -29,12 +29,12 @@ def check(settings: Train) -> None:
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}, adamw is")
     if settings.compile:
         raise WrongInput(f"train.compile is for runtime torch: {name} has train.mindspore.mode")
-    if settings.parallel == "fsdp" and ranks.world > 1:
-        raise WrongInput(f"train.parallel: fsdp is not for {name}, data is")
+    if settings.fsdp != 1 and ranks.world > 1:
+        raise WrongInput(f"train.fsdp: {settings.fsdp} is not for {name}: set 1")
     if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):
         raise WrongInput(f"train.lora: dora and dropout are not for {name}: leave them out")
     if on_cpu:
-        precision(settings.compute_dtype, "CPU", "train.compute_dtype")
+        precision(settings.compute_dtype, "CPU", "train.mixed_precision")
     if on_cpu and settings.mindspore.jit_level == "O2" and settings.mindspore.mode == "graph":
         raise WrongInput("train.mindspore.jit_level: O2 is CANN's, on Ascend: take O0 or O1")
 

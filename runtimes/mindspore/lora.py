@@ -45,7 +45,9 @@ def add_adapters(
     adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}
     if adapted != set(chosen):  # a name that is the end of another's
         odd = min(adapted ^ set(chosen))
-        raise WrongInput(f"train.lora.targets: {odd} of the {part} cannot be told from others")
+        raise WrongInput(
+            f"train.lora.target_modules: {odd} of the {part} cannot be told from others"
+        )
     for name, parameter in model.parameters_and_names():
         parameter.requires_grad = name.endswith((A, B))
         if name.endswith(A):

@@ -64,7 +64,7 @@ class Network(nn.Cell):
         else:
             unet = load_denoiser(denoiser, dtype, config, settings.seed)
         parts = {family.denoiser: unet}
-        if settings.text_encoders:
+        if settings.train_text_encoder:
             names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
         for name, part in parts.items():

@@ -51,7 +51,7 @@ class Update:
         self._average: dict[str, Parameter] = {}
         if settings.ema_decay is not None:
             self._average = {n: copied(f"ema.{n}", p) for n, p in masters.items()}
-        text_rate = settings.text_encoder_learning_rate or settings.learning_rate
+        text_rate = settings.text_encoder_lr or settings.learning_rate
         shares = {True: text_rate / settings.learning_rate, False: 1.0}
         self._groups = []
         for texts, share in shares.items():
@@ -102,10 +102,10 @@ class Update:
 
     def _numbers(self, rate: float) -> tuple[Tensor, ...]:
         """rate', eps' and decay' of this step."""
-        (beta1, beta2), count = self._settings.betas, self.loss_scale.updates
+        (beta1, beta2), count = self._settings.adam_betas, self.loss_scale.updates
         first, root = 1 - beta1**count, math.sqrt(1 - beta2**count)
         decay = self._settings.weight_decay * first / root
-        numbers = (rate * root / first, self._settings.epsilon * root, decay)
+        numbers = (rate * root / first, self._settings.adam_epsilon * root, decay)
         return tuple(_number(number) for number in numbers)
 
     @contextmanager
@@ -181,7 +181,7 @@ class _AdamW(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.masters, self.first, self.second = masters, first, second
-        self.beta1, self.beta2 = (_number(beta) for beta in settings.betas)
+        self.beta1, self.beta2 = (_number(beta) for beta in settings.adam_betas)
         self.most = settings.max_grad_norm
         self.each = ops.HyperMap()
 

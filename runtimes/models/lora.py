@@ -49,7 +49,9 @@ def add_adapters(
     adapted = dict(_adapted(model))
     if adapted.keys() != set(chosen):  # a name that is the end of another's
         odd = min(adapted.keys() ^ set(chosen))
-        raise WrongInput(f"train.lora.targets: {odd} of the {part} cannot be told from others")
+        raise WrongInput(
+            f"train.lora.target_modules: {odd} of the {part} cannot be told from others"
+        )
     for name, layer in adapted.items():
         _start(f"{part}.{stored_name(part, name)}", layer, seed)
 

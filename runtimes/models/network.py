@@ -55,7 +55,7 @@ class Network(torch.nn.Module):
         else:
             denoiser = load_denoiser(base, dtype, config, settings.seed)
         parts = {family.denoiser: denoiser}
-        if settings.text_encoders:
+        if settings.train_text_encoder:
             names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
         return cls._prepared(family, parts, settings)
@@ -71,7 +71,7 @@ class Network(torch.nn.Module):
         base = folder / family.denoiser
         config = trained_config(read_config(base / "config.json"), settings, denoiser_config)
         parts = {family.denoiser: empty_denoiser(base, config)}
-        if settings.text_encoders:
+        if settings.train_text_encoder:
             parts |= {name: empty_text_encoder(folder, name) for name in family.clip_encoders}
         parts = {name: part.to(dtype).to_empty(device="cpu") for name, part in parts.items()}
         return cls._prepared(family, parts, settings)

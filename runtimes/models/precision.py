@@ -9,4 +9,4 @@ from runtimes.contract import WrongInput
 def check_precision(settings: Train) -> None:
     """Raise WrongInput for a precision that needs a loss scale."""
     if settings.compute_dtype == "float16":
-        raise WrongInput("train.compute_dtype: float16 is for runtime mindspore: take bfloat16")
+        raise WrongInput("train.mixed_precision: fp16 is for runtime mindspore: set bf16")

@@ -82,12 +82,12 @@ class Objective:
     scale: LatentScale
     seed: int
     snr_gamma: float | None = None
-    debiased: bool = False
-    flow_weighting: FlowWeighting = "none"
+    debiased_estimation_loss: bool = False
+    weighting_scheme: FlowWeighting = "none"
     noise_offset: float = 0.0
     input_perturbation: float = 0.0
     sampling: TimestepSampling = field(default_factory=TimestepSampling)
-    caption_dropout: float = 0.0
+    caption_dropout_rate: float = 0.0
     _bounds: Shares | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,18 +99,19 @@ class Objective:
         object.__setattr__(self, "_bounds", bounds)
 
     def _check_flow(self) -> None:
-        for name in ("snr_gamma", "debiased"):
+        for name in ("snr_gamma", "debiased_estimation_loss"):
             if getattr(self, name):
                 raise WrongInput(
                     f"train.{name} weighs diffusion by its SNR, and the base is a flow: take "
-                    "train.flow_weighting"
+                    "train.weighting_scheme"
                 )
 
     def _check_diffusion(self, schedule: NoiseSchedule) -> None:
-        if self.flow_weighting != "none":
+        if self.weighting_scheme != "none":
             raise WrongInput(
-                f"train.flow_weighting: {self.flow_weighting} is for flow matching, and the base's "
-                "scheduler is not of a flow: take train.snr_gamma or train.debiased"
+                f"train.weighting_scheme: {self.weighting_scheme} is for flow matching, and the "
+                "base's scheduler is not of a flow: take train.snr_gamma or "
+                "train.debiased_estimation_loss"
             )
         if schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
             raise WrongInput(
@@ -127,12 +128,12 @@ class Objective:
             scale=scale,
             seed=settings.seed,
             snr_gamma=settings.snr_gamma,
-            debiased=settings.debiased,
-            flow_weighting=settings.flow_weighting,
+            debiased_estimation_loss=settings.debiased_estimation_loss,
+            weighting_scheme=settings.weighting_scheme,
             noise_offset=settings.noise_offset,
             input_perturbation=settings.input_perturbation,
             sampling=settings.timesteps,
-            caption_dropout=settings.caption_dropout,
+            caption_dropout_rate=settings.caption_dropout_rate,
         )
 
     def held_out(self, seed: int) -> Objective:
@@ -149,7 +150,7 @@ class Objective:
     ) -> Choices:
         count, bounds = len(self.schedule), self._bounds
         chosen = int(level * count) if bounds is None else level_at(level, bounds)
-        return Choices(chosen, caption, dropout < self.caption_dropout, flip, mask)
+        return Choices(chosen, caption, dropout < self.caption_dropout_rate, flip, mask)
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
         """eps [B, C, h, w], with a shift per channel if there is a noise offset.
@@ -182,8 +183,8 @@ class Objective:
             self.schedule,
             levels,
             snr_gamma=self.snr_gamma,
-            debiased=self.debiased,
-            flow_weighting=self.flow_weighting,
+            debiased_estimation_loss=self.debiased_estimation_loss,
+            weighting_scheme=self.weighting_scheme,
         )
 
     def _perturbed(self, noise: Array, counters: Sequence[int]) -> Array:

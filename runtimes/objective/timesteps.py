@@ -20,7 +20,7 @@ def level_bounds(settings: TimestepSampling, count: int) -> Shares | None:
     Raises WrongInput for a bias on no level.
     """
     shares = level_shares(settings, count)
-    if settings.distribution == "uniform" and settings.bias == "none":
+    if settings.distribution == "uniform" and settings.bias_strategy == "none":
         return None
     bounds = np.cumsum(shares)
     return np.append(bounds[:-1], 1.0)
@@ -33,14 +33,15 @@ def level_shares(settings: TimestepSampling, count: int) -> Shares:
     """
     shares = _biased(settings, count)
     if settings.distribution == "logit_normal":
-        shares = shares * logit_normal_shares(settings.mean, settings.std, count)
+        shares = shares * logit_normal_shares(-settings.logit_mean, settings.logit_std, count)
     return shares / shares.sum()
 
 
 def logit_normal_shares(mean: float, std: float, count: int) -> Shares:
     """Mass [count] of u = 1 / (1 + exp(-n)), n of N(mean, std^2), within each level.
 
-    SD3, arXiv 2403.03206, section 3.1: a mean above 0 draws noisier levels.
+    SD3, arXiv 2403.03206, section 3.1: a mean above 0 draws noisier levels. The setting
+    `logit_mean` has the other sign, as in diffusers, where u counts from pure noise.
     """
     normal = NormalDist(mean, std)
     inner = [normal.cdf(math.log(k / (count - k))) for k in range(1, count)]
@@ -55,17 +56,17 @@ def level_at(u: float, bounds: Shares) -> int:
 def _biased(settings: TimestepSampling, count: int) -> Shares:
     """1 for each level, times the multiplier for those of the bias [count]."""
     weights = np.ones(count)
-    if settings.bias == "none":
+    if settings.bias_strategy == "none":
         return weights
-    begin, end = settings.begin, settings.end
-    if settings.bias != "range":
-        some = int(settings.portion * count)
-        begin, end = (0, some) if settings.bias == "earlier" else (count - some, count)
+    begin, end = settings.bias_begin, settings.bias_end
+    if settings.bias_strategy != "range":
+        some = int(settings.bias_portion * count)
+        begin, end = (0, some) if settings.bias_strategy == "earlier" else (count - some, count)
     if not begin < end <= count:
-        what = "begin and end" if settings.bias == "range" else "portion"
+        what = "bias_begin and bias_end" if settings.bias_strategy == "range" else "bias_portion"
         raise WrongInput(
             f"train.timesteps.{what}: {begin} to {end} is no range of the schedule's {count} "
             "timesteps"
         )
-    weights[begin:end] = settings.multiplier
+    weights[begin:end] = settings.bias_multiplier
     return weights

@@ -22,15 +22,15 @@ def loss_weight(
     levels: Levels,
     *,
     snr_gamma: float | None = None,
-    debiased: bool = False,
-    flow_weighting: FlowWeighting = "none",
+    debiased_estimation_loss: bool = False,
+    weighting_scheme: FlowWeighting = "none",
 ) -> Array:
     """Weight of each sample [B]: what is asked for is what goes with the kind of schedule."""
     if isinstance(schedule, FlowSchedule):
-        return flow_weight(schedule.sigmas[levels], flow_weighting)
+        return flow_weight(schedule.sigmas[levels], weighting_scheme)
     if snr_gamma is not None:
         return min_snr_weight(_snr(schedule, levels), snr_gamma, schedule.prediction_type)
-    if debiased:
+    if debiased_estimation_loss:
         return debiased_weight(_snr(schedule, levels), schedule.prediction_type)
     return np.ones(len(levels), np.float32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from runtimes.contract import WrongInput
 
@@ -10,10 +11,12 @@ from runtimes.contract import WrongInput
 AXES = ("data", "fsdp")
 
 
-def mesh_shape(count: int, fsdp: int) -> tuple[int, int]:
-    """Of so many devices, along AXES. Raises WrongInput if `fsdp` does not divide them."""
+def mesh_shape(count: int, fsdp: int | Literal["all"]) -> tuple[int, int]:
+    """Shape of a mesh of `count` devices along AXES. Raises WrongInput if `fsdp` divides not."""
+    if fsdp == "all":
+        return 1, count
     if count % fsdp:
-        raise WrongInput(f"train.mesh.fsdp {fsdp} does not divide {count} devices")
+        raise WrongInput(f"train.fsdp {fsdp} does not divide {count} devices")
     return count // fsdp, fsdp
 
 

@@ -100,8 +100,8 @@ def choose_module(number: int) -> None:
 
 def check(settings: Train) -> None:
     """Raise WrongInput for settings that do not go with the device."""
-    if settings.parallel == "fsdp":
-        raise WrongInput("train.parallel: fsdp is not for device hpu: take data")
+    if settings.fsdp != 1:
+        raise WrongInput("train.fsdp: {settings.fsdp} is not for device hpu: set 1")
     if settings.optimizer == "adafactor":
         raise WrongInput(
             "train.optimizer: adafactor is not for device hpu, where its numbers would be another "
@@ -223,7 +223,7 @@ def adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimize
     """AdamW for weights on an HPU: Habana's FusedAdamW where there is one and it is wanted, else
     PyTorch's with its numbers on the device. In lazy mode a step of either is a graph of its own.
     """
-    like = {"betas": settings.betas, "eps": settings.epsilon}
+    like = {"betas": settings.adam_betas, "eps": settings.adam_epsilon}
     if counts_on_host(settings):
         kind = _as_pytorch(_fused("optimizers", "FusedAdamW"))
         return kind(groups, decay=settings.weight_decay, weight_decay=0.0, **like)

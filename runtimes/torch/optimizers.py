@@ -32,7 +32,7 @@ class Optimizer:
         self._parameters, self._memory, self._count = parameters, kind.memory, kind.count
         texts = {n: p for n, p in parameters.items() if n.startswith("text_encoder")}
         others = [p for n, p in parameters.items() if n not in texts]
-        peak = settings.text_encoder_learning_rate or settings.learning_rate
+        peak = settings.text_encoder_lr or settings.learning_rate
         groups = [{"params": others, "rate": 1.0}]
         if texts:
             groups.append({"params": list(texts.values()), "rate": peak / settings.learning_rate})
@@ -91,8 +91,8 @@ def _adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimiz
 
 def _like_adam(settings: Train) -> dict[str, Any]:
     return {
-        "betas": settings.betas,
-        "eps": settings.epsilon,
+        "betas": settings.adam_betas,
+        "eps": settings.adam_epsilon,
         "weight_decay": settings.weight_decay,
     }
 

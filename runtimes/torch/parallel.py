@@ -175,16 +175,21 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
     """
     if ranks.world == 1:
         return Alone()
-    if settings.parallel == "fsdp" and settings.optimizer != "adamw":
+    if settings.fsdp not in (1, "all", ranks.world):
         raise WrongInput(
-            f"train.optimizer {settings.optimizer} needs whole arrays: with train.parallel fsdp "
+            f"train.fsdp: {settings.fsdp} is not for runtime torch with {ranks.world} processes: "
+            "set 1 or all"
+        )
+    if settings.fsdp != 1 and settings.optimizer != "adamw":
+        raise WrongInput(
+            f"train.optimizer {settings.optimizer} needs whole arrays: with train.fsdp "
             "it must be adamw"
         )
     if device.index is not None:
         torch.get_device_module(device).set_device(device)
     # gloo is for what lies on the host, which NCCL and HCCL cannot pass on.
     join(ranks, BACKENDS.get(device.type, "gloo"))
-    return Sharded(ranks, device) if settings.parallel == "fsdp" else Data(ranks)
+    return Sharded(ranks, device) if settings.fsdp != 1 else Data(ranks)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ class TheRuntime:
         make_deterministic()
         ranks = Ranks.here()
         self._rank = ranks.rank
-        self.draws_together = ranks.world > 1 and self._settings.parallel == "fsdp"
+        self.draws_together = ranks.world > 1 and self._settings.fsdp != 1
         self._chip = open_chip(self._settings.device, ranks, self._settings.hpu, job.compiled)
         self._chip.check(self._settings)
         self._device = self._chip.device

@@ -27,7 +27,7 @@ from runtimes.train.result import write_result
 from runtimes.train.samples import Samples
 from runtimes.train.validation import measure
 
-ADVICE = "lower train.learning_rate, or set train.compute_dtype to float32"
+ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
 
 
 class Run:
@@ -53,7 +53,7 @@ class Run:
         self._first = Ranks.here().first
         self._checkpoints = Checkpoints(
             job.work,
-            settings.keep_checkpoints,
+            settings.checkpoints_total_limit,
             best=settings.keep_best,
             shard_bytes=settings.checkpoint_shard_bytes,
         )
@@ -96,7 +96,7 @@ class Run:
             if self._settings.divergence.action == "skip":  # which needs one to go back to
                 self._aside(self._take)
             return
-        if self._due(self._settings.validation.every) and self.recorder.validated is None:
+        if self._due(self._settings.holdout_loss.every_n_steps) and self.recorder.validated is None:
             self._aside(self._validate)
         if self._sampling() and not self._runtime.broadcast(self._samples.drawn(self.step)):
             self._aside(self._sample)
@@ -116,8 +116,11 @@ class Run:
             waited: the loader's sum of idle seconds.
         """
         every = self._settings
-        report = self._due(every.log_every) or self.step == every.steps
-        validate, save = self._due(every.validation.every), self._due(every.checkpoint_every)
+        report = self._due(every.logging_steps) or self.step == every.steps
+        validate, save = (
+            self._due(every.holdout_loss.every_n_steps),
+            self._due(every.checkpointing_steps),
+        )
         sample = self._sampling()
         if not (report or validate or save or sample):
             return True
@@ -205,7 +208,7 @@ class Run:
         self._boards.scalars(self.step, figures)
 
     def _sampling(self) -> bool:
-        return self._samples.wanted() and self._due(self._settings.sample_every)
+        return self._samples.wanted() and self._due(self._settings.sample_every_n_steps)
 
     def _sample(self) -> None:
         if not self._runtime.any_rank(self._stop.requested):
@@ -247,8 +250,8 @@ class Run:
         policy = self._settings.divergence
         if policy.action == "stop":
             raise Diverged(f"{offence.words}: {ADVICE}")
-        if len(self.skipped) >= policy.most:
-            words = f"{policy.most} batches have been left out already"
+        if len(self.skipped) >= policy.max_skips:
+            words = f"{policy.max_skips} batches have been left out already"
             raise Diverged(f"{offence.words}, and {words}: {ADVICE}")
         return offence
 

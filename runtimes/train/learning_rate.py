@@ -10,14 +10,14 @@ from configs.training import Train
 def learning_rate(step: int, settings: Train) -> float:
     """Linear warm-up to the peak, then constant or falling.
 
-    Step `warmup_steps - 1` is the first at the peak; the fall would reach
-    `lr_final * learning_rate` at step `steps`.
+    Step `lr_warmup_steps - 1` is the first at the peak; the fall would reach
+    `lr_min_ratio * learning_rate` at step `steps`.
     """
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+    if step < settings.lr_warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.lr_warmup_steps
+    done = (step - settings.lr_warmup_steps) / max(1, settings.steps - settings.lr_warmup_steps)
     left = _left(min(done, 1.0), settings)
-    return settings.learning_rate * (settings.lr_final + (1 - settings.lr_final) * left)
+    return settings.learning_rate * (settings.lr_min_ratio + (1 - settings.lr_min_ratio) * left)
 
 
 def _left(done: float, settings: Train) -> float:
@@ -25,7 +25,7 @@ def _left(done: float, settings: Train) -> float:
 
     Cosine and its restarts, which go back to the peak at once: SGDR, arXiv 1608.03983.
     """
-    match settings.lr_schedule:
+    match settings.lr_scheduler:
         case "constant":
             return 1.0
         case "linear":
@@ -35,7 +35,7 @@ def _left(done: float, settings: Train) -> float:
         case "cosine":
             return _cosine(done)
         case "cosine_with_restarts":
-            return _cosine(done * settings.lr_cycles % 1 if done < 1 else 1.0)
+            return _cosine(done * settings.lr_num_cycles % 1 if done < 1 else 1.0)
 
 
 def _cosine(done: float) -> float:

@@ -113,7 +113,7 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
         batch_size=settings.global_batch_size,
         seed=settings.seed,
         window=settings.shuffle_window,
-        text_encoders=settings.text_encoders,
+        text_encoders=settings.train_text_encoder,
         extras=Extras.of(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
         rank=ranks.rank,
@@ -123,17 +123,17 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
 
 def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | None:
     """What a job is validated on, if it is. Raises WrongInput if nothing was held out."""
-    if not settings.validation.every:
+    if not settings.holdout_loss.every_n_steps:
         return None
     share = settings.global_batch_size // Ranks.here().world
     return Holdout(
         latents,
         detect_family(Path(job.model)),
         _objective(job, settings, latents).held_out(SEED),
-        samples=settings.validation.samples,
-        draws=settings.validation.draws,
+        samples=settings.holdout_loss.samples,
+        draws=settings.holdout_loss.draws,
         batch_size=min(settings.micro_batch_size or share, share),  # what training has memory for
-        text_encoders=settings.text_encoders,
+        text_encoders=settings.train_text_encoder,
         extras=Extras.of(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
     )

@@ -37,7 +37,7 @@ def check(settings: Train) -> None:
     if settings.processes > 1:
         raise WrongInput(
             "train.processes is not for runtime xla: one process has all devices of a host, and "
-            "train.mesh says how they share the work"
+            "train.fsdp says how they share the work"
         )
     if settings.optimizer != "adamw":
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla, adamw is")

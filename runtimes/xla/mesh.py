@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,12 +36,13 @@ class Mesh:
         WrongInput: `fsdp` does not divide the number of devices.
     """
 
-    def __init__(self, fsdp: int, hosts: int) -> None:
+    def __init__(self, fsdp: int | Literal["all"], hosts: int) -> None:
         self.count = xr.global_runtime_device_count()
-        self.mesh = spmd.Mesh(np.arange(self.count), mesh_shape(self.count, fsdp), AXES)
+        shape = mesh_shape(self.count, fsdp)
+        self.mesh = spmd.Mesh(np.arange(self.count), shape, AXES)
         spmd.set_global_mesh(self.mesh)
         self.local = self.count // hosts  # devices of this host
-        self._fsdp, self._hosts, self._device = fsdp, hosts, torch_xla.device()
+        self._fsdp, self._hosts, self._device = shape[1], hosts, torch_xla.device()
 
     def check_rows(self, count: int) -> None:
         """Raise WrongInput for a host's share of a batch that its devices cannot share evenly."""

@@ -50,7 +50,7 @@ class TheRuntime:
         self.device = describe()
         self._hosts, self._rank = meet(ranks), ranks.rank
         self.draws_together = ranks.world > 1
-        self._mesh = Mesh(self._settings.mesh.fsdp, ranks.world)
+        self._mesh = Mesh(self._settings.fsdp, ranks.world)
         self._share = self._settings.global_batch_size // ranks.world
         self._share = min(self._settings.micro_batch_size or self._share, self._share)
         self._mesh.check_rows(self._share)

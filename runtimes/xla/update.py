@@ -30,7 +30,7 @@ class Update:
         self._average: dict[str, torch.Tensor] = {}
         if settings.ema_decay is not None:
             self._average = {n: mesh.put(mesh.fetch(p).clone()) for n, p in parameters.items()}
-        text_rate = settings.text_encoder_learning_rate or settings.learning_rate
+        text_rate = settings.text_encoder_lr or settings.learning_rate
         self._text_share = text_rate / settings.learning_rate
         self._step = 0
 
@@ -47,7 +47,7 @@ class Update:
         factor = None
         if given.max_grad_norm is not None:
             factor = (given.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        beta1, beta2 = given.betas
+        beta1, beta2 = given.adam_betas
         for name, gradient in gradients.items():
             parameter, first, second = self._parameters[name], self._first[name], self._second[name]
             gradient = gradient if factor is None else gradient * factor
@@ -55,7 +55,7 @@ class Update:
             first.lerp_(gradient, 1 - beta1)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             parameter.sub_(parameter * (rate * (share * given.weight_decay)))
-            change = first / (second.sqrt() / root + given.epsilon)
+            change = first / (second.sqrt() / root + given.adam_epsilon)
             parameter.sub_(change * (step_size * share))
             parameter.grad = None
         for name, average in self._average.items():
@@ -65,7 +65,7 @@ class Update:
 
     def _numbers(self, learning_rate: float) -> torch.Tensor:
         """What this step has of its own: one transfer for all of it."""
-        beta1, beta2 = self._settings.betas
+        beta1, beta2 = self._settings.adam_betas
         count = self._step + 1
         decay = min(self._settings.ema_decay or 0.0, (1 + self._step) / (10 + self._step))
         numbers = (

@@ -56,7 +56,7 @@ def _trained_texts(folder: Path) -> bool:
     """Whether its recipe, if it has one, trained the text encoders."""
     try:
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-        return bool(recipe["train"]["text_encoders"])
+        return bool(recipe["train"]["train_text_encoder"])
     except (OSError, KeyError, TypeError, yaml.YAMLError):
         return False
 

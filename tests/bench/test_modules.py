@@ -82,7 +82,7 @@ def test_a_step_of_mindones_is_compared_with_ours(
 def test_a_whole_run_is_timed_stage_by_stage(tmp_path: Path) -> None:
     model = TINY.write(tmp_path / "model")
     images = inputs.write_images(tmp_path / "images", 2, TINY.size)
-    settings = {"steps": 2, "global_batch_size": 2, "device": "cpu", "sample_every": 0}
+    settings = {"steps": 2, "global_batch_size": 2, "device": "cpu", "sample_every_n_steps": 0}
     whole, stages = ours.whole_run(images, model, tmp_path, TINY.size, settings)
     assert stages.keys() == {"download", "encode", "train"}
     assert sum(stages.values()) < whole
@@ -101,7 +101,7 @@ def test_drawers_are_compared_with_the_first(
         monkeypatch.setenv(name, value)
     twice = {name: ("torch", "cpu", {}) for name in ("torch", "again")}
     monkeypatch.setattr(same_picture, "DRAWERS", twice)
-    options = ("num_inference_steps=2", "n_samples=2", "guidance_scale=3")
+    options = ("num_inference_steps=2", "num_images_per_prompt=2", "guidance_scale=3")
     words = [str(tiny_sdxl), "a red cat", *(word for o in options for word in ("-o", o))]
     assert same_picture.main([*words, "--out", str(tmp_path / "page.png")]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]

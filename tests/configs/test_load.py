@@ -35,7 +35,10 @@ def test_the_recipes_users_are_told_of_are_there() -> None:
         ({"runtime": "tpu"}, "runtime: Input should be 'torch'"),
         ({"name.x": 1}, "name is a value, not a section"),
         ({"source.kind": "ftp"}, "source"),
-        ({"train.snr_gamma": 5.0, "train.debiased": True}, "train: snr_gamma and debiased are two"),
+        (
+            {"train.snr_gamma": 5.0, "train.debiased_estimation_loss": True},
+            "train: snr_gamma and debiased_estimation_loss",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_file_and_path(overrides, words: str) -> None:

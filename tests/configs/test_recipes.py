@@ -39,5 +39,5 @@ def test_a_toy_differs_from_its_recipe_in_sizes_and_places_alone(name: str, tmp_
     before, after = (flat(load_recipe(name, o).model_dump()) for o in ({}, overrides))
     changed = {dotted for dotted in before | after if before.get(dotted) != after.get(dotted)}
     assert {dotted for dotted in changed if not dotted.startswith("source.")} <= overrides.keys()
-    kept = {"runtime", "train.method", "train.learning_rate", "train.compute_dtype", "train.mesh"}
+    kept = {"runtime", "train.method", "train.learning_rate", "train.mixed_precision", "train.mesh"}
     assert not kept & changed and "train.steps" in changed

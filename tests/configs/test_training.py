@@ -12,8 +12,8 @@ from configs.training import CARRYING_OUT, Train, computing
     ("one", "other"),
     [
         ({}, {"lora": {"rank": 4}}),
-        ({}, {"lr_power": 2.0, "lr_cycles": 3, "lr_final": 0.1}),
-        ({"processes": 2}, {"micro_batch_size": 4, "device": "cpu", "checkpoint_every": 7}),
+        ({}, {"lr_power": 2.0, "lr_num_cycles": 3, "lr_min_ratio": 0.1}),
+        ({"processes": 2}, {"micro_batch_size": 4, "device": "cpu", "checkpointing_steps": 7}),
         ({"method": "lora"}, {"method": "lora", "processes": 2}),
     ],
 )
@@ -29,8 +29,8 @@ def test_what_has_no_effect_does_not_count(one: dict[str, Any], other: dict[str,
         ({"method": "lora"}, {"lora": {"rank": 4}}),
         ({"method": "lora", "lora": {"dropout": 0.1}}, {"processes": 2}),
         ({"method": "lora", "lora": {"dropout": 0.1}}, {"micro_batch_size": 2}),
-        ({"lr_schedule": "polynomial"}, {"lr_power": 2.0}),
-        ({"text_encoders": True}, {"text_encoder_learning_rate": 1e-6}),
+        ({"lr_scheduler": "polynomial"}, {"lr_power": 2.0}),
+        ({"train_text_encoder": True}, {"text_encoder_lr": 1e-6}),
     ],
 )
 def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any]) -> None:
@@ -41,22 +41,25 @@ def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any
     ("settings", "words"),
     [
         ({"processes": 3}, "processes"),
-        ({"processes": 2, "parallel": "fsdp", "optimizer": "adafactor"}, "parallel must be data"),
+        ({"processes": 2, "fsdp": "all", "optimizer": "adafactor"}, "fsdp must be 1"),
         ({"keep_best": 1}, "keep_best"),
-        ({"keep_best": 1, "checkpoint_every": 100, "validation": {"every": 70}}, "must divide"),
-        ({"snr_gamma": 5.0, "debiased": True}, "give one"),
+        (
+            {"keep_best": 1, "checkpointing_steps": 100, "holdout_loss": {"every_n_steps": 70}},
+            "must divide",
+        ),
+        ({"snr_gamma": 5.0, "debiased_estimation_loss": True}, "give one"),
         ({"method": "lora", "init": "random"}, "method must be full"),
-        ({"betas": [0.9, 1.0]}, "less than 1"),
-        ({"text_encoder_learning_rate": 1e-5}, "text_encoders: true"),
+        ({"adam_betas": [0.9, 1.0]}, "less than 1"),
+        ({"text_encoder_lr": 1e-5}, "train_text_encoder: true"),
         ({"steps": 10, "profile": {"start": 8, "steps": 3}}, "profile: steps 8 to 11"),
         (
-            {"optimizer": "adafactor", "betas": [0.9, 0.99]},
+            {"optimizer": "adafactor", "adam_betas": [0.9, 0.99]},
             r"betas has no effect with optimizer: adafactor: leave it at \[0.9, 0.999\]",
         ),
-        ({"timesteps": {"begin": 200}}, "begin has no effect with bias: none: leave it at 0"),
-        ({"timesteps": {"bias": "later", "end": 500}}, "end has no effect with bias: later"),
-        ({"timesteps": {"bias": "range", "portion": 0.5}}, "portion has no effect with bias"),
-        ({"loss_scale": {"initial": 8.0}}, "loss_scale is for compute_dtype: float16"),
+        ({"timesteps": {"bias_begin": 200}}, "bias_begin has no effect with bias_strategy: none"),
+        ({"timesteps": {"bias_strategy": "later", "bias_end": 500}}, "bias_end has no effect"),
+        ({"timesteps": {"bias_strategy": "range", "bias_portion": 0.5}}, "bias_portion has no"),
+        ({"loss_scale": {"initial": 8.0}}, "loss_scale is for mixed_precision: fp16"),
         ({"mindspore": {"jit_level": "O1"}}, "jit_level has no effect with mode: pynative"),
     ],
 )
@@ -65,7 +68,9 @@ def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str)
         Train(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"optimizer": "adafactor"}, {"timesteps": {"bias": "later"}}])
+@pytest.mark.parametrize(
+    "settings", [{"optimizer": "adafactor"}, {"timesteps": {"bias_strategy": "later"}}]
+)
 def test_resolved_settings_name_also_what_has_no_effect(settings: dict[str, Any]) -> None:
     resolved = Train(**settings)
     assert Train(**resolved.model_dump(mode="json")) == resolved
@@ -75,38 +80,39 @@ def test_resolved_settings_name_also_what_has_no_effect(settings: dict[str, Any]
 COUNTING: dict[str, tuple[Any, dict[str, Any]]] = {
     "method": ("lora", {}),
     "lora": ({"rank": 4}, {"method": "lora"}),
-    "text_encoders": (True, {}),
-    "text_encoder_learning_rate": (1e-6, {"text_encoders": True}),
+    "train_text_encoder": (True, {}),
+    "text_encoder_lr": (1e-6, {"train_text_encoder": True}),
     "init": ("random", {}),
     "denoiser_config": ("config.json", {"init": "random"}),
     "inpainting": (True, {}),
     "aesthetic_score": (True, {}),
     "steps": (7, {}),
+    "epochs": (2.0, {}),
     "seed": (1, {}),
     "global_batch_size": (8, {}),
     "optimizer": ("adafactor", {}),
     "learning_rate": (1e-4, {}),
-    "lr_schedule": ("linear", {}),
-    "lr_final": (0.5, {"lr_schedule": "linear"}),
-    "lr_cycles": (2, {"lr_schedule": "cosine_with_restarts"}),
-    "lr_power": (2.0, {"lr_schedule": "polynomial"}),
-    "warmup_steps": (3, {}),
+    "lr_scheduler": ("linear", {}),
+    "lr_min_ratio": (0.5, {"lr_scheduler": "linear"}),
+    "lr_num_cycles": (2, {"lr_scheduler": "cosine_with_restarts"}),
+    "lr_power": (2.0, {"lr_scheduler": "polynomial"}),
+    "lr_warmup_steps": (3, {}),
     "weight_decay": (0.0, {}),
-    "betas": ([0.8, 0.99], {}),
-    "epsilon": (1e-6, {}),
+    "adam_betas": ([0.8, 0.99], {}),
+    "adam_epsilon": (1e-6, {}),
     "max_grad_norm": (None, {}),
     "ema_decay": (0.9, {}),
     "prediction_type": ("v_prediction", {}),
     "zero_terminal_snr": (True, {}),
     "snr_gamma": (5.0, {}),
-    "debiased": (True, {}),
-    "flow_weighting": ("cosmap", {}),
+    "debiased_estimation_loss": (True, {}),
+    "weighting_scheme": ("cosmap", {}),
     "noise_offset": (0.1, {}),
     "input_perturbation": (0.1, {}),
-    "timesteps": ({"bias": "later"}, {}),
-    "caption_dropout": (0.1, {}),
-    "compute_dtype": ("bfloat16", {}),
-    "loss_scale": ({"initial": 8.0}, {"compute_dtype": "float16"}),
+    "timesteps": ({"bias_strategy": "later"}, {}),
+    "caption_dropout_rate": (0.1, {}),
+    "mixed_precision": ("bf16", {}),
+    "loss_scale": ({"initial": 8.0}, {"mixed_precision": "fp16"}),
     "shuffle_window": (2, {}),
     "divergence": ({"action": "skip"}, {}),
 }

@@ -41,8 +41,8 @@ class Plain:
         self.average = {name: p.detach().clone() for name, p in self.trained.items()}
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
-            betas=self.settings.betas,
-            eps=self.settings.epsilon,
+            betas=self.settings.adam_betas,
+            eps=self.settings.adam_epsilon,
             weight_decay=self.settings.weight_decay,
             foreach=False,
             fused=False,

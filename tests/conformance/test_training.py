@@ -47,7 +47,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "sd3": {"timesteps": {"distribution": "logit_normal"}},
 }
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 1e-2}
-TEXT_LORA = {**LORA, "text_encoders": True, "text_encoder_learning_rate": 5e-3}
+TEXT_LORA = {**LORA, "train_text_encoder": True, "text_encoder_lr": 5e-3}
 HALF = {"mindspore": "float16"}  # MindSpore's CPU backend has no bfloat16
 
 
@@ -145,7 +145,11 @@ def test_text_encoders_with_adapters_are_trained_as_torch_does(
 @subjects(without="hpu-eager hpu-lazy npu", soak="jax xla mindspore")
 def test_half_precision_stays_where_it_was(runtime: Subject, make_job: MakeJob) -> None:
     dtype = HALF.get(runtime.name, "bfloat16")
-    job = make_job(runtime.name, compute_dtype=dtype, **OBJECTIVES["sdxl"])
+    job = make_job(
+        runtime.name,
+        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}[dtype],
+        **OBJECTIVES["sdxl"],
+    )
     runtime.run(job)
     golden.check(runtime.name, "sdxl full", dtype, history(job))
 

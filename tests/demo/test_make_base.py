@@ -76,7 +76,7 @@ def test_a_base_made_of_a_few_steps_is_laid_out_as_the_shipped_one(tmp_path: Pat
         config,
         clip=replace(config.clip, steps=2, batch_size=8),
         vae=replace(config.vae, steps=2),
-        unet=replace(config.unet, steps=2, pictures=64, batch_size=8, warmup_steps=1),
+        unet=replace(config.unet, steps=2, pictures=64, batch_size=8, lr_warmup_steps=1),
         sampling=replace(config.sampling, num_inference_steps=2),
     )
     make_base(config, tmp_path / "work", tmp_path / "base")  # and draws with it, to measure it

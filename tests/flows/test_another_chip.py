@@ -36,16 +36,16 @@ def recipe(small: Overrides, tiny_sdxl: Path, tiny_clip: Path) -> Overrides:
         "evaluate.clip": str(tiny_clip),
         "evaluate.judges": [],
         "train.steps": STEPS,
-        "train.warmup_steps": 2,
-        "train.checkpoint_every": SAVED,
-        "train.sample_every": 0,
+        "train.lr_warmup_steps": 2,
+        "train.checkpointing_steps": SAVED,
+        "train.sample_every_n_steps": 0,
     }
 
 
 def held_at(step: int) -> Overrides:
     """Settings that change nothing of what is trained, and keep training busy at a step: once its
     checkpoint is on its way, pictures are drawn that take a thousand steps each."""
-    return {"train.sample_every": step, "evaluate.num_inference_steps": 1000}
+    return {"train.sample_every_n_steps": step, "evaluate.num_inference_steps": 1000}
 
 
 def saved(store: Path) -> list[int]:

@@ -68,7 +68,7 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(
     server: Server, small: dict[str, Any]
 ) -> None:
     """It was not killed for want of time: the checkpoint is the one that it leaves when asked."""
-    endless = {**small, "train.steps": 100_000, "train.checkpoint_every": 100_000}
+    endless = {**small, "train.steps": 100_000, "train.checkpointing_steps": 100_000}
     run = server.run("finetune/digits", endless)
     store = Path(str(small["store"]))
 

@@ -13,7 +13,7 @@ from artifacts.store import KeyParts, Store
 from tasks.publish.registry import Registry
 
 pytestmark = pytest.mark.slow
-COMMON = ("num_inference_steps=2", "n_samples=2", "guidance_scale=3", "device=cpu")
+COMMON = ("num_inference_steps=2", "num_images_per_prompt=2", "guidance_scale=3", "device=cpu")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_pictures_come_with_their_settings(
     def draw(*more: str) -> Any:
         return json.loads(say(*more, "--json").splitlines()[-1])
 
-    first = draw("n_iter=2", "n_rows=4")
+    first = draw("num_rounds=2", "grid_columns=4")
     assert first["outcome"] == "built" and first["pictures"] == 8
     assert 0 < first["first_seconds"] <= first["seconds"]
     folder = Path(first["folder"])
@@ -61,12 +61,12 @@ def test_pictures_come_with_their_settings(
     assert grid.shape == (2 * 32 + 2, 4 * 32 + 6, 3)
     np.testing.assert_array_equal(grid[34:, 34:66], pictures[5])
 
-    again = draw("n_iter=2", "n_rows=4")
+    again = draw("num_rounds=2", "grid_columns=4")
     assert again["outcome"] == "reused" and again["folder"] == first["folder"]
-    assert draw("n_iter=2", "n_rows=8")["outcome"] == "reused"  # and laid out anew
+    assert draw("num_rounds=2", "grid_columns=8")["outcome"] == "reused"  # and laid out anew
     assert Image.open(folder / "grid.png").size == (8 * 32 + 14, 32)
 
-    fixed = Path(draw("fixed_noise=true", "n_iter=2", "--skip-grid")["folder"])
+    fixed = Path(draw("fixed_noise=true", "num_rounds=2", "--skip-grid")["folder"])
     assert not (fixed / "grid.png").exists()
     same = [np.asarray(Image.open(path)) for path in sorted((fixed / "samples").iterdir())]
     np.testing.assert_array_equal(same[0], same[4])
@@ -74,9 +74,9 @@ def test_pictures_come_with_their_settings(
     noise = [n["noise"] for n in json.loads((fixed / "pictures.json").read_text())["pictures"]]
     assert noise == [0, 1] * 4
 
-    told = say("n_iter=2", "n_rows=4").splitlines()[-1]
+    told = say("num_rounds=2", "grid_columns=4").splitlines()[-1]
     assert told == f"8 pictures, drawn before: {folder}"
-    bare = draw("--skip-save", "n_iter=2", "n_rows=2")
+    bare = draw("--skip-save", "num_rounds=2", "grid_columns=2")
     assert bare["outcome"] == "reused" and bare["folder"] == first["folder"]
     assert "ddim_eta is for scheduler ddim" in say("ddim_eta=0.5", "scheduler=euler", code=2)
     assert "height: 36 is not a multiple" in say("height=36", code=2)

@@ -161,10 +161,10 @@ def test_adapters_are_published_merged_or_alone_and_draw_the_same(
         **small,
         "train.steps": 30,
         "train.global_batch_size": 8,
-        "train.warmup_steps": 2,
+        "train.lr_warmup_steps": 2,
         "train.ema_decay": None,  # of so few steps it would be the base
-        "train.checkpoint_every": 15,
-        "train.sample_every": 15,
+        "train.checkpointing_steps": 15,
+        "train.sample_every_n_steps": 15,
         "publish.gate": ["holdout_loss < base"],
     }
     merged = in_process.finetune(tmp_path, "digits-lora", overrides, api)
@@ -186,7 +186,12 @@ def test_adapters_are_published_merged_or_alone_and_draw_the_same(
     assert np.abs(published.draw(version, prompt) - expected).max() <= 4  # merged in float16
     assert np.abs(before - expected).max() > 16
 
-    settings = {**published.DRAWING, "n_samples": 1, "device": "cpu", "store": small["store"]}
+    settings = {
+        **published.DRAWING,
+        "num_images_per_prompt": 1,
+        "device": "cpu",
+        "store": small["store"],
+    }
     drawn = in_process.generate(tmp_path, "digits-lora", api, prompts=[prompt], settings=settings)
     (file,) = (drawn / "samples").iterdir()
     assert np.abs(np.asarray(Image.open(file)).astype(int) - expected).max() <= 1

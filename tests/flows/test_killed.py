@@ -124,7 +124,7 @@ def test_killed_in_download_encoding_and_training_a_run_goes_on_from_there(
 def test_killed_again_and_again_a_run_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, small: Overrides, run_here: RunHere, api: str, chance: random.Random
 ) -> None:
-    longer = {**small, "train.steps": 60, "train.checkpoint_every": 3}
+    longer = {**small, "train.steps": 60, "train.checkpointing_steps": 3}
     whole = run_here("digits", {**longer, "store": str(tmp_path / "whole")})
     for stage, kills, most in (("download", 3, 2), ("encode", 3, 2), ("train", 4, 3)):
         for _ in range(kills):

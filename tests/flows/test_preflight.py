@@ -24,14 +24,17 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
     [
         ({"train.prediction_type": "epsilon"}, "set train.prediction_type to v_prediction"),
         ({"train.prediction_type": "flow"}, "flow needs a base with a FlowMatch scheduler"),
-        ({"train.flow_weighting": "cosmap"}, "train.flow_weighting: cosmap is for flow matching"),
         (
-            {"train.timesteps.bias": "range", "train.timesteps.end": 1001},
-            "train.timesteps.begin and end: 0 to 1001 is no range",
+            {"train.weighting_scheme": "cosmap"},
+            "train.weighting_scheme: cosmap is for flow matching",
+        ),
+        (
+            {"train.timesteps.bias_strategy": "range", "train.timesteps.bias_end": 1001},
+            "train.timesteps.bias_begin and bias_end: 0 to 1001 is no range",
         ),
         ({"train.optimizer": "adamw_8bit", "train.device": "cpu"}, "needs a CUDA device"),
         ({"runtime": "jax", "train.compile": True}, "train.compile is for runtime torch"),
-        ({"runtime": "jax", "train.compute_dtype": "float16"}, "float16 is for runtime mindspore"),
+        ({"runtime": "jax", "train.mixed_precision": "fp16"}, "fp16 is for runtime mindspore"),
         (
             {"train.prediction_type": "sample", "publish.gate": ["holdout_loss < base"]},
             "publish.gate: 'holdout_loss < base' compares errors of different predictions",
@@ -57,7 +60,7 @@ def test_an_objective_that_does_not_go(
         {"publish.gate": ["holdout_loss < base"]},
         {"train.prediction_type": "sample"},
         {"train.prediction_type": "epsilon", "train.zero_terminal_snr": False},
-        {"train.snr_gamma": None, "train.debiased": True},
+        {"train.snr_gamma": None, "train.debiased_estimation_loss": True},
         PAINTS,
     ],
 )

@@ -53,8 +53,8 @@ def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
 ) -> None:
     """The second run of a person, with a server of its own again; most is reused."""
     folder = Path(shutil.copytree(published, tmp_path / "again", symlinks=True))
-    endless = {"train.steps": 100_000, "train.checkpoint_every": 100_000, "train.sample_every": 0,
-               "train.log_every": 1}  # fmt: skip
+    endless = {"train.steps": 100_000, "train.checkpointing_steps": 100_000}
+    endless |= {"train.sample_every_n_steps": 0, "train.logging_steps": 1}
     overrides = {**smallest, **endless, "store": str(folder / "store")}
     with Terminal() as terminal:
         run = start(folder, overrides, terminal)

@@ -174,7 +174,7 @@ launch.run_on_slice(
 def test_a_run_that_is_interrupted_has_the_slice_checkpoint_and_deletes_it(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:
-    job = make_job("stopped", **{**SETTINGS, "steps": 100_000, "checkpoint_every": 50_000})
+    job = make_job("stopped", **{**SETTINGS, "steps": 100_000, "checkpointing_steps": 50_000})
     write_job(job, tmp_path / "job.json")
     given = (json.dumps(SLICE), str(tmp_path / "job.json"), str(tmp_path / "store"))
     command = [sys.executable, "-c", LAUNCH, *given]

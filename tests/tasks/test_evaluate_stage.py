@@ -344,7 +344,9 @@ def test_a_champion_with_trained_text_encoders_encodes_with_them(tmp_path: Path)
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
     digests = set()
     for trained in (False, True):
-        (tmp_path / "recipe.yaml").write_text(f"train: {{text_encoders: {str(trained).lower()}}}")
+        (tmp_path / "recipe.yaml").write_text(
+            f"train: {{train_text_encoder: {str(trained).lower()}}}"
+        )
         painter = published_painter(tmp_path)
         names = ("text_encoder", "text_encoder_2") if trained else ()
         assert painter.tuned.parts == {name: tmp_path / name for name in names}

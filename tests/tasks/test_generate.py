@@ -22,7 +22,7 @@ from runtimes.sample.generate import generate as draw_here
 from tasks import generate
 from tasks.progress import Progress
 
-COMMON: dict[str, Any] = {"num_inference_steps": 2, "n_samples": 2, "guidance_scale": 3}
+COMMON: dict[str, Any] = {"num_inference_steps": 2, "num_images_per_prompt": 2, "guidance_scale": 3}
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_each_setting_changes_the_pictures(draw: Callable[..., Artifact]) -> Non
         {"num_inference_steps": 3},
         {"guidance_scale": 2},
         {"negative_prompt": "blue"},
-        {"precision": "bfloat16"},
+        {"dtype": "bfloat16"},
         {"scheduler": "euler_ancestral"},
         {"scheduler": "ddim", "ddim_eta": 0.5},
     ]
@@ -76,7 +76,7 @@ def test_each_setting_changes_the_pictures(draw: Callable[..., Artifact]) -> Non
 def test_size_rounds_and_fixed_noise(draw: Callable[..., Artifact]) -> None:
     wide = pictures(draw(width=48, height=24))
     assert wide.shape == (4, 24, 48, 3)
-    rounds, fixed = (pictures(draw(n_iter=2, fixed_noise=fixed)) for fixed in (False, True))
+    rounds, fixed = (pictures(draw(num_rounds=2, fixed_noise=fixed)) for fixed in (False, True))
     assert len(rounds) == len(fixed) == 8
     np.testing.assert_array_equal(rounds[:2], fixed[:2])
     np.testing.assert_array_equal(fixed[:4], fixed[4:])
@@ -98,7 +98,7 @@ def test_the_grid_has_as_many_in_a_row_as_are_asked_for(draw: Callable[..., Arti
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"n_sample": 2}, r"n_sample: unknown setting \(did you mean n_samples\?\)"),
+        ({"num_image": 2}, r"num_image: unknown setting \(did you mean num_images_per_prompt\?\)"),
         ({"model": "other"}, "model is an argument of its own"),
         ({"file": "prompts.txt"}, "give either prompts or a file"),
         ({"negative_prompt": "blue", "guidance_scale": 1}, "raise guidance_scale above 1"),

@@ -13,8 +13,8 @@ from tasks.targets import check
 def test_adapters_targets_are_looked_for_in_the_base_s_files(tiny_sdxl: Path) -> None:
     lora = {"train.method": "lora"}
     for targets in ("attention", "linear", "all", ["conv1", "to_q"]):
-        check(load_recipe("digits", {**lora, "train.lora.targets": targets}), tiny_sdxl)
-    recipe = load_recipe("digits", {**lora, "train.lora.targets": ["to_x"]})
+        check(load_recipe("digits", {**lora, "train.lora.target_modules": targets}), tiny_sdxl)
+    recipe = load_recipe("digits", {**lora, "train.lora.target_modules": ["to_x"]})
     with pytest.raises(WrongInput, match=r"no layer of the unet ends in to_x \(there are: "):
         check(recipe, tiny_sdxl)
 

@@ -19,7 +19,7 @@ def layers(part: torch.nn.Module) -> set[str]:
 def test_targets_are_attention_or_all_linear_or_convolutions_too(make_job: MakeJob) -> None:
     counts = {}
     for targets in ("attention", "linear", "all"):
-        runtime, _ = start(make_job(**lora(targets=targets)))
+        runtime, _ = start(make_job(**lora(target_modules=targets)))
         unet = runtime._network.denoiser
         found = counts[targets] = layers(unet)
         kinds = {type(dict(unet.named_modules())[name].base_layer) for name in found}
@@ -34,7 +34,7 @@ def test_targets_are_attention_or_all_linear_or_convolutions_too(make_job: MakeJ
 
 
 def test_targets_may_be_ends_of_names(make_job: MakeJob) -> None:
-    runtime, _ = start(make_job(**lora(targets=("to_k", "resnets.0.conv1"))))
+    runtime, _ = start(make_job(**lora(target_modules=("to_k", "resnets.0.conv1"))))
     found = layers(runtime._network.denoiser)
     assert {name.rpartition(".")[2] for name in found} == {"to_k", "conv1"}
     assert not any(name.endswith("resnets.1.conv1") for name in found)
@@ -42,7 +42,7 @@ def test_targets_may_be_ends_of_names(make_job: MakeJob) -> None:
 
 def test_targets_that_are_not_there_are_named_with_some_that_are(make_job: MakeJob) -> None:
     with pytest.raises(WrongInput, match=r"train\.lora\.targets: .* ends in to_x .*conv1"):
-        start(make_job(**lora(targets=("to_x",))))
+        start(make_job(**lora(target_modules=("to_x",))))
 
 
 def test_text_encoders_have_adapters_on_attention_or_on_all_layers() -> None:
@@ -51,7 +51,7 @@ def test_text_encoders_have_adapters_on_attention_or_on_all_layers() -> None:
     chosen = {
         targets: [name.rpartition(".")[2] for name in choose_layers("text_encoder", known, lora)]
         for targets in ("attention", "all", ("to_q",))
-        for lora in [Lora(targets=targets)]
+        for lora in [Lora(target_modules=targets)]
     }
     assert chosen["attention"] == chosen["to_q",] == ["q_proj", "out_proj"]
     assert chosen["all"] == ["q_proj", "out_proj", "fc1"]
@@ -81,7 +81,7 @@ def test_adapters_start_by_seed_and_name_alone(make_job: MakeJob) -> None:
     torch.manual_seed(1)
     one = start(make_job(**lora(), seed=4))[0].state()["weights"]
     torch.manual_seed(2)
-    other = start(make_job(**lora(targets="attention"), seed=4))[0].state()["weights"]
+    other = start(make_job(**lora(target_modules="attention"), seed=4))[0].state()["weights"]
     assert other.keys() < one.keys()
     for name, array in other.items():
         np.testing.assert_array_equal(array, one[name])
@@ -100,7 +100,7 @@ def test_down_starts_as_peft_starts_it() -> None:
 
 def test_in_half_precision_the_base_is_half_and_adapters_are_not(make_job: MakeJob) -> None:
     for dora in (False, True):
-        runtime, batch = start(make_job(**lora(dora=dora), compute_dtype="bfloat16"))
+        runtime, batch = start(make_job(**lora(dora=dora), mixed_precision="bf16"))
         kinds = {"lora_" in n: p.dtype for n, p in runtime._network.named_parameters()}
         assert kinds == {False: torch.bfloat16, True: torch.float32}
         full, _ = start(make_job(**lora(dora=dora)))
@@ -117,7 +117,9 @@ def assert_equal(one: State, other: State) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_restored_run_goes_on_to_the_bit(make_job: MakeJob, dropout: float) -> None:
-    job = make_job(**lora(dropout=dropout), ema_decay=0.9, text_encoders=True, micro_batch_size=2)
+    job = make_job(
+        **lora(dropout=dropout), ema_decay=0.9, train_text_encoder=True, micro_batch_size=2
+    )
     one, batch = start(job)
     for step in range(2):
         one.step(batch(step), 1e-2)
@@ -146,7 +148,7 @@ def test_accumulation_and_checkpointing_leave_gradients_alone(
 ) -> None:
     """Adam's first moment after one step is a tenth of the gradient."""
     given = {} if method == "full" else lora(dora=method == "dora")
-    given |= {"text_encoders": True, "max_grad_norm": None}
+    given |= {"train_text_encoder": True, "max_grad_norm": None}
     whole, _ = trained(make_job(**given), 1)
     gradients = whole.state()["exp_avg"]
     size = np.sqrt(sum(float(np.square(g).sum()) for g in gradients.values()))

@@ -47,9 +47,9 @@ def in_pipeline(job: TrainJob, pipe: Any, batch: StepBatch) -> torch.Tensor:
 CASES = {
     "plain": lora(),
     "dora": lora(dora=True),
-    "attention": lora(targets="attention", alpha=None),
-    "texts": {**lora(), "text_encoders": True},
-    "texts, dora": {**lora(dora=True), "text_encoders": True},
+    "attention": lora(target_modules="attention", alpha=None),
+    "texts": {**lora(), "train_text_encoder": True},
+    "texts, dora": {**lora(dora=True), "train_text_encoder": True},
 }
 
 
@@ -75,7 +75,7 @@ def test_the_older_family_s_load_too(
 ) -> None:
     info = {"family": "sd", "prompt_dim": 32, "pooled_dim": None, "empty_prompt": "encoded"}
     url = write_latents(tmp_path / "sd", [{"train/8x8": 12}], **info)
-    job = make_job(model=str(tiny_sd), latents=url, text_encoders=True, **lora())
+    job = make_job(model=str(tiny_sd), latents=url, train_text_encoder=True, **lora())
     check_both_layouts(job, tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_a_transformer_s_load_too(
     targets: str,
 ) -> None:
     url = write_latents(tmp_path / "sd3", [{"train/8x8": 20}], **describe_encoders(tiny_sd3))
-    given = {**lora(targets=targets), "text_encoders": targets == "all"}
+    given = {**lora(target_modules=targets), "train_text_encoder": targets == "all"}
     job = make_job(model=str(tiny_sd3), latents=url, **given)
     runtime, batch = trained(job)
     write_result(job, runtime.state(), [])
@@ -105,7 +105,7 @@ def test_a_transformer_s_load_too(
 
 @pytest.mark.parametrize("targets", ["attention", "all"])
 def test_kohya_s_layout_loads_alike(make_job: MakeJob, tmp_path: Path, targets: str) -> None:
-    check_both_layouts(make_job(**lora(targets=targets), text_encoders=True), tmp_path)
+    check_both_layouts(make_job(**lora(target_modules=targets), train_text_encoder=True), tmp_path)
 
 
 def check_both_layouts(job: TrainJob, folder: Path) -> None:
@@ -152,7 +152,7 @@ def test_kohya_s_names_of_dora_are_those_that_diffusers_knows(make_job: MakeJob)
 
 
 def test_a_pipeline_with_the_file_draws_what_ours_draws(make_job: MakeJob) -> None:
-    job = make_job(**lora(), text_encoders=True)
+    job = make_job(**lora(), train_text_encoder=True)
     runtime, _ = trained(job)
     write_result(job, runtime.state(), [])
     sampler = {"seed": 1, "num_inference_steps": 3, "guidance_scale": 3.0, "batch_size": 1}
@@ -169,7 +169,7 @@ def test_a_pipeline_with_the_file_draws_what_ours_draws(make_job: MakeJob) -> No
 def test_adapters_of_another_model_are_refused(
     make_job: MakeJob, tiny_sd: Path, tmp_path: Path
 ) -> None:
-    job = make_job(**lora(targets="attention"))
+    job = make_job(**lora(target_modules="attention"))
     runtime, _ = trained(job, 1)
     write_result(job, runtime.state(), [])
     drawing = Drawing(out="", lora=f"{job.out}/{LORA_WEIGHTS}")
@@ -199,7 +199,7 @@ def test_evaluation_draws_with_adapters_laid_over(
     make_job: MakeJob, latents_url: str, tmp_path: Path
 ) -> None:
     """Pictures and held-out losses of base and tuned, whichever of them comes first."""
-    job = make_job(**lora(), text_encoders=True)
+    job = make_job(**lora(), train_text_encoder=True)
     runtime, _ = trained(job)
     write_result(job, runtime.state(), [])
     drawn: dict[str, dict[str, bytes]] = {}

@@ -32,8 +32,8 @@ def objective(**settings: float) -> Objective:
 
 def make_loader(url: str, **more: object) -> Loader:
     settings = {"batch_size": 4, "seed": 5, "window": 2, **more}
-    dropout = settings.pop("caption_dropout", 0.0)
-    objectives = objective(caption_dropout=dropout)  # type: ignore[arg-type]
+    dropout = settings.pop("caption_dropout_rate", 0.0)
+    objectives = objective(caption_dropout_rate=dropout)  # type: ignore[arg-type]
     return Loader(open_latents(url), FAMILIES["sdxl"], objectives, **settings)  # type: ignore[arg-type]
 
 
@@ -94,7 +94,7 @@ def test_a_dropped_caption_is_what_the_pipeline_takes_for_none(
     tmp_path: Path, empty_prompt: str, write_latents: WriteLatents
 ) -> None:
     url = write_latents(str(tmp_path), [{"train/8x8": 8}], empty_prompt=empty_prompt)
-    batch = make_loader(url, caption_dropout=1.0).batch(0)
+    batch = make_loader(url, caption_dropout_rate=1.0).batch(0)
     shard = LatentShard(open_latents(url).shards[0].url)
     prompt, pooled = map(from_bfloat16, (shard.prompt_embeds(0), shard.pooled_prompt_embeds(0)))
     if empty_prompt == "zeros":
@@ -109,8 +109,8 @@ def test_with_text_encoders_batches_have_token_ids_in_place_of_embeddings(
     tmp_path: Path, empty_prompt: str, write_latents: WriteLatents
 ) -> None:
     url = write_latents(str(tmp_path), [{"train/8x8": 8}], empty_prompt=empty_prompt)
-    loader = make_loader(url, caption_dropout=0.5, text_encoders=True)
-    plain = make_loader(url, caption_dropout=0.5)
+    loader = make_loader(url, caption_dropout_rate=0.5, text_encoders=True)
+    plain = make_loader(url, caption_dropout_rate=0.5)
     shard = LatentShard(open_latents(url).shards[0].url)
     embeds = {from_bfloat16(shard.prompt_embeds(row)).tobytes(): row for row in range(6)}
     dropped = []
@@ -143,7 +143,7 @@ def test_sd3_s_zeros_that_are_not_stored_are_added(
         loader = Loader(
             latents,
             FAMILIES["sd3"],
-            objective(caption_dropout=1.0),
+            objective(caption_dropout_rate=1.0),
             batch_size=2,
             seed=0,
             window=1,

@@ -36,7 +36,11 @@ def job(patchwork: Path, write_latents: Callable[..., str], tmp_path: Path, make
     latents = write_latents(str(tmp_path / "store"), [groups], **describe_encoders(patchwork))
 
     def make(runtime: str, **settings: Any) -> TrainJob:
-        settings = {"caption_dropout": 0.3, "checkpoint_every": 3, "ema_decay": 0.9} | settings
+        settings = {
+            "caption_dropout_rate": 0.3,
+            "checkpointing_steps": 3,
+            "ema_decay": 0.9,
+        } | settings
         given = {"model": str(patchwork), "latents": latents, "runtime": runtime}
         found: TrainJob = make_job(name=runtime, **given, **settings)
         return found
@@ -57,7 +61,9 @@ def test_captions_are_encoded_as_its_pipeline_does(patchwork: Path) -> None:
 @pytest.mark.parametrize("method", ["full", "lora", "text"])
 def test_it_trains_on_both_runtimes_alike_and_resumes(job: Any, method: str) -> None:
     chips.require("jax")
-    settings: dict[str, Any] = {"full": {}, "lora": lora(), "text": {"text_encoders": True}}[method]
+    settings: dict[str, Any] = {"full": {}, "lora": lora(), "text": {"train_text_encoder": True}}[
+        method
+    ]
     found = []
     for runtime in ("torch", "jax"):
         one = job(runtime, **settings)

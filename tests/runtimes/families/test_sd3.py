@@ -52,7 +52,11 @@ def latents(tiny_sd3: Path, write_latents: Callable[..., str], tmp_path: Path) -
 @pytest.fixture
 def job(tiny_sd3: Path, latents: str, make_job: Callable[..., TrainJob]) -> TrainJob:
     return make_job(
-        model=str(tiny_sd3), latents=latents, steps=STEPS, caption_dropout=0.3, max_grad_norm=None
+        model=str(tiny_sd3),
+        latents=latents,
+        steps=STEPS,
+        caption_dropout_rate=0.3,
+        max_grad_norm=None,
     )
 
 
@@ -113,7 +117,7 @@ def plain_training(folder: Path, job: TrainJob) -> tuple[SD3Transformer2DModel, 
 
 
 def test_stopped_and_resumed_it_ends_alike(job: TrainJob, tmp_path: Path) -> None:
-    settings = {**job.train, "checkpoint_every": 1}
+    settings = {**job.train, "checkpointing_steps": 1}
     parts = replace(job, train=settings, work=str(tmp_path / "w"), out=str(tmp_path / "o"))
     stop = Stop()
     stop.requested = True
@@ -174,7 +178,7 @@ def assert_same_pictures(pipe: StableDiffusion3Pipeline, folder: Path, drawing: 
 def test_adapters_of_transformer_and_clip_load_in_diffusers(
     job: TrainJob, tiny_sd3: Path, tmp_path: Path
 ) -> None:
-    settings = {**job.train, "method": "lora", "text_encoders": True}
+    settings = {**job.train, "method": "lora", "train_text_encoder": True}
     assert train(replace(job, train=settings), Silent(), Stop())
     drawing = Drawing(str(tmp_path / "d"), lora=f"{job.out}/pytorch_lora_weights.safetensors")
     drawn = GenerateJob("torch", str(tiny_sd3), (drawing,), PROMPTS, SAMPLER, "cpu")
@@ -187,7 +191,7 @@ def test_adapters_of_transformer_and_clip_load_in_diffusers(
 
 
 def test_its_clip_encoders_are_trained_while_its_t5_is_not(job: TrainJob, tiny_sd3: Path) -> None:
-    settings = {**job.train, "text_encoders": True, "steps": 2}
+    settings = {**job.train, "train_text_encoder": True, "steps": 2}
     assert train(replace(job, train=settings), Silent(), Stop())
     parts = {path.name for path in Path(job.out).iterdir() if path.is_dir()}
     assert parts == {FAMILIES["sd3"].denoiser, *FAMILIES["sd3"].clip_encoders}

@@ -129,8 +129,8 @@ def draw(folder: str, guidance: float) -> tuple[int, list[int], int]:
 
 NAMES = ("unet.a", "unet.b", "text_encoder.c")
 UPDATE: dict[str, Any] = {
-    **{"weight_decay": 0.1, "ema_decay": 0.9, "text_encoders": True, "learning_rate": 1e-2},
-    **{"text_encoder_learning_rate": 1e-3, "max_grad_norm": 2.0, "hpu": Hpu(mode=None)},
+    **{"weight_decay": 0.1, "ema_decay": 0.9, "train_text_encoder": True, "learning_rate": 1e-2},
+    **{"text_encoder_lr": 1e-3, "max_grad_norm": 2.0, "hpu": Hpu(mode=None)},
 }
 
 

@@ -90,10 +90,10 @@ def test_steps_are_three_graphs_and_never_wait(
         device="hpu",
         hpu={"mode": mode, "fused": fused},
         steps=steps,
-        log_every=LOGGED,
-        checkpoint_every=SAVED,
-        lr_schedule="cosine",
-        warmup_steps=5,
+        logging_steps=LOGGED,
+        checkpointing_steps=SAVED,
+        lr_scheduler="cosine",
+        lr_warmup_steps=5,
         ema_decay=0.9,
         max_grad_norm=0.5,
     )
@@ -117,7 +117,13 @@ def test_bfloat16_is_what_products_are_computed_in(
     """The losses are farther from those of float32 than its own are, and not far."""
     kinds, found = {}, {}
     for dtype in ("float32", "bfloat16"):
-        made = make_job(dtype, device="hpu", hpu={"mode": mode}, steps=2, compute_dtype=dtype)
+        made = make_job(
+            dtype,
+            device="hpu",
+            hpu={"mode": mode},
+            steps=2,
+            mixed_precision={"float32": "no", "bfloat16": "bf16"}[dtype],
+        )
         job = replace(made, latents=one_size)
         kinds[dtype] = set(host.call("train", asdict(job))["products"])
         found[dtype] = losses(job)
@@ -129,7 +135,7 @@ def test_bfloat16_is_what_products_are_computed_in(
 def test_hpu_graphs_are_recorded_once_a_shape(lazy: DriverProcess, make_job: MakeJob) -> None:
     """Two buckets; the casts of one step are not kept for the next."""
     hpu = {"mode": "lazy", "graphs": True}
-    job = make_job(device="hpu", hpu=hpu, steps=8, compute_dtype="bfloat16", ema_decay=0.9)
+    job = make_job(device="hpu", hpu=hpu, steps=8, mixed_precision="bf16", ema_decay=0.9)
     assert lazy.call("train", asdict(job))["recorded"] == 2
 
 

@@ -54,7 +54,7 @@ def test_a_true_model_is_planned_from_its_configs(
 ) -> None:
     _, like, _, resolution, teraflops = TRUE[name]
     folder = configs_of(name, request.getfixturevalue(like), tmp_path / name)
-    settings = Train(global_batch_size=16, ema_decay=0.9999, compute_dtype="bfloat16")
+    settings = Train(global_batch_size=16, ema_decay=0.9999, mixed_precision="bf16")
     asked = Request(str(folder), settings.model_dump(mode="json"), resolution, "v5p-8")
     step = AbstractStep(asked, settings, jax.devices()[:1], hosts=1)
     assert step.flops_per_image() == pytest.approx(teraflops * 1e12, rel=0.02)

@@ -92,9 +92,9 @@ def test_adapters_validation_and_pictures_of_two_processes(
 ) -> None:
     """Each array is shared by two devices; each process measures all that is held out. In the end
     none is killed for waiting on the other."""
-    settings = {"ema_decay": 0.9, "validation": {"every": 2, "samples": 5, "draws": 2}}
-    settings |= {"steps": 4, "sample_every": 4, **lora(targets="attention")}
-    expected, found = both(make_job, jax={"processes": 2, "mesh": {"fsdp": 2}}, **settings)
+    settings = {"ema_decay": 0.9, "holdout_loss": {"every_n_steps": 2, "samples": 5, "draws": 2}}
+    settings |= {"steps": 4, "sample_every_n_steps": 4, **lora(target_modules="attention")}
+    expected, found = both(make_job, jax={"processes": 2, "fsdp": 2}, **settings)
     train(expected)
     assert run_watched(found, tmp_path) == "[0]"
     assert history(found) == pytest.approx(history(expected), rel=WITHIN)

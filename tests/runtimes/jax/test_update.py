@@ -16,8 +16,8 @@ from runtimes.jax.step import Step, numbers_of  # noqa: E402
 WEIGHTS = {"unet.gain": (3, 4, 4), "text_encoder.bias": (3, 1, 1)}
 SETTINGS = Train(
     learning_rate=1e-2,
-    text_encoder_learning_rate=3e-2,
-    text_encoders=True,
+    text_encoder_lr=3e-2,
+    train_text_encoder=True,
     weight_decay=0.3,
     max_grad_norm=0.05,
     ema_decay=0.5,

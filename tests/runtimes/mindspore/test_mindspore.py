@@ -74,7 +74,7 @@ def elsewhere(job: TrainJob, folder: Path, **settings: Any) -> TrainJob:
             marks=pytest.mark.soak,
         ),
         pytest.param(
-            *("O0", 1e-3, {"compute_dtype": "float16", "loss_scale": {"initial": 1024.0}}),
+            *("O0", 1e-3, {"mixed_precision": "fp16", "loss_scale": {"initial": 1024.0}}),
             id="float16",
             marks=pytest.mark.soak,
         ),
@@ -102,10 +102,10 @@ def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
     """On the smallest pictures: on a CPU products in half precision are slow."""
     job = make_job(
         steps=4,
-        checkpoint_every=3,
+        checkpointing_steps=3,
         global_batch_size=2,
         ema_decay=0.9,
-        compute_dtype="float16",
+        mixed_precision="fp16",
         loss_scale={"initial": 2.0**19, "growth_every": 3},
         latents=write_latents(tmp_path / "small", [{"train/4x4": 9}]),
     )
@@ -127,7 +127,7 @@ def test_text_encoders_follow_torch(
     driver: DriverProcess, make_job: MakeJob, tmp_path: Path
 ) -> None:
     """Their adapters do so in the conformance suite."""
-    job = make_job(steps=4, text_encoders=True, text_encoder_learning_rate=5e-4)
+    job = make_job(steps=4, train_text_encoder=True, text_encoder_lr=5e-4)
     expected = elsewhere(replace(job, runtime="torch"), tmp_path / "torch")
     train(expected)
     driver.call("train", asdict(job))
@@ -138,7 +138,7 @@ def test_text_encoders_follow_torch(
 def test_msrun_starts_two_processes_that_write_one_checkpoint(
     python: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:
-    job = make_job(steps=2, checkpoint_every=1, device="cpu")
+    job = make_job(steps=2, checkpointing_steps=1, device="cpu")
     expected = elsewhere(replace(job, runtime="torch"), tmp_path / "torch")
     train(expected)
     path = tmp_path / "job.json"
@@ -221,10 +221,10 @@ def as_mindone_draws(
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "train.compute_dtype: MindSpore has bfloat16 on Ascend": {"compute_dtype": "bfloat16"},
+    "train.mixed_precision: MindSpore has bfloat16 on Ascend": {"mixed_precision": "bf16"},
     "adafactor is not for runtime mindspore": {"optimizer": "adafactor"},
     "dora and dropout are not": {"method": "lora", "lora": {"dropout": 0.1}},
-    "parallel: fsdp is not": {"parallel": "fsdp", "processes": 2},
+    "fsdp: all is not": {"fsdp": "all", "processes": 2},
     "O2 is CANN's": {"mindspore": {"mode": "graph", "jit_level": "O2"}},
     "MindSpore finds 0 here": {"device": "ascend"},
     "'cuda' is not for runtime mindspore": {"device": "cuda"},
@@ -257,7 +257,7 @@ def test_gradient_checkpointing_computes_activations_twice(
 def test_gradients_that_are_no_numbers_at_the_least_scale_are_a_divergence(
     driver: DriverProcess, make_job: MakeJob
 ) -> None:
-    job = make_job(compute_dtype="float16", loss_scale={"initial": 1.0})
+    job = make_job(mixed_precision="fp16", loss_scale={"initial": 1.0})
     skipped, norm = driver.call("without_numbers", asdict(job))
     assert not skipped and math.isnan(norm)
 

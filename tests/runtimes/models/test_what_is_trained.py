@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_captions_are_encoded_in_the_step_and_dropped_ones_are_zeros(make_job: MakeJob) -> None:
-    runtime, batch = start(make_job(text_encoders=True, caption_dropout=0.5, seed=2))
+    runtime, batch = start(make_job(train_text_encoder=True, caption_dropout_rate=0.5, seed=2))
     given = Inputs(batch(0), sender(CPU))
     dropped = given.conditioning["dropped"]
     assert set(dropped.tolist()) == {0.0, 1.0}
@@ -51,8 +51,8 @@ def test_captions_are_encoded_in_the_step_and_dropped_ones_are_zeros(make_job: M
 
 def test_text_encoders_have_a_learning_rate_of_their_own(make_job: MakeJob) -> None:
     """Adam's first step is the learning rate, whatever the gradient."""
-    given = {"learning_rate": 1e-3, "text_encoder_learning_rate": 1e-4, "weight_decay": 0.0}
-    runtime, batch = start(make_job(text_encoders=True, **given))
+    given = {"learning_rate": 1e-3, "text_encoder_lr": 1e-4, "weight_decay": 0.0}
+    runtime, batch = start(make_job(train_text_encoder=True, **given))
     before = runtime.state()["weights"]
     runtime.step(batch(0), 5e-4)  # half of the peak: they too take half of theirs
     after = runtime.state()["weights"]
@@ -68,7 +68,7 @@ def test_text_encoders_have_a_learning_rate_of_their_own(make_job: MakeJob) -> N
 
 
 def test_whole_text_encoders_are_written_and_draw(make_job: MakeJob, tmp_path: Path) -> None:
-    job = make_job(text_encoders=True)
+    job = make_job(train_text_encoder=True)
     runtime, batch = trained(job, rate=1e-2)
     files = write_result(job, runtime.state(), [])
     parts = ("unet", "text_encoder", "text_encoder_2")
@@ -85,7 +85,7 @@ def test_whole_text_encoders_are_written_and_draw(make_job: MakeJob, tmp_path: P
 
 
 def test_stored_text_weights_have_the_names_of_the_hub(make_job: MakeJob) -> None:
-    runtime, _ = start(make_job(text_encoders=True))
+    runtime, _ = start(make_job(train_text_encoder=True))
     names = {n for n in runtime.state()["weights"] if n.startswith("text_encoder")}
     assert "text_encoder.text_model.final_layer_norm.weight" in names
     assert "text_encoder_2.text_projection.weight" in names
@@ -146,7 +146,9 @@ def test_a_config_that_does_not_fit_is_refused(
 def test_training_goes_on_from_what_was_published(
     make_job: MakeJob, tmp_path: Path, method: str
 ) -> None:
-    job = make_job(method=method, lora={"targets": "all", "alpha": 7.0}, text_encoders=True)
+    job = make_job(
+        method=method, lora={"target_modules": "all", "alpha": 7.0}, train_text_encoder=True
+    )
     runtime, batch = trained(job, rate=1e-2)
     write_result(job, runtime.state(), [])
     out, base = Path(job.out), Path(job.model)
@@ -154,7 +156,7 @@ def test_training_goes_on_from_what_was_published(
     adapters = read_adapters(out / LORA_WEIGHTS) if method == "lora" else None
     published = tmp_path / "published"
     assemble(base, parts, published, dtype="float32", adapters=adapters)
-    again, _ = start(make_job("again", model=str(published), text_encoders=True))
+    again, _ = start(make_job("again", model=str(published), train_text_encoder=True))
     torch.testing.assert_close(
         predicted(again._network, batch), predicted(runtime._network, batch), rtol=1e-5, atol=1e-5
     )

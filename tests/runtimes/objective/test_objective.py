@@ -73,7 +73,7 @@ def test_target_and_noisy_latents_come_from_one_draw(kind: str) -> None:
 
 def test_a_flow_tells_the_denoiser_a_thousand_sigma() -> None:
     mean, logvar = normal(5, 4, 8, 8), np.full((5, 4, 8, 8), -60, np.float32)
-    ours = flow(flow_weighting="cosmap")
+    ours = flow(weighting_scheme="cosmap")
     noised = ours.noised(mean, logvar, LEVELS, range(5))
     eps, latents = ours.noise(range(5), (4, 8, 8)), mean * 0.5
     sigma = noised.timesteps[:, None, None, None] / 1000
@@ -138,7 +138,7 @@ def test_input_perturbation_goes_into_the_model_and_not_into_the_target(make: Ma
 
 
 def test_choices_are_uniform_and_dropout_moves_no_other_choice() -> None:
-    none, some = diffusion(), diffusion(caption_dropout=0.3)
+    none, some = diffusion(), diffusion(caption_dropout_rate=0.3)
     drawn = list(zip(none.choices(range(4000)), some.choices(range(4000)), strict=True))
     assert all((a.level, a.caption) == (b.level, b.caption) for a, b in drawn)
     assert not any(a.dropped for a, _ in drawn)
@@ -151,23 +151,25 @@ def test_choices_are_uniform_and_dropout_moves_no_other_choice() -> None:
 
 @BOTH
 def test_how_timesteps_are_drawn_moves_no_other_choice(make: Make) -> None:
-    settings = TimestepSampling(distribution="logit_normal", mean=1.0, bias="later", multiplier=2.0)
+    settings = TimestepSampling(
+        distribution="logit_normal", logit_mean=-1.0, bias_strategy="later", bias_multiplier=2.0
+    )
     none, some = make(), make(sampling=settings)
     drawn = list(zip(none.choices(range(1000)), some.choices(range(1000)), strict=True))
     assert all((a.caption, a.dropped) == (b.caption, b.dropped) for a, b in drawn)
     assert np.mean([b.level for _, b in drawn]) > 700
     noisy = none.schedule.timesteps(np.array([b.level for _, b in drawn], np.int32))
     plain = none.schedule.timesteps(np.array([a.level for a, _ in drawn], np.int32))
-    assert noisy.mean() > plain.mean() + 100  # a mean above 0, and later, are noisier for both
+    assert noisy.mean() > plain.mean() + 100  # a mean below 0, and later, are noisier for both
 
 
 def test_what_is_held_out_is_measured_plainly() -> None:
-    sampling = TimestepSampling(bias="later", multiplier=9.0)
+    sampling = TimestepSampling(bias_strategy="later", bias_multiplier=9.0)
     trained = diffusion(
         snr_gamma=5.0,
         noise_offset=0.1,
         input_perturbation=0.1,
-        caption_dropout=0.5,
+        caption_dropout_rate=0.5,
         sampling=sampling,
     )
     assert trained.held_out(9) == Objective(trained.schedule, SCALE, 9, noise_offset=0.1)
@@ -176,25 +178,25 @@ def test_what_is_held_out_is_measured_plainly() -> None:
 def test_a_recipe_says_all_of_it() -> None:
     settings = Train(
         seed=5,
-        debiased=True,
+        debiased_estimation_loss=True,
         noise_offset=0.1,
         input_perturbation=0.2,
-        caption_dropout=0.3,
-        timesteps=TimestepSampling(bias="earlier", multiplier=2.0),
+        caption_dropout_rate=0.3,
+        timesteps=TimestepSampling(bias_strategy="earlier", bias_multiplier=2.0),
     )
     schedule = NoiseSchedule.from_config(SCALED)
     assert Objective.of(settings, schedule, SCALE) == Objective(
         schedule,
         SCALE,
         5,
-        debiased=True,
+        debiased_estimation_loss=True,
         noise_offset=0.1,
         input_perturbation=0.2,
-        sampling=TimestepSampling(bias="earlier", multiplier=2.0),
-        caption_dropout=0.3,
+        sampling=TimestepSampling(bias_strategy="earlier", bias_multiplier=2.0),
+        caption_dropout_rate=0.3,
     )
-    weighted = Objective.of(Train(flow_weighting="cosmap"), FlowSchedule.from_config({}), SCALE)
-    assert weighted.flow_weighting == "cosmap"
+    weighted = Objective.of(Train(weighting_scheme="cosmap"), FlowSchedule.from_config({}), SCALE)
+    assert weighted.weighting_scheme == "cosmap"
     assert Objective.of(Train(snr_gamma=5.0), schedule, SCALE).snr_gamma == 5.0
 
 
@@ -202,13 +204,17 @@ def test_a_recipe_says_all_of_it() -> None:
     ("make", "settings", "message"),
     [
         (diffusion, {"config": ZERO_SNR}, r"set train\.prediction_type to v_prediction"),
-        (diffusion, {"flow_weighting": "cosmap"}, r"train\.flow_weighting: cosmap is for flow"),
+        (diffusion, {"weighting_scheme": "cosmap"}, r"train\.weighting_scheme: cosmap is for flow"),
         (flow, {"snr_gamma": 5.0}, r"train\.snr_gamma weighs diffusion by its SNR"),
-        (flow, {"debiased": True}, r"train\.debiased weighs diffusion by its SNR"),
         (
             flow,
-            {"sampling": TimestepSampling(bias="range", begin=1000, end=1200)},
-            r"train\.timesteps\.begin and end: 1000 to 1200",
+            {"debiased_estimation_loss": True},
+            r"train\.debiased_estimation_loss weighs diffusion by its SNR",
+        ),
+        (
+            flow,
+            {"sampling": TimestepSampling(bias_strategy="range", bias_begin=1000, bias_end=1200)},
+            r"train\.timesteps\.bias_begin and bias_end: 1000 to 1200",
         ),
     ],
 )

@@ -40,19 +40,19 @@ def test_min_snr_is_finite_where_the_snr_is_zero_or_endless() -> None:
 def test_debiased_is_one_over_the_root_of_the_snr() -> None:
     snr = np.array([0.01, 1.0, 4.0, 100.0], np.float32)
     assert_close(debiased_weight(snr, "epsilon"), [10, 1, 0.5, 0.1])
-    weight = loss_weight(schedule(), LEVELS, debiased=True)
+    weight = loss_weight(schedule(), LEVELS, debiased_estimation_loss=True)
     assert_close(weight, schedule().snr(LEVELS) ** -0.5)
 
 
 def test_debiased_is_bounded_where_the_snr_is_zero() -> None:
     levels = np.arange(1000, dtype=np.int32)
-    velocity = loss_weight(schedule("v_prediction", True), levels, debiased=True)
+    velocity = loss_weight(schedule("v_prediction", True), levels, debiased_estimation_loss=True)
     assert velocity[-1] == 0 and velocity.max() <= 0.5
-    sample = loss_weight(schedule("sample", True), levels, debiased=True)
+    sample = loss_weight(schedule("sample", True), levels, debiased_estimation_loss=True)
     assert sample[-1] == 0 and np.isfinite(sample).all()
 
 
-@pytest.mark.parametrize("settings", [{"snr_gamma": 5.0}, {"debiased": True}])
+@pytest.mark.parametrize("settings", [{"snr_gamma": 5.0}, {"debiased_estimation_loss": True}])
 def test_a_weighting_asks_the_same_of_every_prediction_type(settings: dict) -> None:
     """One guess at the picture, said as picture, noise or velocity, costs the same."""
     rng = np.random.default_rng(0)

@@ -36,7 +36,7 @@ def test_killed_and_stopped_it_ends_with_the_same_bytes(
     make_job: MakeJob, start_job: StartJob, chance: random.Random
 ) -> None:
     # Three are stopped early. Each is at most a full pipe ahead of us, which is less than 35 lines.
-    settings = {**SETTINGS, "steps": 120, "log_every": 1}
+    settings = {**SETTINGS, "steps": 120, "logging_steps": 1}
     whole = make_job("whole", **settings)
     assert train(whole, Events(), Stop())
 
@@ -75,7 +75,7 @@ def test_killed_and_stopped_it_ends_with_the_same_bytes(
 def test_killed_again_and_again_it_redoes_only_what_no_checkpoint_has(
     make_job: MakeJob, start_job: StartJob, chance: random.Random
 ) -> None:
-    settings = {**SETTINGS, "steps": 200, "checkpoint_every": 5, "log_every": 1}
+    settings = {**SETTINGS, "steps": 200, "checkpointing_steps": 5, "logging_steps": 1}
     whole = make_job("whole", **settings)
     assert train(whole, Events(), Stop())
 
@@ -113,7 +113,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_stage_that_asks_and_then_dies_does_not_kill_the_save(
     make_job: MakeJob, start_job: StartJob
 ) -> None:
-    job = make_job(steps=5000, checkpoint_every=5000, log_every=10)
+    job = make_job(steps=5000, checkpointing_steps=5000, logging_steps=10)
     child = start_job(job, ("-c", SLOW_SAVE), pipe=2**16)
     child.step_of_first("progress")
     child.process.terminate()

@@ -72,7 +72,7 @@ def test_no_step_waits_and_all_products_are_bfloat16(
     host: DriverProcess, make_job: MakeJob
 ) -> None:
     """The driver fails where one is not."""
-    settings = {"compute_dtype": "bfloat16", "max_grad_norm": 0.5, "ema_decay": 0.9}
+    settings = {"mixed_precision": "bf16", "max_grad_norm": 0.5, "ema_decay": 0.9}
     found = host.call("steps", asdict(make_job(device="npu", steps=3, **settings)))
     assert found["devices"] == ["npu:0"]
     assert len(found["losses"]) == 3 and min(found["losses"]) > 0

@@ -90,8 +90,8 @@ def test_state_of_another_optimizer_is_refused() -> None:
 
 def test_each_part_has_its_learning_rate() -> None:
     given = parameters()
-    ratio = {"learning_rate": 1e-2, "text_encoder_learning_rate": 1e-3}
-    optimizer = Optimizer(given, Train(**ratio, text_encoders=True, weight_decay=0.0))
+    ratio = {"learning_rate": 1e-2, "text_encoder_lr": 1e-3}
+    optimizer = Optimizer(given, Train(**ratio, train_text_encoder=True, weight_decay=0.0))
     before = {name: p.detach().clone() for name, p in given.items()}
     give_gradients(given, 0)
     optimizer.step(5e-3)

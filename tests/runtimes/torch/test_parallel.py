@@ -29,8 +29,8 @@ from runtimes.train.trainer import train
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: One process takes 3 + 3 + 2 samples at a time, two take 3 + 1, four take 2.
 SETTINGS = {"global_batch_size": 8, "micro_batch_size": 3, "steps": 6, "ema_decay": 0.9}
-FULL: dict[str, Any] = {"text_encoders": True}
-LORA = {"method": "lora", "lora": {"targets": "all", "rank": 3}}
+FULL: dict[str, Any] = {"train_text_encoder": True}
+LORA = {"method": "lora", "lora": {"target_modules": "all", "rank": 3}}
 
 
 def history(job: TrainJob) -> list[dict[str, Any]]:
@@ -50,20 +50,20 @@ def assert_same_run(one: TrainJob, other: TrainJob) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parallel", "method"),
+    ("fsdp", "method"),
     [
-        pytest.param("fsdp", FULL, id="full-fsdp"),
-        pytest.param("data", LORA, id="lora-data"),
-        pytest.param("data", FULL, id="full-data", marks=pytest.mark.soak),
-        pytest.param("fsdp", LORA, id="lora-fsdp", marks=pytest.mark.soak),
+        pytest.param("all", FULL, id="full-fsdp"),
+        pytest.param(1, LORA, id="lora-data"),
+        pytest.param(1, FULL, id="full-data", marks=pytest.mark.soak),
+        pytest.param("all", LORA, id="lora-fsdp", marks=pytest.mark.soak),
     ],
 )
 def test_two_processes_take_the_steps_of_one(
-    make_job: MakeJob, start_job: StartJob, parallel: str, method: dict[str, Any]
+    make_job: MakeJob, start_job: StartJob, fsdp: Any, method: dict[str, Any]
 ) -> None:
     one = make_job("one", **SETTINGS, **method)
     assert train(one, Events(), Stop())
-    two = make_job("two", **SETTINGS, **method, processes=2, parallel=parallel)
+    two = make_job("two", **SETTINGS, **method, processes=2, fsdp=fsdp)
     assert start_job(two).end() == 0
     assert_same_run(one, two)
 
@@ -75,10 +75,10 @@ def test_in_half_precision_shares_compute_what_one_process_does(
     make_job: MakeJob, start_job: StartJob, method: dict[str, Any]
 ) -> None:
     """Norms and embeddings are in float32 in both; what is cast is cast alike."""
-    settings = {**SETTINGS, **method, "compute_dtype": "bfloat16", "steps": 3}
+    settings = {**SETTINGS, **method, "mixed_precision": "bf16", "steps": 3}
     one = make_job("one", **settings)
     assert train(one, Events(), Stop())
-    two = make_job("two", **settings, processes=2, parallel="fsdp")
+    two = make_job("two", **settings, processes=2, fsdp="all")
     assert start_job(two).end() == 0
     losses = [[line["loss"] for line in history(job)] for job in (one, two)]
     np.testing.assert_allclose(*losses, rtol=2e-3)  # other shapes are rounded otherwise
@@ -86,12 +86,12 @@ def test_in_half_precision_shares_compute_what_one_process_does(
 
 @pytest.mark.slow
 def test_the_count_may_change_at_a_resume(make_job: MakeJob, start_job: StartJob) -> None:
-    settings = {**SETTINGS, "steps": 40, "log_every": 1, "validation": {"every": 5}}
+    settings = {**SETTINGS, "steps": 40, "logging_steps": 1, "holdout_loss": {"every_n_steps": 5}}
     one = make_job("one", **settings)
     assert train(one, Events(), Stop())
     step = 0
-    for count, parallel in ((4, "fsdp"), (2, "data")):
-        some = make_job("some", **settings, processes=count, parallel=parallel)
+    for count, fsdp in ((4, "all"), (2, 1)):
+        some = make_job("some", **settings, processes=count, fsdp=fsdp)
         child = start_job(some)
         assert child.step_of_first("start") == step
         child.step_of_first("progress")
@@ -118,7 +118,7 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_whoever_is_killed_they_end_with_the_same_bytes(
     make_job: MakeJob, start_job: StartJob, tmp_path: Path
 ) -> None:
-    settings = {**SETTINGS, "steps": 60, "checkpoint_every": 7, "log_every": 1}
+    settings = {**SETTINGS, "steps": 60, "checkpointing_steps": 7, "logging_steps": 1}
     whole = make_job("whole", **settings, processes=2)
     assert start_job(whole).end() == 0
 

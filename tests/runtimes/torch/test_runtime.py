@@ -136,7 +136,7 @@ def test_gradient_checkpointing_changes_no_number(make_job: MakeJob) -> None:
 
 def test_bfloat16_computes_in_half_and_keeps_float32_weights(make_job: MakeJob) -> None:
     full, _ = run(make_job())
-    half, runtime = run(make_job(compute_dtype="bfloat16"))
+    half, runtime = run(make_job(mixed_precision="bf16"))
     np.testing.assert_allclose(half, full, rtol=3e-2)
     assert half != full
     assert {array.dtype for array in runtime.state()["weights"].values()} == {np.dtype("f4")}

@@ -30,7 +30,7 @@ from tasks.process import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
 
-VALIDATION = {"every": 3, "samples": 4, "draws": 2}
+HOLDOUT_LOSS = {"every_n_steps": 3, "samples": 4, "draws": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_the_loop_goes_on_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(Checkpoints, "save", slow)
     heard = Reported()
-    assert train(make_job(steps=4, log_every=1, checkpoint_every=2), heard, heard.stop)
+    assert train(make_job(steps=4, logging_steps=1, checkpointing_steps=2), heard, heard.stop)
     assert writing == [2, 4]
     kinds = [(kind, fields["step"]) for kind, fields in heard.events if "step" in fields]
     assert kinds.index(("checkpoint", 2)) > kinds.index(("progress", 3))
@@ -111,7 +111,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
         write_arrays(sink, arrays)
 
     monkeypatch.setattr("runtimes.train.checkpoint.write_arrays", full)
-    settings = {"steps": 6, "log_every": 1, "checkpoint_every": 2, "ema_decay": 0.9}
+    settings = {"steps": 6, "logging_steps": 1, "checkpointing_steps": 2, "ema_decay": 0.9}
     job, whole = make_job("full", **settings), make_job("whole", **settings)
     heard = run(job)
     assert [event["step"] for event in heard.of("checkpoint")] == [2]
@@ -128,7 +128,12 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
 
 
 def test_held_out_losses_are_the_same_however_often_it_is_stopped(make_job: MakeJob) -> None:
-    settings = {"steps": 9, "log_every": 1, "checkpoint_every": 4, "validation": VALIDATION}
+    settings = {
+        "steps": 9,
+        "logging_steps": 1,
+        "checkpointing_steps": 4,
+        "holdout_loss": HOLDOUT_LOSS,
+    }
     whole, parts = make_job("whole", **settings), make_job("parts", **settings)
     heard = run(whole)
     for until in (3, 5, 6):
@@ -148,7 +153,7 @@ def test_validation_changes_nothing_and_needs_held_out_samples(
     make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
 ) -> None:
     with_it, without = (
-        make_job("with", validation=VALIDATION, ema_decay=0.9),
+        make_job("with", holdout_loss=HOLDOUT_LOSS, ema_decay=0.9),
         make_job("without", ema_decay=0.9),
     )
     run(with_it)
@@ -157,16 +162,16 @@ def test_validation_changes_nothing_and_needs_held_out_samples(
     assert outputs(with_it)[weights] == outputs(without)[weights]
     none = write_latents(str(tmp_path / "none"), [{"train/8x8": 4}])
     with pytest.raises(WrongInput, match=r"no held-out samples: raise encode\.holdout"):
-        run(make_job("none", latents=none, validation=VALIDATION))
+        run(make_job("none", latents=none, holdout_loss=HOLDOUT_LOSS))
 
 
 def test_the_best_checkpoints_are_those_of_the_lowest_held_out_loss(make_job: MakeJob) -> None:
     job = make_job(
         steps=8,
-        checkpoint_every=2,
-        keep_checkpoints=1,
+        checkpointing_steps=2,
+        checkpoints_total_limit=1,
         keep_best=1,
-        validation={**VALIDATION, "every": 2},
+        holdout_loss={**HOLDOUT_LOSS, "every_n_steps": 2},
         learning_rate=1.0,  # so that it gets worse
     )
     losses = {event["step"]: event["loss"] for event in run(job).of("validation")}
@@ -187,19 +192,19 @@ def poison(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     monkeypatch.setattr(Loader, "batch", poisoned)
 
 
-SKIP = {"steps": 9, "ema_decay": 0.9, "divergence": {"action": "skip", "most": 2}}
+SKIP = {"steps": 9, "ema_decay": 0.9, "divergence": {"action": "skip", "max_skips": 2}}
 
 
 def test_a_batch_that_ruins_the_run_is_left_out(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = Loader.batch
-    clean = make_job("clean", **SKIP, log_every=4, checkpoint_every=3)
+    clean = make_job("clean", **SKIP, logging_steps=4, checkpointing_steps=3)
     with monkeypatch.context() as patch:
         patch.setattr(Loader, "batch", lambda loader, n: batch(loader, n + (n > 4) + (n > 4)))
         run(clean)
     poison(monkeypatch, 5, 6)
-    job = make_job("poisoned", **SKIP, log_every=4, checkpoint_every=3)
+    job = make_job("poisoned", **SKIP, logging_steps=4, checkpointing_steps=3)
     heard = run(job)
     assert [event["left_out"] for event in heard.of("back")] == [5, 6]
     assert "at step 6: back to step 3, batch 5 is left out" in heard.of("warning")[0]["message"]
@@ -217,12 +222,12 @@ def test_a_run_that_leaves_out_batches_is_exactly_repeatable(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, 2, 6)
-    whole = make_job("whole", **SKIP, log_every=9, checkpoint_every=100)
+    whole = make_job("whole", **SKIP, logging_steps=9, checkpointing_steps=100)
     heard = run(whole)
     assert [event["step"] for event in heard.of("back")] == [0, 0], (
         "the start is kept to go back to"
     )
-    parts = make_job("parts", **SKIP, log_every=1, checkpoint_every=2)
+    parts = make_job("parts", **SKIP, logging_steps=1, checkpointing_steps=2)
     for until in (2, 4, 7):
         run(parts, until)
     run(parts)
@@ -233,7 +238,7 @@ def test_too_many_ruinous_batches_end_the_run(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, 2, 3, 4)
-    job = make_job(**SKIP, log_every=1)
+    job = make_job(**SKIP, logging_steps=1)
     with pytest.raises(Diverged, match=r"at step 3, and 2 batches have been left out already"):
         run(job)
 
@@ -249,7 +254,13 @@ def test_a_loss_far_above_the_mean_is_gone_back_from_too(
 
     monkeypatch.setattr(Loader, "batch", loud)
     policy = {"action": "skip", "factor": 9.0, "patience": 2}
-    job = make_job(steps=16, log_every=1, checkpoint_every=1, keep_checkpoints=1, divergence=policy)
+    job = make_job(
+        steps=16,
+        logging_steps=1,
+        checkpointing_steps=1,
+        checkpoints_total_limit=1,
+        divergence=policy,
+    )
     heard = run(job)
     # With batch 12 left out, batch 13 alone is no offence.
     assert [(event["step"], event["left_out"]) for event in heard.of("back")] == [(12, 12)]
@@ -262,7 +273,7 @@ def test_a_loss_far_above_the_mean_is_gone_back_from_too(
 
 def test_chosen_steps_are_traced(make_job: MakeJob) -> None:
     """Two of five steps, and nothing of the others: each updates the weights once."""
-    job = make_job(steps=5, log_every=1, profile={"start": 1, "steps": 2})
+    job = make_job(steps=5, logging_steps=1, profile={"start": 1, "steps": 2})
     run(job)
     (trace,) = Path(job.work, "profile").iterdir()
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -282,7 +293,12 @@ def test_weights_and_biases_without_a_key_is_wrong_input(
 
 
 def test_two_processes_write_what_one_does(make_job: MakeJob) -> None:
-    settings = {"steps": 6, "log_every": 1, "checkpoint_every": 4, "validation": VALIDATION}
+    settings = {
+        "steps": 6,
+        "logging_steps": 1,
+        "checkpointing_steps": 4,
+        "holdout_loss": HOLDOUT_LOSS,
+    }
     one, two = make_job("one", **settings), make_job("two", **settings, processes=2)
     heard: list[dict[str, Any]] = []
     run(one)
@@ -296,9 +312,14 @@ def test_two_processes_write_what_one_does(make_job: MakeJob) -> None:
 
 @pytest.mark.soak
 def test_two_processes_go_back_together(make_job: MakeJob) -> None:
-    policy = {"action": "skip", "most": 1}
+    policy = {"action": "skip", "max_skips": 1}
     job = make_job(
-        steps=9, log_every=2, processes=2, divergence=policy, learning_rate=1e18, max_grad_norm=None
+        steps=9,
+        logging_steps=2,
+        processes=2,
+        divergence=policy,
+        learning_rate=1e18,
+        max_grad_norm=None,
     )
     heard: list[dict[str, Any]] = []
     with pytest.raises(JobFailed, match="1 batches have been left out already"):

@@ -70,7 +70,7 @@ def test_stopped_and_resumed_the_history_is_whole(make_job: MakeJob) -> None:
 
 
 def test_a_broken_checkpoint_costs_steps_not_the_result(make_job: MakeJob) -> None:
-    settings = {**SETTINGS, "steps": 10, "checkpoint_every": 3}
+    settings = {**SETTINGS, "steps": 10, "checkpointing_steps": 3}
     whole, job = make_job("whole", **settings), make_job("broken", **settings)
     assert train(whole, Heard(), Stop())
     assert not stopping_at(7, job)
@@ -85,7 +85,9 @@ def test_a_broken_checkpoint_costs_steps_not_the_result(make_job: MakeJob) -> No
 def test_events_say_how_it_goes(make_job: MakeJob) -> None:
     heard = Heard()
     sampler = {"seed": 0, "num_inference_steps": 1, "guidance_scale": 1.0, "batch_size": 2}
-    job = make_job(steps=5, log_every=2, checkpoint_every=2, sample_every=4, peak_tflops=0.5)
+    job = make_job(
+        steps=5, logging_steps=2, checkpointing_steps=2, sample_every_n_steps=4, peak_tflops=0.5
+    )
     assert train(replace(job, sample_prompts=("a", "b"), sampler=sampler), heard, Stop())
     assert heard.events[0][0] == "start" and heard.events[-1][0] == "result"
     assert heard.events[0][1]["versions"]["torch"] == version("torch")
@@ -100,7 +102,7 @@ def test_events_say_how_it_goes(make_job: MakeJob) -> None:
 
 
 def test_a_loss_of_nan_ends_the_run_before_it_is_saved(make_job: MakeJob) -> None:
-    job = make_job(steps=20, learning_rate=1e18, max_grad_norm=None, checkpoint_every=1)
+    job = make_job(steps=20, learning_rate=1e18, max_grad_norm=None, checkpointing_steps=1)
     with pytest.raises(Diverged, match=r"at step \d+: lower train\.learning_rate"):
         train(job, Heard(), Stop())
     saved = Checkpoints(job.work, 9).latest()
@@ -108,8 +110,8 @@ def test_a_loss_of_nan_ends_the_run_before_it_is_saved(make_job: MakeJob) -> Non
 
 
 def test_another_run_s_work_folder_is_refused(make_job: MakeJob) -> None:
-    assert train(make_job(steps=4, checkpoint_every=2), Heard(), Stop())
-    settings = {"steps": 4, "checkpoint_every": 3, "micro_batch_size": 2, "log_every": 1}
+    assert train(make_job(steps=4, checkpointing_steps=2), Heard(), Stop())
+    settings = {"steps": 4, "checkpointing_steps": 3, "micro_batch_size": 2, "logging_steps": 1}
     assert train(make_job(**settings), Heard(), Stop()), "these may change"
     with pytest.raises(WrongInput, match=r"holds a run with train\.learning_rate=0\.001"):
         train(make_job(steps=4, learning_rate=2e-3), Heard(), Stop())
@@ -135,7 +137,7 @@ def test_sample_pictures_that_fail_cost_no_step(
     model = shutil.copytree(tiny_sdxl, tmp_path / "model")
     shutil.rmtree(model / "text_encoder")
     sampler = {"seed": 0, "num_inference_steps": 1, "guidance_scale": 1.0, "batch_size": 2}
-    job = make_job(model=str(model), steps=4, sample_every=2)
+    job = make_job(model=str(model), steps=4, sample_every_n_steps=2)
     heard = Heard()
     assert train(replace(job, sample_prompts=("a",), sampler=sampler), heard, Stop())
     assert ["no sample pictures" in event["message"] for event in heard.of("warning")] == [True] * 2
@@ -155,7 +157,7 @@ def test_it_stops_while_the_loader_stalls(
     stop = Stop()
     asking = threading.Timer(0.3, lambda: setattr(stop, "requested", True))
     heard = Heard(lambda event, fields: asking.start() if event == "progress" else None)
-    job = make_job(steps=9, log_every=3, checkpoint_every=9)
+    job = make_job(steps=9, logging_steps=3, checkpointing_steps=9)
     try:
         assert not train(job, heard, stop)
     finally:

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.slow
 MakeJob = Callable[..., TrainJob]
 COMMON: dict[str, Any] = {
     "global_batch_size": 8,
-    "lr_schedule": "cosine",
-    "warmup_steps": 5,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 5,
     "ema_decay": 0.9,
-    "log_every": 5,
+    "logging_steps": 5,
     "mesh": {"fsdp": 2},
 }
 ONE_SIZE, TWO_SIZES = {"train/8x8": 9}, {"train/8x8": 9, "train/4x12": 9}
@@ -61,7 +61,7 @@ def test_a_size_of_pictures_is_compiled_once_and_a_resume_compiles_nothing(
 ) -> None:
     """With a learning rate that changes, an average, checkpoints, metrics and a profile; the step
     is partitioned over four devices, and the state lies in parts."""
-    settings = {**COMMON, "steps": 12, "checkpoint_every": 4, "keep_checkpoints": 9}
+    settings = {**COMMON, "steps": 12, "checkpointing_steps": 4, "checkpoints_total_limit": 9}
     made = make_job(**settings, profile={"start": 9, "steps": 1})
     job, dump = replace(made, latents=write_latents(tmp_path / "sizes", [sizes])), tmp_path / "hlo"
     found = driver.call("train_and_dump", asdict(job), str(dump), 8)
@@ -87,7 +87,7 @@ def test_what_is_compiled_has_the_same_key_in_another_process(
 ) -> None:
     """On a CPU, XLA writes its cache and finds what is there, but cannot load it."""
     kept = tmp_path / "compiled"
-    job = replace(make_job(steps=1, **{**COMMON, "warmup_steps": 0}), compiled=str(kept))
+    job = replace(make_job(steps=1, **{**COMMON, "lr_warmup_steps": 0}), compiled=str(kept))
     assert driver.call("train", asdict(job))["cache"]["PersistentCacheMiss"] > 0
     names = sorted(path.name for path in kept.glob("*/*"))
     again = replace(job, work=str(tmp_path / "again"), out=str(tmp_path / "again"))
@@ -131,10 +131,10 @@ def test_rows_come_back_as_they_were_sent(devices: int, driver: DriverProcess) -
 
 def test_half_precision_stays_near(driver: DriverProcess, make_job: MakeJob) -> None:
     """With recomputed activations and trained text encoders: farther than float32, and not far."""
-    settings = {"steps": 4, "log_every": 1, "global_batch_size": 8, "text_encoders": True}
+    settings = {"steps": 4, "logging_steps": 1, "global_batch_size": 8, "train_text_encoder": True}
     near = make_job("near", **settings, runtime="torch")
     train(near)
-    job = make_job("half", **settings, compute_dtype="bfloat16", gradient_checkpointing=True)
+    job = make_job("half", **settings, mixed_precision="bf16", gradient_checkpointing=True)
     driver.call("train", asdict(job))
     apart = [abs(ours / theirs - 1) for ours, theirs in zip(losses(job), losses(near), strict=True)]
     assert 1e-4 < max(apart) < 2e-2

@@ -1,0 +1,149 @@
+"""Names of settings in diffusers' scripts, kohya's sd-scripts and SimpleTuner, and ours.
+
+A recipe that uses one of them is answered with ours; `python -m configs.coming_from` prints
+docs/coming-from.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A setting of another tool."""
+
+    names: str  # as the tools spell it, one after another
+    tools: str  # D diffusers' example scripts, K kohya's sd-scripts, S SimpleTuner
+    ours: str  # dotted settings, or what takes the setting's place
+    note: str = ""
+
+
+TABLE = (
+    Foreign("pretrained_model_name_or_path", "DKS", "model.path"),
+    Foreign("revision", "DS", "model.revision"),
+    Foreign("pretrained_vae_model_name_or_path vae", "DKS", "model.vae"),
+    Foreign("dataset_name", "D", "source.path", "with `source.kind: dataset`"),
+    Foreign("train_data_dir in_json instance_data_dir", "DKS", "source.path", "`kind: folder`"),
+    Foreign("dataset_config data_backend_config", "KS", "source", "one source per recipe"),
+    Foreign("image_column", "D", "source.image_column"),
+    Foreign("caption_column", "D", "source.caption_column"),
+    Foreign("output_dir logging_dir", "DKS", "store", "artifacts by content"),
+    Foreign("output_name hub_model_id", "DKS", "publish.name"),
+    Foreign("resolution", "DKS", "encode.resolution", "and `download.image_size`"),
+    Foreign("center_crop crop_aspect", "DS", "encode.crop"),
+    Foreign("random_flip flip_aug", "DKS", "encode.flip", "both images are stored"),
+    Foreign("enable_bucket", "K", "encode.aspect_buckets"),
+    Foreign("bucket_reso_steps aspect_bucket_rounding", "KS", "encode.bucket_step"),
+    Foreign("max_bucket_reso min_bucket_reso", "K", "encode.max_aspect"),
+    Foreign("vae_batch_size", "KS", "encode.batch_size"),
+    Foreign("cache_latents cache_text_encoder_outputs", "K", "encode", "always precomputed"),
+    Foreign("max_train_steps", "DKS", "train.steps"),
+    Foreign("num_train_epochs max_train_epochs", "DKS", "train.epochs"),
+    Foreign("train_batch_size", "DKS", "train.micro_batch_size", "images per forward pass"),
+    Foreign(
+        "gradient_accumulation_steps",
+        "DKS",
+        "train.global_batch_size",
+        "train_batch_size x gradient_accumulation_steps x processes",
+    ),
+    Foreign("num_processes", "DKS", "train.processes"),
+    Foreign("use_fsdp fsdp_enable", "DS", "train.fsdp", "`all`, or devices that share an array"),
+    Foreign("learning_rate unet_lr", "DKS", "train.learning_rate"),
+    Foreign("scale_lr", "D", "none", "the rate of a recipe is the rate"),
+    Foreign("lr_scheduler lr_schedule", "DKS", "train.lr_scheduler"),
+    Foreign("lr_warmup_steps warmup_steps", "DKS", "train.lr_warmup_steps"),
+    Foreign("lr_num_cycles lr_scheduler_num_cycles", "DKS", "train.lr_num_cycles"),
+    Foreign("lr_power lr_scheduler_power", "DKS", "train.lr_power"),
+    Foreign("lr_end lr_scheduler_min_lr_ratio", "KS", "train.lr_min_ratio", "share of the peak"),
+    Foreign("optimizer_type", "K", "train.optimizer"),
+    Foreign("use_8bit_adam", "DK", "train.optimizer", "`adamw_8bit`"),
+    Foreign("adam_beta1 adam_beta2 betas", "DS", "train.adam_betas"),
+    Foreign("adam_epsilon epsilon", "DS", "train.adam_epsilon"),
+    Foreign("adam_weight_decay", "DS", "train.weight_decay"),
+    Foreign("max_grad_norm", "DKS", "train.max_grad_norm"),
+    Foreign("use_ema", "DS", "train.ema_decay", "null keeps no average"),
+    Foreign("mixed_precision compute_dtype", "DKS", "train.mixed_precision"),
+    Foreign("full_bf16 full_fp16 base_model_precision", "KS", "none", "masters stay float32"),
+    Foreign("save_precision", "K", "publish.dtype"),
+    Foreign("gradient_checkpointing", "DKS", "train.gradient_checkpointing"),
+    Foreign("snr_gamma min_snr_gamma", "DKS", "train.snr_gamma"),
+    Foreign("debiased_estimation_loss", "K", "train.debiased_estimation_loss"),
+    Foreign("noise_offset", "DKS", "train.noise_offset"),
+    Foreign("input_perturbation", "DS", "train.input_perturbation"),
+    Foreign("prediction_type", "DS", "train.prediction_type"),
+    Foreign("v_parameterization", "K", "train.prediction_type", "`v_prediction`"),
+    Foreign(
+        "rescale_betas_zero_snr zero_terminal_snr", "DKS", "train.zero_terminal_snr"
+    ),
+    Foreign("weighting_scheme", "DK", "train.weighting_scheme", "sampling: train.timesteps"),
+    Foreign("logit_mean flow_logit_mean", "DKS", "train.timesteps.logit_mean", "same sign"),
+    Foreign("logit_std", "DK", "train.timesteps.logit_std"),
+    Foreign("timestep_bias_strategy", "DS", "train.timesteps.bias_strategy"),
+    Foreign("timestep_bias_multiplier", "DS", "train.timesteps.bias_multiplier"),
+    Foreign("timestep_bias_portion", "DS", "train.timesteps.bias_portion"),
+    Foreign("timestep_bias_begin min_timestep", "DKS", "train.timesteps.bias_begin"),
+    Foreign("timestep_bias_end max_timestep", "DKS", "train.timesteps.bias_end"),
+    Foreign(
+        "proportion_empty_prompts caption_dropout_rate caption_dropout_probability caption_dropout",
+        "DKS",
+        "train.caption_dropout_rate",
+    ),
+    Foreign("train_text_encoder", "DKS", "train.train_text_encoder"),
+    Foreign("text_encoder_lr text_encoder_lr1 text_encoder_lr2", "DK", "train.text_encoder_lr"),
+    Foreign("rank network_dim lora_rank", "DKS", "train.lora.rank"),
+    Foreign("network_alpha lora_alpha", "DKS", "train.lora.alpha"),
+    Foreign("network_dropout lora_dropout", "DKS", "train.lora.dropout"),
+    Foreign("target_modules lora_layers flux_lora_target", "DS", "train.lora.target_modules"),
+    Foreign("network_module lora_type model_type", "KS", "train.method", "`full` or `lora`"),
+    Foreign("checkpointing_steps save_every_n_steps checkpoint_step_interval", "DKS",
+            "train.checkpointing_steps"),
+    Foreign("checkpoints_total_limit", "DS", "train.checkpoints_total_limit"),
+    Foreign("resume_from_checkpoint resume", "DKS", "none", "a run resumes by itself"),
+    Foreign("validation_steps validation_epochs sample_every_n_steps sample_every_n_epochs",
+            "DKS", "train.sample_every_n_steps"),
+    Foreign("validation_prompt validation_prompts sample_prompts", "DKS", "evaluate.prompts"),
+    Foreign("validation_guidance validation_num_inference_steps", "S", "evaluate",
+            "guidance_scale, num_inference_steps"),
+    Foreign("eval_steps_interval", "S", "train.holdout_loss.every_n_steps"),
+    Foreign("report_to log_with", "DKS", "train.wandb", "TensorBoard is always written"),
+    Foreign("seed", "DKS", "train.seed"),
+    Foreign("dataloader_num_workers max_data_loader_n_workers", "DKS", "train.prefetch"),
+    Foreign("push_to_hub", "DS", "publish", "a registry behind a gate"),
+    Foreign("enable_xformers_memory_efficient_attention xformers sdpa attention_mechanism",
+            "DKS", "none", "PyTorch's attention"),
+)  # fmt: skip
+TOOLS = {"D": "diffusers", "K": "kohya", "S": "SimpleTuner"}
+
+
+def ours(name: str) -> str | None:
+    """What a key of another tool is called here, in words; None if none has it."""
+    for foreign in TABLE:
+        if name in foreign.names.split():
+            if foreign.ours == "none":
+                return f"has no place here: {foreign.note}"
+            return f"called {foreign.ours} here" + (f": {foreign.note}" if foreign.note else "")
+    return None
+
+
+def page() -> str:
+    """docs/coming-from.md."""
+    lines = [
+        "# Coming from diffusers, kohya or SimpleTuner",
+        "",
+        "Settings by their names there, and here. A recipe that uses one of theirs is answered",
+        "with ours. This page is printed by `python -m configs.coming_from`.",
+        "",
+        "| theirs | in | ours | |",
+        "|---|---|---|---|",
+    ]
+    for foreign in TABLE:
+        theirs = ", ".join(f"`{name}`" for name in foreign.names.split())
+        tools = ", ".join(TOOLS[tool] for tool in foreign.tools)
+        here = "" if foreign.ours == "none" else f"`{foreign.ours}`"
+        lines.append(f"| {theirs} | {tools} | {here} | {foreign.note} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,55 @@
+"""Names of other tools are answered with ours, and the page says the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from configs import coming_from
+from configs.load import RecipeError, load_recipe
+from configs.schema import Recipe
+
+PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
+
+
+def test_the_page_is_the_table() -> None:
+    assert PAGE.read_text(encoding="utf-8") == coming_from.page()
+
+
+@pytest.mark.parametrize("foreign", coming_from.TABLE, ids=lambda foreign: foreign.names)
+def test_what_is_named_is_a_setting_of_a_recipe(foreign: coming_from.Foreign) -> None:
+    model: Any = Recipe
+    for part in () if foreign.ours == "none" else foreign.ours.split("."):
+        if model is None:  # of a source, whose settings depend on its kind
+            return
+        assert part in model.model_fields, foreign.ours
+        annotation = model.model_fields[part].annotation
+        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        model = annotation if is_section else None
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("train.max_train_steps", "unknown setting (called train.steps here)"),
+        ("train.network_dim", "unknown setting (called train.lora.rank here)"),
+        ("learning_rate", "unknown setting (called train.learning_rate here)"),
+        ("train.scale_lr", "has no place here: the rate of a recipe is the rate"),
+    ],
+)
+def test_a_key_of_another_tool_is_answered_with_ours(key: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("digits", {key: 1})
+    assert words in str(caught.value)
+
+
+def test_epochs_are_steps_of_all_training_samples() -> None:
+    train = load_recipe(
+        "sdxl", {"train.steps": 1000, "train.epochs": 2.5, "train.global_batch_size": 16}
+    ).train
+    resolved = train.with_steps(100)
+    assert (resolved.steps, resolved.epochs) == (16, None)  # 250 samples, the last step whole
+    assert resolved.with_steps(7) is resolved
+    with pytest.raises(RecipeError, match="steps has no effect with epochs: 1"):
+        load_recipe("digits", {"train.epochs": 1, "train.steps": 5})
