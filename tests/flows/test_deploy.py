@@ -6,7 +6,7 @@ No resolver sees the version traps in requirements/README.md: this test does.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from command import is_running, processes_below
@@ -28,13 +28,40 @@ def server(tmp_path_factory: pytest.TempPathFactory, api: str) -> Iterator[Serve
         found.stop()
 
 
-def test_the_demos_deployment_ends_completed_and_shows_itself(
-    server: Server, small: dict[str, Any]
-) -> None:
-    given = f"overrides={json.dumps(small)}"
+class Done(NamedTuple):
+    """A run of the demo's deployment that has ended."""
+
+    id: str
+    overrides: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def done(
+    server: Server, smallest: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Done:
+    """The first run in a store, which later ones reuse."""
+    overrides = {**smallest, "store": str(tmp_path_factory.mktemp("deployed") / "store")}
+    given = f"overrides={json.dumps(overrides)}"
     said = server.cli("deployment", "run", "finetune/digits", "-p", given)
     run = next(word for word in said.split() if word.count("-") == 4 and len(word) == 36)
+    wait_for_the_end(server, run)
+    return Done(run, overrides)
+
+
+def wait_for_the_end(server: Server, run: str) -> None:
     server.wait("run", lambda: server.state(run) in ("Completed", "Failed", "Crashed"), PATIENCE)
+
+
+def states(server: Server, run: str) -> dict[str, str]:
+    """The state of each of a run's tasks."""
+    tasks = server.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+    found = {task["name"]: task["state"]["name"] for task in tasks}
+    assert len(found) == len(tasks)
+    return found
+
+
+def test_the_demos_deployment_ends_completed_and_shows_itself(server: Server, done: Done) -> None:
+    run = done.id
     assert server.state(run) == "Completed"
     found = server.ask(
         "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}, "limit": 100}
@@ -44,13 +71,16 @@ def test_the_demos_deployment_ends_completed_and_shows_itself(
     for stage in ("download", "train", "evaluate", "publish"):
         assert "](data:image/png;base64," in shown[stage], stage
     assert {"train-progress", "download-progress"} <= {a["key"] for a in found}
-    tasks = server.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
     stages = ["download", "encode", "evaluate", "publish", "train"]
-    assert sorted(t["name"] for t in tasks) == stages
-    again = server.run("finetune/digits", small)
-    server.wait("run", lambda: server.state(again) in ("Completed", "Failed", "Crashed"), PATIENCE)
-    tasks = server.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [again]}}})
-    assert {t["state"]["name"] for t in tasks} == {"Cached"}
+    assert sorted(states(server, run)) == stages
+
+
+@pytest.mark.soak
+def test_all_of_a_second_run_is_cached(server: Server, done: Done) -> None:
+    """The run that is cancelled below shows it of its first stages."""
+    again = server.run("finetune/digits", done.overrides)
+    wait_for_the_end(server, again)
+    assert set(states(server, again).values()) == {"Cached"}
 
 
 def test_a_scheduled_run_appears(server: Server) -> None:
@@ -64,13 +94,13 @@ def test_a_scheduled_run_appears(server: Server) -> None:
     assert {run["state"]["type"] for run in found} == {"SCHEDULED"}
 
 
-def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(
-    server: Server, small: dict[str, Any]
-) -> None:
-    """It was not killed for want of time: the checkpoint is the one that it leaves when asked."""
-    endless = {**small, "train.steps": 100_000, "train.checkpoint_every": 100_000}
+def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(server: Server, done: Done) -> None:
+    """It was not killed for want of time: the checkpoint is the one that it leaves when asked. What
+    came before training was cached."""
+    endless = {**done.overrides, "train.steps": 100_000, "train.checkpoint_every": 100_000}
+    store = Path(str(done.overrides["store"]))
+    trained = set(store.glob("train/*"))
     run = server.run("finetune/digits", endless)
-    store = Path(str(small["store"]))
 
     def training() -> bool:
         shown = server.ask("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
@@ -84,6 +114,9 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(
     server.wait("cancelled", lambda: server.state(run) == "Cancelled", PATIENCE)
     left = {int(pid), *below}
     server.wait("its end", lambda: not any(map(is_running, left)), PATIENCE)
-    (checkpoint,) = store.glob("train/*/checkpoints/step-*/manifest.json")
+    found = states(server, run)
+    assert (found["download"], found["encode"]) == ("Cached", "Cached")
+    (unfinished,) = set(store.glob("train/*")) - trained
+    (checkpoint,) = unfinished.glob("checkpoints/step-*/manifest.json")
     assert int(checkpoint.parent.name.removeprefix("step-")) > 0
-    assert not list(store.glob("train/*/manifest.json"))
+    assert not (unfinished / "manifest.json").exists()
