@@ -70,6 +70,15 @@ def predicted(network: Network, batch: StepBatch) -> torch.Tensor:
         return network(given.noisy_latents, given.timesteps, given.conditioning)
 
 
+def curve(job: TrainJob, name: str) -> list[int]:
+    """The steps that TensorBoard shows of a curve."""
+    from tensorboard.backend.event_processing import event_accumulator  # which drivers lack
+
+    accumulator = event_accumulator.EventAccumulator(f"{job.work}/tensorboard")
+    accumulator.Reload()
+    return [event.step for event in accumulator.Scalars(name)]
+
+
 def outputs(job: TrainJob) -> dict[str, bytes]:
     """The files that a job has left, by path below its output."""
     out = Path(job.out)

@@ -8,11 +8,11 @@ from configs.load import load_recipe
 from configs.schema import Recipe
 
 Overrides = dict[str, Any]
-#: Of tests/tiny_models.py: what has the layout of the recipe's base.
+#: Of tests/tiny_models.py: what has the layout of the recipe's base; the least where XLA compiles.
 BASES = {
-    "sd2": "tiny-sd",
-    "sd2-v5p": "tiny-sd",
-    "laion-jax": "tiny-sd",
+    "sd2": "least-sd",
+    "sd2-v5p": "least-sd",
+    "laion-jax": "least-sd",
     "sdxl": "tiny-sdxl",
     "sdxl-lora": "tiny-sdxl",
     "sdxl-lora-text": "tiny-sdxl",

@@ -41,6 +41,16 @@ class Subject:
 
     def run(self, job: Job) -> int | None:
         """Do a job in the process that is open; the step that training began at."""
+        return _step_of_start(self._do(job, 0))
+
+    def refused(self, job: Job) -> str:
+        """What the process that is open says of a job that is wrong input."""
+        (error,) = [event for event in self._do(job, 2) if event["event"] == "error"]
+        assert error["wrong_input"]
+        return str(error["message"])
+
+    def _do(self, job: Job, code: int) -> list[dict[str, Any]]:
+        """The events of a job that ends with an exit code."""
         if self._process is None:
             driver, python = Path(__file__).with_name("job_driver.py"), interpreter(self.on.runtime)
             with chips.standing_in(self.name):
@@ -49,8 +59,8 @@ class Subject:
         path = self._folder / f"job-{self._jobs}.json"
         write_job(job, path)
         done = self._process.call("do", str(path))
-        assert done["code"] == 0, (done["events"], self._process.log_end())
-        return _step_of_start(done["events"])
+        assert done["code"] == code, (done["events"], self._process.log_end())
+        return list(done["events"])
 
     def run_alone(self, job: Job) -> int | None:
         """The same as a stage does it: in a process of its own. Raises what run_job does."""

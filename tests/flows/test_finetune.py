@@ -198,10 +198,17 @@ def test_a_model_the_gate_refuses_is_not_published(
     assert not registry.exists()
 
 
-def test_a_run_on_mindspore_is_published(small: Overrides, run_here: RunHere) -> None:
+def test_a_run_on_mindspore_is_published(
+    small: Overrides, run_here: RunHere, tiny_model: Callable[[str], Path], tiny_clip: Path
+) -> None:
     """By its own environment from encoding to drawing, in the process of each stage."""
     chips.require("mindspore")
-    report = run_here("digits", {**small, "runtime": "mindspore"})
+    least = {
+        "model.path": str(tiny_model("least-sdxl")),  # a larger one takes MindSpore longer
+        "evaluate.clip": str(tiny_clip),
+        "evaluate.judges": [],
+    }
+    report = run_here("digits", {**small, **least, "runtime": "mindspore"})
     assert report["status"] == "published"
     assert outcomes(report) == expect(*STAGES)
     assert manifest(report, "train")["run"]["runtime"] == "mindspore"

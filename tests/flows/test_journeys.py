@@ -65,7 +65,7 @@ def test_a_folder_with_captions_beside_its_pictures_is_published(
 
 
 def test_a_dataset_with_several_captions_a_picture_is_published(
-    tmp_path: Path, api: str, tiny_model: TinyModel, tiny_sd: Path
+    tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:
     """Recipe sd2: of the dataset's two splits the one that is asked for, cut to squares."""
     pictures = picture_sources.make_pictures(captions=3)
@@ -78,7 +78,7 @@ def test_a_dataset_with_several_captions_a_picture_is_published(
     encoded = published.manifest(report, "encode")["summary"]
     assert encoded["buckets"] == {"32x32": 18} and encoded["captions"] == 54
     assert everything_encoded(report) == published.captions_given(pictures, SQUARE)
-    published.assert_trained(report, tiny_sd)
+    published.assert_trained(report, tiny_model("least-sd"))
     published.draw(Path(report["model"]), "a man with spiky yellow hair")
     chips.require("xla")
     assert_trained_by_xla(tmp_path, report, source, tiny_model)
@@ -100,7 +100,7 @@ def assert_trained_by_xla(
 
 
 def test_a_list_of_urls_is_published_by_jax(
-    tmp_path: Path, api: str, tiny_model: TinyModel, tiny_sd: Path
+    tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:
     """Recipe laion-jax, from scratch, on four virtual devices; one of the URLs leads nowhere."""
     pictures = picture_sources.make_pictures(captions=2)
@@ -121,7 +121,7 @@ def test_a_list_of_urls_is_published_by_jax(
     assert outcomes.pop("success") == 18 and sum(outcomes.values()) == 1
     assert everything_encoded(report) == published.captions_given(pictures, SQUARE)
     assert "validation_loss" in published.manifest(report, "train")["summary"]
-    published.assert_trained(report, tiny_sd)
+    published.assert_trained(report, tiny_model("least-sd"))
     published.draw(Path(report["model"]), "a cat asleep on a windowsill")
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from command import ROOT, command, environment, is_running, processes_below
+from killing import kill_training
 
 pytestmark = pytest.mark.slow
 Overrides = dict[str, Any]
-RunHere = Callable[..., dict[str, Any]]  # of conftest.py
+Here = Callable[..., str]  # of conftest.py, as is the next
+RunHere = Callable[..., dict[str, Any]]
 #: What each stage writes last of a part of its work, or of all of it.
 RECORDS = {
     "download": r"/download/shards/",
@@ -96,6 +98,7 @@ def test_killed_in_download_encoding_and_training_a_run_goes_on_from_there(
     published: Path,
     tmp_path: Path,
     small: Overrides,
+    here: Here,
     run_here: RunHere,
     api: str,
     chance: random.Random,
@@ -107,7 +110,7 @@ def test_killed_in_download_encoding_and_training_a_run_goes_on_from_there(
         assert len(written(small, stage)) == number - 1
         kept |= written(small, stage)
     number = chance.randint(2, 3)  # of three checkpoints
-    kill(tmp_path, api, small, "train", number)
+    kill_training(lambda: here("run", "digits", overrides=small, code=1, api=api), tmp_path, number)
     assert newest_checkpoint(small) == 2 * (number - 1)
 
     report = run_here("digits", small)

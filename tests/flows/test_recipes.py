@@ -62,4 +62,4 @@ def test_a_recipe_is_published_on_gaudi(tmp_path: Path, api: str, tiny_model: Ti
         report = run_json(tmp_path, "sd2", overrides, api)
     published.assert_published(report, "torch", 4)
     assert published.manifest(report, "train")["run"]["device"].startswith("hpu")
-    published.assert_trained(report, tiny_model("tiny-sd"))
+    published.assert_trained(report, tiny_model(BASES["sd2"]))

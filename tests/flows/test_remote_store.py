@@ -1,10 +1,6 @@
 """A store in a bucket: whole runs, resumed, reused and looked after, on S3 and on Google's."""
 
 import json
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,7 @@ import pytest
 from command import ROOT
 from gcs_server import GcsServer
 from hub_server import HubServer, Repository
+from killing import kill_training
 from stores import UrlOf
 
 from artifacts.store import Store
@@ -23,7 +20,6 @@ RunHere = Callable[..., dict[str, Any]]
 Overrides = dict[str, Any]
 Report = dict[str, Any]
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
-PATIENCE = 600  # seconds, for a machine that does much else
 
 
 def outcomes(report: Report) -> dict[str, str]:
@@ -32,27 +28,6 @@ def outcomes(report: Report) -> dict[str, str]:
 
 def expect(*built: str) -> dict[str, str]:
     return {name: "built" if name in built else "reused" for name in STAGES}
-
-
-def kill_training(run: Callable[[], str], folder: Path, checkpoint: int) -> None:
-    """Kill the process that trains before it commits a checkpoint, the nth, while `run()` runs."""
-    told = folder / "told"
-    halt = {"record": r"/train/\w+/checkpoints/", "number": checkpoint, "told": str(told)}
-
-    def kill() -> None:
-        until = time.monotonic() + PATIENCE
-        while not told.exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        os.kill(int(told.read_text()), signal.SIGKILL)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT / 'tests/halting'}:{ROOT}")
-        patch.setenv("KILN_TEST_HALT", json.dumps(halt))
-        killing = threading.Thread(target=kill, daemon=True)
-        killing.start()
-        said = run()
-    assert "the runtime's process was killed by SIGKILL" in said
-    killing.join()
 
 
 def on_the_hub(hub: HubServer, folder: Path) -> str:

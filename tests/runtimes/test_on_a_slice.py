@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from jobs import SETTINGS, MakeJob, outputs
+from training import train
 
 from artifacts.store import Store
 from configs.tpu import Tpu
 from runtimes.contract import WrongInput
 from runtimes.process.job import write_job
-from tasks.process import run_job
 from tasks.tpu import launch
 
 pytestmark = pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_slice_that_is_taken_away_is_made_anew_and_training_goes_on(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:
     whole = make_job("whole", **SETTINGS)
-    run_job(whole)
+    train(whole)
     job = make_job("slice", **SETTINGS)
     (world / "run").symlink_to(job.work)
     (world / "spot").touch()

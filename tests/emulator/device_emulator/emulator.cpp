@@ -2,6 +2,7 @@
 // asked. Every operator is done by the CPU's kernel, and noted: its name, shapes, types and numbers, as a graph compiler
 // would tell programs apart. What a device cannot do without waiting for it (copies to the host, reading a number) is
 // counted, and refused where a test says so.
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -12,7 +13,7 @@
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <array>

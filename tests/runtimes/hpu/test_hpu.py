@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ def lazy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
 def host(request: pytest.FixtureRequest, mode: str) -> DriverProcess:
     """The process in the mode of the test."""
     return request.getfixturevalue(mode)
+
+
+@pytest.fixture
+def make_job(make_job: MakeJob, tiny_model: Callable[[str], Path]) -> MakeJob:
+    """On the least model: a larger one takes longer, and is in the conformance suite."""
+    return partial(make_job, model=str(tiny_model("least-sdxl")))
 
 
 @pytest.fixture

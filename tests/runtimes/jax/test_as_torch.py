@@ -32,7 +32,7 @@ from runtimes.train.trainer import make_loader
 jax = chips.importorskip("jax")
 from runtimes.jax.runtime import TheRuntime  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 WITHIN = 1e-4  # relative
 
 

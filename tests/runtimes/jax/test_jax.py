@@ -14,7 +14,7 @@ from driver_process import DriverProcess
 from runtimes.process.job import TrainJob
 
 chips.importorskip("jax")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 MakeJob = Callable[..., TrainJob]
 COMMON: dict[str, Any] = {
     "runtime": "jax",
@@ -57,9 +57,10 @@ def test_a_step_is_compiled_once_a_shape_and_a_resume_reads_the_programs(
 def test_micro_batches_that_devices_cannot_share_are_filled_up(
     driver: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Eight pictures in threes, on four devices: one program, the last micro-batch included."""
+    """Five pictures in threes, on four devices: one program, the last micro-batch included."""
     latents = write_latents(tmp_path / "one", [{"train/8x8": 9}])
-    job = make_job(steps=3, micro_batch_size=3, mesh={"fsdp": 2}, latents=latents)
+    settings = {"global_batch_size": 5, "micro_batch_size": 3, "fsdp": 2}
+    job = make_job(steps=3, **settings, latents=latents)
     found = driver.call("train", asdict(job))
     assert found["by_step"] == [[1, 0, 0]]
     assert max(found["bytes"].values()) <= 1.05 * found["whole"] / 2

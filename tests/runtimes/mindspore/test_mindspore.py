@@ -52,10 +52,18 @@ def driver(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 
 
 @pytest.fixture
-def make_job(make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path) -> MakeJob:
+def least_sdxl(tiny_model: Callable[[str], Path]) -> Path:
+    """A larger model takes MindSpore longer, and is in the conformance suite."""
+    return tiny_model("least-sdxl")
+
+
+@pytest.fixture
+def make_job(
+    make_job: MakeJob, write_latents: Callable[..., str], least_sdxl: Path, tmp_path: Path
+) -> MakeJob:
     """On pictures of one size: each is a graph of its own."""
     url = write_latents(tmp_path / "store", [{"train/8x8": 9}])
-    return partial(make_job, runtime="mindspore", latents=url)
+    return partial(make_job, runtime="mindspore", latents=url, model=str(least_sdxl))
 
 
 def elsewhere(job: TrainJob, folder: Path, **settings: Any) -> TrainJob:
@@ -173,16 +181,16 @@ def test_msrun_starts_two_processes_that_write_one_checkpoint(
 
 
 def test_schedulers_draw_what_diffusers_draws(
-    driver: DriverProcess, tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: DriverProcess, least_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the same noise, that of steps included; two prompts from one noise are far apart."""
     prompts, count = ["a red cat", "a blue dog"], 2
-    pipe = diffusers.DiffusionPipeline.from_pretrained(tiny_sdxl)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(least_sdxl)
     pipe.set_progress_bar_config(disable=True)
     config = dict(pipe.scheduler.config)
     sampler = SAMPLER | {"num_inference_steps": 6}
     given = {"schedulers": [*DETERMINISTIC, *NOISY], "config": config, "sampler": sampler}
-    wrong = driver.call("draw", str(tiny_sdxl), str(tmp_path), {**given, "prompts": prompts})
+    wrong = driver.call("draw", str(least_sdxl), str(tmp_path), {**given, "prompts": prompts})
     assert wrong.keys() == {"DDPMScheduler"}  # whose step has no kernel
     assert "another scheduler may do without" in wrong["DDPMScheduler"]
 

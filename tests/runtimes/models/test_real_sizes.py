@@ -67,7 +67,7 @@ def make_batch(unet: Any, side: int, size: int = 1) -> StepBatch:
     ("name", "family", "millions", "side", "teraflop"),
     [
         ("sd2-base", "sd", 865.9, 64, 2.41),
-        ("sdxl", "sdxl", 2567.5, 64, 4.77),
+        pytest.param("sdxl", "sdxl", 2567.5, 64, 4.77, marks=pytest.mark.soak),
         ("sdxl", "sdxl", 2567.5, 128, 20.28),
     ],
 )

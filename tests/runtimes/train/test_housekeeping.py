@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import MakeJob, outputs
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from jobs import MakeJob, curve, outputs
 
 from artifacts.safetensors import write_arrays
 from configs.training import Train
@@ -64,13 +63,6 @@ def run(job: TrainJob, until: int = 10**9) -> Heard:
 
 def history(job: TrainJob) -> list[dict[str, Any]]:
     return [json.loads(line) for line in outputs(job)["history.jsonl"].splitlines()]
-
-
-def curve(job: TrainJob, name: str) -> list[int]:
-    """The steps that TensorBoard shows of a curve."""
-    accumulator = EventAccumulator(f"{job.work}/tensorboard")
-    accumulator.Reload()
-    return [event.step for event in accumulator.Scalars(name)]
 
 
 def test_the_loop_goes_on_while_a_checkpoint_is_written(
@@ -290,24 +282,6 @@ def test_weights_and_biases_without_a_key_is_wrong_input(
     )
     with pytest.raises(WrongInput, match="WANDB_API_KEY"):
         run(make_job(wandb={"project": "p"}))
-
-
-def test_two_processes_write_what_one_does(make_job: MakeJob) -> None:
-    settings = {
-        "steps": 6,
-        "logging_steps": 1,
-        "checkpointing_steps": 4,
-        "holdout_loss": HOLDOUT_LOSS,
-    }
-    one, two = make_job("one", **settings), make_job("two", **settings, processes=2)
-    heard: list[dict[str, Any]] = []
-    run(one)
-    run_job(two, heard.append)
-    for line, expected in zip(history(two), history(one), strict=True):
-        assert line == pytest.approx(expected, rel=1e-5)
-    steps = [(event["event"], event["step"]) for event in heard if "step" in event]
-    assert steps.count(("checkpoint", 4)) == steps.count(("progress", 4)) == 1
-    assert curve(two, "loss") == list(range(1, 7))
 
 
 @pytest.mark.soak

@@ -21,13 +21,15 @@ from runtimes.registry import interpreter
 
 pytestmark = pytest.mark.slow
 MakeJob = Callable[..., TrainJob]
+TinyModel = Callable[[str], Path]
+FAMILIES = ("sd", "sdxl")
 COMMON: dict[str, Any] = {
     "global_batch_size": 8,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 5,
     "ema_decay": 0.9,
     "logging_steps": 5,
-    "mesh": {"fsdp": 2},
+    "fsdp": 2,
 }
 ONE_SIZE, TWO_SIZES = {"train/8x8": 9}, {"train/8x8": 9, "train/4x12": 9}
 
@@ -43,10 +45,13 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DriverProcess]:
 
 
 @pytest.fixture
-def make_job(make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path) -> MakeJob:
-    """On pictures of one size: each is a program of its own."""
-    url = write_latents(tmp_path / "store", [ONE_SIZE])
-    return partial(make_job, runtime="xla", latents=url)
+def make_job(
+    make_job: MakeJob, write_latents: Callable[..., str], tiny_model: TinyModel, tmp_path: Path
+) -> MakeJob:
+    """On pictures of one size: each is a program of its own. On the least model: a larger one takes
+    XLA longer, and is in the conformance suite."""
+    url, model = write_latents(tmp_path / "store", [ONE_SIZE]), tiny_model("least-sdxl")
+    return partial(make_job, runtime="xla", latents=url, model=str(model))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +102,15 @@ def test_what_is_compiled_has_the_same_key_in_another_process(
     assert sorted(path.name for path in kept.glob("*/*")) == names
 
 
-@pytest.mark.parametrize("family", ["sd", pytest.param("sdxl", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "model", ["least-sd", *(pytest.param(f"tiny-{f}", marks=pytest.mark.soak) for f in FAMILIES)]
+)
 def test_pictures_are_compiled_once_and_are_those_of_diffusers(
-    family: str, driver: DriverProcess, request: pytest.FixtureRequest
+    model: str, driver: DriverProcess, tiny_model: TinyModel
 ) -> None:
     """For every scheduler, in batches that must be filled up for four devices; other prompts give
     pictures that are far from them."""
-    found = driver.call("draw", str(request.getfixturevalue(f"tiny_{family}")))
+    found = driver.call("draw", str(tiny_model(model)))
     assert found["fallbacks"] == []
     assert set(found["drawn"]) == {
         "EulerDiscreteScheduler",
