@@ -74,7 +74,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 ui: setup
-	$(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
+	PREFECT_UI_API_URL=http://127.0.0.1:$(PORT)/api $(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
 
 setup: $(VENV)/stamp
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from hashlib import sha256 as new_sha256
+from typing import IO, Any
 
 from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.keys import digest_json, digest_stream
@@ -32,6 +35,14 @@ _CLIENTS = frozenset(
 )
 
 
+#: Seconds of a tick of the clock that the kernel stamps files by, at the least.
+TICK = 0.01
+
+
+class Damaged(ValueError):
+    """A committed file's bytes are no longer those that were committed."""
+
+
 def is_of_client(error: BaseException) -> bool:
     """Whether an error is one of a remote store's client: no network, say, or no credentials."""
     return type(error).__module__.partition(".")[0] in _CLIENTS
@@ -45,7 +56,9 @@ class FileEntry:
     size: int
     sha256: str
     meta: dict[str, Any] = field(default_factory=dict)
-    etag: str | None = None  # a remote store's own checksum of it, which need not be read for it
+    #: What changes with its bytes, and is known without reading them: a remote store's own
+    #: checksum, the time stamp of a local file.
+    etag: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """What a record says of it."""
@@ -62,10 +75,12 @@ class FileEntry:
 def hash_file(
     fs: AbstractFileSystem, root: str, path: str, meta: dict[str, Any] | None = None
 ) -> FileEntry:
-    """Fingerprint the file at `root/path`."""
-    with fs.open(_locate(root, path), "rb") as stream:
+    """Fingerprint the file at `root/path`; one that is local is stamped as before it was read."""
+    place = _locate(root, path)
+    etag = _time_stamp(place) if isinstance(fs, LocalFileSystem) else None
+    with fs.open(place, "rb") as stream:
         sha256, size = digest_stream(stream)
-    return FileEntry(path, size, sha256, meta or {})
+    return FileEntry(path, size, sha256, meta or {}, etag)
 
 
 def _locate(root: str, path: str) -> str:
@@ -82,27 +97,34 @@ def hash_local(local: str, path: str, meta: dict[str, Any] | None = None) -> Fil
     return FileEntry(path, size, sha256, meta or {})
 
 
-def put_atomic(fs: AbstractFileSystem, local: str, path: str) -> None:
-    """Copy a local file so that a reader sees all of it or the file that was there before."""
+def put_atomic(fs: AbstractFileSystem, local: str, path: str) -> str | None:
+    """Copy a local file so that a reader sees all of it or the file that was there before.
+
+    Returns the time stamp of the copy if it is local.
+    """
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     if not isinstance(fs, LocalFileSystem):
         fs.put_file(local, path)
-        return
+        return None
     with _replacing(path) as beside:
         shutil.copyfile(local, beside)
+        return _time_stamp(beside)  # now: once it is in place it may be another builder's
 
 
-def write_atomic(fs: AbstractFileSystem, path: str, data: bytes) -> None:
+def write_atomic(fs: AbstractFileSystem, path: str, data: bytes) -> str | None:
     """Write `data` so that a reader sees all of it or the file that was there before.
 
-    Object stores do this by themselves; a local file is written beside and renamed.
+    Object stores do this by themselves; a local file is written beside and renamed. Returns the
+    time stamp of the file if it is local.
     """
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     if not isinstance(fs, LocalFileSystem):
         fs.pipe_file(path, data)
-        return
-    with _replacing(path) as beside, open(beside, "wb") as stream:
-        stream.write(data)
+        return None
+    with _replacing(path) as beside:
+        with open(beside, "wb") as stream:
+            stream.write(data)
+        return _time_stamp(beside)
 
 
 @contextmanager
@@ -160,24 +182,39 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     return record
 
 
-def stamp(fs: AbstractFileSystem, root: str, entry: FileEntry) -> FileEntry:
-    """The entry of a file that is in place, with the store's own checksum if it keeps one.
+def stamped(fs: AbstractFileSystem, root: str, entries: Iterable[FileEntry]) -> list[FileEntry]:
+    """The entries of files that are in place, each with what changes with its bytes.
 
-    Google's, Amazon's and Azure's stores do; local disks and memory do not.
+    Local files were stamped when they were written or hashed; Google's, Amazon's and Azure's stores
+    keep checksums; a memory keeps nothing.
     """
-    if entry.etag is not None or isinstance(fs, LocalFileSystem):
+    if isinstance(fs, LocalFileSystem):
+        time.sleep(TICK)  # a change within the same tick would leave the time stamp as it is
+        return list(entries)
+    return [_with_checksum(fs, root, entry) for entry in entries]
+
+
+def _with_checksum(fs: AbstractFileSystem, root: str, entry: FileEntry) -> FileEntry:
+    if entry.etag is not None:
         return entry
-    etag, size = _store_checksum(fs, _locate(root, entry.path))
+    etag, size = _present_stamp(fs, _locate(root, entry.path))
     return replace(entry, etag=etag) if size == entry.size else entry
 
 
 def _is_as_stamped(fs: AbstractFileSystem, root: str, entry: FileEntry) -> bool:
-    if entry.etag is None or isinstance(fs, LocalFileSystem):
+    if entry.etag is None:
         return False
-    return _store_checksum(fs, _locate(root, entry.path)) == (entry.etag, entry.size)
+    return _present_stamp(fs, _locate(root, entry.path)) == (entry.etag, entry.size)
 
 
-def _store_checksum(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | None]:
+def _time_stamp(path: str) -> str:
+    return f"mtime:{os.stat(path).st_mtime_ns}"
+
+
+def _present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | None]:
+    """What is known of a file without reading it: its stamp, and its size in bytes."""
+    if isinstance(fs, LocalFileSystem):
+        return _time_stamp(path), os.stat(path).st_size
     fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
     info = fs.info(path)
     name = next((n for n in ("md5Hash", "crc32c", "ETag", "etag") if info.get(n)), None)
@@ -189,8 +226,8 @@ def first_fault(
 ) -> str | None:
     """Check every file; say in words what is wrong with the first that differs, or None.
 
-    A file is re-hashed, unless the store's own checksum of it is the recorded one; `deep` re-hashes
-    every file. A remote store that does not give one raises as its client does: that is no fault.
+    A file is hashed unless its size and stamp are those that were committed; `deep` hashes every
+    file. A remote store that does not give one raises as its client does: that is no fault.
     """
     for entry in files:
         try:
@@ -206,5 +243,59 @@ def first_fault(
         if found.size != entry.size:
             return f"{entry.path} has {found.size} bytes, {entry.size} were committed"
         if found.sha256 != entry.sha256:
+            distrust(fs, _locate(root, entry.path))
             return f"{entry.path} is damaged: its sha256 differs from the committed one"
     return None
+
+
+def distrust(fs: AbstractFileSystem, path: str) -> None:
+    """Give a damaged file a new time stamp, so that no reuse trusts the one it was committed with.
+
+    A remote store's checksum cannot outlast the bytes that it is of.
+    """
+    if isinstance(fs, LocalFileSystem):
+        with suppress(OSError):  # of somebody else: the damage is told all the same
+            os.utime(path)
+
+
+class _Hashed:
+    """A stream that hashes what is read of it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._digest = stream, new_sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self._digest.update(data)
+        return data
+
+    def sha256(self) -> str:
+        """Of the whole file: what has not been read yet is read now."""
+        while self.read(2**20):
+            pass
+        return self._digest.hexdigest()
+
+
+@contextmanager
+def open_checked(url: str, sha256: str) -> Iterator[Any]:
+    """A committed file, to be read once from its beginning; what is left unread is read at the end.
+
+    Raises Damaged at the end if its bytes are not those of `sha256`, whatever else they led to.
+    """
+    fs, path = url_to_fs(url)
+    with fs.open(path, "rb") as file:
+        stream = _Hashed(file)
+        try:
+            yield stream
+        except Exception as error:
+            away = isinstance(error, OSError) or is_of_client(error)
+            if away or stream.sha256() == sha256:
+                raise
+            raise _damaged(fs, path, url) from error
+        if stream.sha256() != sha256:
+            raise _damaged(fs, path, url)
+
+
+def _damaged(fs: AbstractFileSystem, path: str, url: str) -> Damaged:
+    distrust(fs, path)
+    return Damaged(f"{url} is damaged: its sha256 differs from the committed one; run again")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,13 @@ class Garbage:
 
 
 def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
-    """Remember which artifacts a run used (`facts["stages"][name]["key"]`)."""
-    data = json.dumps({"at": time.time(), **facts}, indent=1).encode()
-    write_atomic(store.fs, f"{store.root}/{RUNS}/{run}.json", data)
+    """Remember what a run needs (`facts["stages"][name]["key"]`), beside what it did before."""
+    path = f"{store.root}/{RUNS}/{run}.json"
+    with suppress(FileNotFoundError):
+        known = json.loads(store.fs.cat_file(path))
+        facts = {**known, **facts, "stages": known["stages"] | facts["stages"]}
+    data = json.dumps({**facts, "at": time.time()}, indent=1)
+    write_atomic(store.fs, path, data.encode())
 
 
 def recent_runs(store: Store, days: float) -> Iterator[dict[str, Any]]:

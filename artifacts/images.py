@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import fsspec
 
+from artifacts.commit import open_checked
 from artifacts.keys import canonical_json
 
 EXTENSIONS = ("jpg", "png", "webp")
@@ -64,13 +65,20 @@ def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
     return count
 
 
-def read_tar(source: Path | str | IO[bytes]) -> Iterator[Sample]:
+def read_tar(source: Path | str | IO[bytes], sha256: str | None = None) -> Iterator[Sample]:
     """The samples of a tar (a path, an fsspec URL or a stream), one in memory at a time.
 
-    Raises ValueError when it is not a shard that `write_tar` could have written.
+    Args:
+        sha256: of the whole tar at that path; who reads to the end has read what was committed.
+
+    Raises:
+        Damaged: at the end, if the tar is another.
+        ValueError: it is not a shard that `write_tar` could have written.
     """
     is_path = isinstance(source, Path | str)
     opened: Any = fsspec.open(str(source), "rb") if is_path else nullcontext(source)
+    if sha256 is not None:
+        opened = open_checked(str(source), sha256)
     with opened as stream:
         try:
             with tarfile.open(fileobj=stream, mode="r|") as tar:

@@ -27,7 +27,7 @@ from artifacts.commit import (
     hash_local,
     put_atomic,
     read_record,
-    stamp,
+    stamped,
     write_atomic,
     write_record,
 )
@@ -126,13 +126,13 @@ class Draft:
 
     def write(self, path: str, data: bytes, **meta: Any) -> None:
         """Write one of its own files."""
-        write_atomic(self.store.fs, f"{self.path}/{path}", data)
-        self.files[path] = FileEntry(path, len(data), digest_bytes(data), meta)
+        etag = write_atomic(self.store.fs, f"{self.path}/{path}", data)
+        self.files[path] = FileEntry(path, len(data), digest_bytes(data), meta, etag)
 
     def upload(self, local: str, path: str, **meta: Any) -> None:
         """Copy a local file in as one of its own files."""
-        put_atomic(self.store.fs, local, f"{self.path}/{path}")
-        self.files[path] = hash_local(local, path, meta)
+        etag = put_atomic(self.store.fs, local, f"{self.path}/{path}")
+        self.files[path] = replace(hash_local(local, path, meta), etag=etag)
 
     def add(self, path: str, **meta: Any) -> None:
         """Name a file that is already in the artifact's folder."""
@@ -146,7 +146,8 @@ class Draft:
 
     def commit(self, summary: dict[str, Any], run: dict[str, Any]) -> Artifact:
         """Write the manifest, which makes the artifact exist."""
-        files = [stamp(self.store.fs, self.path, self.files[p]) for p in sorted(self.files)]
+        entries = (self.files[path] for path in sorted(self.files))
+        files = stamped(self.store.fs, self.path, entries)
         manifest = {
             "format": FORMAT,
             "key": self.recipe.key,
@@ -222,7 +223,10 @@ class Store:
         return None if manifest is None else Artifact(self, stage, key, manifest)
 
     def fault(self, artifact: Artifact, *, deep: bool = False) -> str | None:
-        """Say in words what is wrong with an artifact, or None; `deep` re-hashes every file."""
+        """Say in words what is wrong with an artifact, or None; `deep` hashes every file.
+
+        Otherwise a file is hashed only if its size or stamp is not as it was committed.
+        """
         return first_fault(self.fs, artifact.path, artifact.files, deep=deep)
 
     def find(self, stage: str, key: str) -> Artifact | None:
@@ -276,8 +280,9 @@ class Store:
         files = []
         for suffix, path in sorted(local.items()):
             entry = hash_local(path, f"{key}{suffix}", meta)
-            put_atomic(self.fs, path, f"{root}/{entry.path}")
-            files.append(stamp(self.fs, root, entry))
+            etag = put_atomic(self.fs, path, f"{root}/{entry.path}")
+            files.append(replace(entry, etag=etag))
+        files = stamped(self.fs, root, files)
         record = {"format": FORMAT, "files": files, "meta": meta}
         write_record(self.fs, f"{root}/{key}.json", record)
         return Shard(key, files, meta)

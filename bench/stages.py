@@ -44,13 +44,11 @@ class Stages:
 
         plan = download.plan(self._recipe)
         images = self._stage(
-            download,
-            {"source": plan.source_digest},
+            download.key_parts(self._recipe, plan),
             lambda draft: download.build(self._recipe, plan, draft, silent),
         )
         return self._stage(
-            encode,
-            encode.inputs(images, self._model, None),
+            encode.key_parts(self._recipe, images, self._model, None),
             lambda draft: encode.build(self._recipe, images, self._model, None, draft, silent),
         )
 
@@ -60,24 +58,18 @@ class Stages:
 
         latents = self.latents()
         return self._stage(
-            train,
-            {"latents": latents.digest},
+            train.key_parts(self._recipe, latents, self._model),
             lambda draft: train.build(
                 self._recipe, latents, self._model, None, (), unscored, draft, cast(Any, silent)
             ),
         )
 
-    def _stage(self, module: Any, inputs: dict[str, str], build: Build) -> Artifact:
+    def _stage(self, parts: KeyParts, build: Build) -> Artifact:
         from tasks.stage import build_or_reuse
 
-        parts = KeyParts(
-            module.STAGE, module.VERSION, module.settings_for_key(self._recipe), inputs
-        )
         result = build_or_reuse(self._store, parts, build, parents={})
-        self.seconds[module.STAGE] = result.seconds
-        artifact = self._store.load(result.stage, result.key)
-        assert artifact is not None, "just built or found"
-        return artifact
+        self.seconds[parts.stage] = result.seconds
+        return result.load(self._store)
 
 
 def recipe_overrides(

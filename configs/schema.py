@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -13,6 +13,9 @@ from configs.training import Hpu, MindSpore, Train
 #: Of a model in the registry.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 RuntimeName = Literal["torch", "xla", "jax", "mindspore"]
+#: The stages of a run, in their order.
+StageName = Literal["download", "encode", "train", "evaluate", "publish"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
 
 
 SchedulerName = Literal[

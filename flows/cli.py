@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 
 from configs.generating import read_settings
 from configs.load import RecipeError, dump, json_schema, load_recipe, parse_override, recipe_names
+from configs.schema import StageName
 
 app = typer.Typer(
     help="From a list of image URLs to a published, evaluated diffusion model.",
@@ -55,19 +56,21 @@ def run(
         list[str] | None,
         typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
     ] = None,
+    until: Annotated[StageName, typer.Option("--until", help="The last stage to run.")] = "publish",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
     ] = False,
 ) -> None:
     """Run a recipe: download, encode, train, evaluate, publish; reuse what is there.
 
-    Exit code: 0 published, 3 refused by the gate, 2 wrong input (nothing was started), 1 failed.
+    Exit code: 0 published (or all built, up to --until), 3 refused by the gate, 2 wrong input
+    (nothing was started), 1 failed.
     """
     overrides = dict(parse_override(text) for text in override or [])
     load_recipe(recipe, overrides)  # wrong input should not wait for imports and servers
     from flows import runner
 
-    report = runner.run(recipe, overrides, as_json=as_json)
+    report = runner.run(recipe, overrides, until, as_json=as_json)
     if report["status"] == "rejected":
         raise typer.Exit(REJECTED)
 

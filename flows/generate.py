@@ -4,21 +4,62 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from prefect import flow
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.tasks import exponential_backoff
 
-from artifacts.store import KeyParts, Store
+from artifacts.store import Store
 from configs.generating import Generate, read_settings
 from flows.logs import log_to_prefect
-from flows.stages import run_stage
+from flows.stages import DAY, EVERY_STAGE, ended
 from runtimes.contract import WrongInput
 from tasks import generate as stage
 from tasks.progress import Progress
+from tasks.stage import StageResult, build_or_reuse
 
 log = logging.getLogger("kiln")
+
+
+@task(
+    task_run_name="generate",
+    retries=3,
+    retry_delay_seconds=exponential_backoff(10),
+    timeout_seconds=DAY,
+    tags={"accelerator"},
+    **EVERY_STAGE,
+)
+def draw(settings: Generate) -> StageResult:
+    """Draw every prompt, as often as is asked."""
+    painter = stage.find_painter(settings)
+    stage.check(settings, painter)
+    store, parts = Store(settings.store), stage.key_parts(settings, painter)
+    progress = Progress(stage.STAGE, settings.model)
+    build = partial(stage.build, settings, painter, progress=progress)
+    result = build_or_reuse(store, parts, build, parents={})
+    return ended(store, settings.model, result, stage.show)
+
+
+@task(task_run_name="copy", cache_policy=NO_CACHE)
+def copy(settings: Generate, drawn: StageResult, out: Path, grid: bool, samples: bool) -> Any:
+    """Copy pictures, their list and a grid of them into a folder of their own below `out`."""
+    artifact = drawn.load(Store(settings.store))
+    folder = out / artifact.key[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / stage.LIST).write_bytes(artifact.read(stage.LIST))
+    if samples:
+        for name in stage.sample_names(artifact):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(artifact.read(name))
+    if grid:
+        columns = settings.grid_columns or settings.num_images_per_prompt
+        (folder / "grid.png").write_bytes(stage.grid(artifact, columns))
+    log.info("generate: %d pictures in %s", artifact.summary["pictures"], folder)
+    return {**artifact.summary, "folder": str(folder), "outcome": drawn.outcome}
 
 
 @flow(name="generate", flow_run_name="generate {model}")
@@ -44,32 +85,8 @@ def generate(
     """
     log_to_prefect()
     given = stage.with_prompts(read_settings(model, prompts, settings))
-    return _run(given, _made(out), not skip_grid, not skip_save)
-
-
-def _run(settings: Generate, out: Path, grid: bool, samples: bool) -> dict[str, Any]:
-    painter = stage.find_painter(settings)
-    stage.check(settings, painter)
-    store = Store(settings.store)
-    parts = KeyParts(
-        stage.STAGE, stage.VERSION, stage.settings_for_key(settings), {"model": painter.digest}
-    )
-    progress = Progress(stage.STAGE)
-    result, artifact = run_stage(
-        store, parts, lambda draft: stage.build(settings, painter, draft, progress), {}, stage.show
-    )
-    folder = out / artifact.key[:12]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / stage.LIST).write_bytes(artifact.read(stage.LIST))
-    if samples:
-        for name in stage.sample_names(artifact):
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(artifact.read(name))
-    if grid:
-        columns = settings.grid_columns or settings.num_images_per_prompt
-        (folder / "grid.png").write_bytes(stage.grid(artifact, columns))
-    log.info("generate: %d pictures in %s", artifact.summary["pictures"], folder)
-    return {**artifact.summary, "folder": str(folder), "outcome": result.outcome}
+    folder = _made(out)
+    return copy(given, draw(given), folder, not skip_grid, not skip_save)
 
 
 def _made(out: str) -> Path:

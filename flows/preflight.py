@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from artifacts.gc import record_run
 from artifacts.latents import Latents
-from artifacts.models import ModelNotFound, digest_model, resolve_model
-from artifacts.store import Store
-from configs.load import RecipeError
-from configs.schema import Recipe
+from artifacts.models import ModelNotFound, resolve_model
+from artifacts.store import KeyParts, Store
+from configs.load import RecipeError, dump
+from configs.schema import STAGES, Recipe, StageName
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import Extras
 from runtimes.objective.noise_scheduler import read_config, read_schedule, trained_scheduler
@@ -26,41 +29,54 @@ from runtimes.registry import (
 from runtimes.train.wandb_board import check_wandb
 from tasks import download, evaluate, targets
 from tasks.encode.transform import TransformSettings, bucket_sizes
+from tasks.progress import Progress
 from tasks.publish.assemble import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
-from tasks.stage import storage_error
+from tasks.stage import storage_error, storing
 from tasks.tpu import launch
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A recipe that can run: its store is writable, and its models are on this machine."""
+class Run:
+    """A run of a recipe: its store is writable, and its models are on this machine."""
 
     recipe: Recipe
     store: Store
-    model: Path
+    base: Path  # the pipeline folder of the model that is tuned
     vae: Path | None
     clip: Path
+    id: str  # of the flow run
 
-    def base_digest(self) -> str:
-        """Fingerprint of the weights that training starts from."""
-        family = detect_family(self.model)
-        texts = family.clip_encoders if self.recipe.train.train_text_encoder else ()
-        return digest_model(self.model, (family.denoiser, "scheduler", *texts))
+    @property
+    def model_name(self) -> str:
+        """Of the model that is made, in the registry and in Prefect."""
+        return self.recipe.publish.name
+
+    def begin(self, parts: KeyParts) -> Progress:
+        """Remember, before a stage is built, that this run needs it; the progress of building it.
+
+        Garbage collection asks what recent runs need.
+        """
+        facts = {"recipe": dump(self.recipe), "stages": {parts.stage: {"key": parts.key}}}
+        with storing(self.store):
+            record_run(self.store, self.id, facts)
+        return Progress(parts.stage, self.model_name)
 
 
-def prepare(recipe: Recipe) -> Prepared:
-    """Check a recipe against the world.
+def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None = None) -> Run:
+    """Check a recipe against the world; devices and watchers only of stages up to `until`.
 
     Raises a ValueError of ours (RecipeError, GateError, ModelNotFound, SourceError, WrongInput)
     with one clear line.
     """
     check_rules(recipe.publish.gate, evaluate.metric_names(recipe))
     store = _check_places(recipe)
-    _check_runtime(recipe)
-    if recipe.tpu is not None:
-        launch.check(recipe.tpu, recipe.store, recipe.train.wandb)
-    _check_watching(recipe)
+    stages = STAGES[: 1 + STAGES.index(until)]
+    _check_runtime(recipe, stages)
+    if "train" in stages:
+        if recipe.tpu is not None:
+            launch.check(recipe.tpu, recipe.store, recipe.train.wandb)
+        _check_watching(recipe)
     download.check(recipe)
     evaluate.check(recipe)
     if recipe.beam:
@@ -70,7 +86,7 @@ def prepare(recipe: Recipe) -> Prepared:
     model, vae = _check_models(recipe)
     clip = resolve_model(recipe.evaluate.clip)
     evaluate.check_clip(clip)
-    return Prepared(recipe, store, model, vae, clip)
+    return Run(recipe, store, model, vae, clip, run_id or str(uuid.uuid4()))
 
 
 def check_gate(recipe: Recipe, latents: Latents) -> None:
@@ -97,9 +113,12 @@ def _check_places(recipe: Recipe) -> Store:
     return store
 
 
-def _check_runtime(recipe: Recipe) -> None:
+def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
+    if "encode" not in stages:
+        return
     check_installed(recipe.runtime)
-    asked = {s: getattr(recipe, s).device for s in ("encode", "train", "evaluate")}
+    computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
+    asked = {stage: getattr(recipe, stage).device for stage in computing}
     settings = recipe.train
     several = settings.processes > 1 and settings.device != "cpu"
     other = recipe.runtime != "torch"  # with settings of its own that it refuses
@@ -107,7 +126,8 @@ def _check_runtime(recipe: Recipe) -> None:
     if set(asked.values()) <= {"auto", "cpu"} and not unsure:
         return  # always there; looking for others imports the runtime, which takes seconds
     check_devices(recipe.runtime, {f"{name}.device": device for name, device in asked.items()})
-    check_settings(recipe.runtime, settings)
+    if "train" in stages:
+        check_settings(recipe.runtime, settings)
 
 
 def _check_watching(recipe: Recipe) -> None:

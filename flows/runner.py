@@ -21,17 +21,20 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from configs.schema import StageName
 from configs.urls import without_secrets
 from tasks import progress
 
 
-def run(recipe: str, overrides: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+def run(
+    recipe: str, overrides: dict[str, Any], until: StageName, *, as_json: bool
+) -> dict[str, Any]:
     """Run `finetune` and print how it went; with `as_json`, the report as the last line."""
 
     def start() -> Any:
         from flows.finetune import finetune
 
-        return finetune(recipe, overrides)
+        return finetune(recipe, overrides, until)
 
     report = _with_prefect(start, as_json=as_json)
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
@@ -186,6 +189,9 @@ def _print_summary(report: dict[str, Any], file: Any) -> None:
     if report["status"] == "rejected":
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
         print(f"refused by the gate: {'; '.join(failed)}", file=file)
+    elif report["status"] == "built":
+        for name, stage in report["stages"].items():
+            print(f"{name:9} {stage['outcome']}: {stage['uri']}", file=file)
     else:
         print(f"published: {report['model']}{_other_champion(report)}", file=file)
         print(f"report:    {report['model']}/report.html", file=file)

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from artifacts.models import resolve_model
-from artifacts.store import Artifact, Draft
+from artifacts.store import Artifact, Draft, KeyParts
 from configs.generating import Generate
 from configs.schema import NAME
 from runtimes.contract import WrongInput
@@ -89,6 +89,11 @@ def check(settings: Generate, painter: Painter) -> None:
 def settings_for_key(settings: Generate) -> dict[str, Any]:
     """All that changes a picture, but the model's content."""
     return settings.model_dump(mode="json", exclude=PLACES)
+
+
+def key_parts(settings: Generate, painter: Painter) -> KeyParts:
+    """What the pictures depend on: settings and model."""
+    return KeyParts(STAGE, VERSION, settings_for_key(settings), {"model": painter.digest})
 
 
 def with_prompts(settings: Generate) -> Generate:

@@ -7,7 +7,11 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
+
+#: Most bytes of a picture in markdown, which Prefect keeps in its database.
+SMALL = 64_000
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,25 @@ class Picture:
 
     @property
     def data_uri(self) -> str:
-        return "data:image/png;base64," + base64.b64encode(self.png).decode()
+        return _data_uri("png", self.png)
+
+    def small_uri(self) -> str:
+        """The picture itself if it is small, else a JPEG of it, made smaller until it is."""
+        if len(self.png) <= SMALL:
+            return self.data_uri
+        from PIL import Image
+
+        with Image.open(BytesIO(self.png)) as image:
+            picture = image.convert("RGB")
+        while True:
+            picture.save(buffer := BytesIO(), "JPEG", quality=85)
+            if buffer.tell() <= SMALL:
+                return _data_uri("jpeg", buffer.getvalue())
+            picture.thumbnail((picture.width * 3 // 4, picture.height * 3 // 4))
+
+
+def _data_uri(kind: str, data: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @dataclass(frozen=True)
@@ -42,12 +64,12 @@ Panel = Table | Picture | Facts
 
 
 def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
-    """GitHub-flavoured markdown; whatever came from outside is escaped."""
+    """GitHub-flavoured markdown with small pictures; whatever came from outside is escaped."""
     parts = [f"# {escape_markdown(heading)}"]
     for panel in panels:
         parts.append(f"## {escape_markdown(panel.title)}")
         if isinstance(panel, Picture):
-            parts.append(f"![{escape_markdown(panel.title)}]({panel.data_uri})")
+            parts.append(f"![{escape_markdown(panel.title)}]({panel.small_uri()})")
         else:
             parts.append(_markdown_table(_rows(panel)))
     return "\n\n".join(parts) + "\n"

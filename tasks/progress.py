@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from uuid import UUID
 
+from tasks.show import artifact_key
+
 log = logging.getLogger("kiln")
 
 #: Called with (stage, done, total, text); `kiln run` puts its progress bar here.
@@ -14,12 +16,17 @@ listeners: list[Callable[[str, int, int, str], None]] = []
 
 
 class Progress:
-    """Callable with (done, total, text); cheap enough to call for every step."""
+    """Callable with (done, total, text); cheap enough to call for every step.
+
+    Args:
+        model: Name of the model that is made, by which recipes are told apart in Prefect.
+    """
 
     EVERY_SECONDS = 1.0
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, model: str = "") -> None:
         self.stage = stage
+        self.key = artifact_key(model, stage)  # of the stage's artifact in Prefect
         self._next = 0.0
         self._artifact: UUID | None = None
         self._shown = -1.0
@@ -43,7 +50,7 @@ class Progress:
         try:
             if self._artifact is None:
                 made = create_progress_artifact(
-                    percent, key=f"{self.stage}-progress", description=text or self.stage
+                    percent, key=f"{self.key}-progress", description=text or self.stage
                 )
                 self._artifact = made if isinstance(made, UUID) else None
             else:

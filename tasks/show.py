@@ -11,6 +11,11 @@ from tasks.panels import Panel, to_markdown
 log = logging.getLogger("kiln")
 
 
+def artifact_key(*names: str) -> str:
+    """Names as the key of an artifact in Prefect: lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-")
+
+
 def show_in_prefect(key: str, heading: str, panels: Callable[[], Sequence[Panel]]) -> None:
     """Create the artifact `key`, if a run is on; what cannot be shown stops nothing."""
     from prefect.artifacts import create_markdown_artifact
@@ -18,8 +23,7 @@ def show_in_prefect(key: str, heading: str, panels: Callable[[], Sequence[Panel]
 
     if FlowRunContext.get() is None:
         return
-    slug = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
     try:
-        create_markdown_artifact(markdown=to_markdown(heading, panels()), key=slug)
+        create_markdown_artifact(markdown=to_markdown(heading, panels()), key=key)
     except Exception as error:  # a server that is away, a picture that does not open
         log.warning("%s could not be shown in Prefect: %s", key, error)

@@ -10,8 +10,9 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,40 @@ class TransientError(RuntimeError):
     """What failed may work when tried again: a network away, a full disk that clears."""
 
 
-class StorageError(TransientError):
+class StorageError(RuntimeError):
     """The store cannot be used; the message says why and what to do."""
+
+
+class StorageAway(StorageError, TransientError):
+    """The store is full or does not answer, which may pass."""
+
+
+class StageFailed(RuntimeError):
+    """A stage could not use what it was given; what was built before it is kept."""
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage hands on: where its artifact is, and how it came about."""
+    """What a stage hands on: where its artifact is, and how it came about.
+
+    It holds no manifest: Prefect walks through all that is handed from task to task.
+    """
 
     stage: str
     key: str
     uri: str
     digest: str
-    outcome: str  # built | reused
+    outcome: str  # built | reused | rejected
     seconds: float
+    facts: dict[str, Any] = field(default_factory=dict)  # what the run's report says of it
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def load(self, store: Store) -> Artifact:
+        """The artifact. Raises StageFailed if it has been deleted since."""
+        with storing(store):
+            artifact = store.load(self.stage, self.key)
+        if artifact is None:
+            raise StageFailed(f"{self.stage} {self.key[:12]}: it has been deleted: run again")
+        return artifact
 
 
 def build_or_reuse(
@@ -64,48 +82,53 @@ def build_or_reuse(
     build: Callable[[Draft], dict[str, Any]],
     *,
     parents: dict[str, Artifact],
-    present: Artifact | None = None,
 ) -> StageResult:
     """Reuse the artifact of `parts`, or be its only builder.
 
-    `build` adds files to the draft and returns the summary. `present` is the artifact if the
-    caller has just found and verified it. Raises StorageError when the store cannot be used.
+    `build` adds files to the draft and returns the summary.
+
+    Raises:
+        StageFailed: `build` raised a ValueError, wrong input that shows only now.
+        StorageError: the store cannot be used.
     """
-    started = time.monotonic()
-    with storing(store):
-        artifact, outcome = present or store.find(parts.stage, parts.key), "reused"
+    started, outcome = time.monotonic(), "reused"
+    with failing(parts.stage), storing(store):
+        artifact = store.find(parts.stage, parts.key)
         if artifact is None:
-            artifact, outcome = _build(store, parts, build, parents)
+            with store.lock(parts.stage, parts.key, partial(_say_who_builds, parts)):
+                artifact = store.find(parts.stage, parts.key)  # another may have built it
+                if artifact is None:
+                    outcome, reason = "built", why_not_cached(store, parts)
+                    log.info("%s: building (%s)", parts.stage, reason)
+                    draft, begun = store.draft(parts), time.monotonic()
+                    summary = build(draft)
+                    facts = _facts(reason, begun, parents) | summary.pop("run", {})
+                    artifact = draft.commit(summary, facts)
     seconds = round(time.monotonic() - started, 3)
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
 
 
-def _build(
-    store: Store,
-    parts: KeyParts,
-    build: Callable[[Draft], dict[str, Any]],
-    parents: dict[str, Artifact],
-) -> tuple[Artifact, str]:
-    def waiting(owner: dict[str, Any]) -> None:
-        where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
-        log.info("%s %s: %s is building it; waiting", parts.stage, parts.key[:12], where)
+def _say_who_builds(parts: KeyParts, owner: dict[str, Any]) -> None:
+    where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+    log.info("%s %s: %s is building it; waiting", parts.stage, parts.key[:12], where)
 
-    with store.lock(parts.stage, parts.key, waiting):
-        if (artifact := store.find(parts.stage, parts.key)) is not None:
-            return artifact, "reused"
-        reason = why_not_cached(store, parts)
-        log.info("%s: building (%s)", parts.stage, reason)
-        started = time.monotonic()
-        draft = store.draft(parts)
-        summary = build(draft)
-        facts = {
-            **run_facts(),
-            "reason": reason,
-            "seconds": round(time.monotonic() - started, 3),
-            "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
-            **summary.pop("run", {}),
-        }
-        return draft.commit(summary, facts), "built"
+
+def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str, Any]:
+    return {
+        **run_facts(),
+        "reason": reason,
+        "seconds": round(time.monotonic() - begun, 3),
+        "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
+    }
+
+
+@contextmanager
+def failing(stage: str) -> Iterator[None]:
+    """Turn wrong input that shows only within a stage into StageFailed: others have been built."""
+    try:
+        yield
+    except ValueError as error:
+        raise StageFailed(f"{stage}: {error}") from error
 
 
 @contextmanager
@@ -125,14 +148,14 @@ def storage_error(store: Store, error: Exception) -> Exception:
     number = getattr(error, "errno", None)
     place = getattr(error, "filename", None) or store.url
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(f"no space left for {place}: free some (try `kiln gc`), then run again")
+        return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
     # S3's client gives no number, Google's neither a number nor a type of its own.
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
     if forbidden or number in (errno.EPERM, errno.EROFS):
         return StorageError(f"no permission for {place}: mend that, or choose another `store`")
     if is_of_client(error) and not store.is_local:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return StorageError(f"{store.url} cannot be used now ({reason}): run again when it can")
+        return StorageAway(f"{store.url} cannot be used now ({reason}): run again when it can")
     return error
 
 

@@ -6,15 +6,18 @@ import io
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
 from artifacts.latents import open_latents
-from artifacts.store import Artifact, Draft
+from artifacts.models import digest_model
+from artifacts.store import Artifact, Draft, KeyParts
 from configs.schema import Recipe
 from configs.training import computing
+from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.job import TrainJob
 from tasks.panels import Facts, Panel, Picture, Table, human
@@ -53,6 +56,15 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     if (config := _denoiser_config(recipe)) is not None:  # what it says, wherever it lies
         settings["denoiser_config"] = config
     return settings
+
+
+def key_parts(recipe: Recipe, latents: Artifact, model_folder: Path) -> KeyParts:
+    """What the trained weights depend on: settings, latents, and the weights that are tuned."""
+    family = detect_family(model_folder)
+    texts = family.clip_encoders if recipe.train.train_text_encoder else ()
+    base = digest_model(model_folder, (family.denoiser, "scheduler", *texts))
+    inputs = {"latents": latents.digest, "base": base}
+    return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
 
 def _denoiser_config(recipe: Recipe) -> dict[str, Any] | None:
@@ -189,7 +201,7 @@ class _Watch:
         elif event["event"] == "sample":
             heading = f"{STAGE}: step {event['step']}"
             self._score(event["step"], event["path"])
-            show_in_prefect(STAGE, heading, lambda: self._so_far(event["path"]))
+            show_in_prefect(self.progress.key, heading, partial(self._so_far, event["path"]))
         elif event["event"] == "validation":
             log.info("train: held-out loss %.4f at step %d", event["loss"], event["step"])
             if self.history and self.history[-1]["step"] == event["step"]:

@@ -100,14 +100,32 @@ class Server:
         logs = "\n".join(p.read_text()[-3000:] for p in self.folder.glob("*.log"))
         raise AssertionError(f"{what}: not within {seconds} s\n{logs}")
 
-    def run(self, deployment: str, overrides: dict[str, Any]) -> str:
+    def run(self, deployment: str, overrides: dict[str, Any], **more: Any) -> str:
         """Have a worker run it, as `prefect deployment run` does; returns the flow run's id."""
         number = self.ask(f"/deployments/name/{deployment}")["id"]
-        asked = {"parameters": {"overrides": overrides}, "state": {"type": "SCHEDULED"}}
+        given = {"overrides": overrides, **more}
+        asked = {"parameters": given, "state": {"type": "SCHEDULED"}}
         return str(self.ask(f"/deployments/{number}/create_flow_run", asked)["id"])
 
     def state(self, run: str) -> str:
         return str(self.ask(f"/flow_runs/{run}")["state"]["name"])
+
+    def tasks(self, run: str) -> dict[str, str]:
+        """The state of each task of a run, by name."""
+        found = self.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+        return {task["name"]: task["state"]["name"] for task in found}
+
+    def edges(self, run: str) -> set[tuple[str, str]]:
+        """(task, task that was given its result), as the UI draws a run."""
+        found = self.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+        names = {task["id"]: task["name"] for task in found}
+        return {
+            (names[given["id"]], task["name"])
+            for task in found
+            for inputs in task["task_inputs"].values()
+            for given in inputs
+            if given["input_type"] == "task_run"
+        }
 
     def stop(self) -> None:
         for child in reversed(self.children):

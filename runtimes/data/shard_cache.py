@@ -15,6 +15,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.commit import Damaged, open_checked
 from artifacts.latents import LatentShard, ShardRef
 from artifacts.models import cache_folder
 from runtimes.contract import WrongInput
@@ -37,7 +38,7 @@ class ShardFiles:
     def __init__(self, refs: Sequence[ShardRef], *, open_limit: int, cache_bytes: int) -> None:
         self._refs, self._open_limit, self._cache_bytes = refs, open_limit, cache_bytes
         self._open: OrderedDict[int, LatentShard] = OrderedDict()
-        self._checked: set[str] = set()  # local copies whose sha256 was taken here
+        self._checked: set[str] = set()  # sha256 of files that were read and have it
 
     def __getitem__(self, number: int) -> LatentShard:
         """The shard, open. Raises WrongInput, naming the file, if it is missing or damaged."""
@@ -58,12 +59,23 @@ class ShardFiles:
         try:
             fs, path = url_to_fs(ref.url)
             if isinstance(fs, LocalFileSystem):
-                return _open(Path(path), ref)
+                return self._checked_once(path, ref)
             return self._kept(ref) or _open(self._fetch(fs, path, ref), ref)
+        except Damaged as error:
+            raise WrongInput(f"latent shard {error}") from None
         except (FileNotFoundError, ValueError) as error:
             raise WrongInput(
                 f"latent shard {ref.url} cannot be used ({error}); run the flow again to rebuild it"
             ) from None
+
+    def _checked_once(self, path: str, ref: ShardRef) -> LatentShard:
+        """A local shard; at its first opening all of it is read, and must be what was committed."""
+        shard = _open(Path(path), ref)
+        if ref.sha256 not in self._checked:
+            with open_checked(path, ref.sha256):
+                pass
+            self._checked.add(ref.sha256)
+        return shard
 
     def _kept(self, ref: ShardRef) -> LatentShard | None:
         """The local copy, if there is one; one that is damaged is deleted."""

@@ -2,7 +2,7 @@
 
 from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.shard import STAGE, VERSION, ShardSpec
-from tasks.download.stage import Plan, build, check, plan, settings_for_key, show
+from tasks.download.stage import Plan, build, check, key_parts, plan, settings_for_key, show
 
 __all__ = [
     "STAGE",
@@ -13,6 +13,7 @@ __all__ = [
     "TooManyFailed",
     "build",
     "check",
+    "key_parts",
     "plan",
     "settings_for_key",
     "show",

@@ -14,11 +14,11 @@ from typing import Any
 from artifacts.commit import read_record
 from artifacts.images import read_tar
 from artifacts.keys import cut_shards
-from artifacts.store import Artifact, Draft, Shard, Store
+from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.schema import Recipe
 from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.lists import Span, join_spans
-from tasks.download.shard import STAGE, Left, ShardSpec, Work, shard_key, shard_settings
+from tasks.download.shard import STAGE, VERSION, Left, ShardSpec, Work, shard_key, shard_settings
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.quiet import quiet_import
@@ -74,6 +74,11 @@ def plan(recipe: Recipe) -> Plan:
     if not shards:
         raise SourceError("source: it has no rows")
     return Plan(digest.hexdigest(), rows, tuple(shards.values()))
+
+
+def key_parts(recipe: Recipe, plan: Plan) -> KeyParts:
+    """What the pictures depend on: the settings, and every row of the source."""
+    return KeyParts(STAGE, VERSION, settings_for_key(recipe), {"source": plan.source_digest})
 
 
 def build(

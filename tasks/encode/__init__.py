@@ -1,6 +1,15 @@
 """The encode stage: image shards in, latent shards out."""
 
 from tasks.encode.keys import STAGE, VERSION, settings_for_key
-from tasks.encode.stage import EncodeFailed, build, inputs, show
+from tasks.encode.stage import EncodeFailed, build, inputs, key_parts, show
 
-__all__ = ["STAGE", "VERSION", "EncodeFailed", "build", "inputs", "settings_for_key", "show"]
+__all__ = [
+    "STAGE",
+    "VERSION",
+    "EncodeFailed",
+    "build",
+    "inputs",
+    "key_parts",
+    "settings_for_key",
+    "show",
+]

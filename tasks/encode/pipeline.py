@@ -12,7 +12,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.utils.shared import Shared
 
-from artifacts.commit import read_record
+from artifacts.commit import Damaged, read_record
 from artifacts.images import read_tar
 from artifacts.store import Shard, Store
 from runtimes.contract import Encodes, WrongInput
@@ -31,6 +31,7 @@ class Work:
 
     key: str  # of the latent shard
     tar: str  # URL
+    sha256: str  # of the tar
     samples: int
 
 
@@ -52,7 +53,7 @@ class EncodeShard(beam.DoFn):
             encoder = self._shared.acquire(self._open)
             with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
                 path = Path(folder) / "shard.safetensors"
-                samples = read_tar(work.tar)
+                samples = read_tar(work.tar, work.sha256)
                 facts = encode_shard(samples, encoder, self.settings, self.batch_size, path)
                 store.commit_shard(STAGE, work.key, {".safetensors": str(path)}, facts)
         yield work.key
@@ -74,11 +75,14 @@ def encode_shards(
     options: dict[str, Any],
     progress: Callable[[int, int, str], None],
 ) -> list[Shard]:
-    """Commit every latent shard, and return them in the order of `works`. Raises WrongInput."""
+    """Commit every latent shard, and return them in the order of `works`.
+
+    Raises WrongInput; Damaged if an image shard is not what was committed.
+    """
     sizes = {work.key: work.samples for work in works}
     watch = Watch(store, STAGE, sizes, progress, unit="pictures")
     try:
-        run_linear(works, dofn, options, watch, known=(WrongInput,))
+        run_linear(works, dofn, options, watch, known=(WrongInput, Damaged))
     finally:
         # Beam keeps the last shared object for ever: let go of the encoders and their memory.
         Shared().acquire(_Nothing)

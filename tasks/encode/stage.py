@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.latents import INFO
-from artifacts.store import Artifact, Draft, Shard
+from artifacts.store import Artifact, Draft, KeyParts, Shard
 from configs.schema import Recipe
 from runtimes.pipeline_folder.describe import describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob
-from tasks.encode.keys import shard_key
+from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.panels import Facts, Panel, Table
 from tasks.quiet import quiet_import
@@ -30,6 +30,14 @@ class EncodeFailed(RuntimeError):
 def inputs(images: Artifact, model_folder: Path, vae_folder: Path | None) -> dict[str, str]:
     """Digests of what is encoded, and of what it is encoded with. Raises WrongInput."""
     return {"images": images.digest, "encoders": digest_encoders(model_folder, vae_folder)}
+
+
+def key_parts(
+    recipe: Recipe, images: Artifact, model_folder: Path, vae_folder: Path | None
+) -> KeyParts:
+    """What the latents depend on: settings, pictures and encoders."""
+    found = inputs(images, model_folder, vae_folder)
+    return KeyParts(STAGE, VERSION, settings_for_key(recipe), found)
 
 
 def build(
@@ -59,7 +67,7 @@ def build(
     for entry in images.files:
         if entry.path.endswith(".tar"):
             key = shard_key(entry.sha256, digest, dtype, recipe.encode.batch_size, settings)
-            works[key] = Work(key, images.url(entry.path), entry.meta["samples"])
+            works[key] = Work(key, images.url(entry.path), entry.sha256, entry.meta["samples"])
     if not works:
         raise EncodeFailed("encode: the download stage has left no image shard to encode")
     store = draft.store

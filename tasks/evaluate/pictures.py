@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from artifacts.commit import open_checked
 from artifacts.keys import digest_json
 from artifacts.models import digest_model
-from artifacts.store import Draft, Shard, Store
+from artifacts.store import SHARDS, Draft, Shard, Store
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import Extras
 from runtimes.pipeline_folder.denoiser_config import folder_extras
@@ -162,10 +163,8 @@ def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:
 
 def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
     """Held-out losses [N], each over its noise draws; empty when none were taken."""
-    for name, data in _members(store, shard):
-        if name == LOSSES:
-            return np.array(json.loads(data)["losses"], np.float64)
-    return np.zeros(0)
+    losses = [json.loads(data)["losses"] for name, data in _members(store, shard) if name == LOSSES]
+    return np.array(losses[0] if losses else [], np.float64)
 
 
 def digest_pipeline(folder: Path) -> str:
@@ -214,8 +213,10 @@ def _commit(store: Store, key: str, out: Path, count: int) -> Shard:
 
 
 def _members(store: Store, shard: Shard) -> Iterator[tuple[str, bytes]]:
-    path = f"{store.shards_path(STAGE)}/{shard.key}.tar"
-    with store.fs.open(path, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+    """(name, bytes) of every file. Raises Damaged at the end of a tar that is another."""
+    (entry,) = shard.files
+    url = store.url_of(f"{STAGE}/{SHARDS}/{entry.path}")
+    with open_checked(url, entry.sha256) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
         for member in tar:
             file = tar.extractfile(member)
             if file is not None:

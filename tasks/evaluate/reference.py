@@ -28,14 +28,16 @@ def reference_pictures(
     """The first `most` held-out pictures [H, W, 3], as the VAE saw them.
 
     The same predicate and transform as the encode stage's, so that no picture trained on is here;
-    `factor` is what sides are multiples of.
+    `factor` is what sides are multiples of. Raises Damaged for a tar that is not the committed one.
     """
     buckets = bucket_sizes(settings, factor)
     count = 0
     for entry in sorted(images.files, key=lambda entry: entry.path):
         if not entry.path.endswith(".tar"):
             continue
-        for sample in read_tar(images.url(entry.path)):
+        for sample in read_tar(images.url(entry.path), entry.sha256):
+            if count == most:
+                continue  # only to the end of the tar, which is checked there
             sha256 = hashlib.sha256(sample.image).digest()
             if not is_holdout(sha256, settings.holdout):
                 continue
@@ -46,5 +48,5 @@ def reference_pictures(
             pixels = seen[0].pixels.transpose(1, 2, 0)
             yield ((pixels + 1.0) * 127.5).round().astype(np.uint8)
             count += 1
-            if count == most:
-                return
+        if count == most:
+            return

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from artifacts.keys import digest_json
 from artifacts.models import digest_model, resolve_model
-from artifacts.store import Artifact, Draft, Shard, Store
+from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.schema import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families.unet_inputs import Extras
@@ -36,6 +36,8 @@ from tasks.evaluate.measure import (
 )
 from tasks.evaluate.metrics import Metric
 from tasks.evaluate.pictures import (
+    STAGE,
+    VERSION,
     Painter,
     Run,
     Sitting,
@@ -90,6 +92,20 @@ def inputs(
         "clip": digest_model(clip_folder),
     }
     return found | ({} if vae_folder is None else {"vae": digest_model(vae_folder)})
+
+
+def key_parts(
+    recipe: Recipe,
+    images: Artifact,
+    latents: Artifact,
+    trained: Artifact,
+    model_folder: Path,
+    vae_folder: Path | None,
+    clip_folder: Path,
+) -> KeyParts:
+    """What the evaluation depends on: settings, both models, and what they are measured against."""
+    found = inputs(recipe, images, latents, trained, model_folder, vae_folder, clip_folder)
+    return KeyParts(STAGE, VERSION, settings_for_key(recipe), found)
 
 
 def check(recipe: Recipe) -> None:

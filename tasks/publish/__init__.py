@@ -5,9 +5,27 @@ from tasks.publish.stage import (
     VERSION,
     Rejected,
     build,
+    key_parts,
+    lineage_of,
+    register,
     registry_of,
     settings_for_key,
     show,
+    show_verdicts,
+    show_version,
 )
 
-__all__ = ["STAGE", "VERSION", "Rejected", "build", "registry_of", "settings_for_key", "show"]
+__all__ = [
+    "STAGE",
+    "VERSION",
+    "Rejected",
+    "build",
+    "key_parts",
+    "lineage_of",
+    "register",
+    "registry_of",
+    "settings_for_key",
+    "show",
+    "show_verdicts",
+    "show_version",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from artifacts.store import Artifact
 from configs.load import dump
@@ -12,6 +12,7 @@ from configs.schema import Recipe
 from tasks.panels import to_html
 from tasks.stage import StageResult
 
+NAME = "report.html"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #2b2118; --paper: #fffdf9; --line: #e4d9cb; }
 @media (prefers-color-scheme: dark) { :root { --ink: #efe6da; --paper: #1d1813; --line: #463b30; } }
@@ -27,13 +28,12 @@ nav a { margin-right: 1rem; } .outcome { font-weight: normal; opacity: .7; }
 """
 
 
-def page(
-    recipe: Recipe, artifacts: Mapping[str, Artifact], results: Mapping[str, StageResult]
-) -> str:
+def page(recipe: Recipe, stages: Sequence[tuple[Artifact, StageResult]]) -> str:
     """The whole page; whatever came from outside is escaped. Stages in the order they ran."""
     title = html.escape(f"{recipe.publish.name} — Kilnworks report")
-    nav = " ".join(f'<a href="#{name}">{name}</a>' for name in artifacts)
-    sections = [_section(name, artifact, results[name]) for name, artifact in artifacts.items()]
+    names = [artifact.stage for artifact, _ in stages]
+    nav = " ".join(f'<a href="#{name}">{name}</a>' for name in names)
+    sections = [_section(artifact, result) for artifact, result in stages]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -44,7 +44,8 @@ def page(
     )
 
 
-def _section(name: str, artifact: Artifact, result: StageResult) -> str:
+def _section(artifact: Artifact, result: StageResult) -> str:
+    name = artifact.stage
     show = importlib.import_module(f"tasks.{name}").show
     outcome = html.escape(f"{result.outcome} · {artifact.key[:12]}")
     return f'<h2 id="{name}">{name} <span class="outcome">{outcome}</span></h2>' + to_html(

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from artifacts.store import Artifact, Draft
+from artifacts.commit import write_atomic
+from artifacts.keys import digest_json
+from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.load import dump
 from configs.schema import Recipe
 from runtimes.adapters.lora import read_adapters
 from tasks.evaluate.measure import flatten
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.progress import Progress
-from tasks.publish import card, gate
+from tasks.publish import card, gate, report
 from tasks.publish.adapters import write_adapters
 from tasks.publish.assemble import assemble
 from tasks.publish.registry import Registry, Version
+from tasks.stage import StageResult, TransientError, storing
 from tasks.tuned import Tuned, local_tuned
 
 STAGE = "publish"
@@ -39,6 +42,32 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     return recipe.publish.model_dump(mode="json", exclude={"registry"})
 
 
+def key_parts(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) -> KeyParts:
+    """What the gate's verdict rests on, the champion included if a rule names it."""
+    inputs = _inputs(recipe, trained, evaluated, base)
+    return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
+
+
+def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) -> dict[str, str]:
+    """Digests of the inputs.
+
+    The champion that a model was published against stays its input once it is champion itself,
+    so that running its recipe again reuses it.
+    """
+    inputs = {
+        "model": trained.digest,
+        "evaluation": evaluated.digest,
+        "card": digest_json(str(card.base_card(base))),
+    }
+    champion = registry_of(recipe).champion()
+    if champion is None or not gate.needs_champion(recipe.publish.gate):
+        return inputs
+    was = champion.manifest["inputs"]
+    if {name: was.get(name) for name in inputs} == inputs:
+        return dict(was)
+    return {**inputs, "champion": champion.manifest["digest"]}
+
+
 def registry_of(recipe: Recipe) -> Registry:
     """The registry that a recipe publishes to."""
     url = recipe.publish.registry or f"{recipe.store.rstrip('/')}/registry"
@@ -52,13 +81,13 @@ def build(
     lineage: dict[str, str],
     base: Path,
     vae: Path | None,
-    champion_metrics: Callable[[Version], dict[str, Any]],
+    champion_metrics: Callable[[str], dict[str, Any]],
     draft: Draft,
     progress: Progress,
 ) -> dict[str, Any]:
     """Judge, then put the folder together. Raises Rejected, and leaves nothing, if a rule fails.
 
-    `champion_metrics(version)` gives a version's metrics as measured the way `evaluated` was.
+    `champion_metrics(url)` are a version's metrics, measured the way that `evaluated` was.
     """
     measured = json.loads(evaluated.read("metrics.json"))
     champion = registry_of(recipe).champion()
@@ -89,15 +118,58 @@ def build(
     }
 
 
+def register(
+    recipe: Recipe, base: Path, store: Store, results: Sequence[StageResult]
+) -> dict[str, Any]:
+    """Copy the model into the registry, its report beside it; a new version becomes the champion.
+
+    Args:
+        results: of every stage, in their order.
+
+    Returns `model`, the URL of its version, and `champion`, how the present one came to be it:
+    after a rollback that is another. Raises TransientError if the champion is no longer the one
+    that the gate compared with.
+    """
+    registry = registry_of(recipe)
+    artifacts = [result.load(store) for result in results]
+    trained, evaluated, published = artifacts[-3:]
+    with storing(store):
+        path = f"{published.path}/{report.NAME}"
+        if results[-1].outcome == "built" or not store.fs.exists(path):  # else it is of that run
+            page = report.page(recipe, list(zip(artifacts, results, strict=True)))
+            write_atomic(store.fs, path, page.encode())
+        version = registry.publish(published)
+        if not registry.was_champion(version.name):
+            now = _inputs(recipe, trained, evaluated, base)
+            if now.get("champion") != published.manifest["inputs"].get("champion"):
+                raise TransientError("another model became champion meanwhile: run again")
+            registry.promote(version.name, "published")
+        return {"model": version.uri, "champion": registry.last_move()}
+
+
+def lineage_of(
+    images: Artifact, latents: Artifact, trained: Artifact, evaluated: Artifact
+) -> dict[str, str]:
+    """Digests of all that a model was made from, for its card."""
+    return {
+        "source (rows of the list)": images.manifest["inputs"]["source"],
+        "images": images.digest,
+        "latents": latents.digest,
+        "base": trained.manifest["inputs"]["base"],
+        "trained weights": trained.digest,
+        "evaluation": evaluated.digest,
+    }
+
+
 def _judge(
     recipe: Recipe,
     metrics: dict[str, Any],
     champion: Version | None,
-    champion_metrics: Callable[[Version], dict[str, Any]],
+    champion_metrics: Callable[[str], dict[str, Any]],
 ) -> list[gate.Verdict]:
     values = flatten(metrics)
     if champion is not None and gate.needs_champion(recipe.publish.gate):
-        for name, models in champion_metrics(champion).items():
+        for name, models in champion_metrics(champion.uri).items():
             if "tuned" in models:
                 values.setdefault(name, {})["champion"] = models["tuned"]["value"]
     verdicts = gate.judge(recipe.publish.gate, values, champion=champion is not None)
@@ -137,6 +209,23 @@ def show(artifact: Artifact) -> list[Panel]:
         Picture("Before (above) and after (below)", artifact.read("before_after.png")),
         Table("Metrics (95% confidence interval)", card.metric_rows(metrics)),
     ]
+
+
+def show_verdicts(verdicts: Sequence[gate.Verdict]) -> list[Panel]:
+    """Why a model was refused."""
+    return [Table("Gate", gate.as_rows(verdicts))]
+
+
+def show_version(registered: dict[str, Any]) -> list[Panel]:
+    """Where a model is in the registry, and which version is the champion."""
+    url, champion = registered["model"], registered["champion"]
+    facts = {
+        "model": url,
+        "version": url.rpartition("/")[2],
+        "champion": champion["version"] if champion else "none",
+        "report": f"{url}/{report.NAME}",
+    }
+    return [Facts("Published", facts)]
 
 
 def _in_words(verdict: gate.Verdict) -> str:

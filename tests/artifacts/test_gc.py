@@ -55,6 +55,14 @@ def test_what_a_living_builder_is_at_stays(store: Store) -> None:
     assert [i.what for i in gc.garbage(store, {})] == ["unfinished"]
 
 
+def test_what_a_run_needs_adds_up(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for stage in ("download", "encode"):
+        gc.record_run(store, "a-run", {"stages": {stage: {"key": stage}}})
+    (run,) = gc.recent_runs(store, days=1)
+    assert run["stages"] == {"download": {"key": "download"}, "encode": {"key": "encode"}}
+
+
 def test_what_a_recent_run_has_begun_stays(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     parts = KeyParts("train", 1, {}, {})

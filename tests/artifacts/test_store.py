@@ -1,6 +1,7 @@
 """An artifact exists exactly when its manifest does, while its bytes are what they were."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 from stores import REMOTE, RequestsTo, UrlOf
 
+from artifacts import commit
 from artifacts.keys import digest_bytes
-from artifacts.store import Draft, KeyParts, Store, StoreError
+from artifacts.store import Artifact, Draft, KeyParts, Store, StoreError
 
 PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
 
@@ -269,9 +271,83 @@ def test_a_store_that_keeps_checksums_is_not_read_to_reuse_an_artifact(
     )
 
 
-def test_a_store_without_checksums_records_none(store: Store) -> None:
+def test_a_store_without_checksums_records_none(url_of: UrlOf) -> None:
+    store = Store(url_of("memory"))
     build(store).commit({}, {})
     found = store.find("encode", PARTS.key)
     assert found is not None
     assert [entry.etag for entry in found.files] == [None, None]
     assert b"etag" not in found.read("manifest.json")
+
+
+def flip(path: Path) -> None:
+    """Another byte, at the same size and time stamp: what a failing disk does."""
+    before, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Artifact:
+    """An artifact on a local disk, with files written, uploaded, added, and of a shard."""
+    store = Store(str(tmp_path / "store"))
+    (tmp_path / "x").write_bytes(b"tar bytes")
+    draft = build(store)
+    draft.upload(str(tmp_path / "x"), "c.bin")
+    store.fs.pipe_file(f"{draft.path}/d.bin", b"delta")
+    draft.add("d.bin")
+    draft.add_shard(store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {}))
+    return draft.commit({}, {})
+
+
+FILES = ["a.bin", "sub/b.bin", "c.bin", "d.bin", "../shards/k.tar"]
+
+
+def test_a_reuse_reads_no_file_whose_size_and_time_stamp_are_as_committed(
+    whole: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sorted(entry.path for entry in whole.files) == sorted(FILES)
+    monkeypatch.setattr(commit, "hash_file", lambda *_: pytest.fail("read"))
+    assert whole.store.find("encode", whole.key) is not None
+    assert whole.store.shard("encode", "k") is not None
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_time_stamp_that_changed_has_its_file_hashed(whole: Artifact, path: str) -> None:
+    file = Path(whole.path, path)
+    os.utime(file)
+    assert whole.store.find("encode", whole.key) is not None
+    flip(file)
+    assert whole.store.find("encode", whole.key) is None
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_byte_that_flips_beneath_its_time_stamp_is_found_by_a_deep_check_and_then_by_all(
+    whole: Artifact, path: str
+) -> None:
+    flip(Path(whole.path, path))
+    assert whole.store.find("encode", whole.key) is not None
+    assert f"{path} is damaged" in str(whole.store.fault(whole, deep=True))
+    assert f"{path} is damaged" in str(whole.store.fault(whole))
+    assert whole.store.find("encode", whole.key) is None
+
+
+def test_who_reads_a_damaged_file_is_told_at_its_end_and_so_is_the_next_reuse(
+    whole: Artifact,
+) -> None:
+    path = Path(whole.path, "../shards/k.tar").resolve()
+    sha256 = digest_bytes(b"tar bytes")
+    with commit.open_checked(str(path), sha256) as stream:
+        assert stream.read(3) == b"tar"
+    flip(path)
+    damaged = pytest.raises(commit.Damaged, match=r"k\.tar is damaged")
+    with damaged, commit.open_checked(str(path), sha256) as stream:
+        assert stream.read(3) == b"tar"
+    assert whole.store.find("encode", whole.key) is None
+
+
+def test_damage_is_told_rather_than_what_it_led_to(whole: Artifact) -> None:
+    path = Path(whole.path, "a.bin")
+    for kind, sha256 in ((commit.Damaged, "0" * 64), (KeyError, digest_bytes(b"alpha"))):
+        with pytest.raises(kind), commit.open_checked(str(path), sha256):
+            raise KeyError("of a reader")

@@ -132,8 +132,8 @@ def here(
 def run_here(here: Callable[..., str], api: str) -> Callable[..., dict[str, Any]]:
     """`run_here(recipe, overrides)` is its report, by a run in this process."""
 
-    def run(recipe: str, overrides: dict[str, Any]) -> dict[str, Any]:
-        said = here("run", recipe, "--json", overrides=overrides, api=api)
+    def run(recipe: str, overrides: dict[str, Any], until: str = "publish") -> dict[str, Any]:
+        said = here("run", recipe, "--json", "--until", until, overrides=overrides, api=api)
         report: dict[str, Any] = json.loads(said.splitlines()[-1])
         return report
 

@@ -9,6 +9,8 @@ import pytest
 from command import kiln
 from server import Server
 
+from configs.schema import STAGES
+
 Here = Callable[..., str]  # of conftest.py
 
 
@@ -34,6 +36,11 @@ def only_line(said: str) -> str:
 )
 def test_what_is_found_without_starting_anything(here: Here, words: list[str], line: str) -> None:
     assert line in only_line(here(*words, code=2))
+
+
+def test_a_stage_to_stop_at_is_one_of_them(here: Here) -> None:
+    said = here("run", "digits", "--until", "encod", code=2)
+    assert all(f"'{stage}'" in said for stage in (*STAGES, "encod"))
 
 
 @pytest.mark.slow

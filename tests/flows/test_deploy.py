@@ -12,8 +12,18 @@ import pytest
 from command import is_running, processes_below
 from server import Server
 
+from configs.schema import STAGES
+
 pytestmark = pytest.mark.slow
 PATIENCE = 600  # seconds, for a machine that does much else
+ENDS = ("Completed", "Rejected", "Failed", "Crashed")
+#: Whose results each stage is given.
+PARENTS = {
+    "encode": ["download"],
+    "train": ["encode"],
+    "evaluate": ["download", "encode", "train"],
+    "publish": ["download", "encode", "train", "evaluate"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +44,47 @@ def test_the_demos_deployment_ends_completed_and_shows_itself(
     given = f"overrides={json.dumps(small)}"
     said = server.cli("deployment", "run", "finetune/digits", "-p", given)
     run = next(word for word in said.split() if word.count("-") == 4 and len(word) == 36)
-    server.wait("run", lambda: server.state(run) in ("Completed", "Failed", "Crashed"), PATIENCE)
+    server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
     assert server.state(run) == "Completed"
     found = server.ask(
         "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}, "limit": 100}
     )
     shown = {a["key"]: a["data"] for a in found if a["type"] == "markdown"}
-    assert {"download", "encode", "train", "evaluate", "publish", "model"} <= set(shown)
+    assert {f"digits-{name}" for name in (*STAGES, "model")} <= set(shown)
     for stage in ("download", "train", "evaluate", "publish"):
-        assert "](data:image/png;base64," in shown[stage], stage
-    assert {"train-progress", "download-progress"} <= {a["key"] for a in found}
-    tasks = server.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
-    stages = ["download", "encode", "evaluate", "publish", "train"]
-    assert sorted(t["name"] for t in tasks) == stages
+        assert "](data:image/" in shown[f"digits-{stage}"], stage
+    assert all(len(text) < 300_000 for text in shown.values())
+    assert {"digits-train-progress", "digits-download-progress"} <= {a["key"] for a in found}
+    assert server.tasks(run) == dict.fromkeys(STAGES, "Completed")
+    assert server.edges(run) == {
+        (parent, stage) for stage, parents in PARENTS.items() for parent in parents
+    }
     again = server.run("finetune/digits", small)
-    server.wait("run", lambda: server.state(again) in ("Completed", "Failed", "Crashed"), PATIENCE)
-    tasks = server.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [again]}}})
-    assert {t["state"]["name"] for t in tasks} == {"Cached"}
+    server.wait("run", lambda: server.state(again) in ENDS, PATIENCE)
+    assert server.tasks(again) == dict.fromkeys(STAGES, "Reused")
+
+
+def test_a_model_that_is_refused_leaves_no_failed_task(
+    server: Server, first: dict[str, Any], small: dict[str, Any]
+) -> None:
+    strict = {**small, "publish.gate": ["digit/new >= 1.1"], "publish.name": "strict"}
+    run = server.run("finetune/digits", strict)
+    server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
+    assert server.state(run) == "Rejected"
+    assert server.tasks(run) == {**dict.fromkeys(STAGES, "Reused"), "publish": "Rejected"}
+    asked = {"artifacts": {"flow_run_id": {"any_": [run]}}}
+    shown = {a["key"]: a["data"] for a in server.ask("/artifacts/filter", asked)}
+    assert "| 1.1 | failed |" in shown["strict-publish"]
+    assert "strict-model" not in shown and "digits-publish" not in shown
+
+
+def test_a_run_up_to_a_stage_ends_there(
+    server: Server, first: dict[str, Any], small: dict[str, Any]
+) -> None:
+    run = server.run("finetune/digits", small, until="encode")
+    server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
+    assert server.state(run) == "Completed"
+    assert server.tasks(run) == {"download": "Reused", "encode": "Reused"}
 
 
 def test_a_scheduled_run_appears(server: Server) -> None:
@@ -74,7 +108,7 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(
 
     def training() -> bool:
         shown = server.ask("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
-        return any(a["key"] == "train-progress" for a in shown)
+        return any(a["key"] == "digits-train-progress" for a in shown)
 
     server.wait("training", training, PATIENCE)
     _, _, pid = server.ask(f"/flow_runs/{run}")["infrastructure_pid"].rpartition(":")

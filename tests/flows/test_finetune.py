@@ -198,6 +198,25 @@ def test_a_model_the_gate_refuses_is_not_published(
     assert not registry.exists()
 
 
+def test_a_run_until_a_stage_builds_up_to_it(
+    small: Overrides, here: Here, run_here: RunHere, api: str
+) -> None:
+    said = here("run", "digits", "--until", "encode", "--json", overrides=small, api=api)
+    report = json.loads(said.splitlines()[-1])
+    assert (report["status"], report["model"], report["metrics"]) == ("built", None, {})
+    assert outcomes(report) == {"download": "built", "encode": "built"}
+    store = Path(str(small["store"]))
+    assert {path.name for path in store.iterdir()} == {"download", "encode", "runs"}
+    again = here("run", "digits", "--until", "encode", overrides=small, api=api)
+    assert again.splitlines()[-1] == f"encode    reused: {folder(report, 'encode')}"
+    measured = run_here("digits", small, until="evaluate")
+    assert outcomes(measured) == {
+        **dict.fromkeys(("download", "encode"), "reused"),
+        **dict.fromkeys(("train", "evaluate"), "built"),
+    }
+    assert "clip_score" in measured["metrics"] and not (store / "registry").exists()
+
+
 def test_a_run_on_mindspore_is_published(
     small: Overrides, run_here: RunHere, tiny_model: Callable[[str], Path], tiny_clip: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """What a run's stages are made from is in their keys, and who becomes champion was compared."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,12 @@ import pytest
 
 from artifacts import gc
 from artifacts.latents import INFO
+from artifacts.models import digest_model
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
-from flows.finetune import _Run
-from flows.preflight import Prepared
-from tasks import download
-from tasks.publish import registry_of
+from flows import finetune
+from flows.preflight import Run
+from tasks import download, publish
 from tasks.stage import StageResult, TransientError, build_or_reuse
 
 
@@ -25,18 +26,17 @@ def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Art
     return draft.commit({}, {})
 
 
-class Asked(_Run):
-    """A run that only takes note of what each stage's key would have."""
+def reused(artifact: Artifact) -> StageResult:
+    """How a stage hands it on."""
+    return StageResult(artifact.stage, artifact.key, artifact.uri, artifact.digest, "reused", 0.0)
 
-    def _stage(
-        self, module: Any, inputs: dict[str, str], build: Any, **parents: Artifact
-    ) -> Artifact:
-        self.inputs = inputs
-        return next(iter(parents.values()), None)  # type: ignore[return-value]
+
+class Asked(Exception):
+    """What a task wants to have built or reused."""
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Prepared:
+def run(tmp_path: Path) -> Run:
     recipe = load_recipe(
         "digits",
         {
@@ -48,46 +48,68 @@ def prepared(tmp_path: Path) -> Prepared:
     )
     (tmp_path / "list.csv").write_text("url,caption\nhttp://127.0.0.1/,a\n")
     base = Path(recipe.model.path)
-    return Prepared(recipe, Store(recipe.store), base, None, base / "evaluator")
+    return Run(recipe, Store(recipe.store), base, None, base / "evaluator", "a-run")
 
 
-def test_a_stage_is_known_by_all_that_it_is_made_from(prepared: Prepared) -> None:
-    run, store = Asked(prepared), prepared.store
-    images, latents, trained, evaluated = (
-        commit(store, stage, 1, {"source": "s", "base": "b"})
+def test_a_stage_is_known_by_all_that_it_is_made_from(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact]) -> Any:
+        raise Asked(parts, parents)
+
+    def asked(task: Any, *arguments: Any) -> tuple[dict[str, str], dict[str, Artifact]]:
+        with pytest.raises(Asked) as noted:
+            task.fn(*arguments)
+        parts, parents = noted.value.args
+        assert parts.stage == task.fn.__name__
+        return parts.inputs, parents
+
+    monkeypatch.setattr(finetune, "build_or_reuse", note)
+    made = {
+        stage: commit(run.store, stage, 1, {"source": "s", "base": "b"})
         for stage in ("download", "encode", "train", "evaluate")
-    )
-    run.download()
-    assert run.inputs == {"source": download.plan(prepared.recipe).source_digest}
-    run.encode(images)
-    assert run.inputs["images"] == images.digest and "encoders" in run.inputs
-    run.recipe = prepared.recipe.model_copy(update={"publish": _without_gate(prepared)})
-    run.train(latents)
-    assert run.inputs == {"latents": latents.digest, "base": prepared.base_digest()}
-    run.evaluate(images, latents, trained)
-    assert {"images", "latents", "model", "base", "clip"} == run.inputs.keys()
-    assert run.inputs["model"] == trained.digest and run.inputs["latents"] == latents.digest
-    run.publish(evaluated, images, latents, trained)
-    assert run.inputs["model"] == trained.digest and run.inputs["evaluation"] == evaluated.digest
+    }
+    images, latents, trained, evaluated = made.values()
+    inputs, parents = asked(finetune.download, run)
+    assert inputs == {"source": download.plan(run.recipe).source_digest} and parents == {}
+    inputs, parents = asked(finetune.encode, run, reused(images))
+    assert inputs["images"] == images.digest and "encoders" in inputs
+    assert parents == {"images": images}
+    ungated = run.recipe.model_copy(update={"publish": _without_gate(run)})
+    inputs, parents = asked(finetune.train, replace(run, recipe=ungated), reused(latents))
+    base = digest_model(run.base, ("unet", "scheduler"))
+    assert inputs == {"latents": latents.digest, "base": base}
+    assert parents == {"latents": latents}
+    before = [reused(artifact) for artifact in made.values()]
+    inputs, parents = asked(finetune.evaluate, run, *before[:3])
+    assert {"images", "latents", "model", "base", "clip"} == inputs.keys()
+    assert inputs["model"] == trained.digest and inputs["latents"] == latents.digest
+    assert parents == {"images": images, "latents": latents, "model": trained}
+    inputs, parents = asked(finetune.publish, run, *before)
+    assert inputs["model"] == trained.digest and inputs["evaluation"] == evaluated.digest
+    assert parents == {"model": trained, "evaluation": evaluated}
 
 
 def test_what_a_run_needs_is_kept_from_before_it_is_built(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    images = commit(run.store, "download", 1, {})
     kept: list[dict[str, Any]] = []
 
-    def killed(store: Store, *_: Any) -> Any:
+    def killed(store: Store, *_: Any, **more: Any) -> Any:
         kept.extend(gc.recent_runs(store, days=1))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flows.finetune.run_stage", killed)
+    monkeypatch.setattr(finetune, "build_or_reuse", killed)
     with pytest.raises(KeyboardInterrupt):
-        _Run(prepared).download()
-    assert [set(run["stages"]) for run in kept] == [{"download"}]
+        finetune.download.fn(run)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.encode.fn(run, reused(images))
+    assert [set(one["stages"]) for one in kept] == [{"download"}, {"download", "encode"}]
 
 
-def test_what_was_built_names_what_it_was_made_from(prepared: Prepared) -> None:
-    store = prepared.store
+def test_what_was_built_names_what_it_was_made_from(run: Run) -> None:
+    store = run.store
     images = commit(store, "download", 1, {})
     parts = KeyParts("encode", 1, {}, {"images": images.digest})
     made = build_or_reuse(store, parts, lambda draft: {}, parents={"images": images})
@@ -95,33 +117,32 @@ def test_what_was_built_names_what_it_was_made_from(prepared: Prepared) -> None:
     assert needed.keys() == {("encode", made.key), ("download", images.key)}
 
 
-def _without_gate(prepared: Prepared) -> Any:
-    return prepared.recipe.publish.model_copy(update={"gate": ()})
+def _without_gate(run: Run) -> Any:
+    return run.recipe.publish.model_copy(update={"gate": ()})
 
 
 @pytest.mark.parametrize("compared_with", ["first", "second"])
 def test_only_a_model_that_was_compared_with_the_champion_becomes_it(
-    prepared: Prepared, compared_with: str
+    run: Run, compared_with: str
 ) -> None:
-    run, store, registry = _Run(prepared), prepared.store, registry_of(prepared.recipe)
+    store, registry = run.store, publish.registry_of(run.recipe)
     champions = {
         name: registry.publish(commit(store, "publish", number, {}))
         for number, name in enumerate(("first", "second"))
     }
     registry.promote(champions["second"].name)
-    trained, evaluated = (commit(store, s, 1, {}) for s in ("train", "evaluate"))
-    run.artifacts["train"] = trained
-    given = run._publish_inputs(evaluated, trained)
+    before = [commit(store, s, 1, {}) for s in ("download", "encode", "train", "evaluate")]
+    given = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
     assert given["champion"] == champions["second"].manifest["digest"]
     theirs = {**given, "champion": champions[compared_with].manifest["digest"]}
     published = commit(store, "publish", 9, theirs)
-    run.results["publish"] = StageResult("publish", published.key, published.uri, "", "reused", 0.0)
     store.fs.pipe_file(f"{published.path}/report.html", b"")
+    results = [reused(artifact) for artifact in (*before, published)]
     if compared_with == "first":
         with pytest.raises(TransientError, match="another model became champion meanwhile"):
-            run.register(published, evaluated)
+            publish.register(run.recipe, run.base, store, results)
     else:
-        run.register(published, evaluated)
+        publish.register(run.recipe, run.base, store, results)
     champion = registry.champion()
     assert champion is not None
     assert champion.name == ("v2" if compared_with == "first" else "v3")

@@ -65,11 +65,11 @@ def test_an_objective_that_does_not_go(
     ],
 )
 def test_an_objective_that_does(small: dict[str, Any], overrides: dict[str, Any]) -> None:
-    assert prepare(load_recipe("digits", {**small, **overrides})).model.is_dir()
+    assert prepare(load_recipe("digits", {**small, **overrides})).base.is_dir()
 
 
 def test_a_base_whose_own_loss_cannot_be_taken(small: dict[str, Any], tmp_path: Path) -> None:
-    base = load_recipe("digits", small).model.path
+    base = load_recipe("digits", small).base.path
     copied = Path(shutil.copytree(base, tmp_path / "base"))
     path = copied / "scheduler/scheduler_config.json"
     config = {**json.loads(path.read_text()), "prediction_type": "epsilon"}

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +10,36 @@ import pytest
 from server import Server
 
 from artifacts.store import Draft, KeyParts, Store
-from tasks.stage import TransientError
+from configs.load import load_recipe
+from configs.schema import STAGES
+from tasks.stage import StageResult, TransientError
 
-pytestmark = pytest.mark.slow
 PASSING = [TransientError("away"), ConnectionError("reset"), TimeoutError("too long")]
 FULL = OSError(errno.ENOSPC, "full")  # a TransientError by the time that Prefect sees it
 
 
 class Stage:
-    """A stage in a flow of its own, which raises errors one after another before it is built."""
+    """The task `encode` in a flow of its own; it raises errors one after another, then is built."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store = Store(str(folder / "store"))
-        self.parts = KeyParts("encode", 1, {}, {})
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from flows.preflight import Run
+
+        recipe = load_recipe("digits", {"store": str(folder / "store")})
+        self.store = Store(recipe.store)
+        self.given = Run(recipe, self.store, folder, None, folder, "a-run")
+        draft = self.store.draft(KeyParts("download", 1, {}, {}))
+        images = draft.commit({}, {})
+        self.images = StageResult("download", images.key, images.uri, images.digest, "built", 0.0)
         self.errors: list[Exception] = []
         self.tries = 0
         self.run = ""
+        parts = KeyParts("encode", 1, {}, {})
+        monkeypatch.setattr("tasks.encode.key_parts", lambda *_: parts)
+        monkeypatch.setattr("tasks.encode.build", self.build)
+        monkeypatch.setattr("tasks.encode.show", lambda artifact: [])
 
-    def build(self, draft: Draft) -> dict[str, Any]:
+    def build(self, *inputs: Any, **more: Any) -> dict[str, Any]:
+        draft: Draft = inputs[-1]
         self.tries += 1
         if self.errors:
             raise self.errors.pop(0)
@@ -38,18 +51,30 @@ class Stage:
         from prefect import flow
         from prefect.context import FlowRunContext
 
-        from flows.stages import run_stage
+        from flows.finetune import encode
 
         self.errors, self.tries = list(errors), 0
+        at_once: Any = encode.with_options(retry_delay_seconds=0)
 
         @flow(name="of-one-stage")
         def of_one_stage() -> str:
             context = FlowRunContext.get()
             assert context is not None and context.flow_run is not None
             self.run = str(context.flow_run.id)
-            return run_stage(self.store, self.parts, self.build, {}, lambda artifact: [])[0].outcome
+            return str(at_once(self.given, self.images).result().outcome)
 
         return of_one_stage()
+
+    def recorded(self, folder: Path, api: str) -> Any:
+        """What the server says of the task, once it has ended."""
+        server = Server(folder, api)
+
+        def ask() -> Any:
+            asked = {"flow_runs": {"id": {"any_": [self.run]}}}
+            (task,) = server.ask("/task_runs/filter", asked)
+            return task["state"]["type"] == "COMPLETED" and task
+
+        return server.wait("the task's record", ask, 60)
 
 
 @pytest.fixture
@@ -57,12 +82,10 @@ def stage(
     at_home: Callable[..., None], api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Stage:
     at_home(api)
-    import flows.stages
-
-    monkeypatch.setattr(flows.stages, "RETRY_AFTER", (0, 0))
-    return Stage(tmp_path)
+    return Stage(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [*PASSING, FULL], ids=lambda error: type(error).__name__)
 def test_what_fails_twice_for_what_may_pass_is_built_at_the_third_try(
     stage: Stage, error: Exception
@@ -72,27 +95,52 @@ def test_what_fails_twice_for_what_may_pass_is_built_at_the_third_try(
     assert stage() == "reused" and stage.tries == 0
 
 
-def test_the_server_knows_of_every_try(stage: Stage, tmp_path: Path, api: str) -> None:
+@pytest.mark.slow
+def test_the_server_knows_of_every_try_and_of_what_was_reused(
+    stage: Stage, tmp_path: Path, api: str
+) -> None:
     stage(TransientError("away"))
-    server = Server(tmp_path, api)
-
-    def recorded() -> Any:
-        asked = {"flow_runs": {"id": {"any_": [stage.run]}}}
-        (task,) = server.ask("/task_runs/filter", asked)
-        return task["state"]["type"] == "COMPLETED" and task
-
-    task = server.wait("the task's record", recorded, 60)
+    task = stage.recorded(tmp_path, api)
     assert (task["name"], task["run_count"]) == ("encode", 2)
+    assert task["state"]["name"] == "Completed" and task["tags"] == ["accelerator"]
+    stage()
+    assert stage.recorded(tmp_path, api)["state"]["name"] == "Reused"
 
 
-def test_what_fails_a_third_time_fails(stage: Stage) -> None:
+@pytest.mark.slow
+def test_what_fails_at_every_try_fails(stage: Stage) -> None:
     with pytest.raises(TransientError, match="away"):
-        stage(*[TransientError("away")] * 3)
-    assert stage.tries == 3
+        stage(*[TransientError("away")] * 9)
+    assert stage.tries == 4
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("wrong input")])
-def test_what_fails_for_good_is_not_tried_again(stage: Stage, error: Exception) -> None:
-    with pytest.raises(RuntimeError, match=str(error)):  # StageFailed, of wrong input
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("a bug"), "a bug"),
+        (ValueError("wrong input"), "encode: wrong input"),
+        (PermissionError(errno.EACCES, "closed"), "no permission"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_fails_for_good_is_not_tried_again(stage: Stage, error: Exception, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):  # StageFailed, of wrong input
         stage(error)
     assert stage.tries == 1
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_stage_waits_longer_from_try_to_try_and_not_for_ever(name: str) -> None:
+    from prefect.cache_policies import NO_CACHE
+
+    from flows import finetune
+    from flows.stages import may_pass
+
+    task: Any = getattr(finetune, name)
+    delays = task.retry_delay_seconds
+    assert len(delays) == task.retries >= 3
+    assert all(later == 2 * sooner for sooner, later in pairwise(delays))
+    assert task.retry_jitter_factor and task.retry_condition_fn is may_pass
+    assert task.timeout_seconds and task.tags
+    assert task.cache_policy is NO_CACHE  # the store alone says what is reused

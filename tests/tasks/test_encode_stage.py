@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from artifacts.commit import Damaged
 from artifacts.images import Sample, write_tar
 from artifacts.keys import digest_bytes
 from artifacts.latents import LatentShard, from_bfloat16, open_latents
@@ -370,3 +371,20 @@ def test_progress_ends_with_every_picture(tiny_sdxl: Path, tmp_path: Path) -> No
     images = _images(Store(str(tmp_path / "s")), _pictures(), tmp_path)
     _encode(_recipe(tmp_path / "s", tiny_sdxl), images, seen=seen)
     assert seen[-1] == (21, 21)
+
+
+def test_pictures_that_are_not_those_committed_are_not_encoded(
+    make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    """A tar that another has replaced meanwhile: it would pass for encoded for ever."""
+    recipe = _recipe(tmp_path / "store", tiny_sdxl)
+    store = Store(recipe.store)
+    images = _images(store, _pictures(1), tmp_path)
+    (entry,) = (entry for entry in images.files if entry.path.endswith(".tar"))
+    other = tmp_path / "other.tar"
+    write_tar(other, [Sample("00000", _picture(99), "png", ("another",))])
+    shutil.copyfile(other, images.url(entry.path))
+    with pytest.raises(Damaged, match=r"\.tar is damaged: .* run again"):
+        _encode(recipe, images)
+    assert not list((tmp_path / "store/encode").glob("shards/*.json"))
+    assert store.find("download", images.key) is None

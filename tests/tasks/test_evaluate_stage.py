@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from PIL import Image
 
+from artifacts.commit import Damaged
 from artifacts.images import Sample, write_tar
 from artifacts.keys import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
@@ -387,3 +389,15 @@ def test_the_runtimes_own_process_draws_the_same(world: World) -> None:
     here = world.evaluate(trained)
     shutil.rmtree(Path(world.store.root) / "evaluate")
     assert world.evaluate(trained, run=run_job).digest == here.digest
+
+
+@pytest.mark.parametrize("stage", ["download", "evaluate"])
+def test_pictures_that_are_not_those_committed_are_not_measured(world: World, stage: str) -> None:
+    """Neither held-out ones nor drawn ones; of those that were, each byte was read."""
+    world.evaluate(world.trained(2.0))
+    (tar, *_) = sorted(Path(world.store.shards_path(stage)).glob("*.tar"))
+    before = tar.stat()
+    tar.write_bytes(tar.read_bytes()[:-1] + b"!")  # in the padding, which nothing else looks at
+    os.utime(tar, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(Damaged, match=f"{tar} is damaged"):
+        world.evaluate(world.trained(2.0))

@@ -52,7 +52,7 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
     measured = json.dumps({"metrics": METRICS, "fingerprint": "f"}).encode()
     evaluated = commit(store, "evaluate", {"metrics.json": measured, "before_after.png": b"png"})
     draft = store.draft(KeyParts("publish", 1, {}, {}))
-    champion = more.get("champion_metrics", lambda version: {})
+    champion = more.get("champion_metrics", lambda url: {})
     lineage = {"images": "abc"}
     summary = build(
         recipe, trained, evaluated, lineage, base, None, champion, draft, lambda *a: None
@@ -102,8 +102,8 @@ def test_the_champion_is_asked_for_only_when_a_rule_names_it(
     registry.promote(registry.publish(publish(tmp_path, tiny_sdxl, tuned, recipe)).name)
     asked: list[str] = []
 
-    def better(version: Any) -> dict[str, Any]:
-        asked.append(version.name)
+    def better(url: str) -> dict[str, Any]:
+        asked.append(url.rpartition("/")[2])
         return {"cmmd": {"tuned": {"value": 0.5, "n": 1, "ci": [0, 1]}}}
 
     with pytest.raises(Rejected):

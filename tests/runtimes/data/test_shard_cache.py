@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from artifacts.commit import open_checked
 from artifacts.latents import LatentShard, open_latents
 from runtimes.contract import WrongInput
 from runtimes.data.shard_cache import ShardFiles
@@ -114,3 +115,34 @@ def test_a_download_with_a_wrong_byte_is_made_again(
     (copy,) = remote.folder.iterdir()
     assert len(reads) == 2
     assert hashlib.sha256(copy.read_bytes()).hexdigest() == remote.ref.sha256
+
+
+def test_a_local_shard_is_read_whole_at_its_first_opening(
+    tmp_path: Path, write_latents: WriteLatents
+) -> None:
+    """A flipped byte, of which neither size nor time stamp tells."""
+    (ref,) = open_latents(write_latents(str(tmp_path), [{"train/8x8": 6}])).shards
+    path, stat = Path(ref.url), Path(ref.url).stat()
+    whole = path.read_bytes()
+    path.write_bytes(bytes([*whole[:-5], whole[-5] ^ 1, *whole[-4:]]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(WrongInput, match=f"{ref.url} is damaged.* run again"):
+        ShardFiles([ref], open_limit=1, cache_bytes=0)[0]
+    assert path.stat().st_mtime_ns != stat.st_mtime_ns  # so that the next run hashes it
+
+
+def test_a_local_shard_is_hashed_once(
+    tmp_path: Path, write_latents: WriteLatents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refs = open_latents(write_latents(str(tmp_path), [{"train/8x8": 1}] * 2)).shards
+    read: list[str] = []
+
+    def noting(url: str, sha256: str) -> object:
+        read.append(sha256)
+        return open_checked(url, sha256)
+
+    monkeypatch.setattr("runtimes.data.shards.open_checked", noting)
+    files = ShardFiles(refs, open_limit=1, cache_bytes=0)
+    for number in (0, 1, 0, 1):
+        assert files[number].groups == {"train/8x8": 1}
+    assert read == [ref.sha256 for ref in refs]

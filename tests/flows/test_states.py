@@ -1,0 +1,102 @@
+"""How a stage's task ends, and a run of which not every stage is wanted."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.states import Completed
+
+from artifacts.store import KeyParts, Store
+from configs.load import load_recipe
+from configs.schema import STAGES
+from flows import finetune
+from flows.preflight import Run
+from tasks.publish import Rejected
+from tasks.publish.gate import Verdict
+from tasks.stage import StageResult
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    recipe = load_recipe("digits", {"store": str(tmp_path), "publish.name": "My_digits"})
+    return Run(recipe, Store(recipe.store), tmp_path, None, tmp_path, "a-run")
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of what is shown in Prefect."""
+    found: list[str] = []
+    monkeypatch.setattr("flows.stages.show_in_prefect", lambda key, *_: found.append(key))
+    return found
+
+
+def result(store: Store, stage: str, outcome: str = "built") -> StageResult:
+    artifact = store.draft(KeyParts(stage, 1, {}, {})).commit({}, {})
+    return StageResult(stage, artifact.key, artifact.uri, artifact.digest, outcome, 0.0)
+
+
+@pytest.mark.parametrize(("outcome", "name"), [("built", "Completed"), ("reused", "Reused")])
+def test_a_task_ends_in_a_state_that_says_how_its_artifact_came_about(
+    run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str, name: str
+) -> None:
+    made = result(run.store, "encode", outcome)
+    monkeypatch.setattr("tasks.encode.key_parts", lambda *_: KeyParts("encode", 1, {}, {}))
+    monkeypatch.setattr(finetune, "build_or_reuse", lambda *_, **__: made)
+    state: Any = finetune.encode.fn(run, result(run.store, "download"))
+    assert state.is_completed() and state.name == name
+    assert state.result() is made
+    assert keys == ["my-digits-encode"]
+
+
+def test_a_model_that_is_refused_is_an_outcome_with_its_verdicts(
+    run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> StageResult:
+        raise Rejected([Verdict("cmmd < base", False, 2.0, 1.0)])
+
+    parts = KeyParts("publish", 1, {}, {})
+    monkeypatch.setattr("tasks.publish.key_parts", lambda *_: parts)
+    monkeypatch.setattr("tasks.publish.lineage_of", lambda *_: {})
+    monkeypatch.setattr(finetune, "build_or_reuse", refuse)
+    before = (result(run.store, stage) for stage in STAGES[:-1])
+    state: Any = finetune.publish.fn(run, *before)
+    assert state.is_completed() and state.name == "Rejected"
+    assert "cmmd < base (measured 2, bound 1)" in state.message
+    (verdict,) = state.result().facts["gate"]
+    assert (verdict["rule"], verdict["passed"]) == ("cmmd < base", False)
+    assert keys == ["my-digits-publish"]
+
+
+@pytest.mark.parametrize("until", STAGES)
+def test_a_run_ends_with_the_stage_that_it_is_to_end_with(
+    run: Run, monkeypatch: pytest.MonkeyPatch, until: Any
+) -> None:
+    begun: list[str] = []
+
+    def stages(run: Run) -> Iterator[Any]:
+        for stage in STAGES:
+            begun.append(stage)
+            facts = {"model": "v1"} if stage == "publish" else {}
+            yield Completed(data=StageResult(stage, "", "", "", "built", 0.0, facts))
+
+    monkeypatch.setattr(finetune, "prepare", lambda *_, **__: run)
+    monkeypatch.setattr(finetune, "log_to_prefect", lambda: None)
+    monkeypatch.setattr(finetune, "_stages", stages)
+    report = finetune.finetune.fn("digits", {}, until)
+    assert begun == list(report["stages"]) == list(STAGES[: 1 + STAGES.index(until)])
+    assert report["status"] == ("published" if until == "publish" else "built")
+
+
+def test_two_functions_lie_between_a_line_of_the_flow_and_the_stage_s_own_code(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: Any, **__: Any) -> dict[str, Any]:
+        raise RuntimeError("here")
+
+    monkeypatch.setattr("tasks.encode.key_parts", lambda *_: KeyParts("encode", 1, {}, {}))
+    monkeypatch.setattr("tasks.encode.build", build)
+    with pytest.raises(RuntimeError, match="here") as error:
+        finetune.encode.fn(run, result(run.store, "download"))
+    _, *passed, last = (frame.name for frame in error.traceback)
+    assert (passed, last) == (["encode", "build_or_reuse"], "build")
