@@ -69,7 +69,7 @@ def test_an_objective_that_does(small: dict[str, Any], overrides: dict[str, Any]
 
 
 def test_a_base_whose_own_loss_cannot_be_taken(small: dict[str, Any], tmp_path: Path) -> None:
-    base = load_recipe("digits", small).base.path
+    base = load_recipe("digits", small).model.path
     copied = Path(shutil.copytree(base, tmp_path / "base"))
     path = copied / "scheduler/scheduler_config.json"
     config = {**json.loads(path.read_text()), "prediction_type": "epsilon"}
