@@ -24,7 +24,7 @@ OURS: dict[str, Any] = {
     **COMMON,
     "lr_scheduler": "constant",
     "lr_warmup_steps": 0,
-    "betas": (0.9, 0.999),
+    "adam_betas": (0.9, 0.999),
     "ema_decay": None,
     "caption_dropout_rate": 0.0,
     "checkpointing_steps": ours.NEVER,

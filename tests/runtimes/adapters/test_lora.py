@@ -41,7 +41,7 @@ def test_targets_may_be_ends_of_names(make_job: MakeJob) -> None:
 
 
 def test_targets_that_are_not_there_are_named_with_some_that_are(make_job: MakeJob) -> None:
-    with pytest.raises(WrongInput, match=r"train\.lora\.targets: .* ends in to_x .*conv1"):
+    with pytest.raises(WrongInput, match=r"train\.lora\.target_modules: .* ends in to_x .*conv1"):
         start(make_job(**lora(target_modules=("to_x",))))
 
 

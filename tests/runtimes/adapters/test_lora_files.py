@@ -132,7 +132,7 @@ def as_kohya(job: TrainJob) -> dict[str, torch.Tensor]:
 
 def test_kohya_s_names_of_dora_are_those_that_diffusers_knows(make_job: MakeJob) -> None:
     """Its pipelines leave dora_scale out with a warning; its converter knows where it belongs."""
-    job = make_job(**lora(dora=True, targets=("to_q", "to_out.0")))
+    job = make_job(**lora(dora=True, target_modules=("to_q", "to_out.0")))
     runtime, _ = trained(job)
     write_result(job, runtime.state(), [])
     kohya = as_kohya(job)

@@ -38,7 +38,7 @@ def test_a_step_is_compiled_once_a_shape_and_a_resume_reads_the_programs(
 ) -> None:
     """With a learning rate that changes, an average, checkpoints and metrics; the state lies in
     parts, a quarter of nearly all of it on each device."""
-    job = make_job(steps=20, checkpointing_steps=5, checkpoints_total_limit=9, mesh={"fsdp": 4})
+    job = make_job(steps=20, checkpointing_steps=5, checkpoints_total_limit=9, fsdp=4)
     found = driver.call("train", asdict(job), 10)
     assert found["began"] == [0, 10]
     for counted, shapes, steps in zip(found["by_step"], found["shapes"], (20, 10), strict=True):
