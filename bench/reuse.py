@@ -2,7 +2,7 @@
 
 Run the recipe once before (`make demo`). Timed side by side, alternating: `kiln run RECIPE`, and a
 Prefect flow of as many tasks that do nothing, with a server of its own as `kiln run` has. What is
-left between them is our own: checking the recipe, hashing what is reused, showing every stage.
+left between them is our own: checking the recipe, looking at what is reused, showing every stage.
 """
 
 from __future__ import annotations
