@@ -37,8 +37,8 @@ from runtimes.contract import WrongInput
 from runtimes.encode.server import serve
 from runtimes.process.events import Events
 from runtimes.process.job import Job, TrainJob, read_job
-from runtimes.process.launcher import LostRank, Others
-from runtimes.process.ranks import Ranks, adopt_mpi, brings_together, follows, launched
+from runtimes.process.launcher import Launcher, LostRank
+from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.registry import check_settings_here, probe_here
 from runtimes.sample.generate import generate
@@ -76,13 +76,13 @@ def main(arguments: list[str]) -> int:
         adopt_mpi()
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
-    if brings_together():
+    if is_msrun_scheduler():
         from runtimes.mindspore import rendezvous
 
         rendezvous.serve()
         return 0
     stop.listen()
-    speaker = f"process {Ranks.here().rank}: " if follows() else ""
+    speaker = f"process {Ranks.here().rank}: " if is_follower() else ""
     logging.basicConfig(format=f"{speaker}%(message)s", level=logging.WARNING)
     logging.getLogger("kiln").addHandler(_ToEvents(events))
     try:
@@ -116,7 +116,7 @@ def _do(job: Job, path: Path, events: Events, stop: Stop) -> int:
         done = train(job, events, stop)
         events.emit("result")  # to the first process, which alone can tell that we are not lost
     else:
-        with only_writer(job.work), Others(path, _processes(job), partial(_give_up, events)):
+        with only_writer(job.work), Launcher(path, _processes(job), partial(_give_up, events)):
             done = train(job, events, stop)
     return 0 if done else STOPPED
 
@@ -174,7 +174,7 @@ def _fail(
 ) -> int:
     """Say it once: the first process tells what has failed in another, if that was the cause."""
     events.emit("error", message=message, wrong_input=wrong_input, errno=errno, traceback=trace)
-    if not follows():
+    if not is_follower():
         print(f"{trace}error: {message}", file=sys.stderr)
     return code
 

@@ -27,7 +27,7 @@ class WrongInput(ValueError):
 
 
 #: Conditioning that stays as it is: half precision loses integers above 2048, and parts of a score.
-EXACT = ("add_time_ids", "aesthetic_score", "input_ids")
+UNCAST = ("add_time_ids", "aesthetic_score", "input_ids")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StepBatch:
     denominator: int  # global batch size
     on_device: Any = None  # what the runtime's `put` has sent ahead
 
-    def parts(self, size: int | None) -> Iterator[tuple[int, int]]:
+    def micro_batches(self, size: int | None) -> Iterator[tuple[int, int]]:
         """First and end of the samples that one forward pass takes at once; None is all."""
         count = len(self.timesteps)
         for first in range(0, count, size or count):
@@ -69,14 +69,14 @@ class StepOutput:
     overflowed: bool = False  # at the loss scale: no number for a norm, and nothing was updated
 
 
-def later(fetch: Callable[[], Sequence[float]]) -> StepOutput:
+def lazy_output(fetch: Callable[[], Sequence[float]]) -> StepOutput:
     """A step's loss and gradient norm; `fetch` is called when the first of them is asked for."""
-    figures = _Figures(fetch)
-    return StepOutput(_Figure(figures, 0), _Figure(figures, 1))
+    figures = _Fetch(fetch)
+    return StepOutput(_LazyNumber(figures, 0), _LazyNumber(figures, 1))
 
 
 @dataclass
-class _Figures:
+class _Fetch:
     fetch: Callable[[], Sequence[float]]
 
     @cached_property
@@ -85,8 +85,8 @@ class _Figures:
 
 
 @dataclass(frozen=True)
-class _Figure:
-    of: _Figures
+class _LazyNumber:
+    of: _Fetch
     place: int
 
     def __float__(self) -> float:
@@ -115,7 +115,7 @@ class Runtime(Protocol):
 
     device: str  # in words, once loaded
     versions: dict[str, str]  # of the packages that numbers depend on
-    draws_together: bool  # once loaded: whether `sample` takes all ranks
+    samples_collectively: bool  # once loaded: whether `sample` takes all ranks
 
     def load(self, job: TrainJob) -> None:
         """Put what is trained, and fresh optimizer state, on the device. Raises WrongInput."""
@@ -159,7 +159,7 @@ class Runtime(Protocol):
         `sampler` is as in GenerateJob; the training state is left as it was, to the bit.
         """
 
-    def part(self) -> None:
+    def shutdown(self) -> None:
         """Part from the other ranks: the last thing that all of them do together."""
 
     def memory_bytes(self) -> int:
@@ -169,7 +169,7 @@ class Runtime(Protocol):
         """What draws the job's pictures. Raises WrongInput."""
 
 
-class Encodes(Protocol):
+class PipelineEncoder(Protocol):
     """A pipeline's VAE and text encoders on some device. Arrays are of the host."""
 
     info: dict[str, Any]  # as encoders.describe_encoders
@@ -192,7 +192,7 @@ class Pipeline(Protocol):
 
     encodes_text: bool  # whether captions are to be encoded by the model that was taken
 
-    def take(self, drawing: Drawing) -> None:
+    def load(self, drawing: Drawing) -> None:
         """Put a model on the device, in place of the one before. Raises WrongInput."""
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:

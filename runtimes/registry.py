@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.training import Train
-from runtimes.contract import Encodes, Probe, Runtime, WrongInput
+from runtimes.contract import PipelineEncoder, Probe, Runtime, WrongInput
 from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.gaudi import bridge_version
-from runtimes.objective.noise_scheduler import DRAWING, TABLED, drawing_config
+from runtimes.objective.noise_scheduler import SCHEDULERS, TABULATED, drawing_config
 from runtimes.process.events import Events
 from runtimes.process.job import EncodeJob, Job, TrainJob
 
@@ -25,7 +25,7 @@ PROBE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RuntimeSpec:
     """Where a runtime's code is, and the environment that it runs in."""
 
     #: With `runtime.TheRuntime`, `encode.open_encoder` and, quicker to import, `device.probe` and
@@ -40,12 +40,12 @@ class Place:
 
 
 RUNTIMES = {
-    "torch": Place("runtimes.torch", ("torch", "diffusers", "transformers", "safetensors")),
-    "jax": Place(
-        "runtimes.jax", ("jax", "torchax", "diffusers"), exclusive=True, schedulers=TABLED
+    "torch": RuntimeSpec("runtimes.torch", ("torch", "diffusers", "transformers", "safetensors")),
+    "jax": RuntimeSpec(
+        "runtimes.jax", ("jax", "torchax", "diffusers"), exclusive=True, schedulers=TABULATED
     ),
-    "xla": Place("runtimes.xla", ("torch_xla",), "-xla", schedulers=TABLED),
-    "mindspore": Place(
+    "xla": RuntimeSpec("runtimes.xla", ("torch_xla",), "-xla", schedulers=TABULATED),
+    "mindspore": RuntimeSpec(
         "runtimes.mindspore",
         ("mindspore", "mindone"),
         environment="-mindspore",
@@ -67,10 +67,10 @@ def prepare(job: Job | EncodeJob) -> None:
         _module(job.runtime, "device").prepare(job)
 
 
-def open_encoder(job: EncodeJob) -> Encodes:
+def open_encoder(job: EncodeJob) -> PipelineEncoder:
     """A pipeline's encoders in this process. Raises WrongInput if they cannot be had."""
     prepare(job)
-    return cast(Encodes, _module(job.runtime, "encode").open_encoder(job))
+    return cast(PipelineEncoder, _module(job.runtime, "encode").open_encoder(job))
 
 
 def check_scheduler(
@@ -81,19 +81,19 @@ def check_scheduler(
 ) -> None:
     """Raise WrongInput, naming the setting, if a runtime cannot draw with a model's scheduler, or
     the one chosen."""
-    known = _place(name).schedulers
+    known = _spec(name).schedulers
     kind = (config if chosen is None else drawing_config(config, chosen))["_class_name"]
     if known is not None and kind not in known:
-        names = ", ".join(word for word, its in DRAWING.items() if its in known)
+        names = ", ".join(word for word, its in SCHEDULERS.items() if its in known)
         raise WrongInput(
             f"{setting}: runtime {name} cannot draw with {kind}, which is not one "
             f"program: choose one of {names}"
         )
 
 
-def draws_by_tables(name: str) -> bool:
+def uses_tabulated_scheduler(name: str) -> bool:
     """Whether a runtime samples by a table of numbers (sample/tabulated_scheduler.py)."""
-    return _place(name).schedulers == TABLED
+    return _spec(name).schedulers == TABULATED
 
 
 def interpreter(name: str) -> str:
@@ -101,7 +101,7 @@ def interpreter(name: str) -> str:
 
     Raises WrongInput if it is unknown, or its environment has not been made.
     """
-    environment = _place(name).environment
+    environment = _spec(name).environment
     if environment is None or sys.prefix.endswith(environment):
         return sys.executable
     python = Path(sys.prefix + environment, "bin/python")
@@ -114,7 +114,7 @@ def check_installed(name: str) -> None:
     """Raise WrongInput if a runtime's packages are not here; unlike a probe, imports none."""
     if has_own_environment(name):
         return  # it was made from a list, whole
-    missing = [package for package in _place(name).needs if find_spec(package) is None]
+    missing = [package for package in _spec(name).needs if find_spec(package) is None]
     if missing:
         raise WrongInput(f"runtime {name} needs {', '.join(missing)}, not installed here")
 
@@ -122,8 +122,8 @@ def check_installed(name: str) -> None:
 def probe_runtime(name: str) -> Probe:
     """What the runtime of that name finds on this machine, by its own environment's word."""
     try:
-        if _is_asked_apart(python := interpreter(name)):
-            return Probe(**_ask(python, "--probe", name))
+        if _needs_subprocess(python := interpreter(name)):
+            return Probe(**_query(python, "--probe", name))
         return probe_here(name)
     except (WrongInput, TypeError) as error:
         return Probe(available=False, reason=str(error))
@@ -153,9 +153,11 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
 
 def check_settings(name: str, settings: Train) -> None:
     """Raise WrongInput for train settings that the runtime, or a device here, cannot serve."""
-    if not _is_asked_apart(python := interpreter(name)):
+    if not _needs_subprocess(python := interpreter(name)):
         check_settings_here(name, settings)
-    elif (wrong := _ask(python, "--check", name, settings.model_dump_json())["wrong"]) is not None:
+    elif (
+        wrong := _query(python, "--check", name, settings.model_dump_json())["wrong"]
+    ) is not None:
         raise WrongInput(wrong)
 
 
@@ -166,7 +168,7 @@ def check_settings_here(name: str, settings: Train) -> None:
 
 def check_family(name: str, family: str) -> None:
     """Raise WrongInput if a runtime does not know models of a family."""
-    denoisers = _place(name).denoisers
+    denoisers = _spec(name).denoisers
     if denoisers is not None and family_named(family).denoiser_class not in denoisers:
         known = (f.name for f in FAMILIES.values() if f.denoiser_class in denoisers)
         raise WrongInput(
@@ -180,20 +182,20 @@ def has_own_environment(name: str) -> bool:
     return interpreter(name) != sys.executable
 
 
-def encodes_apart(job: EncodeJob) -> bool:
+def encodes_in_subprocess(job: EncodeJob) -> bool:
     """Whether encoders are to be in a process of their own. A Gaudi that is open is closed to
     others, too."""
-    exclusive = _place(job.runtime).exclusive or job.device.startswith("hpu")
+    exclusive = _spec(job.runtime).exclusive or job.device.startswith("hpu")
     return exclusive or has_own_environment(job.runtime)
 
 
-def _is_asked_apart(python: str) -> bool:
+def _needs_subprocess(python: str) -> bool:
     """Whether a runtime's questions are for another process: of its own environment; or as Habana's
     bridge may be loaded for them, which would change ours for good."""
     return python != sys.executable or bridge_version() is not None
 
 
-def _ask(python: str, *question: str) -> dict[str, Any]:
+def _query(python: str, *question: str) -> dict[str, Any]:
     """What another environment answers, in the last line that it prints."""
     command = [python, "-P", "-m", "runtimes", *question]
     try:
@@ -203,7 +205,7 @@ def _ask(python: str, *question: str) -> dict[str, Any]:
         raise WrongInput(f"runtime {question[1]}: {python} does not answer: {error}") from None
 
 
-def _place(name: str) -> Place:
+def _spec(name: str) -> RuntimeSpec:
     if name not in RUNTIMES:
         raise WrongInput(f"runtime {name!r} is not known here (known: {', '.join(RUNTIMES)})")
     return RUNTIMES[name]
@@ -211,7 +213,7 @@ def _place(name: str) -> Place:
 
 def _module(name: str, part: str) -> Any:
     try:
-        return import_module(f"{_place(name).package}.{part}")
+        return import_module(f"{_spec(name).package}.{part}")
     except ImportError as error:
         raise WrongInput(
             f"runtime {name} cannot be imported in this environment: {error}"

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from artifacts.latents import Latents
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.loader import Reader
-from runtimes.data.order import spread
+from runtimes.data.loader import BatchReader
+from runtimes.data.order import evenly_spaced
 from runtimes.families import Family
-from runtimes.families.unet_inputs import NOTHING, Extras
+from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.objective import Objective
 
 
@@ -35,14 +35,14 @@ class Holdout:
         draws: int,
         batch_size: int,
         text_encoders: bool = False,
-        extras: Extras = NOTHING,
+        extras: ExtraInputs = NO_EXTRA_INPUTS,
         cache_bytes: int = 20 * 2**30,
     ) -> None:
-        self._places = spread([ref.groups for ref in latents.shards], "holdout", samples)
+        self._places = evenly_spaced([ref.groups for ref in latents.shards], "holdout", samples)
         if not self._places:
             raise WrongInput("the latents have no held-out samples: raise encode.holdout")
         self._draws, self._batch_size = draws, batch_size
-        self._reader = Reader(
+        self._reader = BatchReader(
             latents,
             family,
             objective,

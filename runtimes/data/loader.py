@@ -17,15 +17,15 @@ from artifacts.latents import (
     stack_rows,
 )
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.order import Order, Place
+from runtimes.data.order import Order, SampleIndex
 from runtimes.data.prefetch import Prefetch
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
-from runtimes.families.unet_inputs import NOTHING, Extras
+from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.objective import Choices, Objective
 
 
-class Reader:
+class BatchReader:
     """Reads samples of a latents artifact and makes batches of them.
 
     Args:
@@ -40,7 +40,7 @@ class Reader:
         objective: Objective,
         *,
         text_encoders: bool = False,
-        extras: Extras = NOTHING,
+        extras: ExtraInputs = NO_EXTRA_INPUTS,
         open_limit: int = 8,
         cache_bytes: int = 20 * 2**30,
     ) -> None:
@@ -63,7 +63,7 @@ class Reader:
         self._shards = ShardFiles(latents.shards, open_limit=open_limit, cache_bytes=cache_bytes)
 
     def batch(
-        self, step: int, places: Sequence[Place], counters: Sequence[int], denominator: int
+        self, step: int, places: Sequence[SampleIndex], counters: Sequence[int], denominator: int
     ) -> StepBatch:
         """Read samples and draw everything random about each by its counter."""
         chosen = self._objective.choices(counters)
@@ -105,7 +105,7 @@ class Reader:
             found["aesthetic_score"] = np.array(scores, np.float32)
         return found
 
-    def _read(self, place: Place, choices: Choices) -> Captioned:
+    def _read(self, place: SampleIndex, choices: Choices) -> Captioned:
         shard, group = self._shards[place.shard], place.group
         mirrored = flipped_group(group)
         if choices.flip < 0.5 and mirrored in shard.groups:
@@ -163,7 +163,7 @@ class Loader:
         seed: int,
         window: int,
         text_encoders: bool = False,
-        extras: Extras = NOTHING,
+        extras: ExtraInputs = NO_EXTRA_INPUTS,
         cache_bytes: int = 20 * 2**30,
         rank: int = 0,
         world: int = 1,
@@ -177,7 +177,7 @@ class Loader:
         self.order = Order(groups, batch_size=batch_size, seed=seed, window=window)
         # A window of each bucket is in use, and the next one while a batch straddles two.
         open_limit = window * (len(self.order.buckets) + 1)
-        self._reader = Reader(
+        self._reader = BatchReader(
             latents,
             family,
             objective,
@@ -197,7 +197,7 @@ class Loader:
         with self._lock:
             return self._reader.batch(step, places, counters, self._batch_size)
 
-    def ahead(
+    def prefetch(
         self,
         start: int,
         stop: int,

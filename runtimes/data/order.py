@@ -21,7 +21,7 @@ from runtimes.contract import WrongInput
 from runtimes.objective.random import Stream, generator
 
 
-class Place(NamedTuple):
+class SampleIndex(NamedTuple):
     """Where a sample is."""
 
     shard: int
@@ -49,11 +49,11 @@ class Bucket:
         self._layout = lru_cache(2)(self._draw_layout)
         self._permutation = lru_cache(2)(self._draw_permutation)
 
-    def places(self, start: int, count: int) -> list[Place]:
+    def samples(self, start: int, count: int) -> list[SampleIndex]:
         """Items [start, start + count) of the stream."""
         return [self._place(*divmod(item, self.total)) for item in range(start, start + count)]
 
-    def _place(self, epoch: int, item: int) -> Place:
+    def _place(self, epoch: int, item: int) -> SampleIndex:
         layout = self._layout(epoch)
         window = int(np.searchsorted(layout.window_ends, item, side="right"))
         begin = int(layout.window_ends[window - 1]) if window else 0
@@ -61,7 +61,7 @@ class Bucket:
         item = begin + int(self._permutation(epoch, window, size)[item - begin])
         turn = int(np.searchsorted(layout.ends, item, side="right"))
         before = int(layout.ends[turn - 1]) if turn else 0
-        return Place(int(layout.shards[turn]), self.group, item - before)
+        return SampleIndex(int(layout.shards[turn]), self.group, item - before)
 
     def _draw_layout(self, epoch: int) -> _Layout:
         held = np.flatnonzero(self.counts)
@@ -119,7 +119,7 @@ class Order:
         most = (step + len(self.buckets)) * self.batch_size // self.total + 1
         return bisect_right(range(most + 1), step, key=self.steps_before) - 1
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> list[Place]:
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> list[SampleIndex]:
         """The rank's contiguous slice of the step's batch; all of one bucket."""
         epoch = self.epoch_of(step)
         labels, turns = self._epoch_batches(epoch)
@@ -127,7 +127,7 @@ class Order:
         bucket = self.buckets[labels[place]]
         start = (epoch * bucket.total // self.batch_size + int(turns[place])) * self.batch_size
         low, high = (r * self.batch_size // world for r in (rank, rank + 1))
-        return bucket.places(start + low, high - low)
+        return bucket.samples(start + low, high - low)
 
     def _draw_epoch_batches(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """For each batch of the epoch: its bucket, and how many of that bucket came before it."""
@@ -143,7 +143,7 @@ class Order:
         return labels, turns
 
 
-def spread(shards: Sequence[Mapping[str, int]], split: str, count: int) -> list[Place]:
+def evenly_spaced(shards: Sequence[Mapping[str, int]], split: str, count: int) -> list[SampleIndex]:
     """Up to `count` samples of a split, evenly spaced over all of them, in order."""
     held = [
         (number, group, size)
@@ -158,5 +158,5 @@ def spread(shards: Sequence[Mapping[str, int]], split: str, count: int) -> list[
     for item in (k * total // taken for k in range(taken)):
         turn = int(np.searchsorted(ends, item, side="right"))
         number, group, size = held[turn]
-        places.append(Place(number, group, item - (int(ends[turn]) - size)))
+        places.append(SampleIndex(number, group, item - (int(ends[turn]) - size)))
     return places

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runtimes.contract import StepBatch
 
 
-def filled_up(count: int, devices: int) -> int:
+def round_up(count: int, devices: int) -> int:
     """So many rows, or as few more as give each device as many."""
     return -(-count // devices) * devices
 
@@ -22,10 +22,10 @@ def repeat_last(array: NDArray[Any], rows: int) -> NDArray[Any]:
     return np.concatenate([array, np.repeat(array[-1:], max(0, rows - len(array)), axis=0)])
 
 
-def filled(batch: StepBatch, rows: int, devices: int) -> StepBatch:
+def pad_batch(batch: StepBatch, rows: int, devices: int) -> StepBatch:
     """A batch of at most `rows` samples with the last one repeated, up to as many for each
     device."""
-    rows = filled_up(max(rows, len(batch.timesteps)), devices)
+    rows = round_up(max(rows, len(batch.timesteps)), devices)
     names = ("noisy_latents", "timesteps", "target", "weight")
     conditioning = {name: repeat_last(array, rows) for name, array in batch.conditioning.items()}
     arrays: dict[str, Any] = {name: repeat_last(getattr(batch, name), rows) for name in names}

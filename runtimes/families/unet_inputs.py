@@ -24,30 +24,30 @@ CLASS_LAYERS = ("linear_1", "linear_2")
 
 
 @dataclass(frozen=True)
-class Extras:
+class ExtraInputs:
     """What one denoiser sees."""
 
     inpainting: bool = False
     aesthetic_score: bool = False
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Extras:
+    def from_config(cls, config: Mapping[str, Any]) -> ExtraInputs:
         """By its config.json."""
         if config.get("_class_name", UNET) != UNET:
             return cls()
         return cls(
-            inpainting=config.get("in_channels", 4) == channels_to_inpaint(config),
+            inpainting=config.get("in_channels", 4) == inpainting_channels(config),
             aesthetic_score=config.get("class_embed_type") == "timestep",
         )
 
     @classmethod
-    def asked(cls, settings: Train) -> Extras:
+    def from_settings(cls, settings: Train) -> ExtraInputs:
         """What settings ask for."""
         return cls(settings.inpainting, settings.aesthetic_score)
 
 
 #: What most see.
-NOTHING = Extras()
+NO_EXTRA_INPUTS = ExtraInputs()
 
 
 def added_weights(
@@ -66,7 +66,10 @@ def added_weights(
     more = config.get("in_channels", 4) - conv.shape[1]
     if more > 0:
         added["conv_in.weight"] = np.pad(conv, ((0, 0), (0, more), (0, 0), (0, 0)))
-    if Extras.of(config).aesthetic_score and "class_embedding.linear_1.weight" not in weights:
+    if (
+        ExtraInputs.from_config(config).aesthetic_score
+        and "class_embedding.linear_1.weight" not in weights
+    ):
         for layer in CLASS_LAYERS:  # of the shapes that the time's has
             for kind in ("weight", "bias"):
                 like = weights[f"time_embedding.{layer}.{kind}"]
@@ -79,7 +82,7 @@ def added_weights(
     return added
 
 
-def added_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+def source_weight_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Weights that `added_weights` is to be given, as far as the base has them."""
     if config.get("_class_name", UNET) != UNET:
         return ()
@@ -94,7 +97,7 @@ def added_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def all_hidden(mean: NDArray[Any], vae: Mapping[str, Any]) -> Float32:
+def fully_masked(mean: NDArray[Any], vae: Mapping[str, Any]) -> Float32:
     """What an inpainting denoiser sees of pictures that are all hidden [B, 1 + C, h, w]: masks of
     ones above the latents of grey.
 
@@ -106,7 +109,7 @@ def all_hidden(mean: NDArray[Any], vae: Mapping[str, Any]) -> Float32:
     return np.concatenate([np.ones_like(latents[:, :1]), latents], axis=1)
 
 
-def asked_scores(sampler: Mapping[str, Any]) -> list[float]:
+def aesthetic_scores(sampler: Mapping[str, Any]) -> list[float]:
     """The aesthetic score that a picture is drawn with and, before it, what guidance leads away
     from, if there is guidance."""
     names = ("negative_aesthetic_score", "aesthetic_score")
@@ -115,10 +118,10 @@ def asked_scores(sampler: Mapping[str, Any]) -> list[float]:
 
 def latent_channels(config: Mapping[str, Any]) -> int:
     """Channels of the latents that a denoiser makes."""
-    inpainting = Extras.of(config).inpainting
+    inpainting = ExtraInputs.from_config(config).inpainting
     return int(config["out_channels" if inpainting else "in_channels"])
 
 
-def channels_to_inpaint(config: Mapping[str, Any]) -> int:
+def inpainting_channels(config: Mapping[str, Any]) -> int:
     """Noisy latents, a mask, and the latents of what it leaves."""
     return 2 * int(config.get("out_channels", 4)) + 1

@@ -9,7 +9,7 @@ from typing import Any
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import UNET, Extras, channels_to_inpaint, latent_channels
+from runtimes.families.unet_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.job import TrainJob
 
@@ -32,9 +32,9 @@ _SHARED = (
 )
 
 
-def folder_extras(folder: Path) -> Extras:
+def folder_extras(folder: Path) -> ExtraInputs:
     """What a denoiser sees beside its family's conditioning, by its folder. Raises WrongInput."""
-    return Extras.of(read_config(folder / "config.json"))
+    return ExtraInputs.from_config(read_config(folder / "config.json"))
 
 
 def trained_config(
@@ -49,8 +49,8 @@ def trained_config(
     if instead is not None:
         _check_fits(_plain(instead), _plain(base))
     config = dict(base if instead is None else instead)
-    has = Extras.of(config)
-    asked = Extras.asked(settings)
+    has = ExtraInputs.from_config(config)
+    asked = ExtraInputs.from_settings(settings)
     for name in ("inpainting", "aesthetic_score"):
         if getattr(has, name) and not getattr(asked, name):
             raise WrongInput(f"the base is made for it: set train.{name}: true")
@@ -62,7 +62,7 @@ def trained_config(
                 "method: full, or a base that has them"
             )
     if asked.inpainting:
-        config["in_channels"] = channels_to_inpaint(config)
+        config["in_channels"] = inpainting_channels(config)
     if asked.aesthetic_score:
         own = config.get("class_embed_type") not in (None, "timestep")
         if own or config.get("num_class_embeds") is not None:
@@ -80,7 +80,7 @@ def job_config(job: TrainJob, settings: Train) -> dict[str, Any]:
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config less what it sees beside its family's conditioning."""
-    extras, plain = Extras.of(config), dict(config)
+    extras, plain = ExtraInputs.from_config(config), dict(config)
     if extras.inpainting:
         plain["in_channels"] = latent_channels(config)
     if extras.aesthetic_score:

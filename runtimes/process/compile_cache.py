@@ -21,7 +21,7 @@ from artifacts.models import cache_folder
 log = logging.getLogger("kiln")
 
 
-class Compiled:
+class CompileCache:
     """The folder of one compiler's programs.
 
     Args:
@@ -50,7 +50,7 @@ class Compiled:
         if self._remote:
             self._try(self._fetch)
 
-    def keep(self) -> None:
+    def upload(self) -> None:
         """Copy what was compiled since to the store."""
         if self._remote:
             self._try(self._send)

@@ -46,7 +46,7 @@ class Events:
                 self._stream = None
 
 
-class Muted(Events):
+class SilentEvents(Events):
     """Says nothing: of the processes of a run the first one speaks for all."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ class GenerateJob:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Encoders to be held ready for whoever has pictures and captions (see base.Encodes)."""
+    """The encoders that a process loads and serves (see contract.PipelineEncoder)."""
 
     runtime: str
     model: str  # local folder of the pipeline

@@ -38,14 +38,14 @@ class LostRank(RuntimeError):
         self.code = 1 if code < 0 else code
         self.wrong_input, self.errno = bool(error.get("wrong_input")), error.get("errno")
         self.traceback = error.get("traceback") or ""
-        self.since = float(error.get("time") or 0.0)  # unknown, where it had no time to say
+        self.failed_at = float(error.get("time") or 0.0)  # unknown, where it had no time to say
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         message = error.get("message") or f"process {rank} of the run (from 0) {ended}"
         super().__init__(message)
 
 
 @dataclass
-class _Other:
+class _Child:
     """Another process, and what it has said."""
 
     rank: int
@@ -55,7 +55,7 @@ class _Other:
     error: dict[str, Any] | None = None
 
 
-class Others:
+class Launcher:
     """The other processes of this machine, from `with` to its end.
 
     Args:
@@ -67,18 +67,18 @@ class Others:
 
     def __init__(self, job: Path, count: int, on_loss: Callable[[LostRank], None]) -> None:
         self._job, self._count, self._on_loss = job, count, on_loss
-        self._others: list[_Other] = []
+        self._children: list[_Child] = []
         self._lost: list[LostRank] = []
-        self._loss, self._leaving = threading.Event(), threading.Event()
+        self._loss, self._shutting_down = threading.Event(), threading.Event()
 
     def __enter__(self) -> None:
         if self._count == 1:
             return
-        os.environ |= _meeting(self._count)
-        self._others = [_start(self._job, rank) for rank in range(1, self._count)]
-        for other in self._others:
-            threading.Thread(target=self._attend, args=(other,), daemon=True).start()
-        threading.Thread(target=self._watch, name="others", daemon=True).start()
+        os.environ |= _rendezvous_environment(self._count)
+        self._children = [_start(self._job, rank) for rank in range(1, self._count)]
+        for child in self._children:
+            threading.Thread(target=self._follow_events, args=(child,), daemon=True).start()
+        threading.Thread(target=self._watch, name="launcher", daemon=True).start()
 
     def __exit__(
         self,
@@ -88,35 +88,35 @@ class Others:
     ) -> None:
         """Wait for the others, or end them. Raises LostRank in place of what a loss has caused."""
         # A lost connection is noticed at once; whose it was, a moment later.
-        suspect = isinstance(error, RuntimeError) and bool(self._others)
-        lost = self._first_lost(NOTICE_SECONDS) if suspect else None
-        self._leaving.set()
+        suspect = isinstance(error, RuntimeError) and bool(self._children)
+        lost = self._root_cause(NOTICE_SECONDS) if suspect else None
+        self._shutting_down.set()
         self._end(END_SECONDS if error is None else 0.0)
         if lost is not None:
             raise lost from None
 
-    def _attend(self, other: _Other) -> None:
-        for line in other.events:
+    def _follow_events(self, child: _Child) -> None:
+        for line in child.events:
             try:
                 event = json.loads(line)
             except ValueError:  # cut off: it was killed
                 continue
-            other.finished |= event["event"] == "result"
+            child.finished |= event["event"] == "result"
             if event["event"] == "error":
-                other.error = event
-        code = other.process.wait()
-        if not other.finished and not self._leaving.is_set():
-            self._lost.append(LostRank(other.rank, code, other.error or {}))
+                child.error = event
+        code = child.process.wait()
+        if not child.finished and not self._shutting_down.is_set():
+            self._lost.append(LostRank(child.rank, code, child.error or {}))
             self._loss.set()
 
     def _watch(self) -> None:
         self._loss.wait()
-        if not self._leaving.wait(NOTICE_SECONDS) and (lost := self._first_lost(0.0)):
-            self._leaving.set()
+        if not self._shutting_down.wait(NOTICE_SECONDS) and (lost := self._root_cause(0.0)):
+            self._shutting_down.set()
             self._end(0.0)
             self._on_loss(lost)
 
-    def _first_lost(self, seconds: float) -> LostRank | None:
+    def _root_cause(self, seconds: float) -> LostRank | None:
         """Whose loss drew the others with it: one that could not say why, or else who said first.
 
         Waits so long for a first one.
@@ -124,17 +124,17 @@ class Others:
         if not self._loss.wait(seconds):
             return None
         time.sleep(WAKE_SECONDS)
-        return min(self._lost, key=lambda lost: lost.since)
+        return min(self._lost, key=lambda lost: lost.failed_at)
 
     def _end(self, seconds: float) -> None:
         """Kill those that have not ended in so many seconds: only the first process writes."""
         deadline = time.monotonic() + seconds
-        for other in self._others:
+        for child in self._children:
             try:
-                other.process.wait(max(0.0, deadline - time.monotonic()))
+                child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                other.process.kill()
-                other.process.wait()
+                child.process.kill()
+                child.process.wait()
 
 
 def count_cores() -> int:
@@ -144,7 +144,7 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _meeting(count: int) -> dict[str, str]:
+def _rendezvous_environment(count: int) -> dict[str, str]:
     """What the environment of the first of so many processes says; they share the cores."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -161,7 +161,7 @@ def _meeting(count: int) -> dict[str, str]:
     }
 
 
-def _start(job: Path, rank: int) -> _Other:
+def _start(job: Path, rank: int) -> _Child:
     events, write = os.pipe()
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), EVENT_FD: str(write), FOLLOWER: "1"}
     process = subprocess.Popen(
@@ -171,4 +171,4 @@ def _start(job: Path, rank: int) -> _Other:
         stdin=subprocess.PIPE,
     )
     os.close(write)
-    return _Other(rank, process, os.fdopen(events))
+    return _Child(rank, process, os.fdopen(events))

@@ -54,7 +54,7 @@ def launched() -> bool:
     return "RANK" in os.environ or _by_msrun()
 
 
-def brings_together() -> bool:
+def is_msrun_scheduler() -> bool:
     """Whether msrun has started this process for the others to find each other, not to train."""
     return os.environ.get("MS_ROLE") == "MS_SCHED"
 
@@ -81,6 +81,6 @@ def _by_msrun() -> bool:
     return os.environ.get("MS_ROLE") == "MS_WORKER"
 
 
-def follows() -> bool:
+def is_follower() -> bool:
     """Whether this process was started by the first of its run, and ends with it."""
     return FOLLOWER in os.environ

@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 
 from runtimes.process.events import EVENT_FD
-from runtimes.process.ranks import follows
+from runtimes.process.ranks import is_follower
 
 #: Exit code of a process that stopped when asked to: 128 + SIGTERM.
 STOPPED = 143
@@ -54,7 +54,7 @@ def _watch(stop: Stop, parent: int) -> None:
     while alive and os.getppid() == parent:
         readable, _, _ = select.select([stdin], [], [], 1.0)
         alive = not readable or bool(os.read(stdin, 4096))
-    if follows():  # the first process is gone, and only it could have saved anything
+    if is_follower():  # the first process is gone, and only it could have saved anything
         os._exit(STOPPED)
     if not stop.requested:  # a stage that dies after it has asked does not ask again
         os.kill(os.getpid(), signal.SIGTERM)

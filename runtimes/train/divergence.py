@@ -18,14 +18,14 @@ class Diverged(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Offence:
+class DivergenceEvent:
     """The step (from 1) that a run went wrong at, and what is wrong, in words."""
 
     step: int
     words: str
 
 
-class Divergence:
+class DivergenceDetector:
     """Looks at the losses of a run, one after another: what it finds is a function of them alone.
 
     A loss above `factor` times the mean of the last `WINDOW` that were not counts as suspicious;
@@ -38,24 +38,24 @@ class Divergence:
 
     def begin(self, losses: Iterable[float]) -> None:
         """Forget all; start from the losses of the steps so far."""
-        self.offence: Offence | None = None
+        self.event: DivergenceEvent | None = None
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._suspicious = 0  # steps in a row
         if self._settings.factor is not None:
             for step, loss in enumerate(losses, start=1):
-                self.see(step, loss, 0.0)
+                self.observe(step, loss, 0.0)
 
     @property
-    def suspects(self) -> bool:
+    def is_suspicious(self) -> bool:
         """Whether the last step was suspicious: what comes next may show that it was the first."""
         return self._suspicious > 0
 
-    def see(self, step: int, loss: float, grad_norm: float) -> None:
+    def observe(self, step: int, loss: float, grad_norm: float) -> None:
         """Look at a step's loss and gradient norm; `offence` is set once there is one."""
         first = step - self._suspicious
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             words = f"the loss is {loss} and the gradient's norm {grad_norm} at step {step}"
-            self.offence = Offence(first, words)
+            self.event = DivergenceEvent(first, words)
         elif (times := self._times_the_mean(loss)) is None:
             self._recent.append(loss)
             self._suspicious = 0
@@ -63,7 +63,7 @@ class Divergence:
             self._suspicious += 1
             if self._suspicious >= self._settings.patience:
                 words = f"the loss {loss:.4g} is {times:.3g} times the recent mean at step {step}"
-                self.offence = Offence(first, words)
+                self.event = DivergenceEvent(first, words)
 
     def _times_the_mean(self, loss: float) -> float | None:
         """How many times the recent mean, if that is too many."""

@@ -14,21 +14,21 @@ class StepFlops:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._met: dict[Shapes, StepBatch] = {}  # not counted yet
+        self._uncounted: dict[Shapes, StepBatch] = {}  # not counted yet
         self._counted: dict[Shapes, float | None] = {}
 
-    def meet(self, batch: StepBatch) -> Shapes:
+    def register(self, batch: StepBatch) -> Shapes:
         """Take note of a batch's shapes."""
         arrays = {"": batch.noisy_latents, **batch.conditioning}
         shapes = tuple((name, array.shape) for name, array in arrays.items())
         if shapes not in self._counted:
-            self._met.setdefault(shapes, batch)
+            self._uncounted.setdefault(shapes, batch)
         return shapes
 
     def total(self, steps: Iterable[Shapes]) -> float | None:
         """Of steps on batches of such shapes; None if one cannot be counted."""
-        while self._met:
-            shapes, batch = self._met.popitem()
+        while self._uncounted:
+            shapes, batch = self._uncounted.popitem()
             self._counted[shapes] = self._runtime.flops(batch)
         known = [self._counted[shapes] for shapes in steps]
         return None if None in known else sum(filter(None, known))

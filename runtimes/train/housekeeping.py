@@ -19,7 +19,7 @@ from runtimes.process.signals import Stop
 from runtimes.train.boards import Boards
 from runtimes.train.checkpoint import Checkpoint, Checkpoints
 from runtimes.train.checkpoint_saver import Saver, Snapshot
-from runtimes.train.divergence import Diverged, Divergence, Offence
+from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.learning_rate import learning_rate
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
@@ -60,9 +60,9 @@ class Run:
         self._saver = Saver(self._checkpoints, boards, events)
         self._samples = Samples(job, runtime, events, boards, writes=self._first)
         self._profiling = Profiling(settings.profile, job.work, runtime)
-        self._divergence = Divergence(settings.divergence)
+        self._divergence = DivergenceDetector(settings.divergence)
         self.step, self.skipped = 0, list[int]()
-        self._taken = 0  # step whose state is in a checkpoint, or on its way there
+        self._checkpointed_step = 0  # step whose state is in a checkpoint, or on its way there
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -76,10 +76,10 @@ class Run:
             batch_size=self._settings.global_batch_size,
             peak=self._runtime.peak_flops() if peak is None else peak * 1e12,
         )
-        saved = self._agree_on()
+        saved = self._newest_checkpoint()
         if saved is not None:
             self._check_same_run(saved)
-            self._go_to(saved)
+            self._restore(saved)
         self._boards.rewind(self.step)
         self._events.emit(
             "start",
@@ -94,22 +94,25 @@ class Run:
         """Do what a run that was stopped at this step had no time for."""
         if self.step == 0:
             if self._settings.divergence.action == "skip":  # which needs one to go back to
-                self._aside(self._take)
+                self._paused(self._start_checkpoint)
             return
-        if self._due(self._settings.holdout_loss.every_n_steps) and self.recorder.validated is None:
-            self._aside(self._validate)
-        if self._sampling() and not self._runtime.broadcast(self._samples.drawn(self.step)):
-            self._aside(self._sample)
+        if (
+            self._due(self._settings.holdout_loss.every_n_steps)
+            and self.recorder.validation_loss is None
+        ):
+            self._paused(self._validate)
+        if self._sampling_due() and not self._runtime.broadcast(self._samples.exist(self.step)):
+            self._paused(self._sample)
 
-    def train_on(self, batch: StepBatch) -> None:
+    def train_step(self, batch: StepBatch) -> None:
         """Take a step."""
         if self._profiling.changes(self.step):
-            self._aside(lambda: self._profiling.before(self.step))
+            self._paused(lambda: self._profiling.before(self.step))
         rate = learning_rate(self.step, self._settings)
-        self.recorder.add(batch, self._runtime.step(batch, rate), rate, self._left_out())
+        self.recorder.add(batch, self._runtime.step(batch, rate), rate, self._newly_skipped())
         self.step += 1
 
-    def beside(self, waited: float) -> bool:
+    def after_step(self, waited: float) -> bool:
         """Do what is due after a step; False if the run went back to an earlier one instead.
 
         Args:
@@ -121,29 +124,29 @@ class Run:
             self._due(every.holdout_loss.every_n_steps),
             self._due(every.checkpointing_steps),
         )
-        sample = self._sampling()
+        sample = self._sampling_due()
         if not (report or validate or save or sample):
             return True
-        self.recorder.settle()
-        if (offence := self._offence()) is not None:
-            self._go_back(offence)
+        self.recorder.synchronize()
+        if (event := self._divergence_event()) is not None:
+            self._roll_back(event)
             return False
         if report:
             self.recorder.report(waited)
         if validate:
-            self._aside(self._validate)
+            self._paused(self._validate)
         if save:
-            self._aside(self._checkpoint)
+            self._paused(self._checkpoint_if_new)
         if sample:
-            self._aside(self._sample)
+            self._paused(self._sample)
         return True
 
-    def leave(self) -> None:
+    def checkpoint_and_exit(self) -> None:
         """Commit what is done before the process ends. Raises CheckpointNotWritten, Diverged."""
-        self.recorder.settle()
-        if self._offence() is None:
-            self._checkpoint()
-        self._runtime.part()
+        self.recorder.synchronize()
+        if self._divergence_event() is None:
+            self._checkpoint_if_new()
+        self._runtime.shutdown()
         if (error := self._saver.wait()) is not None:
             raise error
 
@@ -152,7 +155,7 @@ class Run:
         self._profiling.close()  # it may last to the end
         self._saver.wait()
         state = self._runtime.state()
-        self._runtime.part()
+        self._runtime.shutdown()
         if not self._first:
             return
         files = write_result(self._job, state, self.recorder.history)
@@ -180,14 +183,14 @@ class Run:
     def _due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
 
-    def _aside(self, do: Callable[[], None]) -> None:
+    def _paused(self, do: Callable[[], None]) -> None:
         """Do what is no training, and leave it out of the rates."""
-        self.recorder.settle()  # what the device still does is training
+        self.recorder.synchronize()  # what the device still does is training
         since = time.perf_counter()
         do()
-        self.recorder.pause(since)
+        self.recorder.exclude_since(since)
 
-    def _left_out(self) -> list[int]:
+    def _newly_skipped(self) -> list[int]:
         """Numbers of the batches that are left out just before this step's."""
         before = batch_number(self.step - 1, self.skipped) if self.step else -1
         return list(range(before + 1, batch_number(self.step, self.skipped)))
@@ -203,27 +206,27 @@ class Run:
             self._events.emit("warning", message=words)
             return
         figures = {"validation_loss": found.loss, "validation_error": found.error}
-        self.recorder.amend(**figures)
+        self.recorder.amend_last(**figures)
         self._events.emit("validation", step=self.step, loss=found.loss, error=found.error)
         self._boards.scalars(self.step, figures)
 
-    def _sampling(self) -> bool:
-        return self._samples.wanted() and self._due(self._settings.sample_every_n_steps)
+    def _sampling_due(self) -> bool:
+        return self._samples.requested() and self._due(self._settings.sample_every_n_steps)
 
     def _sample(self) -> None:
         if not self._runtime.any_rank(self._stop.requested):
             self._samples.draw(self.step)
 
-    def _checkpoint(self) -> None:
-        if self.step > self._taken:
-            self._take()
+    def _checkpoint_if_new(self) -> None:
+        if self.step > self._checkpointed_step:
+            self._start_checkpoint()
 
-    def _take(self) -> None:
+    def _start_checkpoint(self) -> None:
         """Copy the state and have the copy committed while the run goes on."""
         since = time.perf_counter()
         self._saver.wait()  # of two copies one would be too many
         state = self._runtime.state()
-        self._taken = self.step
+        self._checkpointed_step = self.step
         if not self._first:
             return
         facts = {
@@ -232,55 +235,55 @@ class Run:
             "seed": self._settings.seed,
             "samples_seen": self.step * self._settings.global_batch_size,
             "skipped": list(self.skipped),
-            "validation_loss": self.recorder.validated,
+            "validation_loss": self.recorder.validation_loss,
             "train": self._settings.model_dump(mode="json"),
             "denoiser_config": self._job.denoiser_config,
             "processes": Ranks.here().world,
         }
-        history, prune = list(self.recorder.history), not self._divergence.suspects
+        history, prune = list(self.recorder.history), not self._divergence.is_suspicious
         self._saver.start(Snapshot(self.step, state, history, facts, since, prune))
 
-    def _offence(self) -> Offence | None:
+    def _divergence_event(self) -> DivergenceEvent | None:
         """What the run is to go back for, if anything. Raises Diverged if it is to stop for it."""
-        found = self._divergence.offence
+        found = self._divergence.event
         step = self._runtime.broadcast(0 if found is None else found.step)
         if not step:
             return None
-        offence = found or Offence(step, f"the loss has gone wrong at step {step}")
+        event = found or DivergenceEvent(step, f"the loss has gone wrong at step {step}")
         policy = self._settings.divergence
         if policy.action == "stop":
-            raise Diverged(f"{offence.words}: {ADVICE}")
+            raise Diverged(f"{event.words}: {ADVICE}")
         if len(self.skipped) >= policy.max_skips:
             words = f"{policy.max_skips} batches have been left out already"
-            raise Diverged(f"{offence.words}, and {words}: {ADVICE}")
-        return offence
+            raise Diverged(f"{event.words}, and {words}: {ADVICE}")
+        return event
 
-    def _go_back(self, offence: Offence) -> None:
+    def _roll_back(self, event: DivergenceEvent) -> None:
         """Go on from the checkpoint before the offending step, without that step's batch."""
         self._profiling.close()
         self._saver.wait()
-        saved = self._agree_on(before=offence.step)
+        saved = self._newest_checkpoint(before=event.step)
         if saved is None:
-            raise Diverged(f"{offence.words}, and no checkpoint before it is left: {ADVICE}")
-        number = batch_number(offence.step - 1, self.skipped)
+            raise Diverged(f"{event.words}, and no checkpoint before it is left: {ADVICE}")
+        number = batch_number(event.step - 1, self.skipped)
         self.skipped.append(number)
-        self._go_to(saved)
+        self._restore(saved)
         if self._first:
             self._checkpoints.discard_after(self.step)
         self._boards.rewind(self.step)
-        words = f"{offence.words}: back to step {self.step}, batch {number} is left out"
+        words = f"{event.words}: back to step {self.step}, batch {number} is left out"
         self._events.emit("warning", message=words)
         self._events.emit("back", step=self.step, left_out=number)
 
-    def _agree_on(self, before: int | None = None) -> Checkpoint | None:
+    def _newest_checkpoint(self, before: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that verifies (of a step below `before`): rank 0 looks for it."""
         found = self._checkpoints.latest(before) if self._first else None
         step = self._runtime.broadcast(-1 if found is None else found.step)
         return self._checkpoints.read(step) if found is None and step >= 0 else found
 
-    def _go_to(self, saved: Checkpoint) -> None:
+    def _restore(self, saved: Checkpoint) -> None:
         self._runtime.restore(saved.state, saved.step)
-        self.step = self._taken = saved.step
+        self.step = self._checkpointed_step = saved.step
         self.skipped = sorted({*self.skipped, *saved.facts["skipped"]})
         self.recorder.begin(saved.history)
 

@@ -11,12 +11,12 @@ from typing import Any
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
 from runtimes.train.boards import Boards
-from runtimes.train.divergence import Divergence
+from runtimes.train.divergence import DivergenceDetector
 from runtimes.train.flops import Shapes, StepFlops
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _PendingStep:
     """A step that was taken, whose output may still be on its way."""
 
     output: StepOutput
@@ -38,7 +38,7 @@ class Recorder:
         events: Events,
         boards: Boards,
         runtime: Runtime,
-        divergence: Divergence,
+        divergence: DivergenceDetector,
         *,
         total: int,
         batch_size: int,
@@ -53,7 +53,7 @@ class Recorder:
     def begin(self, history: list[str]) -> None:
         """Start after the steps of a history: lines of JSON, one a step."""
         self.history = history
-        self._pending: list[_Taken] = []
+        self._pending: list[_PendingStep] = []
         self._divergence.begin(json.loads(line)["loss"] for line in history)
         self._restart(0.0)
 
@@ -69,18 +69,18 @@ class Recorder:
         Args:
             left_out: numbers of the batches that were left out just before it.
         """
-        taken = _Taken(output, learning_rate, self._flops.meet(batch), left_out)
+        taken = _PendingStep(output, learning_rate, self._flops.register(batch), left_out)
         self._pending.append(taken)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all outputs. What follows an offence against divergence is not recorded."""
         for taken in self._pending:
-            if self._divergence.offence is not None:
+            if self._divergence.event is not None:
                 break
             step = len(self.history) + 1
             loss, norm = float(taken.output.loss), float(taken.output.grad_norm)
             overflowed = taken.output.overflowed
-            self._divergence.see(step, loss, 0.0 if overflowed else norm)
+            self._divergence.observe(step, loss, 0.0 if overflowed else norm)
             line: dict[str, Any] = {"step": step, "loss": loss}
             line |= {"learning_rate": taken.learning_rate}
             line |= {"grad_norm": None, "overflowed": True} if overflowed else {"grad_norm": norm}
@@ -89,25 +89,25 @@ class Recorder:
             self._shapes.append(taken.shapes)
         self._pending.clear()
 
-    def last(self) -> dict[str, Any]:
+    def last_record(self) -> dict[str, Any]:
         """The line of the last step that is settled."""
         return dict(json.loads(self.history[-1])) if self.history else {}
 
     @property
-    def validated(self) -> float | None:
+    def validation_loss(self) -> float | None:
         """The validation loss after the last step, if it was taken."""
-        return self.last().get("validation_loss")
+        return self.last_record().get("validation_loss")
 
-    def amend(self, **facts: float | None) -> None:
+    def amend_last(self, **facts: float | None) -> None:
         """Add to the line of the last step."""
-        self.history[-1] = json.dumps(self.last() | facts)
+        self.history[-1] = json.dumps(self.last_record() | facts)
 
     def report(self, waited: float) -> None:
         """Emit progress of what is settled. `waited` is the loader's sum of idle seconds."""
         step, seconds = len(self.history), time.perf_counter() - self._since - self._paused
         rate = (step - self._first) * self._batch_size / max(seconds, 1e-9)
         names = ("loss", "learning_rate", "grad_norm")
-        last = self.last()
+        last = self.last_record()
         figures = {
             **{name: last[name] for name in names},
             "images_per_second": rate,
@@ -135,7 +135,7 @@ class Recorder:
         """The rate of this process as of its last report: pauses are left out."""
         return self._steps * self._batch_size / max(self._seconds, 1e-9)
 
-    def pause(self, since: float) -> None:
+    def exclude_since(self, since: float) -> None:
         """Leave the time since `since` (perf_counter) out of the rates: it was no training."""
         self._paused += time.perf_counter() - since
 

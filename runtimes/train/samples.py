@@ -33,11 +33,11 @@ class Samples:
         self._fs, root = url_to_fs(job.work)
         self._folder = f"{root.rstrip('/')}/samples"
 
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         """Whether the job has prompts."""
         return bool(self._job.sample_prompts)
 
-    def drawn(self, step: int) -> bool:
+    def exist(self, step: int) -> bool:
         """Whether those of a step are there."""
         return bool(self._fs.exists(self._path(step)))
 
@@ -51,7 +51,7 @@ class Samples:
         try:
             return self._runtime.sample(self._job.sample_prompts, self._job.sampler)
         except Exception as error:  # out of memory, say, or a part of the pipeline is missing
-            if self._runtime.draws_together:
+            if self._runtime.samples_collectively:
                 raise  # none can go on without the others
             self._warn(step, error)
             return None

@@ -13,11 +13,11 @@ from runtimes.data.holdout import Holdout
 from runtimes.data.loader import Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.pipeline_folder.denoiser_config import job_config
-from runtimes.process.events import Events, Muted
+from runtimes.process.events import Events, SilentEvents
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
@@ -42,7 +42,7 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     check_wandb(settings.wandb)
     loader, holdout = make_loader(job, settings, latents), make_holdout(job, settings, latents)
     if not Ranks.here().first:
-        events = Muted()
+        events = SilentEvents()
     prepare(job)
     runtime = open_runtime(job.runtime, events)  # slow to import: what is cheap is checked first
     boards = open_boards(job.work, settings) if Ranks.here().first else Boards([])
@@ -62,7 +62,7 @@ def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: St
     """To the end, or until it is to stop: then False."""
     run.catch_up()
     while run.step < settings.steps:  # again where the run has gone back
-        with loader.ahead(
+        with loader.prefetch(
             run.step,
             settings.steps,
             settings.prefetch,
@@ -71,7 +71,7 @@ def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: St
             runtime.put,
         ) as batches:
             if not _advance(run, runtime, batches, settings.steps, stop):
-                run.leave()
+                run.checkpoint_and_exit()
                 return False
     run.finish()
     return True
@@ -84,8 +84,8 @@ def _advance(run: Run, runtime: Runtime, batches: Prefetch, steps: int, stop: St
         batch = next(ready, None)  # none if this rank was asked to stop
         if runtime.any_rank(stop.requested or batch is None) or batch is None:
             return False
-        run.train_on(batch)
-        if not run.beside(batches.waited):
+        run.train_step(batch)
+        if not run.after_step(batches.waited):
             break
     return True
 
@@ -114,7 +114,7 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
         seed=settings.seed,
         window=settings.shuffle_window,
         text_encoders=settings.train_text_encoder,
-        extras=Extras.of(job_config(job, settings)),
+        extras=ExtraInputs.from_config(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
         rank=ranks.rank,
         world=ranks.world,
@@ -134,7 +134,7 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
         draws=settings.holdout_loss.draws,
         batch_size=min(settings.micro_batch_size or share, share),  # what training has memory for
         text_encoders=settings.train_text_encoder,
-        extras=Extras.of(job_config(job, settings)),
+        extras=ExtraInputs.from_config(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
     )
 
