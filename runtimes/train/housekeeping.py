@@ -1,4 +1,4 @@
-"""What happens beside the steps: resuming, checkpoints, validation, pictures, going back."""
+"""The work of a run between its steps: resume, checkpoints, validation, sample images, rollback."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
 
 
 class Run:
-    """A training run at some step. Every rank has one, and all call the same at the same place.
+    """The state of a training run. All ranks must call its methods in the same order.
 
     Attributes:
-        step: steps done.
-        skipped: numbers of the batches that are left out.
+        step: number of completed optimizer steps.
+        skipped: numbers (from 0) of the batches that divergence has excluded.
+        recorder: history and progress; `resume` creates it.
     """
 
     def __init__(
@@ -48,8 +49,13 @@ class Run:
         events: Events,
         stop: Stop,
     ) -> None:
-        self._job, self._settings, self._runtime = job, settings, runtime
-        self._holdout, self._boards, self._events, self._stop = holdout, boards, events, stop
+        self._job = job
+        self._settings = settings
+        self._runtime = runtime
+        self._holdout = holdout
+        self._boards = boards
+        self._events = events
+        self._stop = stop
         self._first = Ranks.here().first
         self._checkpoints = Checkpoints(
             job.work,
@@ -61,11 +67,16 @@ class Run:
         self._samples = Samples(job, runtime, events, boards, writes=self._first)
         self._profiling = Profiling(settings.profile, job.work, runtime)
         self._divergence = DivergenceDetector(settings.divergence)
-        self.step, self.skipped = 0, list[int]()
-        self._checkpointed_step = 0  # step whose state is in a checkpoint, or on its way there
+        self.step = 0
+        self.skipped: list[int] = []
+        self._checkpointed_step = 0  # step of the newest checkpoint, committed or being written
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one."""
+        """Continue from the newest valid checkpoint, or start at step 0.
+
+        Raises:
+            WrongInput: the checkpoint was written with other settings.
+        """
         peak = self._settings.peak_tflops
         self.recorder = Recorder(
             self._events,
@@ -91,9 +102,9 @@ class Run:
         )
 
     def catch_up(self) -> None:
-        """Do what a run that was stopped at this step had no time for."""
+        """Run the validation and the samples that are due at the resumed step but missing."""
         if self.step == 0:
-            if self._settings.divergence.action == "skip":  # which needs one to go back to
+            if self._settings.divergence.action == "skip":  # a rollback needs a first checkpoint
                 self._paused(self._start_checkpoint)
             return
         if (
@@ -105,7 +116,7 @@ class Run:
             self._paused(self._sample)
 
     def train_step(self, batch: StepBatch) -> None:
-        """Take a step."""
+        """Run one optimizer step on `batch`."""
         if self._profiling.changes(self.step):
             self._paused(lambda: self._profiling.before(self.step))
         rate = learning_rate(self.step, self._settings)
@@ -113,17 +124,18 @@ class Run:
         self.step += 1
 
     def after_step(self, waited: float) -> bool:
-        """Do what is due after a step; False if the run went back to an earlier one instead.
+        """Report, validate, checkpoint and sample if due; False after a rollback.
 
         Args:
-            waited: the loader's sum of idle seconds.
+            waited: total seconds that the loop has waited for the loader.
+
+        Raises:
+            Diverged: the run has diverged and may not roll back.
         """
-        every = self._settings
-        report = self._due(every.logging_steps) or self.step == every.steps
-        validate, save = (
-            self._due(every.holdout_loss.every_n_steps),
-            self._due(every.checkpointing_steps),
-        )
+        settings = self._settings
+        report = self._due(settings.logging_steps) or self.step == settings.steps
+        validate = self._due(settings.holdout_loss.every_n_steps)
+        save = self._due(settings.checkpointing_steps)
         sample = self._sampling_due()
         if not (report or validate or save or sample):
             return True
@@ -142,7 +154,12 @@ class Run:
         return True
 
     def checkpoint_and_exit(self) -> None:
-        """Commit what is done before the process ends. Raises CheckpointNotWritten, Diverged."""
+        """Commit a checkpoint of the current step, unless the run has diverged.
+
+        Raises:
+            CheckpointNotWritten: the store did not accept the checkpoint.
+            Diverged: the run has diverged and may not roll back.
+        """
         self.recorder.synchronize()
         if self._divergence_event() is None:
             self._checkpoint_if_new()
@@ -151,8 +168,8 @@ class Run:
             raise error
 
     def finish(self) -> None:
-        """Write what was trained."""
-        self._profiling.close()  # it may last to the end
+        """Write the trained weights and the history to the job's `out` folder."""
+        self._profiling.close()  # the trace may include the last step
         self._saver.wait()
         state = self._runtime.state()
         self._runtime.shutdown()
@@ -176,22 +193,22 @@ class Run:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Wait for what is being written."""
+        """End the trace and wait for the checkpoint writer."""
         self._profiling.close()
         self._saver.close()
 
-    def _due(self, every: int) -> bool:
-        return bool(every) and self.step % every == 0
+    def _due(self, interval: int) -> bool:
+        return bool(interval) and self.step % interval == 0
 
-    def _paused(self, do: Callable[[], None]) -> None:
-        """Do what is no training, and leave it out of the rates."""
-        self.recorder.synchronize()  # what the device still does is training
+    def _paused(self, work: Callable[[], None]) -> None:
+        """Run `work` and exclude its duration from the reported rates."""
+        self.recorder.synchronize()  # steps that still run on the device count as training time
         since = time.perf_counter()
-        do()
+        work()
         self.recorder.exclude_since(since)
 
     def _newly_skipped(self) -> list[int]:
-        """Numbers of the batches that are left out just before this step's."""
+        """Numbers of the skipped batches between the previous step's batch and this one's."""
         before = batch_number(self.step - 1, self.skipped) if self.step else -1
         return list(range(before + 1, batch_number(self.step, self.skipped)))
 
@@ -201,9 +218,9 @@ class Run:
         found = measure(self._runtime, self._holdout, lambda: self._stop.requested)
         if found is None:
             return
-        if not math.isfinite(found.loss):  # the next step's will be no number either
-            words = f"the validation loss is {found.loss} at step {self.step}"
-            self._events.emit("warning", message=words)
+        if not math.isfinite(found.loss):  # the next training loss will be NaN as well
+            message = f"the validation loss is {found.loss} at step {self.step}"
+            self._events.emit("warning", message=message)
             return
         figures = {"validation_loss": found.loss, "validation_error": found.error}
         self.recorder.amend_last(**figures)
@@ -222,9 +239,9 @@ class Run:
             self._start_checkpoint()
 
     def _start_checkpoint(self) -> None:
-        """Copy the state and have the copy committed while the run goes on."""
+        """Copy the state to the host; the saver commits the copy in the background."""
         since = time.perf_counter()
-        self._saver.wait()  # of two copies one would be too many
+        self._saver.wait()  # the host may lack memory for a second copy of the state
         state = self._runtime.state()
         self._checkpointed_step = self.step
         if not self._first:
@@ -244,7 +261,11 @@ class Run:
         self._saver.start(Snapshot(self.step, state, history, facts, since, prune))
 
     def _divergence_event(self) -> DivergenceEvent | None:
-        """What the run is to go back for, if anything. Raises Diverged if it is to stop for it."""
+        """The divergence that requires a rollback, agreed by all ranks; None without one.
+
+        Raises:
+            Diverged: the settings demand a stop, or `max_skips` batches are already skipped.
+        """
         found = self._divergence.event
         step = self._runtime.broadcast(0 if found is None else found.step)
         if not step:
@@ -254,12 +275,12 @@ class Run:
         if policy.action == "stop":
             raise Diverged(f"{event.words}: {ADVICE}")
         if len(self.skipped) >= policy.max_skips:
-            words = f"{policy.max_skips} batches have been left out already"
-            raise Diverged(f"{event.words}, and {words}: {ADVICE}")
+            limit = f"{policy.max_skips} batches have been left out already"
+            raise Diverged(f"{event.words}, and {limit}: {ADVICE}")
         return event
 
     def _roll_back(self, event: DivergenceEvent) -> None:
-        """Go on from the checkpoint before the offending step, without that step's batch."""
+        """Restore the checkpoint before the event's step and skip that step's batch."""
         self._profiling.close()
         self._saver.wait()
         saved = self._newest_checkpoint(before=event.step)
@@ -271,12 +292,15 @@ class Run:
         if self._first:
             self._checkpoints.discard_after(self.step)
         self._boards.rewind(self.step)
-        words = f"{event.words}: back to step {self.step}, batch {number} is left out"
-        self._events.emit("warning", message=words)
+        message = f"{event.words}: back to step {self.step}, batch {number} is left out"
+        self._events.emit("warning", message=message)
         self._events.emit("back", step=self.step, left_out=number)
 
     def _newest_checkpoint(self, before: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that verifies (of a step below `before`): rank 0 looks for it."""
+        """The newest valid checkpoint of a step below `before`, the same for all ranks.
+
+        Rank 0 searches and broadcasts the step, so only one process verifies files.
+        """
         found = self._checkpoints.latest(before) if self._first else None
         step = self._runtime.broadcast(-1 if found is None else found.step)
         return self._checkpoints.read(step) if found is None and step >= 0 else found
@@ -288,13 +312,16 @@ class Run:
         self.recorder.begin(saved.history)
 
     def _check_same_run(self, saved: Checkpoint) -> None:
-        """Raise WrongInput if it was of other settings. Those that it does not know of had their
-        defaults: it may be of an older version."""
+        """Raise WrongInput if the checkpoint was written with settings that change the weights.
+
+        Settings that the checkpoint lacks count as defaults: an older version may have written it.
+        """
         now, before = computing(self._settings), _with_defaults(saved.facts["train"])
-        now["denoiser_config"] = self._job.denoiser_config  # not its path, which may change
+        now["denoiser_config"] = self._job.denoiser_config  # the content: its path may change
         before["denoiser_config"] = saved.facts.get("denoiser_config")
         if self._settings.method == "lora" and self._settings.lora.dropout:
-            now["processes"] = Ranks.here().world  # by whomever they were started
+            # Dropout masks depend on the rank, so the number of processes must not change.
+            now["processes"] = Ranks.here().world
             before["processes"] = saved.facts.get("processes", before["processes"])
         for name in sorted(now):
             if before.get(name) != now[name]:
@@ -305,11 +332,11 @@ class Run:
 
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Dumped settings, sections too, with what they lack as it is by default."""
-    whole = Train().model_dump(mode="json")
+    """Dumped settings with defaults for missing keys, also in sections."""
+    complete = Train().model_dump(mode="json")
     for name, value in given.items():
-        if isinstance(value, dict) and isinstance(whole.get(name), dict):
-            whole[name] = {**whole[name], **value}
+        if isinstance(value, dict) and isinstance(complete.get(name), dict):
+            complete[name] = {**complete[name], **value}
         else:
-            whole[name] = value
-    return whole
+            complete[name] = value
+    return complete

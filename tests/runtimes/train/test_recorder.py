@@ -65,7 +65,7 @@ def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:
         now[0] += seconds
         since = now[0]
         now[0] += paused
-        recorder.pause(since)
+        recorder.exclude_since(since)
         if paused:
             recorder.synchronize()
             recorder.report(0.0)
