@@ -23,7 +23,7 @@ def adapted(kind: str, dora: bool) -> Any:
         else torch.nn.Conv2d(inner, out, 3, bias=False)
     )
     model = torch.nn.Sequential(layer)
-    add_adapters("unet", model, Lora(rank=4, alpha=6.0, dora=dora, targets=["0"]), 0)
+    add_adapters("unet", model, Lora(rank=4, alpha=6.0, dora=dora, target_modules=["0"]), 0)
     torch.nn.init.normal_(model[0].lora_B["default"].weight)
     if dora:
         torch.nn.init.uniform_(model[0].lora_magnitude_vector["default"].weight, 0.5, 2.0)
