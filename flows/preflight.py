@@ -14,7 +14,7 @@ from artifacts.store import KeyParts, Store
 from configs.load import RecipeError, dump
 from configs.schema import STAGES, Recipe, StageName
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.noise_scheduler import read_config, read_schedule, trained_scheduler
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.pipeline_folder.denoiser_config import folder_extras
@@ -169,7 +169,7 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     denoiser = model / detect_family(model).denoiser
     if trained_scheduler(folder, recipe.train) is not None:
         why = "errors of different predictions, as train.prediction_type or train.zero_terminal_snr"
-    elif folder_extras(denoiser) != Extras.asked(recipe.train):
+    elif folder_extras(denoiser) != ExtraInputs.from_settings(recipe.train):
         why = "models that see different things, as train.inpainting or train.aesthetic_score"
     else:
         return

@@ -1,6 +1,6 @@
-"""What trains, draws and encodes: one objective, one loader, one loop, many thin runtimes."""
+"""Training, sampling and encoding: shared objective, loader and loop; one runtime per framework."""
 
 import os
 
-# PyTorch would import torch_npu or Habana's bridge wherever they are installed, in every process.
+# Otherwise PyTorch imports torch_npu or Habana's bridge in every process, where installed.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

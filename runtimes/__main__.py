@@ -1,14 +1,16 @@
-"""`python -P -m runtimes JOB.json`: do one job in this process, and say by exit code how it went.
-`python -P -m runtimes --probe RUNTIME` prints what that runtime finds here, as JSON;
-`python -P -m runtimes --check RUNTIME SETTINGS` what of train settings it cannot serve;
-`python -P -m runtimes --encode SOCKET` encodes for the process that started it (encode/server.py).
+"""Entry point of a runtime's process.
 
-With `-P` a user's own `configs` or `tasks` in the working directory is not taken for ours.
+`python -P -m runtimes JOB.json` runs one job;
+`python -P -m runtimes --probe RUNTIME` prints the runtime's Probe as JSON;
+`python -P -m runtimes --check RUNTIME SETTINGS` prints the unsupported train settings as JSON;
+`python -P -m runtimes --encode SOCKET` serves encoders to its parent process (encode/server.py).
 
-Exit codes: 0 done; 2 wrong input; 143 stopped when asked to, with no step lost; 1 anything else.
+`-P` keeps the working directory out of sys.path: a user's `configs` or `tasks` would shadow ours.
 
-Where the job asks for more processes, this one is the first and starts the others; or torchrun,
-mpirun or msrun starts all of them. The first one alone speaks, and writes.
+Exit codes: 0 success; 2 wrong input; 143 stopped on request, with all steps saved; 1 other errors.
+
+For several processes, this one is rank 0 and starts the others (process/launcher.py), unless
+torchrun, mpirun or msrun has started them all. Rank 0 alone emits events and writes files.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from runtimes.contract import WrongInput
 from runtimes.encode.server import serve
 from runtimes.process.events import Events
 from runtimes.process.job import Job, TrainJob, read_job
-from runtimes.process.launcher import LostRank, Others
-from runtimes.process.ranks import Ranks, adopt_mpi, brings_together, follows, launched
+from runtimes.process.launcher import Launcher, LostRank
+from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.registry import check_settings_here, probe_here
 from runtimes.sample.generate import generate
@@ -47,7 +49,7 @@ from runtimes.train.trainer import read_settings, train
 
 
 class _ToEvents(logging.Handler):
-    """Warnings of our own code reach the stage as events."""
+    """Sends warnings of the logger `kiln` to the stage as events."""
 
     def __init__(self, events: Events) -> None:
         super().__init__(logging.WARNING)
@@ -58,7 +60,7 @@ class _ToEvents(logging.Handler):
 
 
 def main(arguments: list[str]) -> int:
-    """Do the job in the file named by the one argument, or print what a runtime finds here."""
+    """Run the command line `arguments` (without the program's name) and return the exit code."""
     if arguments[:1] == ["--probe"] and len(arguments) == 2:
         print(json.dumps(asdict(probe_here(arguments[1]))))
         return 0
@@ -69,24 +71,24 @@ def main(arguments: list[str]) -> int:
         serve(int(arguments[1]))
         return 0
     if len(arguments) != 1:
-        print("usage: python -P -m runtimes JOB.json (others: see its docstring)", file=sys.stderr)
+        print("usage: python -P -m runtimes JOB.json (more: see its docstring)", file=sys.stderr)
         return 2
     events, stop = Events(), Stop()
     try:
         adopt_mpi()
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
-    if brings_together():
+    if is_msrun_scheduler():
         from runtimes.mindspore import rendezvous
 
         rendezvous.serve()
         return 0
     stop.listen()
-    speaker = f"process {Ranks.here().rank}: " if follows() else ""
-    logging.basicConfig(format=f"{speaker}%(message)s", level=logging.WARNING)
+    prefix = f"process {Ranks.here().rank}: " if is_follower() else ""
+    logging.basicConfig(format=f"{prefix}%(message)s", level=logging.WARNING)
     logging.getLogger("kiln").addHandler(_ToEvents(events))
     try:
-        return _do(read_job(Path(arguments[0])), Path(arguments[0]), events, stop)
+        return _run(read_job(Path(arguments[0])), Path(arguments[0]), events, stop)
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
     except OSError as error:
@@ -107,22 +109,22 @@ def _wrong_with(name: str, settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _do(job: Job, path: Path, events: Events, stop: Stop) -> int:
+def _run(job: Job, path: Path, events: Events, stop: Stop) -> int:
     job = _with_local_models(job)
     if not isinstance(job, TrainJob):
         events.emit("result", **generate(job, events))
         return 0
     if not Ranks.here().first:
         done = train(job, events, stop)
-        events.emit("result")  # to the first process, which alone can tell that we are not lost
+        events.emit("result")  # tells the launcher that this process ended normally
     else:
-        with only_writer(job.work), Others(path, _processes(job), partial(_give_up, events)):
+        with only_writer(job.work), Launcher(path, _processes(job), partial(_give_up, events)):
             done = train(job, events, stop)
     return 0 if done else STOPPED
 
 
 def _with_local_models(job: Job) -> Job:
-    """The job with its models on this machine. Raises WrongInput."""
+    """The job with paths of local copies of its models. Raises WrongInput."""
     try:
         vae = None if job.vae is None else str(resolve_model(job.vae))
         return replace(job, model=str(resolve_model(job.model)), vae=vae)
@@ -131,7 +133,7 @@ def _with_local_models(job: Job) -> Job:
 
 
 def _processes(job: TrainJob) -> int:
-    """How many this one and those that it starts are to be. Raises WrongInput."""
+    """Number of processes for the launcher, this one included. Raises WrongInput."""
     settings = read_settings(job)
     started = launched()
     count = Ranks.here().world if started else settings.processes
@@ -144,14 +146,14 @@ def _processes(job: TrainJob) -> int:
 
 
 def _give_up(events: Events, lost: LostRank) -> None:
-    """End this process from another thread: its own waits for a process that is no more."""
+    """End this process from another thread: the main thread waits in a collective for ever."""
     code = _fail_for(lost, events)
     sys.stderr.flush()
     os._exit(code)
 
 
 def _fail_for(lost: LostRank, events: Events) -> int:
-    if lost.code == STOPPED:  # it was asked to before it had anything to save
+    if lost.code == STOPPED:  # it received a stop request before its first checkpoint
         return STOPPED
     return _fail(
         events,
@@ -172,19 +174,19 @@ def _fail(
     errno: int | None = None,
     trace: str = "",
 ) -> int:
-    """Say it once: the first process tells what has failed in another, if that was the cause."""
+    """Report an error once and return `code`: rank 0 prints the root cause for all ranks."""
     events.emit("error", message=message, wrong_input=wrong_input, errno=errno, traceback=trace)
-    if not follows():
+    if not is_follower():
         print(f"{trace}error: {message}", file=sys.stderr)
     return code
 
 
 @contextmanager
 def only_writer(work: str) -> Iterator[None]:
-    """Be the only process of this machine that writes a work folder.
+    """Hold an exclusive lock on a work folder, among the processes of this machine.
 
-    A process that outlives its stage (it is still writing a checkpoint, say) and the one started in
-    its place wait for each other. The lock goes with the process, however that ends.
+    A process may outlive its stage while it writes a checkpoint; its successor waits for the lock.
+    The kernel releases the lock when the process ends, even after SIGKILL.
     """
     fs, root = url_to_fs(work)
     if isinstance(fs, LocalFileSystem):

@@ -1,4 +1,4 @@
-"""The contract between the shared loop and a runtime."""
+"""The interface between the shared code and a runtime: batches, state, protocols, errors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from runtimes.process.job import Drawing, GenerateJob, TrainJob
 
-#: Named arrays by group: `weights` (fp32 masters of what is trained), `exp_avg`, `exp_avg_sq`,
-#: `ema`, `constants` (buffers of what is trained, if it has any) and `loss_scale` (of float16, see
-#: mindspore/loss_scale.py). Except in `loss_scale`, a name is the pipeline's component and the
-#: name of diffusers in it: `unet.conv_in.weight` or, of an adapter,
+#: Training state: group -> name -> array. Groups: `weights` (fp32 trained parameters), `exp_avg`
+#: and `exp_avg_sq` (AdamW's moments), `ema`, `constants` (buffers of the trained components) and
+#: `loss_scale` (float16 only, see mindspore/loss_scale.py). Except in `loss_scale`, a name is the
+#: pipeline's component and diffusers' name in it: `unet.conv_in.weight` or, for an adapter,
 #: `unet.mid_block.attentions.0.proj_in.lora_A.weight`.
 State = dict[str, dict[str, NDArray[np.float32]]]
 
 
 class WrongInput(ValueError):
-    """The job cannot be done as asked (weights, shapes, device); the message says what to do."""
+    """Invalid input of a job: settings, weights, shapes, device. The message states the remedy."""
 
 
-#: Conditioning that stays as it is: half precision loses integers above 2048, and parts of a score.
-EXACT = ("add_time_ids", "aesthetic_score", "input_ids")
+#: Conditioning that keeps its dtype. float16 is inexact for sizes and token ids above 2048, and for
+#: a fractional aesthetic score.
+UNCAST = ("add_time_ids", "aesthetic_score", "input_ids")
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of one optimizer step, drawn on the host: the same for every runtime.
+    """One rank's share of the batch of one optimizer step, prepared on the host for any runtime.
 
     The loss of a step is `sum_i weight[i] * mean((prediction_i - target_i)**2) / denominator`,
     summed over all ranks.
@@ -43,163 +44,173 @@ class StepBatch:
     timesteps: NDArray[np.int32] | NDArray[np.float32]  # [B]; f32 1000 sigma for a flow
     target: NDArray[np.float32]  # [B, C, h, w]
     weight: NDArray[np.float32]  # [B]
-    conditioning: dict[str, NDArray[Any]]  # keyword -> [B, ...], as the family names them
+    conditioning: dict[str, NDArray[Any]]  # keyword -> [B, ...], see Family.condition
     denominator: int  # global batch size
-    on_device: Any = None  # what the runtime's `put` has sent ahead
+    on_device: Any = None  # the runtime's own copy of the arrays, made by `put`
 
-    def parts(self, size: int | None) -> Iterator[tuple[int, int]]:
-        """First and end of the samples that one forward pass takes at once; None is all."""
+    def micro_batches(self, size: int | None) -> Iterator[tuple[int, int]]:
+        """(start, end) of each micro-batch of at most `size` samples; None is the whole batch."""
         count = len(self.timesteps)
-        for first in range(0, count, size or count):
-            yield first, min(first + (size or count), count)
+        for start in range(0, count, size or count):
+            yield start, min(start + (size or count), count)
 
 
 class Number(Protocol):
-    """A value that may still be on its way from the device; float() waits for it."""
+    """A scalar that the device may still compute; float() waits for it."""
 
     def __float__(self) -> float: ...
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step reports; neither value is fetched from the device until it is asked for."""
+    """Loss and gradient norm of a step; neither is fetched from the device before float()."""
 
     loss: Number
     grad_norm: Number  # L2 norm before clipping
-    overflowed: bool = False  # at the loss scale: no number for a norm, and nothing was updated
+    overflowed: bool = False  # gradients overflowed at the loss scale: the update was skipped
 
 
-def later(fetch: Callable[[], Sequence[float]]) -> StepOutput:
-    """A step's loss and gradient norm; `fetch` is called when the first of them is asked for."""
-    figures = _Figures(fetch)
-    return StepOutput(_Figure(figures, 0), _Figure(figures, 1))
+def lazy_output(fetch: Callable[[], Sequence[float]]) -> StepOutput:
+    """A StepOutput that calls `fetch` once, at the first float().
+
+    Args:
+        fetch: returns (loss, gradient norm) from the device.
+    """
+    pair = _Fetch(fetch)
+    return StepOutput(_LazyNumber(pair, 0), _LazyNumber(pair, 1))
 
 
 @dataclass
-class _Figures:
+class _Fetch:
     fetch: Callable[[], Sequence[float]]
 
     @cached_property
-    def here(self) -> Sequence[float]:
+    def values(self) -> Sequence[float]:
         return self.fetch()
 
 
 @dataclass(frozen=True)
-class _Figure:
-    of: _Figures
-    place: int
+class _LazyNumber:
+    source: _Fetch
+    index: int
 
     def __float__(self) -> float:
-        return float(self.of.here[self.place])
+        return float(self.source.values[self.index])
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a runtime finds on this machine."""
+    """The devices and packages that a runtime finds on this machine."""
 
     available: bool
     devices: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    reason: str = ""  # why it is not available, and what to do
+    reason: str = ""  # why the runtime is not available, and the remedy
 
 
 class Runtime(Protocol):
-    """Forward, backward, update on one kind of chip. Everything else is shared.
+    """Forward pass, backward pass and update on one kind of device. All other code is shared.
 
-    It may have a method `figures() -> dict[str, float]`: more than others tell of themselves, for
-    progress and the boards.
+    An optional method `figures() -> dict[str, float]` adds metrics to progress events and boards.
 
-    A runtime's module has a class that is called with the process's Events (see registry.py), and
+    registry.py calls the class with the process's Events. The runtime's package also has the
     functions `probe() -> Probe` and `check(settings: Train) -> None`, which raises WrongInput.
     """
 
-    device: str  # in words, once loaded
-    versions: dict[str, str]  # of the packages that numbers depend on
-    draws_together: bool  # once loaded: whether `sample` takes all ranks
+    device: str  # description of the device, after `load`
+    versions: dict[str, str]  # package -> version, of the packages that affect the numbers
+    samples_collectively: bool  # after `load`: whether `sample` is a collective of all ranks
 
     def load(self, job: TrainJob) -> None:
-        """Put what is trained, and fresh optimizer state, on the device. Raises WrongInput."""
+        """Load the model and fresh optimizer state on the device. Raises WrongInput."""
 
     def put(self, batch: StepBatch) -> StepBatch:
-        """The batch with its arrays on their way to the device, for a later `step`. The loader's
-        thread calls it, while steps are taken."""
+        """Start the batch's transfer to the device, for a later `step`.
 
-    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        """One update on a batch, by the optimizer that the job's settings name."""
-
-    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        """Mean squared error of each sample [B] (unweighted), by the average if one is kept."""
-
-    def flops(self, batch: StepBatch) -> float | None:
-        """Floating-point operations of a step on this rank's batch, none counted twice for
-        recomputing; None where they cannot be counted."""
-
-    def peak_flops(self) -> float | None:
-        """Most FLOP a second that one device can do at the compute dtype, if known."""
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether any rank says so. Every rank calls it at the same place."""
-
-    def broadcast(self, number: int) -> int:
-        """Rank 0's number, on every rank. Every rank calls it at the same place."""
-
-    def profile(self, folder: str) -> AbstractContextManager[None]:
-        """Trace the steps within, into files below a local folder; on rank 0 alone."""
-
-    def state(self) -> State:
-        """Copies of weights, both moments and EMA, as named arrays: whole ones on rank 0, nothing
-        on the others. Every rank calls it at the same place."""
-
-    def restore(self, state: State, step: int) -> None:
-        """Continue from a state as it was after `step` steps. Every rank is given all of it."""
-
-    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
-        """Pictures [N, H, W, 3] by the weights so far (by their average, if one is kept).
-
-        `sampler` is as in GenerateJob; the training state is left as it was, to the bit.
+        The loader's thread calls it while the main thread runs steps.
         """
 
-    def part(self) -> None:
-        """Part from the other ranks: the last thing that all of them do together."""
+    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        """One optimizer update on a batch, with the optimizer of the job's settings."""
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Unweighted mean squared error per sample [B], with the EMA weights if there are any."""
+
+    def flops(self, batch: StepBatch) -> float | None:
+        """FLOP of a step on this rank's batch, without recomputation; None if unknown."""
+
+    def peak_flops(self) -> float | None:
+        """Peak FLOP per second of one device at the compute dtype; None if unknown."""
+
+    def any_rank(self, flag: bool) -> bool:
+        """Logical or of `flag` over all ranks. Collective."""
+
+    def broadcast(self, number: int) -> int:
+        """Rank 0's `number`, on all ranks. Collective."""
+
+    def profile(self, folder: str) -> AbstractContextManager[None]:
+        """Trace the steps inside the `with` block to files in a local folder, on rank 0 alone."""
+
+    def state(self) -> State:
+        """Host copies of weights, both moments and EMA: full arrays on rank 0, empty elsewhere.
+
+        Collective.
+        """
+
+    def restore(self, state: State, step: int) -> None:
+        """Load a state after `step` steps. Every rank passes the full arrays."""
+
+    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+        """Images [N, H, W, 3] uint8 from the current weights (from the EMA if there is one).
+
+        Must not change one bit of the training state.
+
+        Args:
+            prompts: N prompts.
+            sampler: as GenerateJob.sampler.
+        """
+
+    def shutdown(self) -> None:
+        """Shut down distributed state. Every rank must call it last."""
 
     def memory_bytes(self) -> int:
-        """Peak bytes in use on the device (of the process, on a CPU)."""
+        """Peak memory of the device in bytes; on a CPU, of the process."""
 
     def pipeline(self, job: GenerateJob) -> Pipeline:
-        """What draws the job's pictures. Raises WrongInput."""
+        """The pipeline that generates the job's images. Raises WrongInput."""
 
 
-class Encodes(Protocol):
-    """A pipeline's VAE and text encoders on some device. Arrays are of the host."""
+class PipelineEncoder(Protocol):
+    """A pipeline's VAE and text encoders on a device. Arguments and results are on the host."""
 
-    info: dict[str, Any]  # as encoders.describe_encoders
+    info: dict[str, Any]  # see pipeline_folder.describe.describe_encoders
 
     def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Mean and log-variance [B, C, h, w] of the latents of pictures [B, 3, H, W] in -1..1."""
+        """VAE posterior of images [B, 3, H, W] in [-1, 1]: mean and log-variance [B, C, h, w]."""
 
     def texts(self, captions: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        """Prompt embeddings [K, T, D] and, where the family has them, pooled ones [K, P]."""
+        """Prompt embeddings [K, T, D] and pooled ones [K, P] (None if the family has none)."""
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
-        """Token ids [K, n, T], by each of n CLIP tokenizers."""
+        """Token ids [K, n, T] from the pipeline's n CLIP tokenizers."""
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """Tokens of each caption before truncation."""
+        """Number of tokens of each caption before truncation."""
 
 
 class Pipeline(Protocol):
-    """Draws with one model after another on one kind of chip; sample/generate.py does the rest."""
+    """Generates images with one model after another on one device, for sample/generate.py."""
 
-    encodes_text: bool  # whether captions are to be encoded by the model that was taken
+    encodes_text: bool  # whether the loaded model must encode captions itself
 
-    def take(self, drawing: Drawing) -> None:
-        """Put a model on the device, in place of the one before. Raises WrongInput."""
+    def load(self, drawing: Drawing) -> None:
+        """Load a model on the device and release the previous one. Raises WrongInput."""
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
-        """Pictures [N, H, W, 3] by the job's sampler; the first one's noise is number `first`."""
+        """Images [N, H, W, 3] uint8; image i starts from noise number `first + i`."""
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        """Mean squared error of each sample [B] (unweighted)."""
+        """Unweighted mean squared error per sample [B]."""
 
     def compile_seconds(self) -> float:
-        """Time spent compiling so far; 0 where nothing is compiled."""
+        """Compile time so far, in seconds; 0 on a runtime that does not compile."""

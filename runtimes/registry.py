@@ -1,4 +1,4 @@
-"""Which runtimes there are, and where: a new one is a package and a line here."""
+"""The table of runtimes, and functions that open or query one. A new runtime is a row here."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.training import Train
-from runtimes.contract import Encodes, Probe, Runtime, WrongInput
+from runtimes.contract import PipelineEncoder, Probe, Runtime, WrongInput
 from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.gaudi import bridge_version
-from runtimes.objective.noise_scheduler import DRAWING, TABLED, drawing_config
+from runtimes.objective.noise_scheduler import SCHEDULERS, TABULATED, drawing_config
 from runtimes.process.events import Events
 from runtimes.process.job import EncodeJob, Job, TrainJob
 
-#: Seconds that another environment's interpreter has to say what it finds.
+#: Time limit in seconds for a probe or check in a subprocess.
 PROBE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a runtime's code is, and the environment that it runs in."""
+class RuntimeSpec:
+    """A runtime's package, environment and limits."""
 
-    #: With `runtime.TheRuntime`, `encode.open_encoder` and, quicker to import, `device.probe` and
-    #: `device.check`.
+    #: Contains `runtime.TheRuntime`, `encode.open_encoder`, `device.probe` and `device.check`.
+    #: `device` must import quickly.
     package: str
-    needs: tuple[str, ...]  # what must be installed
-    environment: str | None = None  # what its folder has after our environment's name; None: ours
-    schedulers: tuple[str, ...] | None = None  # classes that it draws with; None: all of diffusers
-    #: Whether an open device is closed to other processes: who encodes must end before training.
+    needs: tuple[str, ...]  # packages that must be installed
+    environment: str | None = None  # suffix of its virtual environment's folder; None: ours
+    schedulers: tuple[str, ...] | None = None  # supported scheduler classes; None: all of diffusers
+    #: Whether one process locks the device: the encoder process must end before training starts.
     exclusive: bool = False
-    denoisers: tuple[str, ...] | None = None  # classes that it trains; None is all
+    denoisers: tuple[str, ...] | None = None  # supported denoiser classes; None: all
 
 
 RUNTIMES = {
-    "torch": Place("runtimes.torch", ("torch", "diffusers", "transformers", "safetensors")),
-    "jax": Place(
-        "runtimes.jax", ("jax", "torchax", "diffusers"), exclusive=True, schedulers=TABLED
+    "torch": RuntimeSpec("runtimes.torch", ("torch", "diffusers", "transformers", "safetensors")),
+    "jax": RuntimeSpec(
+        "runtimes.jax", ("jax", "torchax", "diffusers"), exclusive=True, schedulers=TABULATED
     ),
-    "xla": Place("runtimes.xla", ("torch_xla",), "-xla", schedulers=TABLED),
-    "mindspore": Place(
+    "xla": RuntimeSpec("runtimes.xla", ("torch_xla",), "-xla", schedulers=TABULATED),
+    "mindspore": RuntimeSpec(
         "runtimes.mindspore",
         ("mindspore", "mindone"),
         environment="-mindspore",
@@ -55,22 +55,27 @@ RUNTIMES = {
 
 
 def open_runtime(name: str, events: Events) -> Runtime:
-    """The runtime of that name. Raises WrongInput if it is unknown or cannot be imported."""
+    """A new runtime. Raises WrongInput if the name is unknown or an import fails."""
     return cast(Runtime, _module(name, "runtime").TheRuntime(events))
 
 
 def prepare(job: Job | EncodeJob) -> None:
-    """Have a job's device known before its runtime's modules are imported, where it must be: what
-    looks for accelerators without it finds none for good. Raises WrongInput."""
+    """Load Habana's bridge if the job needs it. Call it before any import of PyTorch code.
+
+    PyTorch caches the list of accelerators at the first query, so the bridge must load first.
+
+    Raises:
+        WrongInput: the bridge cannot be loaded.
+    """
     device = job.train.get("device", "auto") if isinstance(job, TrainJob) else job.device
     if device.partition(":")[0] == "hpu" and job.runtime == "torch":
         _module(job.runtime, "device").prepare(job)
 
 
-def open_encoder(job: EncodeJob) -> Encodes:
-    """A pipeline's encoders in this process. Raises WrongInput if they cannot be had."""
+def open_encoder(job: EncodeJob) -> PipelineEncoder:
+    """Load a pipeline's encoders in this process. Raises WrongInput."""
     prepare(job)
-    return cast(Encodes, _module(job.runtime, "encode").open_encoder(job))
+    return cast(PipelineEncoder, _module(job.runtime, "encode").open_encoder(job))
 
 
 def check_scheduler(
@@ -79,29 +84,35 @@ def check_scheduler(
     chosen: str | None,
     setting: str = "evaluate.scheduler",
 ) -> None:
-    """Raise WrongInput, naming the setting, if a runtime cannot draw with a model's scheduler, or
-    the one chosen."""
-    known = _place(name).schedulers
+    """Raise WrongInput if a runtime does not support the scheduler.
+
+    Args:
+        config: config of the model's own scheduler.
+        chosen: a name in SCHEDULERS that replaces the model's scheduler; None keeps it.
+        setting: the recipe's setting, for the message.
+    """
+    supported = _spec(name).schedulers
     kind = (config if chosen is None else drawing_config(config, chosen))["_class_name"]
-    if known is not None and kind not in known:
-        names = ", ".join(word for word, its in DRAWING.items() if its in known)
+    if supported is not None and kind not in supported:
+        names = ", ".join(key for key, value in SCHEDULERS.items() if value in supported)
         raise WrongInput(
             f"{setting}: runtime {name} cannot draw with {kind}, which is not one "
             f"program: choose one of {names}"
         )
 
 
-def draws_by_tables(name: str) -> bool:
-    """Whether a runtime samples by a table of numbers (sample/tabulated_scheduler.py)."""
-    return _place(name).schedulers == TABLED
+def uses_tabulated_scheduler(name: str) -> bool:
+    """Whether a runtime samples from tabulated coefficients (sample/tabulated_scheduler.py)."""
+    return _spec(name).schedulers == TABULATED
 
 
 def interpreter(name: str) -> str:
-    """The Python that a runtime's processes run on.
+    """Path of the Python interpreter that runs a runtime's processes.
 
-    Raises WrongInput if it is unknown, or its environment has not been made.
+    Raises:
+        WrongInput: the runtime is unknown, or its environment is not installed.
     """
-    environment = _place(name).environment
+    environment = _spec(name).environment
     if environment is None or sys.prefix.endswith(environment):
         return sys.executable
     python = Path(sys.prefix + environment, "bin/python")
@@ -111,31 +122,31 @@ def interpreter(name: str) -> str:
 
 
 def check_installed(name: str) -> None:
-    """Raise WrongInput if a runtime's packages are not here; unlike a probe, imports none."""
+    """Raise WrongInput if a runtime lacks packages. Unlike a probe, it imports none of them."""
     if has_own_environment(name):
-        return  # it was made from a list, whole
-    missing = [package for package in _place(name).needs if find_spec(package) is None]
+        return  # its own environment was installed as a whole
+    missing = [package for package in _spec(name).needs if find_spec(package) is None]
     if missing:
         raise WrongInput(f"runtime {name} needs {', '.join(missing)}, not installed here")
 
 
 def probe_runtime(name: str) -> Probe:
-    """What the runtime of that name finds on this machine, by its own environment's word."""
+    """Probe this machine for a runtime, in the runtime's own environment."""
     try:
-        if _is_asked_apart(python := interpreter(name)):
-            return Probe(**_ask(python, "--probe", name))
+        if _needs_subprocess(python := interpreter(name)):
+            return Probe(**_query(python, "--probe", name))
         return probe_here(name)
     except (WrongInput, TypeError) as error:
         return Probe(available=False, reason=str(error))
 
 
 def probe_here(name: str) -> Probe:
-    """The same in a process of the runtime's environment. Raises WrongInput."""
+    """`probe_runtime` in this process. Raises WrongInput."""
     return cast(Probe, _module(name, "device").probe())
 
 
 def check_devices(name: str, asked: Mapping[str, str]) -> None:
-    """Raise WrongInput if a runtime is not here, or one of the devices is not.
+    """Raise WrongInput if a runtime is not available, or one of the devices is missing.
 
     Args:
         asked: setting -> device.
@@ -152,21 +163,23 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
 
 
 def check_settings(name: str, settings: Train) -> None:
-    """Raise WrongInput for train settings that the runtime, or a device here, cannot serve."""
-    if not _is_asked_apart(python := interpreter(name)):
+    """Raise WrongInput for train settings that the runtime or its device does not support."""
+    if not _needs_subprocess(python := interpreter(name)):
         check_settings_here(name, settings)
-    elif (wrong := _ask(python, "--check", name, settings.model_dump_json())["wrong"]) is not None:
+    elif (
+        wrong := _query(python, "--check", name, settings.model_dump_json())["wrong"]
+    ) is not None:
         raise WrongInput(wrong)
 
 
 def check_settings_here(name: str, settings: Train) -> None:
-    """The same in a process of the runtime's environment. Raises WrongInput."""
+    """`check_settings` in this process. Raises WrongInput."""
     _module(name, "device").check(settings)
 
 
 def check_family(name: str, family: str) -> None:
-    """Raise WrongInput if a runtime does not know models of a family."""
-    denoisers = _place(name).denoisers
+    """Raise WrongInput if a runtime does not support a model family."""
+    denoisers = _spec(name).denoisers
     if denoisers is not None and family_named(family).denoiser_class not in denoisers:
         known = (f.name for f in FAMILIES.values() if f.denoiser_class in denoisers)
         raise WrongInput(
@@ -176,42 +189,47 @@ def check_family(name: str, family: str) -> None:
 
 
 def has_own_environment(name: str) -> bool:
-    """Whether a runtime is run in another environment than ours."""
+    """Whether a runtime needs another virtual environment than this process's."""
     return interpreter(name) != sys.executable
 
 
-def encodes_apart(job: EncodeJob) -> bool:
-    """Whether encoders are to be in a process of their own. A Gaudi that is open is closed to
-    others, too."""
-    exclusive = _place(job.runtime).exclusive or job.device.startswith("hpu")
+def encodes_in_subprocess(job: EncodeJob) -> bool:
+    """Whether the encoders need a subprocess: for another environment, or to release the device.
+
+    A process that has opened a Gaudi locks it as well.
+    """
+    exclusive = _spec(job.runtime).exclusive or job.device.startswith("hpu")
     return exclusive or has_own_environment(job.runtime)
 
 
-def _is_asked_apart(python: str) -> bool:
-    """Whether a runtime's questions are for another process: of its own environment; or as Habana's
-    bridge may be loaded for them, which would change ours for good."""
+def _needs_subprocess(python: str) -> bool:
+    """Whether a probe or check must run in a subprocess.
+
+    It must for another environment. It must also where Habana's bridge is installed: the bridge
+    would change PyTorch in this process, and cannot be unloaded.
+    """
     return python != sys.executable or bridge_version() is not None
 
 
-def _ask(python: str, *question: str) -> dict[str, Any]:
-    """What another environment answers, in the last line that it prints."""
-    command = [python, "-P", "-m", "runtimes", *question]
+def _query(python: str, *arguments: str) -> dict[str, Any]:
+    """The JSON object in the last line of output of a subprocess."""
+    command = [python, "-P", "-m", "runtimes", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
-        raise WrongInput(f"runtime {question[1]}: {python} does not answer: {error}") from None
+        raise WrongInput(f"runtime {arguments[1]}: {python} does not answer: {error}") from None
 
 
-def _place(name: str) -> Place:
+def _spec(name: str) -> RuntimeSpec:
     if name not in RUNTIMES:
         raise WrongInput(f"runtime {name!r} is not known here (known: {', '.join(RUNTIMES)})")
     return RUNTIMES[name]
 
 
-def _module(name: str, part: str) -> Any:
+def _module(name: str, module: str) -> Any:
     try:
-        return import_module(f"{_place(name).package}.{part}")
+        return import_module(f"{_spec(name).package}.{module}")
     except ImportError as error:
         raise WrongInput(
             f"runtime {name} cannot be imported in this environment: {error}"

@@ -23,7 +23,7 @@ from runtimes.registry import (
     check_family,
     check_installed,
     check_scheduler,
-    draws_by_tables,
+    uses_tabulated_scheduler,
 )
 from runtimes.sample.start import check_size
 from tasks.evaluate.pictures import Painter, Run, scratch, told
@@ -80,7 +80,7 @@ def check(settings: Generate, painter: Painter) -> None:
         raise WrongInput(
             "negative_prompt: nothing leads away from it: raise guidance_scale above 1"
         )
-    if settings.ddim_eta and draws_by_tables(settings.runtime):
+    if settings.ddim_eta and uses_tabulated_scheduler(settings.runtime):
         raise WrongInput(f"ddim_eta: runtime {settings.runtime} draws no noise in steps: set 0")
     asked = {"height": settings.height, "width": settings.width}
     check_size(asked, painter.folder, painter.vae)

@@ -7,7 +7,7 @@ import chips
 import pytest
 
 from runtimes import registry
-from runtimes.registry import Place
+from runtimes.registry import RuntimeSpec
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> str:
     """A runtime that cannot be imported."""
-    monkeypatch.setitem(registry.RUNTIMES, "xla", Place("runtimes.nowhere", ("json",)))
+    monkeypatch.setitem(registry.RUNTIMES, "xla", RuntimeSpec("runtimes.nowhere", ("json",)))
     return "xla"
 
 

@@ -1,1 +1,1 @@
-"""From latent shards to the batch of a step: order, reading, and what is made ready ahead."""
+"""The data loader: sample order, latent shards, batches and prefetch."""

@@ -1,4 +1,4 @@
-"""The held-out split: batches with noise that never changes, and the losses on them."""
+"""The held-out split: batches with fixed noise, and the loss of each sample."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from numpy.typing import NDArray
 
 from artifacts.latents import Latents
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.loader import Reader
-from runtimes.data.order import spread
+from runtimes.data.loader import BatchReader
+from runtimes.data.order import evenly_spaced
 from runtimes.families import Family
-from runtimes.families.unet_inputs import NOTHING, Extras
+from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.objective import Objective
 
 
 class Holdout:
-    """Held-out samples, `draws` times each with noise fixed by the objective's seed.
+    """Batches of held-out samples, each sample with `draws` fixed draws of noise and timestep.
+
+    The objective's seed determines the noise, so every run measures the same batches.
+
+    Args:
+        samples: maximum number of held-out samples, evenly spaced over the shards.
+        draws: noise draws per sample.
+        batch_size: maximum samples per batch.
 
     Raises:
-        WrongInput: nothing was held out.
+        WrongInput: the latents have no held-out samples.
     """
 
     def __init__(
@@ -35,14 +42,15 @@ class Holdout:
         draws: int,
         batch_size: int,
         text_encoders: bool = False,
-        extras: Extras = NOTHING,
+        extras: ExtraInputs = NO_EXTRA_INPUTS,
         cache_bytes: int = 20 * 2**30,
     ) -> None:
-        self._places = spread([ref.groups for ref in latents.shards], "holdout", samples)
-        if not self._places:
+        self._samples = evenly_spaced([ref.groups for ref in latents.shards], "holdout", samples)
+        if not self._samples:
             raise WrongInput("the latents have no held-out samples: raise encode.holdout")
-        self._draws, self._batch_size = draws, batch_size
-        self._reader = Reader(
+        self._draws = draws
+        self._batch_size = batch_size
+        self._reader = BatchReader(
             latents,
             family,
             objective,
@@ -52,16 +60,16 @@ class Holdout:
         )
 
     def batches(self) -> Iterator[tuple[list[int], StepBatch]]:
-        """For each batch, the number (from 0) of every sample in it, and the batch."""
-        numbered = sorted(enumerate(self._places), key=lambda item: item[1].group)
+        """Yield (numbers, batch); `numbers` has the held-out sample (from 0) of each row."""
+        numbered = sorted(enumerate(self._samples), key=lambda item: item[1].group)
         for _, bucket in groupby(numbered, key=lambda item: item[1].group):
-            drawn = [(number, place, d) for number, place in bucket for d in range(self._draws)]
-            for start in range(0, len(drawn), self._batch_size):
-                part = drawn[start : start + self._batch_size]
-                counters = [number * self._draws + draw for number, _, draw in part]
-                numbers = [number for number, _, _ in part]
-                places = [place for _, place, _ in part]
-                yield numbers, self._reader.batch(0, places, counters, len(part))
+            rows = [(number, sample, d) for number, sample in bucket for d in range(self._draws)]
+            for start in range(0, len(rows), self._batch_size):
+                chunk = rows[start : start + self._batch_size]
+                counters = [number * self._draws + draw for number, _, draw in chunk]
+                numbers = [number for number, _, _ in chunk]
+                samples = [sample for _, sample, _ in chunk]
+                yield numbers, self._reader.batch(0, samples, counters, len(chunk))
 
     def __enter__(self) -> Holdout:
         return self
@@ -76,10 +84,11 @@ def sample_losses(
     errors: Callable[[StepBatch], NDArray[np.float32]],
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[float] | None:
-    """Each held-out sample's loss, averaged over its draws; None if it was to stop before.
+    """The loss of each held-out sample, averaged over its draws; None if `stopping` returned True.
 
     Args:
-        errors: the mean squared error of each sample of a batch [B].
+        errors: returns the mean squared error per sample [B] f32 of a batch.
+        stopping: polled before each batch.
     """
     found: dict[int, list[float]] = {}
     for numbers, batch in holdout.batches():

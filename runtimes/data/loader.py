@@ -1,4 +1,4 @@
-"""From (seed, step, rank, world size) to the step's batch, made ready ahead of the device."""
+"""The loader: a step's batch as a pure function of (seed, step, rank, world size), prefetched."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ from artifacts.latents import (
     stack_rows,
 )
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.order import Order, Place
+from runtimes.data.order import Order, SampleIndex
 from runtimes.data.prefetch import Prefetch
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
-from runtimes.families.unet_inputs import NOTHING, Extras
+from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.objective import Choices, Objective
 
 
-class Reader:
-    """Reads samples of a latents artifact and makes batches of them.
+class BatchReader:
+    """Reads samples of a latents artifact and assembles batches.
 
     Args:
-        text_encoders: captions are encoded in the step: their token ids are read.
-        extras: what the denoiser sees beside the family's conditioning.
+        text_encoders: whether the step runs the text encoders; batches then contain token ids.
+        extras: the denoiser's inputs in addition to the family's conditioning.
+        open_limit: maximum number of memory-mapped shards.
+        cache_bytes: size limit of the local cache of remote shards.
+
+    Raises:
+        WrongInput: the latents do not fit the model or its extra inputs.
     """
 
     def __init__(
@@ -40,7 +45,7 @@ class Reader:
         objective: Objective,
         *,
         text_encoders: bool = False,
-        extras: Extras = NOTHING,
+        extras: ExtraInputs = NO_EXTRA_INPUTS,
         open_limit: int = 8,
         cache_bytes: int = 20 * 2**30,
     ) -> None:
@@ -56,18 +61,28 @@ class Reader:
                 "the latents have no aesthetic scores: name their column in "
                 "source.aesthetic_column, and download again"
             )
-        self._family, self._objective, self._extras = family, objective, extras
+        self._family = family
+        self._objective = objective
+        self._extras = extras
         self._text_encoders = text_encoders
         self._zeros = latents.info["empty_prompt"] == "zeros"
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
         self._shards = ShardFiles(latents.shards, open_limit=open_limit, cache_bytes=cache_bytes)
 
     def batch(
-        self, step: int, places: Sequence[Place], counters: Sequence[int], denominator: int
+        self, step: int, samples: Sequence[SampleIndex], counters: Sequence[int], denominator: int
     ) -> StepBatch:
-        """Read samples and draw everything random about each by its counter."""
+        """Read samples and draw their noise and choices.
+
+        Args:
+            counters: random-number counter of each sample.
+            denominator: global batch size, see StepBatch.
+
+        Raises:
+            WrongInput: a shard is missing or damaged.
+        """
         chosen = self._objective.choices(counters)
-        captioned = [self._read(place, c) for place, c in zip(places, chosen, strict=True)]
+        captioned = [self._read(index, c) for index, c in zip(samples, chosen, strict=True)]
         levels = np.array([c.level for c in chosen], np.int32)
         mean, logvar = (
             stack_rows([getattr(item.sample, name) for item in captioned])
@@ -80,7 +95,7 @@ class Reader:
             timesteps=noised.timesteps,
             target=noised.target,
             weight=noised.weight,
-            conditioning=self._family.condition(captioned) | self._seen(captioned, chosen),
+            conditioning=self._family.condition(captioned) | self._extra_inputs(captioned, chosen),
             denominator=denominator,
         )
 
@@ -88,9 +103,13 @@ class Reader:
         """Unmap the shards."""
         self._shards.close()
 
-    def _seen(self, captioned: Sequence[Captioned], chosen: Sequence[Choices]) -> Conditioning:
-        """`inpainting` [B, 1 + C, h, w], a mask above the latents of what it leaves to be seen, and
-        `aesthetic_score` [B]: as far as the denoiser takes them."""
+    def _extra_inputs(
+        self, captioned: Sequence[Captioned], chosen: Sequence[Choices]
+    ) -> Conditioning:
+        """`inpainting` [B, 1 + C, h, w] and `aesthetic_score` [B], f32, if the denoiser has them.
+
+        `inpainting` concatenates the mask and the latents of the masked image.
+        """
         found: Conditioning = {}
         samples = [item.sample for item in captioned]
         if self._extras.inpainting:
@@ -105,17 +124,17 @@ class Reader:
             found["aesthetic_score"] = np.array(scores, np.float32)
         return found
 
-    def _read(self, place: Place, choices: Choices) -> Captioned:
-        shard, group = self._shards[place.shard], place.group
+    def _read(self, index: SampleIndex, choices: Choices) -> Captioned:
+        shard, group = self._shards[index.shard], index.group
         mirrored = flipped_group(group)
         if choices.flip < 0.5 and mirrored in shard.groups:
             group = mirrored
         try:
-            sample = shard.sample(group, place.row)
+            sample = shard.sample(group, index.row)
             if self._extras.inpainting and sample.masked is None:
-                raise ValueError(f"picture {place.row} of {group} has no masks")
+                raise ValueError(f"picture {index.row} of {group} has no masks")
             if self._extras.aesthetic_score and sample.aesthetic_score is None:
-                raise ValueError(f"picture {place.row} of {group} has no aesthetic score")
+                raise ValueError(f"picture {index.row} of {group} has no aesthetic score")
             rows = sample.caption_rows or (0,)
             row = 0 if choices.dropped else rows[int(choices.caption * len(rows))]
             return self._captioned(sample, shard, row, choices.dropped and self._zeros)
@@ -135,22 +154,27 @@ class Reader:
         return Captioned(sample, prompt, pooled)
 
     def _prompt_embeds(self, shard: LatentShard, row: int) -> NDArray[np.uint16]:
-        """Prompt embeddings [T, D] as bf16 bits; what is not stored at their ends is zeros."""
+        """Prompt embeddings [T, D] as bf16 bits. Shards omit trailing zeros; restore them."""
         stored = shard.prompt_embeds(row)
         if stored.shape == self._prompt_shape:
             return stored
-        whole = np.zeros_like(stored, shape=self._prompt_shape)
-        whole[: stored.shape[0], : stored.shape[1]] = stored
-        return whole
+        padded = np.zeros_like(stored, shape=self._prompt_shape)
+        padded[: stored.shape[0], : stored.shape[1]] = stored
+        return padded
 
 
 class Loader:
-    """The batches of a training run; `batch(step)` is a pure function of the arguments here.
+    """The batches of a training run; `batch(step)` is a pure function of these arguments.
 
     Args:
-        batch_size: the global batch size, which `world` must divide.
-        window: shards whose samples are mixed at a time.
-        text_encoders: captions are encoded in the step: batches have their token ids.
+        batch_size: global batch size, a multiple of `world`.
+        window: number of shards that are shuffled together.
+        text_encoders: whether the step runs the text encoders; batches then contain token ids.
+        extras: as BatchReader.
+        cache_bytes: as BatchReader.
+
+    Raises:
+        WrongInput: `world` does not divide `batch_size`, or the latents do not fit the model.
     """
 
     def __init__(
@@ -163,7 +187,7 @@ class Loader:
         seed: int,
         window: int,
         text_encoders: bool = False,
-        extras: Extras = NOTHING,
+        extras: ExtraInputs = NO_EXTRA_INPUTS,
         cache_bytes: int = 20 * 2**30,
         rank: int = 0,
         world: int = 1,
@@ -175,9 +199,9 @@ class Loader:
             )
         groups = [ref.groups for ref in latents.shards]
         self.order = Order(groups, batch_size=batch_size, seed=seed, window=window)
-        # A window of each bucket is in use, and the next one while a batch straddles two.
+        # Each bucket uses one window; a batch across two windows needs the next one as well.
         open_limit = window * (len(self.order.buckets) + 1)
-        self._reader = Reader(
+        self._reader = BatchReader(
             latents,
             family,
             objective,
@@ -186,18 +210,20 @@ class Loader:
             open_limit=open_limit,
             cache_bytes=cache_bytes,
         )
-        self._batch_size, self._rank, self._world = batch_size, rank, world
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world = world
         self._lock = threading.Lock()
 
     def batch(self, step: int) -> StepBatch:
-        """This rank's share of a batch, by its number; for one thread after another."""
-        places = self.order.batch(step, self._rank, self._world)
+        """This rank's share of batch number `step` (from 0). Thread-safe. Raises WrongInput."""
+        samples = self.order.batch(step, self._rank, self._world)
         first = step * self._batch_size + self._rank * self._batch_size // self._world
-        counters = range(first, first + len(places))
+        counters = range(first, first + len(samples))
         with self._lock:
-            return self._reader.batch(step, places, counters, self._batch_size)
+            return self._reader.batch(step, samples, counters, self._batch_size)
 
-    def ahead(
+    def prefetch(
         self,
         start: int,
         stop: int,
@@ -206,25 +232,27 @@ class Loader:
         skipped: Sequence[int] = (),
         put: Callable[[StepBatch], StepBatch] = lambda batch: batch,
     ) -> Prefetch:
-        """The batches of steps [start, stop), `depth` of them made ready in background, and sent to
-        the device by `put`.
+        """Iterate over the batches of steps [start, stop), prepared by a background thread.
 
-        They end early once `stopping` says so, even while the next one is long in coming. Batches
-        whose numbers are in `skipped` are left out: those after them move up.
+        Args:
+            depth: maximum number of prepared batches.
+            stopping: ends the iteration once it returns True, even during a slow read.
+            skipped: numbers of excluded batches; later batches move to earlier steps.
+            put: starts a batch's transfer to the device, in the background thread.
         """
         numbers = (batch_number(step, skipped) for step in range(start, stop))
         return Prefetch(map(put, map(self.batch, numbers)), depth, stopping)
 
 
 def batch_number(step: int, skipped: Sequence[int]) -> int:
-    """The number (from 0) of a step's batch among all, of which `skipped` are left out."""
+    """The number (from 0) of a step's batch, given the numbers of the skipped batches."""
     for left_out in sorted(skipped):
         step += left_out <= step
     return step
 
 
 def open_job_latents(url: str) -> Latents:
-    """The latents artifact that a job names. Raises WrongInput."""
+    """Open the latents artifact at a URL. Raises WrongInput."""
     try:
         return open_latents(url)
     except (OSError, ValueError) as error:

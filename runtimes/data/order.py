@@ -1,10 +1,11 @@
-"""Which samples a step trains on: index arithmetic, a pure function of (seed, step).
+"""The order of samples: index arithmetic, a pure function of (seed, step).
 
-Every bucket has an endless stream: its samples in one epoch's order, then in the next epoch's.
-Its batch k is items [k B, (k + 1) B) of that stream, so that what does not fill a batch is carried
-over into the next epoch, and every sample is seen once an epoch. Epoch e therefore holds
-floor((e + 1) n / B) - floor(e n / B) batches of a bucket of n samples: the steps before any epoch
-are a sum, and a step is found without replaying the ones before it.
+Each bucket (image size) has an endless stream: its samples, shuffled anew in each epoch. Batch k of
+a bucket has items [k B, (k + 1) B) of the stream, for batch size B. The remainder of an epoch thus
+starts the next epoch's first batch, and each sample occurs once per epoch.
+
+Epoch e contains floor((e + 1) n / B) - floor(e n / B) batches of a bucket with n samples. Hence the
+number of steps before an epoch is a sum, and a resume at any step replays no earlier step.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from runtimes.contract import WrongInput
 from runtimes.objective.random import Stream, generator
 
 
-class Place(NamedTuple):
-    """Where a sample is."""
+class SampleIndex(NamedTuple):
+    """The location of a sample in a latents artifact."""
 
-    shard: int
+    shard: int  # number of the shard, from 0
     group: str  # `<split>/<h>x<w>`
-    row: int
+    row: int  # in the group of the shard
 
 
 class _Layout(NamedTuple):
@@ -36,24 +37,29 @@ class _Layout(NamedTuple):
 
 
 class Bucket:
-    """The stream of one bucket: shards shuffled, then samples within each window of shards.
+    """The stream of one bucket: shuffled shards, then shuffled samples within windows of shards.
 
-    Memory: a few numbers a shard, and one permutation of a window's samples.
+    Memory: O(shards), and one permutation of the samples of a window.
+
+    Args:
+        number: index of the bucket, which selects its random numbers.
+        counts: samples of the bucket in each shard.
+        window: number of shards that are shuffled together.
     """
 
     def __init__(self, group: str, number: int, counts: Sequence[int], seed: int, window: int):
         self.group, self.number, self.seed, self.window = group, number, seed, window
         self.counts = np.asarray(counts, np.int64)  # samples of each shard
         self.total = int(self.counts.sum())
-        # A batch may straddle two windows, and the epoch.
+        # Two entries, since a batch may span two windows or two epochs.
         self._layout = lru_cache(2)(self._draw_layout)
         self._permutation = lru_cache(2)(self._draw_permutation)
 
-    def places(self, start: int, count: int) -> list[Place]:
+    def samples(self, start: int, count: int) -> list[SampleIndex]:
         """Items [start, start + count) of the stream."""
-        return [self._place(*divmod(item, self.total)) for item in range(start, start + count)]
+        return [self._sample(*divmod(item, self.total)) for item in range(start, start + count)]
 
-    def _place(self, epoch: int, item: int) -> Place:
+    def _sample(self, epoch: int, item: int) -> SampleIndex:
         layout = self._layout(epoch)
         window = int(np.searchsorted(layout.window_ends, item, side="right"))
         begin = int(layout.window_ends[window - 1]) if window else 0
@@ -61,7 +67,7 @@ class Bucket:
         item = begin + int(self._permutation(epoch, window, size)[item - begin])
         turn = int(np.searchsorted(layout.ends, item, side="right"))
         before = int(layout.ends[turn - 1]) if turn else 0
-        return Place(int(layout.shards[turn]), self.group, item - before)
+        return SampleIndex(int(layout.shards[turn]), self.group, item - before)
 
     def _draw_layout(self, epoch: int) -> _Layout:
         held = np.flatnonzero(self.counts)
@@ -74,15 +80,16 @@ class Bucket:
 
 
 class Order:
-    """The batches of a training run.
+    """The sample order of a training run.
 
     Args:
-        shards: samples by `<split>/<h>x<w>` of each shard; groups of other splits are left out.
-        batch_size: the global batch size.
-        window: shards whose samples are mixed at a time.
+        shards: for each shard, number of samples per group `<split>/<h>x<w>`.
+        batch_size: global batch size.
+        window: number of shards that are shuffled together.
+        split: other splits are ignored.
 
     Raises:
-        WrongInput: there is no sample of that split.
+        WrongInput: the split has no samples.
     """
 
     def __init__(
@@ -107,30 +114,30 @@ class Order:
 
     @property
     def total(self) -> int:
-        """Samples an epoch."""
+        """Samples per epoch."""
         return sum(bucket.total for bucket in self.buckets)
 
     def steps_before(self, epoch: int) -> int:
-        """Steps of all epochs before `epoch`."""
+        """Number of steps before `epoch`."""
         return sum(epoch * bucket.total // self.batch_size for bucket in self.buckets)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that `step` ends in."""
+        """The epoch of a step: the one in which its batch ends."""
         most = (step + len(self.buckets)) * self.batch_size // self.total + 1
         return bisect_right(range(most + 1), step, key=self.steps_before) - 1
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> list[Place]:
-        """The rank's contiguous slice of the step's batch; all of one bucket."""
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> list[SampleIndex]:
+        """The rank's contiguous slice of the step's batch. All ranks' samples are of one bucket."""
         epoch = self.epoch_of(step)
         labels, turns = self._epoch_batches(epoch)
-        place = step - self.steps_before(epoch)
-        bucket = self.buckets[labels[place]]
-        start = (epoch * bucket.total // self.batch_size + int(turns[place])) * self.batch_size
+        position = step - self.steps_before(epoch)
+        bucket = self.buckets[labels[position]]
+        start = (epoch * bucket.total // self.batch_size + int(turns[position])) * self.batch_size
         low, high = (r * self.batch_size // world for r in (rank, rank + 1))
-        return bucket.places(start + low, high - low)
+        return bucket.samples(start + low, high - low)
 
     def _draw_epoch_batches(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """For each batch of the epoch: its bucket, and how many of that bucket came before it."""
+        """For each batch of the epoch: its bucket, and its index among the bucket's batches."""
         counts = [
             (epoch + 1) * b.total // self.batch_size - epoch * b.total // self.batch_size
             for b in self.buckets
@@ -143,8 +150,8 @@ class Order:
         return labels, turns
 
 
-def spread(shards: Sequence[Mapping[str, int]], split: str, count: int) -> list[Place]:
-    """Up to `count` samples of a split, evenly spaced over all of them, in order."""
+def evenly_spaced(shards: Sequence[Mapping[str, int]], split: str, count: int) -> list[SampleIndex]:
+    """At most `count` samples of a split, evenly spaced over all its samples, in order."""
     held = [
         (number, group, size)
         for number, shard in enumerate(shards)
@@ -153,10 +160,10 @@ def spread(shards: Sequence[Mapping[str, int]], split: str, count: int) -> list[
     ]
     ends = np.cumsum([size for _, _, size in held])
     total = int(ends[-1]) if held else 0
-    taken = min(count, total)
-    places = []
-    for item in (k * total // taken for k in range(taken)):
+    selected = min(count, total)
+    samples = []
+    for item in (k * total // selected for k in range(selected)):
         turn = int(np.searchsorted(ends, item, side="right"))
         number, group, size = held[turn]
-        places.append(Place(number, group, item - (int(ends[turn]) - size)))
-    return places
+        samples.append(SampleIndex(number, group, item - (int(ends[turn]) - size)))
+    return samples

@@ -1,4 +1,4 @@
-"""Batches padded to one size, so that a program compiled once serves each of them."""
+"""Padding of batches to one size, so that a compiled program serves every batch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from numpy.typing import NDArray
 from runtimes.contract import StepBatch
 
 
-def filled_up(count: int, devices: int) -> int:
-    """So many rows, or as few more as give each device as many."""
+def round_up(count: int, devices: int) -> int:
+    """`count` rounded up to a multiple of `devices`."""
     return -(-count // devices) * devices
 
 
 def repeat_last(array: NDArray[Any], rows: int) -> NDArray[Any]:
-    """An array [B, ...] with its last row repeated, up to `rows`: what is of one size is one
-    program."""
+    """An array [B, ...] padded to at least `rows` rows with copies of its last row."""
     return np.concatenate([array, np.repeat(array[-1:], max(0, rows - len(array)), axis=0)])
 
 
-def filled(batch: StepBatch, rows: int, devices: int) -> StepBatch:
-    """A batch of at most `rows` samples with the last one repeated, up to as many for each
-    device."""
-    rows = filled_up(max(rows, len(batch.timesteps)), devices)
+def pad_batch(batch: StepBatch, rows: int, devices: int) -> StepBatch:
+    """A batch padded to at least `rows` samples, and to a multiple of `devices`.
+
+    Copies of the last sample fill the batch; the caller must ignore their results.
+    """
+    rows = round_up(max(rows, len(batch.timesteps)), devices)
     names = ("noisy_latents", "timesteps", "target", "weight")
     conditioning = {name: repeat_last(array, rows) for name, array in batch.conditioning.items()}
     arrays: dict[str, Any] = {name: repeat_last(getattr(batch, name), rows) for name in names}

@@ -1,4 +1,4 @@
-"""Batches made ready by a thread, ahead of the device."""
+"""Prefetch: a thread prepares batches while the device computes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ JOIN_SECONDS = 5.0
 
 
 class Prefetch:
-    """An iterator of batches made by a thread; `waited` is how long its reader stood idle.
+    """An iterator over batches that a thread prepares. Enter it as a context manager first.
 
     Args:
-        batches: what the thread goes through.
-        depth: how many are made ready at most.
-        stopping: ends them early once it says so, even while the next one is long in coming.
+        batches: iterated by the thread.
+        depth: maximum number of prepared batches.
+        stopping: ends the iteration once it returns True, even during a slow read.
+        clock: source of time for `waited`.
+
+    Attributes:
+        waited: total seconds that the consumer has waited for a batch.
     """
 
     def __init__(
@@ -30,8 +34,10 @@ class Prefetch:
         stopping: Callable[[], bool],
         clock: Clock = REAL,
     ) -> None:
-        self.waited = 0.0  # seconds
-        self._batches, self._stopping, self._clock = batches, stopping, clock
+        self.waited = 0.0
+        self._batches = batches
+        self._stopping = stopping
+        self._clock = clock
         self._ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="loader", daemon=True)
@@ -47,7 +53,7 @@ class Prefetch:
         at: TracebackType | None,
     ) -> None:
         self._stop.set()
-        self._thread.join(JOIN_SECONDS)  # a read that stalls must not keep the process
+        self._thread.join(JOIN_SECONDS)  # a stalled read must not block the process's exit
 
     def __iter__(self) -> Iterator[StepBatch]:
         while True:
@@ -61,7 +67,7 @@ class Prefetch:
             yield item
 
     def _next(self) -> StepBatch | BaseException | None:
-        """What comes next, or None at the end, or when it is time to stop."""
+        """The next batch or the thread's error; None at the end or after a stop request."""
         while not self._stopping():
             try:
                 return self._ready.get(timeout=POLL_SECONDS)
@@ -75,7 +81,7 @@ class Prefetch:
                 self._put(batch)
                 if self._stop.is_set():
                     return
-        except BaseException as error:  # raised again in the thread that reads
+        except BaseException as error:  # the consumer's thread raises it again
             self._put(error)
         else:
             self._put(None)

@@ -1,4 +1,4 @@
-"""The shards being read: mapped into memory, remote ones first copied to a bounded folder."""
+"""Memory-mapped latent shards; remote shards go through a local cache of bounded size."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ from artifacts.models import cache_folder
 from runtimes.contract import WrongInput
 
 CHUNK = 2**20
-#: Seconds before each further try to fetch a shard.
+#: Seconds before each retry of a download.
 WAITS = (1.0, 5.0)
-#: Seconds after which a download that has not grown belongs to nobody.
+#: Age in seconds at which an unchanged temporary file counts as abandoned.
 ABANDONED = 3600.0
 log = logging.getLogger("kiln")
 
 
 class ShardFiles:
-    """Opens shards by number; at most `open_limit` are mapped, the longest unused is closed.
+    """Open shards by number, at most `open_limit` of them; the least recently used one is closed.
 
     Args:
-        cache_bytes: how much of a remote store is kept locally, least recently used out first.
+        cache_bytes: size limit of the local cache; the least recently used files are deleted.
     """
 
     def __init__(self, refs: Sequence[ShardRef], *, open_limit: int, cache_bytes: int) -> None:
-        self._refs, self._open_limit, self._cache_bytes = refs, open_limit, cache_bytes
+        self._refs = refs
+        self._open_limit = open_limit
+        self._cache_bytes = cache_bytes
         self._open: OrderedDict[int, LatentShard] = OrderedDict()
-        self._checked: set[str] = set()  # sha256 of files that were read and have it
+        self._checked: set[str] = set()  # sha256 of the files that this process verified
 
     def __getitem__(self, number: int) -> LatentShard:
-        """The shard, open. Raises WrongInput, naming the file, if it is missing or damaged."""
+        """The open shard. Raises WrongInput with the file's URL if it is missing or damaged."""
         shard = self._open.get(number)
         if shard is None:
             shard = self._open[number] = self._load(self._refs[number])
@@ -60,7 +62,7 @@ class ShardFiles:
             fs, path = url_to_fs(ref.url)
             if isinstance(fs, LocalFileSystem):
                 return self._checked_once(path, ref)
-            return self._kept(ref) or _open(self._fetch(fs, path, ref), ref)
+            return self._cached(ref) or _open(self._fetch(fs, path, ref), ref)
         except Damaged as error:
             raise WrongInput(f"latent shard {error}") from None
         except (FileNotFoundError, ValueError) as error:
@@ -77,11 +79,11 @@ class ShardFiles:
             self._checked.add(ref.sha256)
         return shard
 
-    def _kept(self, ref: ShardRef) -> LatentShard | None:
-        """The local copy, if there is one; one that is damaged is deleted."""
+    def _cached(self, ref: ShardRef) -> LatentShard | None:
+        """The local copy, or None; a damaged copy is deleted."""
         copy = _copy_of(ref)
         try:
-            os.utime(copy)  # used just now: last to be evicted
+            os.utime(copy)  # eviction is by modification time
             if ref.sha256 not in self._checked:
                 with copy.open("rb") as stream:
                     if hashlib.file_digest(stream, "sha256").hexdigest() != ref.sha256:
@@ -96,7 +98,7 @@ class ShardFiles:
             return None
 
     def _fetch(self, fs: AbstractFileSystem, path: str, ref: ShardRef) -> Path:
-        """Copy a shard to its place in the cache; what may pass by itself is tried again."""
+        """Download a shard to the cache, with retries of transient errors."""
         copy = _copy_of(ref)
         copy.parent.mkdir(parents=True, exist_ok=True)
         _evict(copy.parent, self._cache_bytes - ref.size)
@@ -122,38 +124,41 @@ def _open(path: Path, ref: ShardRef) -> LatentShard:
 
 
 def _copy_of(ref: ShardRef) -> Path:
-    """Named by its sha256: whoever downloads it, it is the same file."""
+    """The path in the cache. The name is the sha256, so concurrent downloads agree."""
     return cache_folder() / "shards" / f"{ref.sha256}.safetensors"
 
 
 def _download(fs: AbstractFileSystem, path: str, ref: ShardRef, target: Path) -> None:
-    beside = target.with_name(f"{uuid.uuid4().hex}.tmp")
+    partial = target.with_name(f"{uuid.uuid4().hex}.tmp")
     digest = hashlib.sha256()
     try:
-        with fs.open(path, "rb") as source, beside.open("wb") as sink:
+        with fs.open(path, "rb") as source, partial.open("wb") as sink:
             while chunk := source.read(CHUNK):
                 digest.update(chunk)
                 sink.write(chunk)
         if digest.hexdigest() != ref.sha256:
             raise ValueError("its sha256 differs from the committed one")
-        beside.replace(target)
+        partial.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
-def _evict(folder: Path, most: int) -> None:
-    """Delete the files longest unused until `most` bytes are left; one that is mapped lives on."""
+def _evict(folder: Path, limit: int) -> None:
+    """Delete the least recently used files until at most `limit` bytes remain.
+
+    A deleted file that is memory-mapped stays readable until it is unmapped.
+    """
     found = []
     for path in folder.iterdir():
         try:
             stat = path.stat()
-        except FileNotFoundError:  # another process evicts too
+        except FileNotFoundError:  # another process evicts at the same time
             continue
         if path.suffix != ".tmp" or time.time() - stat.st_mtime > ABANDONED:
             found.append((stat.st_mtime, stat.st_size, path))
     total = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
-        if total <= most:
+        if total <= limit:
             return
         path.unlink(missing_ok=True)
         total -= size

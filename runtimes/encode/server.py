@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from runtimes.contract import Encodes, WrongInput
+from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
 
@@ -53,7 +53,7 @@ def serve(descriptor: int) -> None:
 
 
 def _answer(
-    encoder: Encodes, facts: dict[str, Any], arrays: Arrays
+    encoder: PipelineEncoder, facts: dict[str, Any], arrays: Arrays
 ) -> tuple[dict[str, Any], Arrays]:
     call = facts["call"]
     if call == "images":

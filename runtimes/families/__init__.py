@@ -1,7 +1,7 @@
-"""Model families: a family is one file, and a row here or a plug-in's entry point.
+"""Model families. A family is one file, and an entry in FAMILIES or an entry point of a plug-in.
 
-A plug-in is a package with an entry point of the group `kilnworks.families` that loads to an
-instance of `family.Family`.
+A plug-in is an installed package with an entry point in the group `kilnworks.families`, which must
+load to an instance of `family.Family`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ from runtimes.families.sdxl import SDXL
 __all__ = ["FAMILIES", "Captioned", "Conditioning", "Family", "TextEncoder", "detect_family"]
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (SD(), SDXL(), SD3())}
-#: Group of entry points that plug-ins name their families in.
+#: Entry-point group of plug-ins.
 PLUG_INS = "kilnworks.families"
-#: Classes of transformers' CLIP that repeat in a text encoder.
+#: transformers' classes of the repeated blocks of a CLIP text encoder.
 CLIP_BLOCKS = ("CLIPEncoderLayer",)
 
 
 def all_families() -> dict[str, Family]:
-    """The families of this project and of plug-ins, by name."""
+    """All families, of this project and of plug-ins, by name."""
     return FAMILIES | _plugged_in()
 
 
 def family_named(name: str) -> Family:
     """The family of that name. Raises WrongInput if it is unknown."""
-    found = FAMILIES.get(name) or _plugged_in().get(name)  # plug-ins take a moment to look for
+    found = FAMILIES.get(name) or _plugged_in().get(name)  # the search for plug-ins is slow
     if found is None:
         raise WrongInput(f"model family {name!r} is unknown (known: {', '.join(all_families())})")
     return found
 
 
 def detect_family(folder: Path) -> Family:
-    """The family of the pipeline in `folder`. Raises WrongInput if there is none known here."""
+    """The family of the pipeline in `folder`, by the class name in its model_index.json.
+
+    Raises:
+        WrongInput: model_index.json is missing or invalid, or the class is of no known family.
+    """
     index = folder / "model_index.json"
     try:
         pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
@@ -57,12 +61,12 @@ def detect_family(folder: Path) -> Family:
 
 
 def denoiser_classes() -> tuple[str, ...]:
-    """Classes of diffusers that the known families' denoisers are of."""
+    """diffusers' denoiser classes of all families."""
     return tuple(dict.fromkeys(family.denoiser_class for family in all_families().values()))
 
 
 def repeated_blocks() -> tuple[str, ...]:
-    """Classes of the blocks that models repeat: units of gathering, compiling, recomputing."""
+    """Classes of the models' repeated blocks: the units of FSDP, compilation and checkpointing."""
     found = (block for family in all_families().values() for block in family.blocks)
     return tuple(dict.fromkeys((*found, *CLIP_BLOCKS)))
 

@@ -1,4 +1,4 @@
-"""What tells one model family from another: each family's file fills in this class."""
+"""The interface of a model family; each family's file has a subclass."""
 
 from __future__ import annotations
 
@@ -18,69 +18,69 @@ ClipStates = Literal["last", "penultimate"]
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A text encoder of a pipeline, and what of its output the denoiser is conditioned on."""
+    """A text encoder of a pipeline, and the outputs that condition the denoiser."""
 
-    component: str  # text_encoder, text_encoder_2, ...: its folder, too
-    classes: tuple[str, ...]  # of transformers, that it may be of
-    #: A CLIP encoder may be trained, and its token ids are stored; a T5 is never trained.
+    component: str  # text_encoder, text_encoder_2, ...: also its folder
+    classes: tuple[str, ...]  # accepted classes of transformers
+    #: CLIP encoders are trainable, so their token ids are stored; a T5 is not trainable.
     kind: Literal["clip", "t5"] = "clip"
-    states: bool = True  # whether its hidden states are part of prompt_embeds
-    pooled: str | None = None  # name in its output of what is part of pooled_prompt_embeds
-    tokens: int | None = None  # that a T5's pipeline truncates captions to by default
-    optional: bool = False  # whether a pipeline may be without it
+    states: bool = True  # whether prompt_embeds contains its hidden states
+    pooled: str | None = None  # its output that pooled_prompt_embeds contains
+    tokens: int | None = None  # T5 only: the pipeline's default maximum caption length
+    optional: bool = False  # whether a pipeline may lack it
 
     @property
     def tokenizer(self) -> str:
-        """The pipeline's component that tokenizes for it."""
+        """The pipeline's component that is its tokenizer."""
         return self.component.replace("text_encoder", "tokenizer")
 
 
 @dataclass(frozen=True)
 class Captioned:
-    """A sample with what the caption that was chosen for it is conditioned on.
+    """A sample with the conditioning of its chosen caption.
 
-    With `input_ids`, the CLIP encoders run in the step. Embeddings are then left out, except for a
-    family with a T5: its rows of prompt_embeds are below CLIP's.
+    With `input_ids`, the step runs the CLIP encoders and the sample has no embeddings. A family
+    with a T5 is the exception: the rows of prompt_embeds after CLIP's rows are T5's.
     """
 
     sample: LatentSample
     prompt_embeds: NDArray[Any] | None  # [T, D], f32 or bf16 bits (u16)
-    pooled_prompt_embeds: NDArray[Any] | None  # [P], as well
-    input_ids: NDArray[np.int32] | None = None  # [n, T], a row for each CLIP encoder
-    dropped: bool = False  # with input_ids: the embeddings are to be zeros
+    pooled_prompt_embeds: NDArray[Any] | None  # [P], f32 or bf16 bits (u16)
+    input_ids: NDArray[np.int32] | None = None  # [n, T], one row per CLIP encoder
+    dropped: bool = False  # with input_ids: replace the embeddings by zeros
 
 
 @dataclass(frozen=True)
 class KohyaNames:
-    """The names that kohya's sd-scripts give to a family's adapters."""
+    """The names of a family's adapters in kohya's sd-scripts."""
 
     text_prefixes: Mapping[str, str]  # component -> prefix, such as lora_te1
-    #: (layer's name in diffusers, denoiser's config) -> its name there, with dots.
+    #: (layer name in diffusers, denoiser's config) -> layer name in sd-scripts, with dots.
     layer: Callable[[str, Mapping[str, Any]], str]
 
 
 class Family:
-    """One architecture: its classes, text encoders, conditioning and layers.
+    """A model architecture: classes, text encoders, conditioning and layers.
 
-    Class attributes are data that other code reads; methods are what a family may do otherwise.
+    Subclasses set the class attributes and override methods where they differ.
     """
 
     name: ClassVar[str]
-    #: diffusers classes, as model_index.json names them: of text to image first, of inpainting.
+    #: diffusers' pipeline classes in model_index.json: first text-to-image, then inpainting.
     pipelines: ClassVar[tuple[str, ...]]
-    denoiser: ClassVar[str]  # the component that predicts, and its folder
-    denoiser_class: ClassVar[str]  # of diffusers
-    blocks: ClassVar[tuple[str, ...]]  # classes that repeat in the denoiser
+    denoiser: ClassVar[str]  # the denoiser's component and folder: unet, transformer
+    denoiser_class: ClassVar[str]  # diffusers' class of the denoiser
+    blocks: ClassVar[tuple[str, ...]]  # classes of the denoiser's repeated blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]]
-    #: Which hidden states of CLIP: after the final norm, or those before the last layer.
+    #: CLIP hidden states: `last` is after the final norm, `penultimate` before the last layer.
     clip_states: ClassVar[ClipStates] = "penultimate"
-    #: Conditioning that the denoiser takes, by the keywords of `condition`.
+    #: Keywords of `condition` that the denoiser uses.
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
-    #: Ends of the names of attention's layers, which get adapters by default.
+    #: Name suffixes of the attention layers, the default targets of adapters.
     attention_layers: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    #: Constructor arguments of the pipeline that its folder does not give.
+    #: Constructor arguments of the pipeline that its folder lacks.
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
-    #: Whether the guidance scale is an input of the denoiser, in place of a pass without caption.
+    #: Whether the guidance scale is a denoiser input, which replaces the unconditional pass.
     guidance_input: ClassVar[bool] = False
     kohya: ClassVar[KohyaNames | None] = None
 
@@ -91,43 +91,43 @@ class Family:
 
     @property
     def clip_encoders(self) -> tuple[str, ...]:
-        """Components whose token ids are stored, and which may be trained."""
+        """The trainable text encoders: components whose token ids are stored."""
         return tuple(encoder.component for encoder in self.clip)
 
     @property
     def t5(self) -> TextEncoder | None:
-        """The T5, if the family has one; a pipeline may be without it."""
+        """The T5, if the family has one. A pipeline may lack it."""
         return next((encoder for encoder in self.text_encoders if encoder.kind == "t5"), None)
 
     def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:
-        """Whether zeros stand for the empty caption, by the pipeline's model_index.json."""
+        """Whether embeddings of zeros replace the empty caption's, by model_index.json."""
         return False
 
     def prompt_width(self, config: Mapping[str, Any]) -> int:
-        """Numbers per token that a denoiser of a family with a T5 takes, by its config."""
+        """Width D of prompt_embeds for a denoiser of a family with a T5, by its config."""
         return int(config["joint_attention_dim"])
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:
-        """What the sides of latents must be multiples of, by the denoiser's config."""
+        """The divisor of the latents' height and width, by the denoiser's config."""
         return 1
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:
-        """Channels of the latents that a denoiser of this config makes."""
+        """Number of latent channels C that the denoiser predicts, by its config."""
         return int(config["in_channels"])
 
     def sample_size(self, config: Mapping[str, Any]) -> int:
-        """Sides of the latents that are drawn where no size is asked for, by the config."""
+        """Default height and width of sampled latents, by the denoiser's config."""
         return int(config["sample_size"])
 
     def condition(self, samples: Sequence[Captioned]) -> Conditioning:
-        """A batch's conditioning: keyword -> [B, ...].
+        """A batch's conditioning: keyword -> array [B, ...].
 
-        `prompt_embeds` [B, T, D] and, if the family pools, `pooled_prompt_embeds` [B, P]. Where
-        captions are encoded in the step: `input_ids` [B, n, T], `dropped` [B] f32 (1 where the
-        embeddings are to be zeros) and T5's `t5_prompt_embeds` [B, T5, D].
+        `prompt_embeds` [B, T, D] and, if it is in `inputs`, `pooled_prompt_embeds` [B, P]. With
+        text encoders in the step: `input_ids` [B, n, T], `dropped` [B] f32 (1: replace the
+        embeddings by zeros) and, with a T5, `t5_prompt_embeds` [B, T5, D].
 
         Raises:
-            WrongInput: the latents lack what the family needs.
+            WrongInput: the latents lack one of these arrays.
         """
         if samples[0].input_ids is None:
             embeds = (name for name in self.inputs if name.endswith("_embeds"))
@@ -142,14 +142,20 @@ class Family:
         return found
 
     def drawing_condition(self, size: tuple[int, int], guidance_scale: float) -> dict[str, Any]:
-        """What a picture of (height, width) pixels is conditioned on beside text: keyword -> [...].
+        """Conditioning of a sampled image in addition to text: keyword -> f32 array, no batch axis.
 
-        An array of one picture, without a batch dimension, in float32.
+        Args:
+            size: (height, width) in pixels.
+            guidance_scale: of the sampler; an input of some denoisers.
         """
         return {}
 
     def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
-        """The denoiser's keywords, of a batch's conditioning on the device."""
+        """Keyword arguments of the denoiser's forward method.
+
+        Args:
+            conditioning: as `condition`, with embeddings, on the device.
+        """
         raise NotImplementedError
 
     def predict(
@@ -158,25 +164,26 @@ class Family:
         """The denoiser's prediction [B, C, h, w] for noisy latents [B, C, h, w].
 
         Args:
-            timesteps: [B]; of a flow, sigma times the number of timesteps.
-            conditioning: as `condition`, embedded, on the device.
+            timesteps: [B]; for a flow, sigma times the number of training timesteps.
+            conditioning: as `condition`, with embeddings, on the device.
         """
         arguments = self.arguments(conditioning)
         return denoiser(noisy_latents, timestep=timesteps, **arguments, return_dict=False)[0]
 
     def sigmas(self, steps: int) -> NDArray[np.float64] | None:
-        """The noise levels [N] that the diffusers pipeline gives its scheduler; None: it asks."""
+        """The `sigmas` [N] that the diffusers pipeline passes to set_timesteps, or None."""
         return None
 
     def pipeline_latents(self, noise: Any) -> Any:
-        """Start noise [B, C, h, w] as the diffusers pipeline takes it."""
+        """Initial noise [B, C, h, w] in the layout of the pipeline's `latents` argument."""
         return noise
 
     def unused_text_weights(self, component: str, layers: int) -> tuple[str, ...]:
-        """Beginnings of the names of a CLIP encoder's weights that no gradient reaches.
+        """Name prefixes of a CLIP encoder's weights without gradient.
 
         Args:
-            layers: number of the encoder's layers.
+            component: the encoder.
+            layers: number of its layers.
         """
         encoder = next(e for e in self.clip if e.component == component)
         if encoder.pooled is not None or self.clip_states == "last":
@@ -186,7 +193,7 @@ class Family:
 
 
 def stack(name: str, samples: Sequence[Captioned]) -> NDArray[Any]:
-    """An attribute of all samples [B, ...]. Raises WrongInput if one lacks it."""
+    """An attribute of all samples, stacked [B, ...]. Raises WrongInput if it is None."""
     rows = [getattr(sample, name) for sample in samples]
     if any(row is None for row in rows):
         raise WrongInput(f"the latents have no {name}, which this model needs: encode again")

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1 and 2: a UNet that attends to the states of one CLIP encoder."""
+"""Stable Diffusion 1 and 2: a UNet with cross-attention to one CLIP encoder's hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtimes.families.unet_inputs import latent_channels
 
 
 class SD(Family):
-    """`encode_prompt` of diffusers takes the last hidden states, after CLIP's final norm."""
+    """Prompt embeddings are CLIP's last hidden states after the final norm, as in diffusers."""
 
     name = "sd"
     pipelines = ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline")

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 (arXiv 2403.03206): a transformer over patches, two CLIP encoders and a T5."""
+"""Stable Diffusion 3 (arXiv 2403.03206): a patch transformer with two CLIP encoders and a T5."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _CLIP = ("CLIPTextModelWithProjection",)
 
 
 class SD3(Family):
-    """CLIP's penultimate states widened with zeros, and T5's below them (section 4.2).
+    """prompt_embeds has CLIP's penultimate states, zero-padded to width D, then T5's rows.
 
-    Both CLIP encoders pool. A pipeline without its T5 has zeros in place of T5's rows.
+    Section 4.2 of the paper. pooled_prompt_embeds has the pooled output of both CLIP encoders. In a
+    pipeline without T5, zeros replace T5's rows.
     """
 
     name = "sd3"
@@ -27,7 +28,7 @@ class SD3(Family):
     )
     attention_layers: ClassVar[tuple[str, ...]] = (
         *Family.attention_layers,
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # of the text stream
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
     )
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Stable Diffusion XL (arXiv 2307.01952): a UNet with two CLIP encoders, and sizes as input."""
+"""Stable Diffusion XL (arXiv 2307.01952): a UNet with two CLIP encoders and size conditioning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtimes.families.sd import SD
 
 
 def add_time_ids(sample: LatentSample) -> tuple[int, ...]:
-    """(original height, width, crop top, left, target height, width), pixels; kept in float32."""
+    """(original height, width, crop top, left, target height, width) in pixels."""
     return (*sample.original_size, *sample.crop_top_left, *sample.target_size)
 
 
@@ -36,16 +36,18 @@ _BLOCK = re.compile(r"(down|mid|up)_blocks?(?:\.(\d+))?\.(\w+?)s\.(\d+)\.(.+)")
 
 
 def stability_name(layer: str, unet: Mapping[str, Any]) -> str:
-    """The name that a layer of diffusers' UNet2DConditionModel has in Stability's code.
+    """The name in Stability's code of a layer of diffusers' UNet2DConditionModel.
 
-    There a block's layers are counted through: in `input_blocks` after conv_in, each block with its
-    downsampler; in `output_blocks` each with its upsampler behind the last of them.
+    Stability's code numbers the layers of all blocks in sequence. `input_blocks` starts with
+    conv_in, and a downsampler has its own number. In `output_blocks` an upsampler shares the
+    number of the block's last layer.
 
     Args:
+        layer: name in diffusers, such as `down_blocks.1.attentions.0.proj_in`.
         unet: the UNet's config.
 
     Raises:
-        ValueError: the layer has no name there.
+        ValueError: Stability's code has no such layer.
     """
     if layer in _TOP:
         return _TOP[layer]
@@ -70,7 +72,10 @@ def stability_name(layer: str, unet: Mapping[str, Any]) -> str:
 
 
 class SDXL(SD):
-    """Both encoders' penultimate states side by side (section 2.1); the second one pools."""
+    """prompt_embeds concatenates both encoders' penultimate states along D (section 2.1).
+
+    The second encoder's pooled output is pooled_prompt_embeds.
+    """
 
     name = "sdxl"
     pipelines = ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline")
@@ -89,7 +94,7 @@ class SDXL(SD):
         return bool(index.get("force_zeros_for_empty_prompt", True))
 
     def condition(self, samples: Sequence[Captioned]) -> Conditioning:
-        """Adds `add_time_ids` [B, 6] f32: sizes and crop in pixels (section 2.2)."""
+        """Adds `add_time_ids` [B, 6] f32 to the base class's conditioning (section 2.2)."""
         sizes = np.array([add_time_ids(sample.sample) for sample in samples], np.float32)
         return super().condition(samples) | {"add_time_ids": sizes}
 

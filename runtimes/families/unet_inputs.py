@@ -1,8 +1,7 @@
-"""What a UNet may see beside its family's conditioning: a mask and what that leaves of a picture
-to be seen (inpainting), and how well the picture is liked (an aesthetic score).
+"""Extra inputs of a UNet: an inpainting mask with masked latents, and an aesthetic score.
 
-Both are told from a denoiser's config, in diffusers' terms: `in_channels` of twice the latents'
-channels and one more, and `class_embed_type` timestep.
+A denoiser's config.json declares both in diffusers' terms: inpainting by `in_channels` = 2 C + 1
+for C latent channels, the score by `class_embed_type` = timestep.
 """
 
 from __future__ import annotations
@@ -24,40 +23,46 @@ CLASS_LAYERS = ("linear_1", "linear_2")
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What one denoiser sees."""
+class ExtraInputs:
+    """The extra inputs of a denoiser."""
 
     inpainting: bool = False
     aesthetic_score: bool = False
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Extras:
-        """By its config.json."""
+    def from_config(cls, config: Mapping[str, Any]) -> ExtraInputs:
+        """The extra inputs that a denoiser's config declares."""
         if config.get("_class_name", UNET) != UNET:
             return cls()
         return cls(
-            inpainting=config.get("in_channels", 4) == channels_to_inpaint(config),
+            inpainting=config.get("in_channels", 4) == inpainting_channels(config),
             aesthetic_score=config.get("class_embed_type") == "timestep",
         )
 
     @classmethod
-    def asked(cls, settings: Train) -> Extras:
-        """What settings ask for."""
+    def from_settings(cls, settings: Train) -> ExtraInputs:
+        """The extra inputs that train settings request."""
         return cls(settings.inpainting, settings.aesthetic_score)
 
 
-#: What most see.
-NOTHING = Extras()
+NO_EXTRA_INPUTS = ExtraInputs()
 
 
 def added_weights(
     weights: Mapping[str, Float32], config: Mapping[str, Any], seed: int
 ) -> dict[str, Float32]:
-    """The weights that a base lacks to be the denoiser of `config`, such that it predicts what it
-    did before whatever it is shown: new input channels, and the last layer of a score, are zeros.
+    """Initial values of the weights that the extra inputs of `config` need and a base lacks.
+
+    The new input channels and the score embedding's last layer are zero, so that the predictions
+    before training equal the base's.
 
     Args:
-        weights: of the base, its first convolution and `time_embedding` among them.
+        weights: the base's weights, at least those in `source_weight_names`.
+        config: config of the denoiser with its extra inputs.
+        seed: of the score embedding's first layer.
+
+    Returns:
+        name -> f32 array; `conv_in.weight` [C_out, in_channels, 3, 3] replaces the base's.
     """
     added: dict[str, Float32] = {}
     if not weights:
@@ -66,21 +71,24 @@ def added_weights(
     more = config.get("in_channels", 4) - conv.shape[1]
     if more > 0:
         added["conv_in.weight"] = np.pad(conv, ((0, 0), (0, more), (0, 0), (0, 0)))
-    if Extras.of(config).aesthetic_score and "class_embedding.linear_1.weight" not in weights:
-        for layer in CLASS_LAYERS:  # of the shapes that the time's has
+    if (
+        ExtraInputs.from_config(config).aesthetic_score
+        and "class_embedding.linear_1.weight" not in weights
+    ):
+        for layer in CLASS_LAYERS:  # the shapes equal those of time_embedding
             for kind in ("weight", "bias"):
                 like = weights[f"time_embedding.{layer}.{kind}"]
                 name = f"class_embedding.{layer}.{kind}"
                 added[name] = np.zeros(like.shape, np.float32)
                 if (layer, kind) == ("linear_1", "weight"):
                     rng = generator(seed, Stream.SCORE)
-                    bound = like.shape[1] ** -0.5  # as PyTorch starts a linear layer
+                    bound = like.shape[1] ** -0.5  # PyTorch's initialisation of a linear layer
                     added[name] = rng.uniform(-bound, bound, like.shape).astype(np.float32)
     return added
 
 
-def added_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Weights that `added_weights` is to be given, as far as the base has them."""
+def source_weight_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the base's weights that `added_weights` reads."""
     if config.get("_class_name", UNET) != UNET:
         return ()
     return (
@@ -94,31 +102,31 @@ def added_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def all_hidden(mean: NDArray[Any], vae: Mapping[str, Any]) -> Float32:
-    """What an inpainting denoiser sees of pictures that are all hidden [B, 1 + C, h, w]: masks of
-    ones above the latents of grey.
+def fully_masked(mean: NDArray[Any], vae: Mapping[str, Any]) -> Float32:
+    """The inpainting input [B, 1 + C, h, w] f32 for a fully masked image.
+
+    It concatenates a mask of ones and the latents of a grey image.
 
     Args:
-        mean: of grey pictures, as the VAE gives it [B, C, h, w].
-        vae: its config.
+        mean: the VAE's posterior mean of grey images [B, C, h, w].
+        vae: the VAE's config.
     """
     latents = LatentScale.from_info(vae).scaled(np.asarray(mean, np.float32))
     return np.concatenate([np.ones_like(latents[:, :1]), latents], axis=1)
 
 
-def asked_scores(sampler: Mapping[str, Any]) -> list[float]:
-    """The aesthetic score that a picture is drawn with and, before it, what guidance leads away
-    from, if there is guidance."""
+def aesthetic_scores(sampler: Mapping[str, Any]) -> list[float]:
+    """Scores for the denoiser's batch: [negative, positive] with guidance, else [positive]."""
     names = ("negative_aesthetic_score", "aesthetic_score")
-    return [sampler[name] for name in names[sampler["guidance_scale"] <= 1 :]]
+    return [sampler[name] for name in (names if sampler["guidance_scale"] > 1 else names[1:])]
 
 
 def latent_channels(config: Mapping[str, Any]) -> int:
-    """Channels of the latents that a denoiser makes."""
-    inpainting = Extras.of(config).inpainting
+    """Number of latent channels C that a UNet predicts."""
+    inpainting = ExtraInputs.from_config(config).inpainting
     return int(config["out_channels" if inpainting else "in_channels"])
 
 
-def channels_to_inpaint(config: Mapping[str, Any]) -> int:
-    """Noisy latents, a mask, and the latents of what it leaves."""
+def inpainting_channels(config: Mapping[str, Any]) -> int:
+    """`in_channels` of an inpainting UNet: noisy latents, mask, latents of the masked image."""
     return 2 * int(config.get("out_channels", 4)) + 1

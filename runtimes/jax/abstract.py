@@ -17,7 +17,7 @@ from artifacts.latents import LatentSample
 from configs.training import Train
 from runtimes.contract import StepBatch
 from runtimes.families import Captioned, Family
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.jax.batches import stack
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.mesh import Mesh
@@ -45,7 +45,7 @@ class AbstractStep:
         self._settings, self._network, self._hosts = settings, network, hosts
         self._mesh = Mesh(settings.fsdp, devices)
         self._counter = FlopCounter(network)
-        extras = Extras.of(network.denoiser.config)
+        extras = ExtraInputs.from_config(network.denoiser.config)
         self._batch = sample_batch(
             request, network.family, extras, text=settings.train_text_encoder
         )
@@ -119,7 +119,7 @@ class AbstractStep:
         return dict(jax.tree.map(shape, one))
 
 
-def sample_batch(request: Request, family: Family, extras: Extras, *, text: bool) -> StepBatch:
+def sample_batch(request: Request, family: Family, extras: ExtraInputs, *, text: bool) -> StepBatch:
     """One sample of the shapes that a request's latents will have."""
     vae = None if request.vae is None else Path(request.vae)
     info = describe_encoders(Path(request.model), vae)

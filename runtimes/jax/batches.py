@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from runtimes.contract import EXACT, StepBatch
-from runtimes.data.padding import filled
+from runtimes.contract import UNCAST, StepBatch
+from runtimes.data.padding import pad_batch
 from runtimes.jax.mesh import Mesh
 
 Stacked = dict[str, Any]
@@ -36,7 +36,7 @@ def stack(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked
         taken = np.arange(part * size, min((part + 1) * size, count))
         places[part, : len(taken)], weight[part, : len(taken)] = taken, batch.weight[taken]
     conditioning = {
-        name: array[places] if name in EXACT else array[places].astype(dtype)
+        name: array[places] if name in UNCAST else array[places].astype(dtype)
         for name, array in batch.conditioning.items()
     }
     return {
@@ -62,7 +62,7 @@ def held_out(
         errors: step.errors of a network, compiled.
         rows: samples that a batch has at most; it is filled up to as many, to be one program.
     """
-    whole = filled(batch, rows, mesh.count)
+    whole = pad_batch(batch, rows, mesh.count)
     stacked = stack(whole, None, mesh, dtype)
     micro = jax.tree.map(lambda array: mesh.put_all_rows(array[0]), stacked)
     return mesh.fetch(errors(arrays, jnp.uint32(0), micro))[: len(batch.timesteps)]

@@ -14,7 +14,7 @@ from runtimes.contract import Probe, WrongInput
 from runtimes.models.flop_count import known_peak
 from runtimes.models.precision import check_precision
 from runtimes.process.collectives import Agreement
-from runtimes.process.compile_cache import Compiled
+from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_of_process
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.agree import free_port
@@ -40,7 +40,7 @@ def check_rules(settings: Train) -> None:
         raise WrongInput("train.compile is for runtime torch: this one compiles every step")
 
 
-def start(name: str, compiled: str | None, dtype: str) -> Compiled:
+def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
     """Choose `auto`, `cpu`, `tpu` or `cuda`, and open it; all of its devices are used.
 
     Args:
@@ -65,7 +65,7 @@ def start(name: str, compiled: str | None, dtype: str) -> Compiled:
     if not _compiling:
         jax.monitoring.register_event_duration_secs_listener(_count)
         _compiling.append(0.0)
-    kept = Compiled(compiled, f"jax-{version('jaxlib')}")
+    kept = CompileCache(compiled, f"jax-{version('jaxlib')}")
     if kept.path is not None:
         jax.config.update("jax_compilation_cache_dir", str(kept.path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtimes.data.padding import filled_up, repeat_last
+from runtimes.data.padding import repeat_last, round_up
 from runtimes.families import Family
 from runtimes.jax.bridge import as_function
 from runtimes.jax.device import start
@@ -41,7 +41,7 @@ class Encoder(encoder.Encoder):
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         mean, logvar = self._moments(self._batch_size, pixels)
-        self._kept.keep()
+        self._kept.upload()
         return mean, logvar
 
     def texts(
@@ -68,7 +68,7 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
 
     def run(rows: int, *given: NDArray[Any]) -> list[Float32]:
         count = len(given[0])
-        whole = filled_up(max(rows, count), mesh.local)
+        whole = round_up(max(rows, count), mesh.local)
         sent = [mesh.put_rows(repeat_last(array, whole)) for array in given]
         return [mesh.fetch(found)[:count] for found in call(arrays, jnp.uint32(0), *sent)]
 

@@ -37,7 +37,7 @@ class ThePipeline:
         self._sampler: Sampler | None = None
         self._network: Network | None = None
 
-    def take(self, drawing: Drawing) -> None:
+    def load(self, drawing: Drawing) -> None:
         self._arrays: Arrays = {}  # their memory is wanted
         half = getattr(torch, self._job.dtype)
         network = load_network(drawing, Path(self._job.model), half, torch.device("cpu"))
@@ -57,7 +57,7 @@ class ThePipeline:
         assert self._network is not None  # a model has been taken
         self._sampler.use(self._network, self._scheduler)
         drawn = self._sampler.draw(self._arrays, prompts, job.sampler, first=first)
-        self._kept.keep()
+        self._kept.upload()
         return drawn
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:

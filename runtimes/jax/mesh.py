@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from runtimes.data.padding import filled_up
+from runtimes.data.padding import round_up
 from runtimes.spmd.sharding import AXES, cut, mesh_shape
 
 
@@ -53,7 +53,7 @@ class Mesh:
 
     def padded(self, count: int) -> int:
         """Rows that this process must give for so many, so that all its devices have as many."""
-        return filled_up(count, self.local)
+        return round_up(count, self.local)
 
     def put(self, array: NDArray[Any]) -> Array:
         """A whole array on the devices, each taking its part."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.contract import Pipeline, State, StepBatch, StepOutput, later
+from runtimes.contract import Pipeline, State, StepBatch, StepOutput, lazy_output
 from runtimes.jax.batches import Stacked, held_out, put, stack
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.device import (
@@ -56,7 +56,7 @@ class TheRuntime:
     """See base.Runtime for what each method promises."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.draws_together = versions(), False
+        self.versions, self.samples_collectively = versions(), False
         self._sampler: Any = None  # sampler.Sampler, once a sample is asked for
         self._compiled_step: Any = None
 
@@ -65,7 +65,7 @@ class TheRuntime:
         check(self._settings)
         ranks = self._ranks = Ranks.here()
         self._hosts = meet(ranks)
-        self.draws_together = ranks.world > 1
+        self.samples_collectively = ranks.world > 1
         join(ranks, self._hosts, self._settings.device)
         self._kept = start(self._settings.device, job.compiled, self._settings.compute_dtype)
         self.device = describe()
@@ -107,7 +107,7 @@ class TheRuntime:
             np.float32(batch.denominator),
         )
         self._step += 1
-        return later(lambda: list(np.asarray(figures).tolist()))
+        return lazy_output(lambda: list(np.asarray(figures).tolist()))
 
     def _compile(self, batch: StepBatch) -> Any:
         untouched = frozenset[str]()
@@ -146,7 +146,7 @@ class TheRuntime:
             yield
 
     def state(self) -> State:
-        self._kept.keep()
+        self._kept.upload()
         state: State = {}
         for group, arrays in self._state.items():
             for name, array in arrays.items():
@@ -186,7 +186,7 @@ class TheRuntime:
         weights = self._working(self._state.get("ema", self._state["weights"]))
         return self._frozen | {self._names[name]: array for name, array in weights.items()}
 
-    def part(self) -> None:
+    def shutdown(self) -> None:
         if self._ranks.world > 1:
             part(self._ranks, self._hosts)
 

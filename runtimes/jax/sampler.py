@@ -19,8 +19,8 @@ import torch
 from jax import Array
 from numpy.typing import NDArray
 
-from runtimes.contract import EXACT
-from runtimes.data.padding import filled_up, repeat_last
+from runtimes.contract import UNCAST
+from runtimes.data.padding import repeat_last, round_up
 from runtimes.jax.bridge import as_function
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays
@@ -127,7 +127,7 @@ class Sampler:
     ) -> Array:
         put = self._mesh.put_all_rows
         conditioning = {
-            name: put(array if name in EXACT else array.astype(self._dtype))
+            name: put(array if name in UNCAST else array.astype(self._dtype))
             for name, array in start.conditioning.items()
         }
         latents = put(start.noise * np.float32(table.start))
@@ -199,7 +199,7 @@ class Sampler:
         below them T5's by the host's."""
         count = len(captions)
         ids = self._encoder.input_ids(captions).astype(np.int32)
-        ids = repeat_last(ids, filled_up(count, self._mesh.count))
+        ids = repeat_last(ids, round_up(count, self._mesh.count))
         named = {f"network.{name}": array for name, array in arrays.items()}
         found = self._jit_encode(named, jnp.uint32(0), self._mesh.put_all_rows(ids))
         states, pooled = (

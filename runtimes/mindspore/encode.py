@@ -22,7 +22,7 @@ Float32 = NDArray[np.float32]
 
 
 class Encoder:
-    """See base.Encodes. Call it once the device is open.
+    """See contract.PipelineEncoder. Call it once the device is open.
 
     Args:
         model_folder: local diffusers pipeline folder, of a family that network.py knows.

@@ -16,13 +16,18 @@ from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import NOTHING, Extras, all_hidden, asked_scores
+from runtimes.families.unet_inputs import (
+    NO_EXTRA_INPUTS,
+    ExtraInputs,
+    aesthetic_scores,
+    fully_masked,
+)
 from runtimes.mindspore.encode import Encoder
 from runtimes.mindspore.inputs import Inputs, tensor
 from runtimes.mindspore.lora import lay_over
 from runtimes.mindspore.models import attend_by, load_denoiser, load_text_encoder
 from runtimes.mindspore.network import Network
-from runtimes.objective.noise_scheduler import chosen, read_config
+from runtimes.objective.noise_scheduler import read_config, sampling_scheduler
 from runtimes.pipeline_folder.describe import read_config as read_index
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.start import more_of, own_parts, own_scheduler, starts
@@ -82,7 +87,7 @@ class Sampler:
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> Iterator[NDArray[np.float32]]:
         """The same in 0..1, batch after batch."""
-        scheduler = chosen(self._pipe.scheduler, sampler, make_scheduler)
+        scheduler = sampling_scheduler(self._pipe.scheduler, sampler, make_scheduler)
         self._pipe.register_modules(scheduler=scheduler)
         unet = getattr(self._pipe, self._family.denoiser)
         for batch in starts(
@@ -123,15 +128,15 @@ def shown_more(
     unet: Any, encoder: Encoder, sampler: dict[str, Any], size: tuple[int, int]
 ) -> Iterator[None]:
     """As runtimes/torch/generate.py: within, what a UNet sees beside text is given to it too."""
-    extras = Extras.of(unet.config)
-    if extras == NOTHING:
+    extras = ExtraInputs.from_config(unet.config)
+    if extras == NO_EXTRA_INPUTS:
         yield
         return
     hidden = None
     if extras.inpainting:
         mean, _ = encoder.images(np.zeros((1, 3, *size), np.float32))
-        hidden = all_hidden(mean, encoder.info)
-    scores = asked_scores(sampler) if extras.aesthetic_score else []
+        hidden = fully_masked(mean, encoder.info)
+    scores = aesthetic_scores(sampler) if extras.aesthetic_score else []
 
     def more(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         latents = given[0]
@@ -160,7 +165,7 @@ class ThePipeline:
         self._vae = None if job.vae is None else Path(job.vae)
         self._sampler: Sampler | None = None
 
-    def take(self, drawing: Drawing) -> None:
+    def load(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, flash=self._flash)
         self._scheduler = own_scheduler(drawing, make_scheduler)
         self.encodes_text = self._network.encodes_text

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from runtimes.contract import EXACT, StepBatch
+from runtimes.contract import UNCAST, StepBatch
 from runtimes.mindspore.network import Network
 
 
@@ -38,7 +38,7 @@ class Inputs:
         latents = tensor(batch.noisy_latents[part].astype(kind))
         given = batch.conditioning
         conditioning = [
-            tensor(given[name][part] if name in EXACT else given[name][part].astype(kind))
+            tensor(given[name][part] if name in UNCAST else given[name][part].astype(kind))
             for name in network.conditioning(given)
         ]
         self.seen = (latents, tensor(batch.timesteps[part]), *conditioning)
@@ -61,7 +61,7 @@ def micro_batches(
     batch: StepBatch, size: int | None, network: Network, dtype: ms.Type
 ) -> Iterator[Inputs]:
     """The parts of a batch that one forward pass takes at once; None is all of it."""
-    for first, end in batch.parts(size):
+    for first, end in batch.micro_batches(size):
         yield Inputs(batch, network, dtype, first, end)
 
 

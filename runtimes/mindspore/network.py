@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from configs.training import Train
 from runtimes.adapters.lora import state_name
 from runtimes.families import Family, detect_family, repeated_blocks
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.mindspore.lora import add_adapters
 from runtimes.mindspore.models import (
     fresh_denoiser,
@@ -38,7 +38,7 @@ class Network(nn.Cell):
         self.pooled = "pooled_prompt_embeds" in family.inputs
         self.penultimate = family.clip_states == "penultimate"
         self.denoiser = parts[family.denoiser]
-        extras = Extras.of(self.denoiser.config)
+        extras = ExtraInputs.from_config(self.denoiser.config)
         self.paints, self.scored = extras.inpainting, extras.aesthetic_score
         names = [name for name in family.clip_encoders if name in parts]
         self.encodes_text = bool(names)

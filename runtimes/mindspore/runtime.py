@@ -36,7 +36,7 @@ __all__ = ["TheRuntime"]
 class TheRuntime:
     """See base.Runtime for what each method promises."""
 
-    draws_together = False  # each process holds all weights
+    samples_collectively = False  # each process holds all weights
 
     def __init__(self, events: Events) -> None:
         self.versions = versions()
@@ -149,7 +149,7 @@ class TheRuntime:
         finally:
             self._network.set_train(True)
 
-    def part(self) -> None:
+    def shutdown(self) -> None:
         pass  # each may end on its own
 
     def memory_bytes(self) -> int:

@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from runtimes.contract import WrongInput
 from runtimes.families import denoiser_classes
-from runtimes.families.unet_inputs import added_names, added_weights
+from runtimes.families.unet_inputs import added_weights, source_weight_names
 from runtimes.pipeline_folder.describe import read_config, text_class
 from runtimes.pipeline_folder.weight_files import check_fit, weight_files, weight_variant
 
@@ -42,7 +42,7 @@ def load_denoiser(
     for path in files:
         weights |= _read_weights(path, dtype)
     if config is not None:
-        known = {n: weights[n].float().numpy() for n in added_names(config) if n in weights}
+        known = {n: weights[n].float().numpy() for n in source_weight_names(config) if n in weights}
         added = added_weights(known, config, seed)
         weights |= {name: torch.from_numpy(array).to(dtype) for name, array in added.items()}
     check_fit(files[0], _shapes(denoiser.state_dict()), _shapes(weights))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from runtimes.contract import EXACT, StepBatch
+from runtimes.contract import UNCAST, StepBatch
 
 Send = Callable[[NDArray[Any]], torch.Tensor]
 
@@ -27,7 +27,7 @@ def sender(device: torch.device) -> Send:
 
 def micro_batches(batch: StepBatch, size: int | None, send: Send) -> Iterator[Inputs]:
     """The parts of a batch that one forward pass takes at once; None is all of it."""
-    for first, end in batch.parts(size):
+    for first, end in batch.micro_batches(size):
         yield Inputs(batch, send, first, end)
 
 
@@ -53,7 +53,7 @@ class Inputs:
         self.timesteps = send(batch.timesteps[part])
         self.target, self.weight = send(batch.target[part]), send(batch.weight[part])
         self.conditioning = {
-            name: send(array[part]) if name in EXACT else send(array[part]).to(dtype)
+            name: send(array[part]) if name in UNCAST else send(array[part]).to(dtype)
             for name, array in batch.conditioning.items()
         }
 

@@ -17,7 +17,7 @@ from runtimes.objective.noise import FLOW, Schedule, is_flow, schedule_of
 
 SCHEDULER_FILE = "scheduler_config.json"
 #: diffusers schedulers that know rescale_betas_zero_snr, and those that take predicted pictures.
-RESCALES = frozenset(
+RESCALES_BETAS = frozenset(
     {
         "DDIMScheduler",
         "DDPMScheduler",
@@ -27,9 +27,9 @@ RESCALES = frozenset(
         "UniPCMultistepScheduler",
     }
 )
-TAKES_SAMPLE = RESCALES - {"EulerAncestralDiscreteScheduler"}
+PREDICTS_SAMPLE = RESCALES_BETAS - {"EulerAncestralDiscreteScheduler"}
 #: Schedulers that pictures may be drawn with, by the names that recipes give them.
-DRAWING = {
+SCHEDULERS = {
     "ddim": "DDIMScheduler",
     "ddim_parallel": "DDIMParallelScheduler",
     "ddpm": "DDPMScheduler",
@@ -41,14 +41,14 @@ DRAWING = {
     "pndm": "PNDMScheduler",
 }
 #: Those of which runtimes that compile have a table (sample/tabulated_scheduler.py).
-TABLED = (
+TABULATED = (
     "DDIMScheduler",
     "DPMSolverMultistepScheduler",
     "EulerDiscreteScheduler",
     "FlowMatchEulerDiscreteScheduler",
 )
 #: What stands in for one that does not: it knows both, and draws no noise of its own.
-STAND_IN = "DDIMScheduler"
+FALLBACK = "DDIMScheduler"
 _KEPT = (
     "_diffusers_version",
     "num_train_timesteps",
@@ -98,10 +98,10 @@ def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]
         **({} if zero_snr is None else {"rescale_betas_zero_snr": zero_snr}),
         **({"timestep_spacing": "trailing"} if zero_snr else {}),
     }
-    lacks = (zero_snr and base.get("_class_name") not in RESCALES) or (
-        kind == "sample" and base.get("_class_name") not in TAKES_SAMPLE
+    lacks = (zero_snr and base.get("_class_name") not in RESCALES_BETAS) or (
+        kind == "sample" and base.get("_class_name") not in PREDICTS_SAMPLE
     )
-    return {**(_stand_in(base) if lacks else base), **changed}
+    return {**(_fallback(base) if lacks else base), **changed}
 
 
 def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
@@ -141,18 +141,18 @@ def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
         )
 
 
-def _stand_in(base: Mapping[str, Any]) -> dict[str, Any]:
+def _fallback(base: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: base[name] for name in _KEPT if name in base}
-    return {"_class_name": STAND_IN, **kept, "clip_sample": False}
+    return {"_class_name": FALLBACK, **kept, "clip_sample": False}
 
 
 def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The config of another scheduler, by a name of DRAWING, for the noise of `config`.
+    """The config of another scheduler, by a name of SCHEDULERS, for the noise of `config`.
 
     Raises:
         WrongInput: one is for flows, the other for diffusion.
     """
-    kind = DRAWING[name]
+    kind = SCHEDULERS[name]
     if is_flow({"_class_name": kind}) != is_flow(config):
         raise WrongInput(
             f"scheduler {name} is not for this model, whose own is {config.get('_class_name')}"
@@ -160,7 +160,7 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**config, "_class_name": kind, "clip_sample": False}
 
 
-def chosen(
+def sampling_scheduler(
     scheduler: Any, sampler: Mapping[str, Any], make: Callable[[dict[str, Any]], Any]
 ) -> Any:
     """The scheduler that pictures are asked to be drawn with, or the model's own.

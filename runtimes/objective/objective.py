@@ -65,7 +65,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisedBatch:
     """A batch ready for the model: see StepBatch for the shapes."""
 
     noisy_latents: Array
@@ -163,14 +163,16 @@ class Objective:
             noise = noise + np.float32(self.noise_offset) * shift
         return noise
 
-    def noised(self, mean: Array, logvar: Array, levels: Levels, counters: Sequence[int]) -> Noised:
+    def noised(
+        self, mean: Array, logvar: Array, levels: Levels, counters: Sequence[int]
+    ) -> NoisedBatch:
         """Draw latents and noise for VAE moments [B, C, h, w] of the samples at `counters`."""
         shape = mean.shape[1:]
         eps = self._normal(Stream.POSTERIOR, counters, shape)
         latents = self.scale.sample(mean, logvar, eps)
         noise = self.noise(counters, shape)
         seen = self._perturbed(noise, counters)
-        return Noised(
+        return NoisedBatch(
             self.schedule.add_noise(latents, seen, levels),
             self.schedule.timesteps(levels),
             self.schedule.target(latents, noise, levels),

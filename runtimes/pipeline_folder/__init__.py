@@ -1,1 +1,1 @@
-"""What a diffusers folder holds: which parts, of which sizes, in which files."""
+"""Pipeline folders of diffusers: configs, tensor shapes and weight files."""

@@ -1,4 +1,4 @@
-"""The config of the denoiser that a job trains: the base's, a fresh one's, with added inputs."""
+"""The config of the trained denoiser: the base's or a replacement, plus extra inputs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import UNET, Extras, channels_to_inpaint, latent_channels
+from runtimes.families.unet_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.job import TrainJob
 
-#: Keys in which a fresh denoiser must equal the base's: what its VAE and text encoders ask of any
-#: denoiser, and the size of pictures where none is asked for.
+#: Keys in which a replacement must equal the base's config: the interface to VAE and text encoders,
+#: and the default image size.
 _SHARED = (
     "_class_name",
     "in_channels",
@@ -32,25 +32,29 @@ _SHARED = (
 )
 
 
-def folder_extras(folder: Path) -> Extras:
-    """What a denoiser sees beside its family's conditioning, by its folder. Raises WrongInput."""
-    return Extras.of(read_config(folder / "config.json"))
+def folder_extras(folder: Path) -> ExtraInputs:
+    """The extra inputs of the denoiser in a folder. Raises WrongInput."""
+    return ExtraInputs.from_config(read_config(folder / "config.json"))
 
 
 def trained_config(
     base: Mapping[str, Any], settings: Train, instead: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The config of the denoiser that settings train: the base's, or the one that a fresh denoiser
-    is given `instead`, with what it is to see.
+    """The config of the trained denoiser, with the extra inputs of the settings.
+
+    Args:
+        base: config of the base's denoiser.
+        instead: config of a randomly initialised denoiser that replaces the base's.
 
     Raises:
-        WrongInput: it cannot see that, or must and is not asked to; or it does not fit the base.
+        WrongInput: the extra inputs of config and settings contradict each other, the denoiser's
+            class does not support them, or `instead` does not fit the base's pipeline.
     """
     if instead is not None:
         _check_fits(_plain(instead), _plain(base))
     config = dict(base if instead is None else instead)
-    has = Extras.of(config)
-    asked = Extras.asked(settings)
+    has = ExtraInputs.from_config(config)
+    asked = ExtraInputs.from_settings(settings)
     for name in ("inpainting", "aesthetic_score"):
         if getattr(has, name) and not getattr(asked, name):
             raise WrongInput(f"the base is made for it: set train.{name}: true")
@@ -62,7 +66,7 @@ def trained_config(
                 "method: full, or a base that has them"
             )
     if asked.inpainting:
-        config["in_channels"] = channels_to_inpaint(config)
+        config["in_channels"] = inpainting_channels(config)
     if asked.aesthetic_score:
         own = config.get("class_embed_type") not in (None, "timestep")
         if own or config.get("num_class_embeds") is not None:
@@ -72,15 +76,15 @@ def trained_config(
 
 
 def job_config(job: TrainJob, settings: Train) -> dict[str, Any]:
-    """`trained_config` of a job. Raises WrongInput."""
+    """The config of the denoiser that a job trains. Raises WrongInput."""
     folder = Path(job.model)
     base = read_config(folder / detect_family(folder).denoiser / "config.json")
     return trained_config(base, settings, job.denoiser_config)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config less what it sees beside its family's conditioning."""
-    extras, plain = Extras.of(config), dict(config)
+    """A config without its extra inputs."""
+    extras, plain = ExtraInputs.from_config(config), dict(config)
     if extras.inpainting:
         plain["in_channels"] = latent_channels(config)
     if extras.aesthetic_score:
@@ -89,9 +93,9 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """Raise WrongInput if a denoiser could not take the place of the base's, by their configs."""
+    """Raise WrongInput if a replacement's config does not fit the base's pipeline."""
     for name in _SHARED:
         given, wanted = config.get(name), base.get(name)
         if given != wanted:
-            said = "is missing" if name not in config else f"is {given}"
-            raise WrongInput(f"train.denoiser_config: {name} {said}, the base's is {wanted}")
+            actual = "is missing" if name not in config else f"is {given}"
+            raise WrongInput(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")

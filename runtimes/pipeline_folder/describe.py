@@ -1,4 +1,4 @@
-"""What a pipeline folder's encoders are: read from its configs and fingerprinted, not loaded."""
+"""Description and digest of a pipeline's encoders, from its config files; loads no weights."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ TEXT_PARTS = (
     "tokenizer_2",
     "tokenizer_3",
 )
-#: Captions that text encoders take at once.
+#: Captions per batch of the text encoders.
 TEXT_BATCH = 32
 
 
 def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dict[str, Any]:
     """The content of `latents.json` (see DESIGN section 4), from config files alone.
 
-    `size_step` is what the sides of pictures must be multiples of, in pixels; `tokens` and
-    `prompt_dim` are the shape of a caption's prompt embeddings, and `caption_tokens` how many
-    tokens of it are read.
+    `size_step` is the divisor of an image's height and width, in pixels. `tokens` and `prompt_dim`
+    are the shape [T, D] of a caption's prompt embeddings; `caption_tokens` is the maximum number
+    of tokens of a caption.
 
     Args:
-        model_folder: a diffusers pipeline folder of a family known here.
-        vae_folder: an AutoencoderKL in place of the pipeline's own.
+        model_folder: a diffusers pipeline folder of a known family.
+        vae_folder: an AutoencoderKL that replaces the pipeline's own.
 
     Raises:
-        WrongInput: a config is missing, or the pipeline is of another family.
+        WrongInput: a config is missing or invalid, or the family is unknown.
     """
     index = read_config(model_folder / "model_index.json")
     vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
@@ -58,7 +58,7 @@ def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dic
 
 
 def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
-    """Shapes of what the CLIP encoders give: rows, width, and width of what is pooled."""
+    """Shapes of the CLIP encoders' outputs: number of tokens, embedding width, pooled width."""
     configs = [(e, read_config(folder / e.component / "config.json")) for e in family.clip]
     tokens = configs[0][1]["max_position_embeddings"]
     pooled = (
@@ -75,7 +75,7 @@ def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
 
 
 def _describe_t5(folder: Path, family: Family, factor: int) -> dict[str, Any]:
-    """What T5's rows below CLIP's, and a transformer that sees patches, make different."""
+    """Entries that differ with a T5: its rows follow CLIP's, and latents form patches."""
     assert family.t5 is not None
     transformer = read_config(folder / family.denoiser / "config.json")
     clip, width = _describe_clip(folder, family), family.prompt_width(transformer)
@@ -102,16 +102,16 @@ def _describe_t5(folder: Path, family: Family, factor: int) -> dict[str, Any]:
 
 
 def has_t5(model_folder: Path) -> bool:
-    """Whether a pipeline has the T5 of its family."""
+    """Whether a pipeline contains its family's T5."""
     t5 = detect_family(model_folder).t5
     index = read_config(model_folder / "model_index.json")
     return t5 is not None and _class_of(index, t5.component) is not None
 
 
 def t5_length(model_folder: Path) -> int:
-    """Rows of T5 in prompt_embeds; without a T5 they are zeros, as in SD3's pipeline."""
+    """Number of T5 rows in prompt_embeds. Without a T5 they are zeros, as in diffusers."""
     t5 = detect_family(model_folder).t5
-    assert t5 is not None and t5.tokens is not None, "of a family that has a T5"
+    assert t5 is not None and t5.tokens is not None, "the family must have a T5"
     if not has_t5(model_folder):
         return t5.tokens
     config = read_config(model_folder / t5.tokenizer / "tokenizer_config.json")
@@ -119,14 +119,14 @@ def t5_length(model_folder: Path) -> int:
 
 
 def text_class(model_folder: Path, part: str) -> str:
-    """The class of transformers that a text encoder is of. Raises WrongInput."""
+    """The transformers class of a text encoder. Raises WrongInput."""
     index = read_config(model_folder / "model_index.json")
     _check_text_encoders(model_folder, detect_family(model_folder), index)
     return str(_class_of(index, part))
 
 
 def digest_encoders(model_folder: Path, vae_folder: Path | None = None) -> str:
-    """sha256 over all of a pipeline that changes what it encodes to; never a denoiser's weights."""
+    """sha256 of all files and settings that affect encodings. It excludes the denoiser."""
     parts = (*TEXT_PARTS, "vae") if vae_folder is None else TEXT_PARTS
     index = read_config(model_folder / "model_index.json")
     facts = {name: index.get(name) for name in TEXT_PARTS}
@@ -136,14 +136,14 @@ def digest_encoders(model_folder: Path, vae_folder: Path | None = None) -> str:
 
 
 def vae_path(model_folder: Path, vae_folder: Path | None) -> Path:
-    """The folder with the VAE's config.json: a pipeline folder may stand in for its `vae/`."""
+    """The folder with the VAE's config.json; `vae_folder` may be a pipeline folder with `vae/`."""
     folder = model_folder if vae_folder is None else vae_folder
     is_vae = vae_folder is not None and (folder / "config.json").is_file()
     return folder if is_vae else folder / "vae"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's config; WrongInput when it is missing or no JSON object."""
+    """Read a config file. Raises WrongInput if it is missing or not a JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError:

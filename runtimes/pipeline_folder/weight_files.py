@@ -1,6 +1,6 @@
-"""Which files hold the weights of a part of a pipeline, and whether they are those of its config.
+"""Weight files of a pipeline component, and a check of their shapes against its config.
 
-For runtimes that read them with a framework of their own; nothing here needs one.
+For runtimes without PyTorch: this module imports no framework.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
 TEXT_WEIGHTS = "model"  # transformers'
 _PIECE = r"(?:-\d+-of-\d+)?"
 VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
-Shapes = Mapping[str, tuple[int, ...]]  # by the weight's name
+Shapes = Mapping[str, tuple[int, ...]]  # weight name -> shape
 
 
 def weight_variant(folder: Path) -> str | None:
-    """The variant that must be asked for to load a part of a pipeline from `folder`.
+    """The `variant` argument of from_pretrained for a component's folder.
 
-    None, unless there are weights of variants only: `model.fp16.safetensors`, or in pieces
-    `model.fp16-00001-of-00002.safetensors` (older: `model-00001-of-00002.fp16.safetensors`).
+    None if there are weights without a variant. Names with a variant: `model.fp16.safetensors`;
+    with shards `model.fp16-00001-of-00002.safetensors`, or the older form
+    `model-00001-of-00002.fp16.safetensors`.
     """
     found = [VARIANT.fullmatch(path.name) for path in folder.glob("*.safetensors")]
     variants = {match["variant"] for match in found if match}
@@ -31,10 +32,14 @@ def weight_variant(folder: Path) -> str | None:
 
 
 def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
-    """The files that hold a part's weights, in full precision if there are such.
+    """The weight files of a component, in full precision if available, else the fp16 variant.
+
+    Args:
+        folder: the component's folder.
+        stem: file name without extension and variant.
 
     Raises:
-        WrongInput: there are none.
+        WrongInput: there are no weight files.
     """
     for variant in ("", ".fp16"):
         whole = folder / f"{stem}{variant}.safetensors"
@@ -48,7 +53,13 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
 
 
 def check_fit(path: Path, wanted: Shapes, given: Shapes) -> None:
-    """Raise WrongInput if the weights in a file are not those that a config asks for."""
+    """Raise WrongInput if names or shapes in a file differ from those of the config.
+
+    Args:
+        path: for the message.
+        wanted: shapes by the config.
+        given: shapes in the file.
+    """
     for what, names in (
         ("lacks", wanted.keys() - given.keys()),
         ("has, and its config knows nothing of,", given.keys() - wanted.keys()),

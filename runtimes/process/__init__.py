@@ -1,1 +1,1 @@
-"""What a job's process is: its file, events, signals, ranks, and programs that it keeps."""
+"""The process of a job: job file, events, signals, ranks, launcher and compile cache."""

@@ -1,8 +1,8 @@
-"""Compiled programs, kept in the store: a machine that takes over need not compile them again.
+"""Cache of compiled programs in the store, so that another machine need not recompile them.
 
-A compiler's own cache is a local folder whose file names are digests of what was compiled. That of
-a local store is used in place; that of a remote one is copied here first, and what is new back.
-What goes wrong with it costs time, and no more.
+A compiler's own cache is a local folder; its file names are digests of the compiled programs. A
+local store's folder serves directly. A remote store's folder is downloaded first, and new files
+are uploaded. A failure costs compile time only, so it is a warning.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from artifacts.models import cache_folder
 log = logging.getLogger("kiln")
 
 
-class Compiled:
-    """The folder of one compiler's programs.
+class CompileCache:
+    """The cache folder of one compiler.
 
     Args:
-        url: where they are kept, any fsspec URL; None keeps none.
-        kind: which compiler's, such as `xla-2.9.0`.
+        url: fsspec URL of the folder of all compilers; None disables the cache.
+        kind: compiler and version, such as `xla-2.9.0`.
 
     Attributes:
-        path: the local folder, or None.
+        path: the local folder for the compiler; None if disabled.
     """
 
     def __init__(self, url: str | None, kind: str) -> None:
         self.path: Path | None = None
-        self._kept: set[str] = set()  # names of what is in the store
+        self._stored: set[str] = set()  # names of the files in the store
         self._remote = ""
         if url is None:
             return
@@ -50,8 +50,8 @@ class Compiled:
         if self._remote:
             self._try(self._fetch)
 
-    def keep(self) -> None:
-        """Copy what was compiled since to the store."""
+    def upload(self) -> None:
+        """Upload new programs to a remote store."""
         if self._remote:
             self._try(self._send)
 
@@ -65,17 +65,17 @@ class Compiled:
                 part = path / f".{uuid.uuid4().hex}"
                 self._fs.get_file(f"{self._remote}/{name}", str(part))
                 part.replace(local)
-            self._kept.add(name)
+            self._stored.add(name)
 
     def _send(self, path: Path) -> None:
         here = {p.name for p in path.iterdir() if p.is_file() and not p.name.startswith(".")}
-        for name in sorted(here - self._kept):
+        for name in sorted(here - self._stored):
             self._fs.put_file(str(path / name), f"{self._remote}/{name}")
-            self._kept.add(name)
+            self._stored.add(name)
 
     def _try(self, copy: Callable[[Path], None]) -> None:
         assert self.path is not None
         try:
             copy(self.path)
-        except Exception as error:  # the clients of remote stores have kinds of their own
+        except Exception as error:  # clients of remote stores define their own exception types
             log.warning("compiled programs are not kept in the store: %s", error)

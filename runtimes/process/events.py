@@ -1,18 +1,18 @@
-"""JSON lines from a runtime's process to the stage that started it.
+"""Events: JSON lines from a runtime's process to its parent, the stage.
 
 | event      | fields                                                                           |
 |------------|----------------------------------------------------------------------------------|
 | start      | runtime, device, versions, step, total                                           |
-| progress   | step, total, loss, learning_rate, grad_norm, images_per_second, data_wait (share  |
+| progress   | step, total, loss, learning_rate, grad_norm, images_per_second, data_wait (fraction |
 |            | of the time), eta_seconds, memory_bytes; tflops (of one device) and mfu, or null |
 | validation | step, loss, error (standard error, or null)                                      |
-| checkpoint | step, path, seconds (in all), blocked (of them the run stood still), bytes       |
-| back       | step (gone back to), left_out (number of the batch)                              |
+| checkpoint | step, path, seconds (total), blocked (seconds of paused training), bytes         |
+| back       | step (restored after divergence), left_out (number of the skipped batch)         |
 | sample     | step, path                                                                       |
 | drawn      | done, total                                                                      |
 | warning    | message                                                                          |
 | error      | message, wrong_input (bool), errno (of an OSError, or null)                      |
-| result     | whatever the job's caller needs                                                  |
+| result     | the job's results, different for each kind of job                                |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVENT_FD = "KILN_EVENT_FD"
 
 
 class Events:
-    """Writes events to the descriptor named in the environment, or nowhere without one."""
+    """Writes events to the file descriptor in KILN_EVENT_FD; without one, discards them."""
 
     def __init__(self) -> None:
         number = os.environ.get(EVENT_FD)
@@ -35,7 +35,7 @@ class Events:
         self._lock = threading.Lock()
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Write one event. A reader that is gone is no error: the loop watches for that itself."""
+        """Write one event. A closed pipe is no error here: signals.py detects a dead parent."""
         if self._stream is None:
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
@@ -46,8 +46,8 @@ class Events:
                 self._stream = None
 
 
-class Muted(Events):
-    """Says nothing: of the processes of a run the first one speaks for all."""
+class SilentEvents(Events):
+    """Discards all events, on every rank but 0."""
 
     def __init__(self) -> None:
         self._stream = None

@@ -1,7 +1,7 @@
-"""The first process of a run starts the others of its machine, hears from them, and ends them.
+"""Rank 0 starts the other ranks of its machine, reads their events, and ends them.
 
-Each is started as a stage starts a runtime: with a pipe for events, and a pipe as standard input
-that ends with us. Where torchrun has started the processes (RANK is set), none of this is needed.
+A child has a pipe for its events, and a pipe as standard input that closes when rank 0 dies. Under
+torchrun (RANK is set) the launcher starts no process.
 """
 
 from __future__ import annotations
@@ -23,62 +23,67 @@ from typing import IO, Any
 from runtimes.process.events import EVENT_FD
 from runtimes.process.ranks import FOLLOWER
 
-#: Seconds in which this process must notice by itself that another one is lost.
+#: Time limit in seconds for rank 0 to fail by itself after the loss of a child.
 NOTICE_SECONDS = 10.0
-#: Seconds after which all that a loss has drawn with it have said so.
+#: Seconds until all ranks that fail as a consequence of a loss have reported their errors.
 WAKE_SECONDS = 1.0
-#: Seconds that the others have to end once the first has nothing left to do.
+#: Time limit in seconds for the children to exit after rank 0 has finished.
 END_SECONDS = 60.0
 
 
 class LostRank(RuntimeError):
-    """Another process of the run has failed or was killed; the message says which and why."""
+    """Another process of the run failed or was killed; the message states its rank and cause."""
 
     def __init__(self, rank: int, code: int, error: dict[str, Any]) -> None:
         self.code = 1 if code < 0 else code
         self.wrong_input, self.errno = bool(error.get("wrong_input")), error.get("errno")
         self.traceback = error.get("traceback") or ""
-        self.since = float(error.get("time") or 0.0)  # unknown, where it had no time to say
+        self.failed_at = float(error.get("time") or 0.0)  # 0 if a signal killed it
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         message = error.get("message") or f"process {rank} of the run (from 0) {ended}"
         super().__init__(message)
 
 
 @dataclass
-class _Other:
-    """Another process, and what it has said."""
+class _Child:
+    """A child process and the content of its events."""
 
     rank: int
     process: subprocess.Popen[bytes]
     events: IO[str]
-    finished: bool = False  # it is done, or has stopped as all of them have
+    finished: bool = False  # it reported its result: a later exit is no loss
     error: dict[str, Any] | None = None
 
 
-class Others:
-    """The other processes of this machine, from `with` to its end.
+class Launcher:
+    """Context manager that runs the other ranks of this machine as child processes.
+
+    It sets the environment variables that `Ranks.here` reads.
 
     Args:
-        job: the file that this process was given.
-        count: processes in all; 1 starts none. The environment is set for `Ranks.here` to find.
-        on_loss: called from a thread when another process is lost and this one does not notice: it
-            may be waiting for it in a collective that never ends. It must end this process.
+        job: path of the job file.
+        count: number of processes, this one included; 1 starts no child.
+        on_loss: called in a thread if a child is lost and rank 0 does not fail by itself, because
+            it waits in a collective. It must end this process.
     """
 
     def __init__(self, job: Path, count: int, on_loss: Callable[[LostRank], None]) -> None:
-        self._job, self._count, self._on_loss = job, count, on_loss
-        self._others: list[_Other] = []
+        self._job = job
+        self._count = count
+        self._on_loss = on_loss
+        self._children: list[_Child] = []
         self._lost: list[LostRank] = []
-        self._loss, self._leaving = threading.Event(), threading.Event()
+        self._loss = threading.Event()
+        self._shutting_down = threading.Event()
 
     def __enter__(self) -> None:
         if self._count == 1:
             return
-        os.environ |= _meeting(self._count)
-        self._others = [_start(self._job, rank) for rank in range(1, self._count)]
-        for other in self._others:
-            threading.Thread(target=self._attend, args=(other,), daemon=True).start()
-        threading.Thread(target=self._watch, name="others", daemon=True).start()
+        os.environ |= _rendezvous_environment(self._count)
+        self._children = [_start(self._job, rank) for rank in range(1, self._count)]
+        for child in self._children:
+            threading.Thread(target=self._follow_events, args=(child,), daemon=True).start()
+        threading.Thread(target=self._watch, name="launcher", daemon=True).start()
 
     def __exit__(
         self,
@@ -86,66 +91,70 @@ class Others:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Wait for the others, or end them. Raises LostRank in place of what a loss has caused."""
-        # A lost connection is noticed at once; whose it was, a moment later.
-        suspect = isinstance(error, RuntimeError) and bool(self._others)
-        lost = self._first_lost(NOTICE_SECONDS) if suspect else None
-        self._leaving.set()
+        """Wait for the children; after an error, kill them.
+
+        Raises:
+            LostRank: a child was lost first, and the error here is a consequence.
+        """
+        # A lost connection raises here before the lost child's exit is known: wait for that.
+        suspect = isinstance(error, RuntimeError) and bool(self._children)
+        lost = self._root_cause(NOTICE_SECONDS) if suspect else None
+        self._shutting_down.set()
         self._end(END_SECONDS if error is None else 0.0)
         if lost is not None:
             raise lost from None
 
-    def _attend(self, other: _Other) -> None:
-        for line in other.events:
+    def _follow_events(self, child: _Child) -> None:
+        for line in child.events:
             try:
                 event = json.loads(line)
-            except ValueError:  # cut off: it was killed
+            except ValueError:  # a killed child may leave an incomplete line
                 continue
-            other.finished |= event["event"] == "result"
+            child.finished |= event["event"] == "result"
             if event["event"] == "error":
-                other.error = event
-        code = other.process.wait()
-        if not other.finished and not self._leaving.is_set():
-            self._lost.append(LostRank(other.rank, code, other.error or {}))
+                child.error = event
+        code = child.process.wait()
+        if not child.finished and not self._shutting_down.is_set():
+            self._lost.append(LostRank(child.rank, code, child.error or {}))
             self._loss.set()
 
     def _watch(self) -> None:
         self._loss.wait()
-        if not self._leaving.wait(NOTICE_SECONDS) and (lost := self._first_lost(0.0)):
-            self._leaving.set()
+        if not self._shutting_down.wait(NOTICE_SECONDS) and (lost := self._root_cause(0.0)):
+            self._shutting_down.set()
             self._end(0.0)
             self._on_loss(lost)
 
-    def _first_lost(self, seconds: float) -> LostRank | None:
-        """Whose loss drew the others with it: one that could not say why, or else who said first.
+    def _root_cause(self, seconds: float) -> LostRank | None:
+        """The root-cause rank: one killed without a message, else the one with the earliest error.
 
-        Waits so long for a first one.
+        None if no child is lost within `seconds`.
         """
         if not self._loss.wait(seconds):
             return None
         time.sleep(WAKE_SECONDS)
-        return min(self._lost, key=lambda lost: lost.since)
+        return min(self._lost, key=lambda lost: lost.failed_at)
 
     def _end(self, seconds: float) -> None:
-        """Kill those that have not ended in so many seconds: only the first process writes."""
+        """Kill the children that do not exit within `seconds`. They write no files."""
         deadline = time.monotonic() + seconds
-        for other in self._others:
+        for child in self._children:
             try:
-                other.process.wait(max(0.0, deadline - time.monotonic()))
+                child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                other.process.kill()
-                other.process.wait()
+                child.process.kill()
+                child.process.wait()
 
 
 def count_cores() -> int:
-    """The cores that this process may run on; where the system does not say, all there are."""
+    """Number of CPU cores in this process's affinity mask, or of the machine if unknown."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _meeting(count: int) -> dict[str, str]:
-    """What the environment of the first of so many processes says; they share the cores."""
+def _rendezvous_environment(count: int) -> dict[str, str]:
+    """torchrun's environment variables for rank 0 of `count` processes, which share the cores."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -161,14 +170,14 @@ def _meeting(count: int) -> dict[str, str]:
     }
 
 
-def _start(job: Path, rank: int) -> _Other:
+def _start(job: Path, rank: int) -> _Child:
     events, write = os.pipe()
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), EVENT_FD: str(write), FOLLOWER: "1"}
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), EVENT_FD: str(write), FOLLOWER: "1"}
     process = subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", "runtimes", str(job)],
-        env={**os.environ, **place},
+        env={**os.environ, **variables},
         pass_fds=(write,),
         stdin=subprocess.PIPE,
     )
     os.close(write)
-    return _Other(rank, process, os.fdopen(events))
+    return _Child(rank, process, os.fdopen(events))

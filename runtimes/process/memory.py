@@ -1,4 +1,4 @@
-"""Memory of this process."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def peak_of_process() -> int:
-    """Most bytes that it had in memory so far; 0 where that is not told (not Linux)."""
-    # Not ru_maxrss: a child starts with its parent's, which may have been larger.
+    """Peak resident memory of this process in bytes; 0 on systems without /proc."""
+    # Not ru_maxrss: a child process inherits its parent's value, which may be larger.
     path = Path("/proc/self/status")
     status = path.read_text(encoding="ascii") if path.exists() else ""
     peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)

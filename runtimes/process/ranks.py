@@ -1,8 +1,8 @@
-"""Which of the processes of a run this one is.
+"""This process's rank, read from the launcher's environment variables.
 
-The names are torchrun's, so a run may also be started by it: RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT to meet at. Or by MindSpore's msrun: RANK_ID,
-MS_WORKER_NUM and DEVICE_ID, where MS_ROLE is MS_WORKER.
+Supported launchers: ours and torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), mpirun (OMPI_COMM_WORLD_*), and MindSpore's msrun (RANK_ID, MS_WORKER_NUM, DEVICE_ID,
+with MS_ROLE=MS_WORKER).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from runtimes.contract import WrongInput
 
-#: Set for a process that the first one has started (launcher.py); torchrun does not set it.
+#: Environment variable of the processes that launcher.py starts; torchrun does not set it.
 FOLLOWER = "KILN_FOLLOWER"
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -24,56 +24,56 @@ _MPI = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the processes of a run."""
+    """Rank and world size of this process."""
 
     rank: int = 0  # of this process, from 0
-    world: int = 1  # processes in all
+    world: int = 1  # processes of the run
     local_rank: int = 0  # of this process, among those of its machine
-    local_world: int = 1  # processes of its machine; under msrun, those known of
+    local_world: int = 1  # processes of its machine; under msrun, a lower bound
 
     @classmethod
     def here(cls) -> Ranks:
-        """As the environment says; one process alone without. Raises WrongInput."""
+        """Read the environment; without a launcher, a single process. Raises WrongInput."""
         if "RANK" not in os.environ and _by_msrun():
             local_rank = int(os.environ.get("DEVICE_ID") or 0)
             rank, world = os.environ.get("RANK_ID"), os.environ["MS_WORKER_NUM"]
-            if rank is None:  # it would be known only once all have met
+            if rank is None:  # msrun then assigns ranks only at the rendezvous
                 raise WrongInput("msrun on several hosts: give each its number by --node_rank")
             return cls(int(rank), int(world), local_rank, local_rank + 1)
-        place = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-        return cls(*(int(os.environ.get(name) or default) for name, default in place))
+        defaults = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        return cls(*(int(os.environ.get(name) or default) for name, default in defaults))
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that speaks and writes for all."""
+        """Whether this is rank 0, which alone emits events and writes files."""
         return self.rank == 0
 
 
 def launched() -> bool:
-    """Whether a launcher has started the processes of this run, and knows how many there are."""
+    """Whether torchrun, mpirun, msrun or ours has started the processes of this run."""
     return "RANK" in os.environ or _by_msrun()
 
 
-def brings_together() -> bool:
-    """Whether msrun has started this process for the others to find each other, not to train."""
+def is_msrun_scheduler() -> bool:
+    """Whether msrun started this process as its rendezvous server, which does not train."""
     return os.environ.get("MS_ROLE") == "MS_SCHED"
 
 
 def adopt_mpi() -> None:
-    """Say by torchrun's names what mpirun (gaudi_spawn) says by its own, where it has started this
-    process beside others.
+    """Set torchrun's environment variables from mpirun's (also gaudi_spawn's), if there are several
+    processes.
 
     Raises:
-        WrongInput: they are of several hosts, and have not been told where to meet.
+        WrongInput: the processes run on several hosts and MASTER_ADDR is not set.
     """
-    said = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
-    if int(said.get("WORLD_SIZE", 1)) == 1:
+    found = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
+    if int(found.get("WORLD_SIZE", 1)) == 1:
         return
-    if "MASTER_ADDR" not in os.environ and said["WORLD_SIZE"] != said.get("LOCAL_WORLD_SIZE"):
+    if "MASTER_ADDR" not in os.environ and found["WORLD_SIZE"] != found.get("LOCAL_WORLD_SIZE"):
         raise WrongInput("mpirun on several hosts: give each MASTER_ADDR, by `-x MASTER_ADDR=HOST`")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "12345")
-    for name, value in said.items():
+    for name, value in found.items():
         os.environ.setdefault(name, value)
 
 
@@ -81,6 +81,6 @@ def _by_msrun() -> bool:
     return os.environ.get("MS_ROLE") == "MS_WORKER"
 
 
-def follows() -> bool:
-    """Whether this process was started by the first of its run, and ends with it."""
+def is_follower() -> bool:
+    """Whether rank 0's launcher started this process, which must end when rank 0 does."""
     return FOLLOWER in os.environ

@@ -1,4 +1,4 @@
-"""When a process must stop: SIGTERM or Ctrl-C, or the death of the process that started it."""
+"""Stop requests: SIGTERM, SIGINT (Ctrl-C), or the death of the parent process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import threading
 from types import FrameType
 
 from runtimes.process.events import EVENT_FD
-from runtimes.process.ranks import follows
+from runtimes.process.ranks import is_follower
 
-#: Exit code of a process that stopped when asked to: 128 + SIGTERM.
+#: Exit code after a stop request: 128 + SIGTERM.
 STOPPED = 143
 
 
 class Stop:
-    """The first signal asks, the second kills; the parent's death asks too, and never kills.
+    """A stop request. The first signal requests a stop; the second one kills the process.
 
-    Until `defer` is called there is nothing to save, and the first signal ends the process too.
+    The parent's death requests a stop and never kills. Before `defer` there is no progress to
+    save, so the first signal ends the process at once.
+
+    Attributes:
+        requested: whether the process must stop at the next step.
     """
 
     def __init__(self) -> None:
@@ -27,7 +31,7 @@ class Stop:
         self._deferred = False
 
     def listen(self) -> None:
-        """Take over this process's signals; watch the process that started it, if one did."""
+        """Install the signal handlers; watch the parent if it is a stage or a launcher."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         if EVENT_FD in os.environ:
@@ -35,7 +39,7 @@ class Stop:
             threading.Thread(target=_watch, args=(self, parent), name="parent", daemon=True).start()
 
     def defer(self) -> None:
-        """From now on the first signal only sets `requested`."""
+        """From now on, the first signal only sets `requested`; the loop then saves and exits."""
         self._deferred = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -48,13 +52,13 @@ class Stop:
 
 
 def _watch(stop: Stop, parent: int) -> None:
-    """Take the parent's death for a SIGTERM: it is gone, or its end of our standard input is."""
+    """Send this process SIGTERM when the parent dies or closes our standard input."""
     stdin = sys.stdin.fileno()
     alive = True
     while alive and os.getppid() == parent:
         readable, _, _ = select.select([stdin], [], [], 1.0)
         alive = not readable or bool(os.read(stdin, 4096))
-    if follows():  # the first process is gone, and only it could have saved anything
+    if is_follower():  # rank 0 has died, and no other rank writes checkpoints
         os._exit(STOPPED)
-    if not stop.requested:  # a stage that dies after it has asked does not ask again
+    if not stop.requested:  # otherwise the parent's death after its SIGTERM would kill
         os.kill(os.getpid(), signal.SIGTERM)

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
-from runtimes.data.padding import filled_up
+from runtimes.data.padding import round_up
 from runtimes.families import Family, family_named
-from runtimes.families.unet_inputs import Extras, all_hidden, asked_scores
+from runtimes.families.unet_inputs import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import chosen
+from runtimes.objective.noise_scheduler import sampling_scheduler
 from runtimes.sample.start import starts
 from runtimes.sample.tabulated_scheduler import Table, tabulate
 
@@ -73,7 +73,7 @@ class Starts:
             first: number of the first picture's noise.
             denoiser: its config.
         """
-        rows = filled_up(sampler["batch_size"], multiple)
+        rows = round_up(sampler["batch_size"], multiple)
         guided = is_guided(self.family, sampler)
         without = self._without(sampler.get("negative_prompt")) if guided else None
         more: dict[str, Float32] | None = None
@@ -82,7 +82,7 @@ class Starts:
         for batch in starts(prompts, sampler, family, denoiser, factor, first=first, rows=rows):
             size = (batch.height, batch.width)
             if more is None:
-                more = self._more(Extras.of(denoiser), size, sampler, rows)
+                more = self._more(ExtraInputs.from_config(denoiser), size, sampler, rows)
             conditioning = self._condition(batch.prompts, without)
             drawn = self.family.drawing_condition(size, sampler["guidance_scale"])
             count = len(conditioning["prompt_embeds"])
@@ -102,16 +102,18 @@ class Starts:
         return found
 
     def _more(
-        self, extras: Extras, size: tuple[int, int], sampler: Mapping[str, Any], rows: int
+        self, extras: ExtraInputs, size: tuple[int, int], sampler: Mapping[str, Any], rows: int
     ) -> dict[str, Float32]:
         """A mask over everything, and the score that is asked for: as far as they are taken."""
         found = {}
         if extras.inpainting:
             mean, _ = self.images(np.zeros((1, 3, *size), np.float32))
             times = 2 * rows if is_guided(self.family, sampler) else rows
-            found["inpainting"] = np.repeat(all_hidden(mean, self.info), times, axis=0)
+            found["inpainting"] = np.repeat(fully_masked(mean, self.info), times, axis=0)
         if extras.aesthetic_score:
-            found["aesthetic_score"] = np.tile(np.array(asked_scores(sampler), np.float32), rows)
+            found["aesthetic_score"] = np.tile(
+                np.array(aesthetic_scores(sampler), np.float32), rows
+            )
         return found
 
     def _without(self, negative: str | None) -> dict[str, Float32]:
@@ -143,7 +145,9 @@ def table_of(scheduler: Any, sampler: Mapping[str, Any], family: Family) -> Tabl
     if sampler.get("eta"):
         raise WrongInput("eta draws noise at every step, which a table of numbers does not: set 0")
     steps = sampler["num_inference_steps"]
-    return tabulate(chosen(scheduler, sampler, make_scheduler), steps, family.sigmas(steps))
+    return tabulate(
+        sampling_scheduler(scheduler, sampler, make_scheduler), steps, family.sigmas(steps)
+    )
 
 
 def _in_turns(one: Float32, other: Float32) -> Float32:

@@ -59,7 +59,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
         wanted = job.latents is not None and not losses.exists()
         if not batches and not wanted:
             continue
-        pipeline.take(drawing)
+        pipeline.load(drawing)
         for numbers in batches:
             prompts = [job.prompts[number] for number in numbers]
             since, before = time.perf_counter(), pipeline.compile_seconds()

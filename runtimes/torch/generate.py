@@ -18,11 +18,16 @@ from transformers.utils import logging as transformers_logging
 
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import NOTHING, Extras, all_hidden, asked_scores
+from runtimes.families.unet_inputs import (
+    NO_EXTRA_INPUTS,
+    ExtraInputs,
+    aesthetic_scores,
+    fully_masked,
+)
 from runtimes.models.loading import load_text_encoder
 from runtimes.models.micro_batches import Inputs, sender
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import chosen
+from runtimes.objective.noise_scheduler import sampling_scheduler
 from runtimes.pipeline_folder.describe import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
@@ -90,7 +95,9 @@ class Sampler:
 
         `sampler` is as in GenerateJob.
         """
-        self._pipe.register_modules(scheduler=chosen(self._pipe.scheduler, sampler, make_scheduler))
+        self._pipe.register_modules(
+            scheduler=sampling_scheduler(self._pipe.scheduler, sampler, make_scheduler)
+        )
         family, denoiser = self._family, getattr(self._pipe, self._family.denoiser)
         scale, pictures = self._pipe.vae_scale_factor, list[NDArray[np.uint8]]()
         rows = sampler["batch_size"] if self._chip.fills_batches else 0
@@ -131,13 +138,15 @@ def shown_more(
     Args:
         size: of the pictures, (height, width) in pixels.
     """
-    extras = Extras.of(denoiser.config)
-    if extras == NOTHING:
+    extras = ExtraInputs.from_config(denoiser.config)
+    if extras == NO_EXTRA_INPUTS:
         yield
         return
     device = denoiser.device
     blank = blank_latents(vae, size).to(device) if extras.inpainting else None
-    scores = torch.tensor(asked_scores(sampler), device=device) if extras.aesthetic_score else None
+    scores = (
+        torch.tensor(aesthetic_scores(sampler), device=device) if extras.aesthetic_score else None
+    )
 
     def more(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         latents = given[0]
@@ -157,14 +166,14 @@ def shown_more(
 
 
 def blank_latents(vae: Any, size: tuple[int, int]) -> torch.Tensor:
-    """`all_hidden` of one picture of a size [1, 1 + C, h, w]."""
+    """`fully_masked` of one picture of a size [1, 1 + C, h, w]."""
     config, dtype = vae.config, vae.dtype
     grey = torch.zeros(1, config.in_channels, *size, device=vae.device)
     # SDXL's VAE gives NaN in half precision. Not diffusers' `to`, which warns of what casts.
     torch.nn.Module.to(vae, torch.float32)
     mean = vae.encode(grey).latent_dist.mean
     torch.nn.Module.to(vae, dtype)
-    return torch.from_numpy(all_hidden(mean.cpu().numpy(), config))
+    return torch.from_numpy(fully_masked(mean.cpu().numpy(), config))
 
 
 class ThePipeline:
@@ -178,7 +187,7 @@ class ThePipeline:
         self._vae = None if job.vae is None else Path(job.vae)
         self._sampler: Sampler | None = None
 
-    def take(self, drawing: Drawing) -> None:
+    def load(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, self._device)
         attend(self._network.denoiser, self._device)
         self._chip.prepare_drawing(self._network.denoiser)

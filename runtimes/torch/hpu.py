@@ -21,7 +21,7 @@ import torch
 from configs.training import Hpu, Train
 from runtimes.contract import WrongInput
 from runtimes.hosts.gaudi import bridge_version, lacking
-from runtimes.process.compile_cache import Compiled
+from runtimes.process.compile_cache import CompileCache
 from runtimes.torch.device_kind import Chip
 
 LAZY = "PT_HPU_LAZY_MODE"
@@ -30,7 +30,7 @@ MODULE = "HLS_MODULE_ID"
 BRIDGE = "habana_frameworks.torch"
 
 
-def load(settings: Hpu | None = None, compiled: str | None = None) -> Compiled:
+def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCache:
     """Have PyTorch know device hpu, in the mode of the settings; else in that of PT_HPU_LAZY_MODE,
     else eager.
 
@@ -70,8 +70,8 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> Compiled:
 
 
 @cache
-def _kept(compiled: str | None) -> Compiled:
-    return Compiled(compiled, f"hpu-{bridge_version()}")
+def _kept(compiled: str | None) -> CompileCache:
+    return CompileCache(compiled, f"hpu-{bridge_version()}")
 
 
 def load_hccl() -> None:
@@ -127,7 +127,7 @@ class Gaudi(Chip):
     fills_batches = True
     foreach = None
 
-    def __init__(self, settings: Hpu, kept: Compiled) -> None:
+    def __init__(self, settings: Hpu, kept: CompileCache) -> None:
         super().__init__(torch.device("hpu"))
         self._settings, self._kept, self._lazy = settings, kept, mode() == "lazy"
         self.takes_batches_ahead = not self._lazy  # operators are collected by one thread
@@ -173,7 +173,7 @@ class Gaudi(Chip):
             self._core.mark_step()
 
     def keep(self) -> None:
-        self._kept.keep()
+        self._kept.upload()
 
     def figures(self) -> dict[str, float]:
         """Programs compiled so far and the seconds for it, and the memory there is."""

@@ -46,7 +46,7 @@ class TheRuntime:
     """See base.Runtime for what each method promises."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.draws_together = versions(), False
+        self.versions, self.samples_collectively = versions(), False
         self._sampler: Any = None  # generate.Sampler, once a sample is asked for
 
     def load(self, job: TrainJob) -> None:
@@ -55,7 +55,7 @@ class TheRuntime:
         make_deterministic()
         ranks = Ranks.here()
         self._rank = ranks.rank
-        self.draws_together = ranks.world > 1 and self._settings.fsdp != 1
+        self.samples_collectively = ranks.world > 1 and self._settings.fsdp != 1
         self._chip = open_chip(self._settings.device, ranks, self._settings.hpu, job.compiled)
         self._chip.check(self._settings)
         self._device = self._chip.device
@@ -162,7 +162,7 @@ class TheRuntime:
         finally:
             self._network.train()
 
-    def part(self) -> None:
+    def shutdown(self) -> None:
         pass  # each may end on its own
 
     def memory_bytes(self) -> int:

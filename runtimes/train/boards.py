@@ -1,6 +1,6 @@
-"""Where a run's curves and pictures are shown: TensorBoard always, others if they are asked for.
+"""Experiment trackers for curves and images: TensorBoard always, Weights & Biases on request.
 
-<work>/tensorboard/events.out.tfevents.00001     one more each time that the run is started
+<work>/tensorboard/events.out.tfevents.00001     one per start of the run, numbered
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ Scalars = Mapping[str, float | None]
 
 
 class Board(Protocol):
-    """Somebody who shows curves and pictures."""
+    """An experiment tracker."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Points of curves."""
+        """Log scalars at a step, by tag."""
 
     def picture(self, step: int, name: str, png: bytes) -> None:
-        """A picture."""
+        """Log an image (the bytes of a PNG file)."""
 
     def rewind(self, step: int) -> None:
-        """Forget what came after a step: the run goes on from there."""
+        """Discard the points after a step, from which the run continues."""
 
     def flush(self) -> None:
-        """Have all of it kept. It may be called from another thread."""
+        """Write all logged data to storage. Must be thread-safe."""
 
     def close(self, done: bool) -> None:
-        """Have all of it kept, and end; `done` says whether the run has."""
+        """Flush and end; `done` is False if the run stopped early."""
 
 
 class Boards:
-    """All of a run's boards. One that fails is closed with a warning, and costs no step."""
+    """All trackers of a run. One that raises is dropped with a warning; training continues."""
 
     def __init__(self, boards: list[Board]) -> None:
         self._boards = boards
 
     def scalars(self, step: int, values: Scalars) -> None:
-        """Points of curves; those not known (None) are left out."""
+        """Log scalars; None values are omitted."""
         known = {name: value for name, value in values.items() if value is not None}
         self._each(lambda board: board.scalars(step, known))
 
     def picture(self, step: int, name: str, png: bytes) -> None:
-        """A picture."""
+        """Log an image (the bytes of a PNG file)."""
         self._each(lambda board: board.picture(step, name, png))
 
     def rewind(self, step: int) -> None:
-        """Forget what came after a step."""
+        """Discard the points after a step."""
         self._each(lambda board: board.rewind(step))
 
     def flush(self) -> None:
-        """Have all of it kept."""
+        """Write all logged data to storage."""
         self._each(lambda board: board.flush())
 
     def close(self, done: bool) -> None:
-        """Have all of it kept, and end."""
+        """Flush and end all trackers."""
         self._each(lambda board: board.close(done))
 
-    def _each(self, do: Callable[[Board], None]) -> None:
+    def _each(self, call: Callable[[Board], None]) -> None:
         for board in self._boards:
             try:
-                do(board)
-            except Exception as error:  # a full disk, say, or a service that is gone
+                call(board)
+            except Exception as error:  # such as a full disk or an unreachable service
                 self._boards = [other for other in self._boards if other is not board]
                 name = type(board).__name__
                 log.warning("%s is given up: %s: %s", name, type(error).__name__, error)
@@ -85,9 +85,9 @@ class Boards:
 class TensorBoard:
     """Writes event files in `<work>/tensorboard`.
 
-    A local file grows with each event. Elsewhere, where files cannot grow, each flush makes one.
-    That a run goes on from an earlier step is told as TensorBoard's readers know it: by a session's
-    start, from whose step on they forget what they have read.
+    Events are appended to a local file. Remote objects cannot be appended to, so each flush writes
+    a new one. A rewind writes a SessionLog.START event: TensorBoard then purges the events of its
+    step and later.
     """
 
     def __init__(self, work: str) -> None:
@@ -129,7 +129,7 @@ class TensorBoard:
         self.flush()
 
     def _begin_file(self) -> None:
-        """Begin a file that sorts after all others: they are read in that order."""
+        """Start a file whose name sorts last: TensorBoard reads files in name order."""
         self._number += 1
         self._path = f"{self._folder}/events.out.tfevents.{self._number:05d}"
         begun = Event(wall_time=time.time(), file_version="brain.Event:2")
@@ -147,20 +147,20 @@ class TensorBoard:
 
 
 def _record(event: Event) -> bytes:
-    """An event as TensorFlow's record files have it: length and data, each with a checksum."""
+    """An event in the TFRecord format: length and data, each followed by a masked CRC-32C."""
     data = event.SerializeToString()
     length = struct.pack("<Q", len(data))
     return length + _checksum(length) + data + _checksum(data)
 
 
 def _checksum(data: bytes) -> bytes:
-    """CRC-32C, masked."""
+    """The masked CRC-32C of TFRecord: rotated right by 15 bits, plus a constant."""
     crc = google_crc32c.value(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def open_boards(work: str, settings: Train) -> Boards:
-    """Those that a run has. Raises WrongInput if one does not take what the settings say of it."""
+    """The trackers of a run. Raises WrongInput if Weights & Biases rejects its settings."""
     boards: list[Board] = [TensorBoard(work)]
     if settings.wandb is not None:
         try:
@@ -168,6 +168,6 @@ def open_boards(work: str, settings: Train) -> Boards:
             boards.append(WandbBoard(settings.wandb, work, config))
         except WrongInput:
             raise
-        except Exception as error:  # the service is not to be reached, say
+        except Exception as error:  # such as an unreachable service
             log.warning("Weights & Biases is given up: %s: %s", type(error).__name__, error)
     return Boards(boards)

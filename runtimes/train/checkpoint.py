@@ -1,12 +1,12 @@
-"""Checkpoints that any runtime reads: safetensors by diffusers' names, committed by a record.
+"""Checkpoints that every runtime reads: safetensors with diffusers' names, committed by a manifest.
 
 <work>/checkpoints/step-00000100/weights.safetensors     fp32 weights
 .../exp_avg.safetensors, exp_avg_sq.safetensors           AdamW's moments
-.../ema.safetensors                                       if an average is kept
-.../ema-00001-of-00003.safetensors, ...                   what would be too large is split
+.../ema.safetensors                                       with train.ema_decay
+.../ema-00001-of-00003.safetensors, ...                   a group above the shard size
 .../state.json                                            step, seed, settings, versions
-.../history.jsonl                                         one line a step
-.../manifest.json                                         written last: it exists with this
+.../history.jsonl                                         one line per step
+.../manifest.json                                         written last: the commit
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger("kiln")
 
 
 class CheckpointNotWritten(OSError):
-    """A checkpoint could not be written; those committed before are untouched.
+    """A checkpoint could not be written; older checkpoints are intact.
 
-    `errno` is that of what went wrong, if it had one.
+    `errno` is that of the failed operation, if known.
     """
 
     def __str__(self) -> str:
@@ -42,16 +42,19 @@ class CheckpointNotWritten(OSError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run as it was after `step` steps."""
+    """The state of a run after `step` steps."""
 
     step: int
     state: State
-    history: list[str]  # lines of JSON, one a step
+    history: list[str]  # JSON lines, one per step
     facts: dict[str, Any]  # state.json
 
 
 def split(group: str, arrays: Arrays, shard_bytes: int) -> list[tuple[str, Arrays]]:
-    """The files that a group is written to, each with its arrays, named as diffusers does."""
+    """The files of a group of arrays, as (name, arrays), with diffusers' names for shards.
+
+    A file holds at most `shard_bytes`, except for a single larger array.
+    """
     parts: list[Arrays] = [{}]
     room = shard_bytes
     for name in sorted(arrays):
@@ -70,21 +73,28 @@ class Checkpoints:
     """The checkpoints of one run, below a folder at any fsspec URL.
 
     Args:
-        keep: how many of the newest are kept.
-        best: how many of the lowest `validation_loss` are kept beside them.
-        shard_bytes: the largest file of arrays; a larger array is a file of its own.
+        keep: number of newest checkpoints to keep.
+        best: number of checkpoints with the lowest `validation_loss` to keep as well.
+        shard_bytes: maximum bytes per file of arrays; a larger array has its own file.
     """
 
     def __init__(
         self, work: str, keep: int, *, best: int = 0, shard_bytes: int = 5 * 10**9
     ) -> None:
         self._fs, root = url_to_fs(work)
-        self._root, self._keep = f"{root.rstrip('/')}/checkpoints", keep
-        self._best, self._shard_bytes = best, shard_bytes
+        self._root = f"{root.rstrip('/')}/checkpoints"
+        self._keep = keep
+        self._best = best
+        self._shard_bytes = shard_bytes
 
     def latest(self, before: int | None = None) -> Checkpoint | None:
-        """The newest that verifies (of a step below `before`); a broken one is skipped with a
-        warning. A remote store that does not give one raises as its client does."""
+        """The newest checkpoint with valid checksums, of a step below `before`.
+
+        A damaged checkpoint is skipped with a warning.
+
+        Raises:
+            OSError: a remote store did not respond.
+        """
         for step in reversed(self._steps()):
             if before is not None and step >= before:
                 continue
@@ -92,7 +102,7 @@ class Checkpoints:
                 return self.read(step, verify=True)
             except (ValueError, OSError, KeyError, TypeError) as error:
                 if _is_away(self._fs, error):
-                    raise  # begun again from an older one, the run would throw the newest away
+                    raise  # a resume from an older checkpoint would discard the newest one's steps
                 log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
 
@@ -105,20 +115,22 @@ class Checkpoints:
         *,
         prune: bool = True,
     ) -> tuple[str, int]:
-        """Commit a checkpoint, then delete those that need not be kept.
+        """Commit a checkpoint, then delete the checkpoints that the limits exclude.
 
         Args:
-            facts: for `state.json`; its `validation_loss`, if any, says which are the best.
+            facts: content of `state.json`; `validation_loss` ranks the checkpoint for `best`.
+            prune: whether to delete older checkpoints.
 
         Returns:
-            Its path and its bytes.
+            The checkpoint's path and its size in bytes.
 
         Raises:
-            CheckpointNotWritten: the disk is full, say; the message names the last good one.
+            CheckpointNotWritten: for example, the disk is full. The message names the last good
+                checkpoint.
         """
         path, files = self._path(step), list[FileEntry]()
         try:
-            self._discard(path)  # what a run that was killed left half written
+            self._discard(path)  # a killed run may have left a partial checkpoint
             for group, arrays in state.items():
                 for name, part in split(group, arrays, self._shard_bytes):
                     with writing(self._fs, path, name, files) as sink:
@@ -142,7 +154,7 @@ class Checkpoints:
     def _complaint(self, path: str, error: OSError) -> str:
         kept = "there is none before it"
         try:
-            self._discard(path)  # makes room again
+            self._discard(path)  # frees the space of the partial checkpoint
             if steps := self._steps():
                 kept = f"the last good one is of step {steps[-1]}"
         except OSError:
@@ -154,8 +166,8 @@ class Checkpoints:
         """The checkpoint of a step.
 
         Raises:
-            ValueError, OSError, KeyError, TypeError: it is broken. Not every broken one is noticed,
-                unless it is to be verified.
+            ValueError, OSError, KeyError, TypeError: it is damaged. Without `verify` some damage
+                remains undetected.
         """
         path = self._path(step)
         record = read_record(self._fs, f"{path}/{MANIFEST}")
@@ -185,12 +197,12 @@ class Checkpoints:
     def _prune(self, newest: int) -> None:
         committed = [step for step in self._steps() if step <= newest]
         kept = {*committed[-self._keep :], *self._best_of(committed)}
-        for step in self._folders("step-*"):  # those that a killed run left half written too
+        for step in self._folders("step-*"):  # also partial checkpoints of a killed run
             if step < newest and step not in kept:
                 self._discard(self._path(step))
 
     def _best_of(self, steps: list[int]) -> list[int]:
-        """Those of the lowest validation loss; of equal ones the later."""
+        """The steps with the lowest validation loss; the later step wins a tie."""
         if not self._best:
             return []
         losses = {step: self._validation_loss(step) for step in steps}
@@ -205,7 +217,7 @@ class Checkpoints:
         return None if record is None else record.get("validation_loss")
 
     def _discard(self, path: str) -> None:
-        """Delete a checkpoint, its record first: half deleted, it must not look whole."""
+        """Delete a checkpoint, its manifest first: a partial deletion must not look committed."""
         if self._fs.exists(f"{path}/{MANIFEST}"):
             self._fs.rm_file(f"{path}/{MANIFEST}")
         if self._fs.exists(path):
@@ -225,6 +237,6 @@ class Checkpoints:
 
 
 def _is_away(fs: AbstractFileSystem, error: Exception) -> bool:
-    """Whether a remote store did not answer, which says nothing of what is in it."""
+    """Whether a remote store failed to respond: the checkpoint itself may be intact."""
     gone = isinstance(error, FileNotFoundError) or not isinstance(error, OSError)
     return not gone and not isinstance(fs, LocalFileSystem)

@@ -1,4 +1,4 @@
-"""Commits a run's checkpoints in background: the loop goes on while they are written."""
+"""Background writer of checkpoints: training continues while a checkpoint is committed."""
 
 from __future__ import annotations
 
@@ -15,48 +15,50 @@ from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run as it was after a step, to be committed."""
+    """The content of a checkpoint before it is committed."""
 
     step: int
-    state: State  # a copy: the run goes on
+    state: State  # a copy: training continues meanwhile
     history: list[str]  # a copy
     facts: dict[str, Any]
-    since: float  # perf_counter at which the loop stood still for it
-    prune: bool  # whether older ones may be deleted then
+    since: float  # perf_counter at which the loop paused for this checkpoint
+    prune: bool  # whether older checkpoints may be deleted afterwards
 
 
 class Saver:
-    """Writes one checkpoint at a time; a disk that is full costs that checkpoint, not the run."""
+    """Writes one checkpoint at a time. A full disk loses that checkpoint but not the run."""
 
     def __init__(self, checkpoints: Checkpoints, boards: Boards, events: Events) -> None:
-        self._checkpoints, self._boards, self._events = checkpoints, boards, events
+        self._checkpoints = checkpoints
+        self._boards = boards
+        self._events = events
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[CheckpointNotWritten | None] | None = None
 
     def start(self, snapshot: Snapshot) -> None:
-        """Begin to write, once the one before is written."""
+        """Start the write after the previous write has ended."""
         self.wait()
         blocked = time.perf_counter() - snapshot.since
         self._writing = self._thread.submit(self._write, snapshot, blocked)
 
     def wait(self) -> CheckpointNotWritten | None:
-        """Wait until nothing is being written; why the one started last was not, if it was not."""
+        """Wait for the current write; the error of the last write, if it failed."""
         return None if self._writing is None else self._writing.result()
 
     def close(self) -> None:
-        """Wait, and end."""
+        """Wait for the current write and end the thread."""
         self._thread.shutdown()
 
     def _write(self, snapshot: Snapshot, blocked: float) -> CheckpointNotWritten | None:
         step = snapshot.step
-        self._boards.flush()  # what a resume will not write again
+        self._boards.flush()  # a resume from this checkpoint does not repeat the points before it
         try:
             path, size = self._checkpoints.save(
                 step, snapshot.state, snapshot.history, snapshot.facts, prune=snapshot.prune
             )
         except CheckpointNotWritten as error:
             self._events.emit("warning", message=str(error))
-            return error.with_traceback(None)  # which would keep the state
+            return error.with_traceback(None)  # the traceback would keep the state in memory
         self._events.emit(
             "checkpoint",
             step=step,

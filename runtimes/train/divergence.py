@@ -1,4 +1,4 @@
-"""When a run has gone wrong: a loss that is no number, or that stays far above what it was."""
+"""Divergence: a loss that is NaN or infinite, or that stays far above its recent mean."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from dataclasses import dataclass
 
 from configs.training import OnDivergence
 
-#: Steps that the recent mean is taken over, and how many there must be to judge by it.
-WINDOW, LEAST = 100, 10
+#: Number of recent losses in the mean, and the fewest that give a reliable mean.
+WINDOW, MIN_LOSSES = 100, 10
 
 
 class Diverged(RuntimeError):
-    """The loss is no longer a number, or far above what it was."""
+    """The loss is not finite, or far above its recent mean, and the run must stop."""
 
 
 @dataclass(frozen=True)
-class Offence:
-    """The step (from 1) that a run went wrong at, and what is wrong, in words."""
+class DivergenceEvent:
+    """The first bad step (from 1) of a divergence, and its description for a message."""
 
     step: int
     words: str
 
 
-class Divergence:
-    """Looks at the losses of a run, one after another: what it finds is a function of them alone.
+class DivergenceDetector:
+    """Detects divergence in the losses of a run, in order. It depends on no other state.
 
-    A loss above `factor` times the mean of the last `WINDOW` that were not counts as suspicious;
-    `patience` of them in a row are an offence, of the first one's step. NaN is one at once.
+    A loss is suspicious above `factor` times the mean of the last `WINDOW` normal losses.
+    `patience` suspicious losses in a row make an event at the first one's step. A loss or norm
+    that is not finite makes an event at once.
+
+    Attributes:
+        event: the detected divergence, or None.
     """
 
     def __init__(self, settings: OnDivergence) -> None:
@@ -37,25 +41,25 @@ class Divergence:
         self.begin(())
 
     def begin(self, losses: Iterable[float]) -> None:
-        """Forget all; start from the losses of the steps so far."""
-        self.offence: Offence | None = None
+        """Reset the detector and replay the losses of the completed steps."""
+        self.event: DivergenceEvent | None = None
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._suspicious = 0  # steps in a row
         if self._settings.factor is not None:
             for step, loss in enumerate(losses, start=1):
-                self.see(step, loss, 0.0)
+                self.observe(step, loss, 0.0)
 
     @property
-    def suspects(self) -> bool:
-        """Whether the last step was suspicious: what comes next may show that it was the first."""
+    def is_suspicious(self) -> bool:
+        """Whether the last loss was suspicious: its step may become the first of an event."""
         return self._suspicious > 0
 
-    def see(self, step: int, loss: float, grad_norm: float) -> None:
-        """Look at a step's loss and gradient norm; `offence` is set once there is one."""
+    def observe(self, step: int, loss: float, grad_norm: float) -> None:
+        """Check one step's loss and gradient norm (L2, before clipping); may set `event`."""
         first = step - self._suspicious
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             words = f"the loss is {loss} and the gradient's norm {grad_norm} at step {step}"
-            self.offence = Offence(first, words)
+            self.event = DivergenceEvent(first, words)
         elif (times := self._times_the_mean(loss)) is None:
             self._recent.append(loss)
             self._suspicious = 0
@@ -63,12 +67,12 @@ class Divergence:
             self._suspicious += 1
             if self._suspicious >= self._settings.patience:
                 words = f"the loss {loss:.4g} is {times:.3g} times the recent mean at step {step}"
-                self.offence = Offence(first, words)
+                self.event = DivergenceEvent(first, words)
 
     def _times_the_mean(self, loss: float) -> float | None:
-        """How many times the recent mean, if that is too many."""
+        """The ratio of `loss` to the recent mean if it exceeds `factor`, else None."""
         factor = self._settings.factor
-        if factor is None or len(self._recent) < LEAST:
+        if factor is None or len(self._recent) < MIN_LOSSES:
             return None
         mean = math.fsum(self._recent) / len(self._recent)
         return loss / mean if loss > factor * mean else None

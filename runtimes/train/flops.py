@@ -1,4 +1,4 @@
-"""How much a step computes: what model FLOP utilisation (PaLM, arXiv 2204.02311) is made of."""
+"""FLOP of training steps, the numerator of model FLOP utilisation (PaLM, arXiv 2204.02311)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class StepFlops:
-    """FLOP of a step on one device: counted once for each shape of batches, when asked for."""
+    """FLOP of a step on one device, counted once per batch shape.
+
+    Counting is slow, so it runs at the first `total` and not in the step.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._met: dict[Shapes, StepBatch] = {}  # not counted yet
+        self._uncounted: dict[Shapes, StepBatch] = {}
         self._counted: dict[Shapes, float | None] = {}
 
-    def meet(self, batch: StepBatch) -> Shapes:
-        """Take note of a batch's shapes."""
+    def register(self, batch: StepBatch) -> Shapes:
+        """The batch's shapes; a new combination is kept for counting."""
         arrays = {"": batch.noisy_latents, **batch.conditioning}
         shapes = tuple((name, array.shape) for name, array in arrays.items())
         if shapes not in self._counted:
-            self._met.setdefault(shapes, batch)
+            self._uncounted.setdefault(shapes, batch)
         return shapes
 
     def total(self, steps: Iterable[Shapes]) -> float | None:
-        """Of steps on batches of such shapes; None if one cannot be counted."""
-        while self._met:
-            shapes, batch = self._met.popitem()
+        """FLOP of all steps, by their batch shapes; None if the runtime cannot count one."""
+        while self._uncounted:
+            shapes, batch = self._uncounted.popitem()
             self._counted[shapes] = self._runtime.flops(batch)
         known = [self._counted[shapes] for shapes in steps]
         return None if None in known else sum(filter(None, known))

@@ -1,4 +1,4 @@
-"""What happens beside the steps: resuming, checkpoints, validation, pictures, going back."""
+"""The work of a run between its steps: resume, checkpoints, validation, sample images, rollback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtimes.process.signals import Stop
 from runtimes.train.boards import Boards
 from runtimes.train.checkpoint import Checkpoint, Checkpoints
 from runtimes.train.checkpoint_saver import Saver, Snapshot
-from runtimes.train.divergence import Diverged, Divergence, Offence
+from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.learning_rate import learning_rate
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
@@ -31,11 +31,12 @@ ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
 
 
 class Run:
-    """A training run at some step. Every rank has one, and all call the same at the same place.
+    """The state of a training run. All ranks must call its methods in the same order.
 
     Attributes:
-        step: steps done.
-        skipped: numbers of the batches that are left out.
+        step: number of completed optimizer steps.
+        skipped: numbers (from 0) of the batches that divergence has excluded.
+        recorder: history and progress; `resume` creates it.
     """
 
     def __init__(
@@ -48,8 +49,13 @@ class Run:
         events: Events,
         stop: Stop,
     ) -> None:
-        self._job, self._settings, self._runtime = job, settings, runtime
-        self._holdout, self._boards, self._events, self._stop = holdout, boards, events, stop
+        self._job = job
+        self._settings = settings
+        self._runtime = runtime
+        self._holdout = holdout
+        self._boards = boards
+        self._events = events
+        self._stop = stop
         self._first = Ranks.here().first
         self._checkpoints = Checkpoints(
             job.work,
@@ -60,12 +66,17 @@ class Run:
         self._saver = Saver(self._checkpoints, boards, events)
         self._samples = Samples(job, runtime, events, boards, writes=self._first)
         self._profiling = Profiling(settings.profile, job.work, runtime)
-        self._divergence = Divergence(settings.divergence)
-        self.step, self.skipped = 0, list[int]()
-        self._taken = 0  # step whose state is in a checkpoint, or on its way there
+        self._divergence = DivergenceDetector(settings.divergence)
+        self.step = 0
+        self.skipped: list[int] = []
+        self._checkpointed_step = 0  # step of the newest checkpoint, committed or being written
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one."""
+        """Continue from the newest valid checkpoint, or start at step 0.
+
+        Raises:
+            WrongInput: the checkpoint was written with other settings.
+        """
         peak = self._settings.peak_tflops
         self.recorder = Recorder(
             self._events,
@@ -76,10 +87,10 @@ class Run:
             batch_size=self._settings.global_batch_size,
             peak=self._runtime.peak_flops() if peak is None else peak * 1e12,
         )
-        saved = self._agree_on()
+        saved = self._newest_checkpoint()
         if saved is not None:
             self._check_same_run(saved)
-            self._go_to(saved)
+            self._restore(saved)
         self._boards.rewind(self.step)
         self._events.emit(
             "start",
@@ -91,68 +102,77 @@ class Run:
         )
 
     def catch_up(self) -> None:
-        """Do what a run that was stopped at this step had no time for."""
+        """Run the validation and the samples that are due at the resumed step but missing."""
         if self.step == 0:
-            if self._settings.divergence.action == "skip":  # which needs one to go back to
-                self._aside(self._take)
+            if self._settings.divergence.action == "skip":  # a rollback needs a first checkpoint
+                self._paused(self._start_checkpoint)
             return
-        if self._due(self._settings.holdout_loss.every_n_steps) and self.recorder.validated is None:
-            self._aside(self._validate)
-        if self._sampling() and not self._runtime.broadcast(self._samples.drawn(self.step)):
-            self._aside(self._sample)
+        if (
+            self._due(self._settings.holdout_loss.every_n_steps)
+            and self.recorder.validation_loss is None
+        ):
+            self._paused(self._validate)
+        if self._sampling_due() and not self._runtime.broadcast(self._samples.exist(self.step)):
+            self._paused(self._sample)
 
-    def train_on(self, batch: StepBatch) -> None:
-        """Take a step."""
+    def train_step(self, batch: StepBatch) -> None:
+        """Run one optimizer step on `batch`."""
         if self._profiling.changes(self.step):
-            self._aside(lambda: self._profiling.before(self.step))
+            self._paused(lambda: self._profiling.before(self.step))
         rate = learning_rate(self.step, self._settings)
-        self.recorder.add(batch, self._runtime.step(batch, rate), rate, self._left_out())
+        self.recorder.add(batch, self._runtime.step(batch, rate), rate, self._newly_skipped())
         self.step += 1
 
-    def beside(self, waited: float) -> bool:
-        """Do what is due after a step; False if the run went back to an earlier one instead.
+    def after_step(self, waited: float) -> bool:
+        """Report, validate, checkpoint and sample if due; False after a rollback.
 
         Args:
-            waited: the loader's sum of idle seconds.
+            waited: total seconds that the loop has waited for the loader.
+
+        Raises:
+            Diverged: the run has diverged and may not roll back.
         """
-        every = self._settings
-        report = self._due(every.logging_steps) or self.step == every.steps
-        validate, save = (
-            self._due(every.holdout_loss.every_n_steps),
-            self._due(every.checkpointing_steps),
-        )
-        sample = self._sampling()
+        settings = self._settings
+        report = self._due(settings.logging_steps) or self.step == settings.steps
+        validate = self._due(settings.holdout_loss.every_n_steps)
+        save = self._due(settings.checkpointing_steps)
+        sample = self._sampling_due()
         if not (report or validate or save or sample):
             return True
-        self.recorder.settle()
-        if (offence := self._offence()) is not None:
-            self._go_back(offence)
+        self.recorder.synchronize()
+        if (event := self._divergence_event()) is not None:
+            self._roll_back(event)
             return False
         if report:
             self.recorder.report(waited)
         if validate:
-            self._aside(self._validate)
+            self._paused(self._validate)
         if save:
-            self._aside(self._checkpoint)
+            self._paused(self._checkpoint_if_new)
         if sample:
-            self._aside(self._sample)
+            self._paused(self._sample)
         return True
 
-    def leave(self) -> None:
-        """Commit what is done before the process ends. Raises CheckpointNotWritten, Diverged."""
-        self.recorder.settle()
-        if self._offence() is None:
-            self._checkpoint()
-        self._runtime.part()
+    def checkpoint_and_exit(self) -> None:
+        """Commit a checkpoint of the current step, unless the run has diverged.
+
+        Raises:
+            CheckpointNotWritten: the store did not accept the checkpoint.
+            Diverged: the run has diverged and may not roll back.
+        """
+        self.recorder.synchronize()
+        if self._divergence_event() is None:
+            self._checkpoint_if_new()
+        self._runtime.shutdown()
         if (error := self._saver.wait()) is not None:
             raise error
 
     def finish(self) -> None:
-        """Write what was trained."""
-        self._profiling.close()  # it may last to the end
+        """Write the trained weights and the history to the job's `out` folder."""
+        self._profiling.close()  # the trace may include the last step
         self._saver.wait()
         state = self._runtime.state()
-        self._runtime.part()
+        self._runtime.shutdown()
         if not self._first:
             return
         files = write_result(self._job, state, self.recorder.history)
@@ -173,22 +193,22 @@ class Run:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Wait for what is being written."""
+        """End the trace and wait for the checkpoint writer."""
         self._profiling.close()
         self._saver.close()
 
-    def _due(self, every: int) -> bool:
-        return bool(every) and self.step % every == 0
+    def _due(self, interval: int) -> bool:
+        return bool(interval) and self.step % interval == 0
 
-    def _aside(self, do: Callable[[], None]) -> None:
-        """Do what is no training, and leave it out of the rates."""
-        self.recorder.settle()  # what the device still does is training
+    def _paused(self, work: Callable[[], None]) -> None:
+        """Run `work` and exclude its duration from the reported rates."""
+        self.recorder.synchronize()  # steps that still run on the device count as training time
         since = time.perf_counter()
-        do()
-        self.recorder.pause(since)
+        work()
+        self.recorder.exclude_since(since)
 
-    def _left_out(self) -> list[int]:
-        """Numbers of the batches that are left out just before this step's."""
+    def _newly_skipped(self) -> list[int]:
+        """Numbers of the skipped batches between the previous step's batch and this one's."""
         before = batch_number(self.step - 1, self.skipped) if self.step else -1
         return list(range(before + 1, batch_number(self.step, self.skipped)))
 
@@ -198,32 +218,32 @@ class Run:
         found = measure(self._runtime, self._holdout, lambda: self._stop.requested)
         if found is None:
             return
-        if not math.isfinite(found.loss):  # the next step's will be no number either
-            words = f"the validation loss is {found.loss} at step {self.step}"
-            self._events.emit("warning", message=words)
+        if not math.isfinite(found.loss):  # the next training loss will be NaN as well
+            message = f"the validation loss is {found.loss} at step {self.step}"
+            self._events.emit("warning", message=message)
             return
         figures = {"validation_loss": found.loss, "validation_error": found.error}
-        self.recorder.amend(**figures)
+        self.recorder.amend_last(**figures)
         self._events.emit("validation", step=self.step, loss=found.loss, error=found.error)
         self._boards.scalars(self.step, figures)
 
-    def _sampling(self) -> bool:
-        return self._samples.wanted() and self._due(self._settings.sample_every_n_steps)
+    def _sampling_due(self) -> bool:
+        return self._samples.requested() and self._due(self._settings.sample_every_n_steps)
 
     def _sample(self) -> None:
         if not self._runtime.any_rank(self._stop.requested):
             self._samples.draw(self.step)
 
-    def _checkpoint(self) -> None:
-        if self.step > self._taken:
-            self._take()
+    def _checkpoint_if_new(self) -> None:
+        if self.step > self._checkpointed_step:
+            self._start_checkpoint()
 
-    def _take(self) -> None:
-        """Copy the state and have the copy committed while the run goes on."""
+    def _start_checkpoint(self) -> None:
+        """Copy the state to the host; the saver commits the copy in the background."""
         since = time.perf_counter()
-        self._saver.wait()  # of two copies one would be too many
+        self._saver.wait()  # the host may lack memory for a second copy of the state
         state = self._runtime.state()
-        self._taken = self.step
+        self._checkpointed_step = self.step
         if not self._first:
             return
         facts = {
@@ -232,66 +252,76 @@ class Run:
             "seed": self._settings.seed,
             "samples_seen": self.step * self._settings.global_batch_size,
             "skipped": list(self.skipped),
-            "validation_loss": self.recorder.validated,
+            "validation_loss": self.recorder.validation_loss,
             "train": self._settings.model_dump(mode="json"),
             "denoiser_config": self._job.denoiser_config,
             "processes": Ranks.here().world,
         }
-        history, prune = list(self.recorder.history), not self._divergence.suspects
+        history, prune = list(self.recorder.history), not self._divergence.is_suspicious
         self._saver.start(Snapshot(self.step, state, history, facts, since, prune))
 
-    def _offence(self) -> Offence | None:
-        """What the run is to go back for, if anything. Raises Diverged if it is to stop for it."""
-        found = self._divergence.offence
+    def _divergence_event(self) -> DivergenceEvent | None:
+        """The divergence that requires a rollback, agreed by all ranks; None without one.
+
+        Raises:
+            Diverged: the settings demand a stop, or `max_skips` batches are already skipped.
+        """
+        found = self._divergence.event
         step = self._runtime.broadcast(0 if found is None else found.step)
         if not step:
             return None
-        offence = found or Offence(step, f"the loss has gone wrong at step {step}")
+        event = found or DivergenceEvent(step, f"the loss has gone wrong at step {step}")
         policy = self._settings.divergence
         if policy.action == "stop":
-            raise Diverged(f"{offence.words}: {ADVICE}")
+            raise Diverged(f"{event.words}: {ADVICE}")
         if len(self.skipped) >= policy.max_skips:
-            words = f"{policy.max_skips} batches have been left out already"
-            raise Diverged(f"{offence.words}, and {words}: {ADVICE}")
-        return offence
+            limit = f"{policy.max_skips} batches have been left out already"
+            raise Diverged(f"{event.words}, and {limit}: {ADVICE}")
+        return event
 
-    def _go_back(self, offence: Offence) -> None:
-        """Go on from the checkpoint before the offending step, without that step's batch."""
+    def _roll_back(self, event: DivergenceEvent) -> None:
+        """Restore the checkpoint before the event's step and skip that step's batch."""
         self._profiling.close()
         self._saver.wait()
-        saved = self._agree_on(before=offence.step)
+        saved = self._newest_checkpoint(before=event.step)
         if saved is None:
-            raise Diverged(f"{offence.words}, and no checkpoint before it is left: {ADVICE}")
-        number = batch_number(offence.step - 1, self.skipped)
+            raise Diverged(f"{event.words}, and no checkpoint before it is left: {ADVICE}")
+        number = batch_number(event.step - 1, self.skipped)
         self.skipped.append(number)
-        self._go_to(saved)
+        self._restore(saved)
         if self._first:
             self._checkpoints.discard_after(self.step)
         self._boards.rewind(self.step)
-        words = f"{offence.words}: back to step {self.step}, batch {number} is left out"
-        self._events.emit("warning", message=words)
+        message = f"{event.words}: back to step {self.step}, batch {number} is left out"
+        self._events.emit("warning", message=message)
         self._events.emit("back", step=self.step, left_out=number)
 
-    def _agree_on(self, before: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that verifies (of a step below `before`): rank 0 looks for it."""
+    def _newest_checkpoint(self, before: int | None = None) -> Checkpoint | None:
+        """The newest valid checkpoint of a step below `before`, the same for all ranks.
+
+        Rank 0 searches and broadcasts the step, so only one process verifies files.
+        """
         found = self._checkpoints.latest(before) if self._first else None
         step = self._runtime.broadcast(-1 if found is None else found.step)
         return self._checkpoints.read(step) if found is None and step >= 0 else found
 
-    def _go_to(self, saved: Checkpoint) -> None:
+    def _restore(self, saved: Checkpoint) -> None:
         self._runtime.restore(saved.state, saved.step)
-        self.step = self._taken = saved.step
+        self.step = self._checkpointed_step = saved.step
         self.skipped = sorted({*self.skipped, *saved.facts["skipped"]})
         self.recorder.begin(saved.history)
 
     def _check_same_run(self, saved: Checkpoint) -> None:
-        """Raise WrongInput if it was of other settings. Those that it does not know of had their
-        defaults: it may be of an older version."""
+        """Raise WrongInput if the checkpoint was written with settings that change the weights.
+
+        Settings that the checkpoint lacks count as defaults: an older version may have written it.
+        """
         now, before = computing(self._settings), _with_defaults(saved.facts["train"])
-        now["denoiser_config"] = self._job.denoiser_config  # not its path, which may change
+        now["denoiser_config"] = self._job.denoiser_config  # the content: its path may change
         before["denoiser_config"] = saved.facts.get("denoiser_config")
         if self._settings.method == "lora" and self._settings.lora.dropout:
-            now["processes"] = Ranks.here().world  # by whomever they were started
+            # Dropout masks depend on the rank, so the number of processes must not change.
+            now["processes"] = Ranks.here().world
             before["processes"] = saved.facts.get("processes", before["processes"])
         for name in sorted(now):
             if before.get(name) != now[name]:
@@ -302,11 +332,11 @@ class Run:
 
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Dumped settings, sections too, with what they lack as it is by default."""
-    whole = Train().model_dump(mode="json")
+    """Dumped settings with defaults for missing keys, also in sections."""
+    complete = Train().model_dump(mode="json")
     for name, value in given.items():
-        if isinstance(value, dict) and isinstance(whole.get(name), dict):
-            whole[name] = {**whole[name], **value}
+        if isinstance(value, dict) and isinstance(complete.get(name), dict):
+            complete[name] = {**complete[name], **value}
         else:
-            whole[name] = value
-    return whole
+            complete[name] = value
+    return complete

@@ -1,4 +1,4 @@
-"""The learning rate of a step, computed on the host: a new value never recompiles a step."""
+"""The learning rate schedule, computed on the host: the rate is data, not part of a program."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from configs.training import Train
 
 
 def learning_rate(step: int, settings: Train) -> float:
-    """Linear warm-up to the peak, then constant or falling.
+    """The learning rate of a step (from 0): linear warm-up to the peak, then the chosen decay.
 
-    Step `lr_warmup_steps - 1` is the first at the peak; the fall would reach
-    `lr_min_ratio * learning_rate` at step `steps`.
+    Step `lr_warmup_steps - 1` is the first at the peak `learning_rate`. The decay would reach
+    `lr_min_ratio * learning_rate` at step `steps`, one after the last.
     """
     if step < settings.lr_warmup_steps:
         return settings.learning_rate * (step + 1) / settings.lr_warmup_steps
     done = (step - settings.lr_warmup_steps) / max(1, settings.steps - settings.lr_warmup_steps)
-    left = _left(min(done, 1.0), settings)
-    return settings.learning_rate * (settings.lr_min_ratio + (1 - settings.lr_min_ratio) * left)
+    factor = _decay(min(done, 1.0), settings)
+    return settings.learning_rate * (settings.lr_min_ratio + (1 - settings.lr_min_ratio) * factor)
 
 
-def _left(done: float, settings: Train) -> float:
-    """Share of the fall still to come, from 1 to 0, when `done` of the steps after warm-up are.
+def _decay(done: float, settings: Train) -> float:
+    """The decay factor in [0, 1] after the fraction `done` of the steps since warm-up.
 
-    Cosine and its restarts, which go back to the peak at once: SGDR, arXiv 1608.03983.
+    Cosine with warm restarts: SGDR, arXiv 1608.03983. The other shapes are diffusers'.
     """
     match settings.lr_scheduler:
         case "constant":

@@ -1,4 +1,4 @@
-"""A trace of some steps of a run, kept in `<work>/profile`."""
+"""A profiler trace of selected steps, stored in `<work>/profile`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from runtimes.contract import Runtime
 
 
 class Profiling:
-    """Traces `steps` steps from step `start` (from 0) on, unless the run resumes after that."""
+    """Traces `steps` steps, the first one at index `start` (from 0).
+
+    A run that resumes after `start` has no trace.
+    """
 
     def __init__(self, settings: Profile, work: str, runtime: Runtime) -> None:
-        self._start, self._end = settings.start, settings.start + settings.steps
-        self._work, self._runtime = work, runtime
+        self._start = settings.start
+        self._end = settings.start + settings.steps
+        self._work = work
+        self._runtime = runtime
         self._tracing = ExitStack()
 
     def changes(self, step: int) -> bool:
@@ -27,7 +32,7 @@ class Profiling:
         return self._start < self._end and step in (self._start, self._end)
 
     def before(self, step: int) -> None:
-        """Start or end the trace."""
+        """Start or end the trace, if it is due before this step."""
         if step == self._end:
             self.close()
         elif step == self._start:
@@ -35,13 +40,13 @@ class Profiling:
             self._tracing.enter_context(self._runtime.profile(folder))
 
     def close(self) -> None:
-        """End the trace, if it has not ended."""
+        """End the trace, if one is active."""
         self._tracing.close()
 
 
 @contextmanager
 def _folder_below(work: str) -> Iterator[str]:
-    """A local folder whose files are in `<work>/profile` at the end."""
+    """A local folder for the trace; at exit its files are in `<work>/profile`."""
     fs, root = url_to_fs(work)
     target = f"{root.rstrip('/')}/profile"
     if isinstance(fs, LocalFileSystem):

@@ -1,4 +1,4 @@
-"""What a run tells of itself: its history of every step, and progress for those who watch."""
+"""The record of a run: one history line per step, and progress events at intervals."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from typing import Any
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
 from runtimes.train.boards import Boards
-from runtimes.train.divergence import Divergence
+from runtimes.train.divergence import DivergenceDetector
 from runtimes.train.flops import Shapes, StepFlops
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """A step that was taken, whose output may still be on its way."""
+class _PendingStep:
+    """A step whose loss and norm the host has not yet fetched."""
 
     output: StepOutput
     learning_rate: float
     shapes: Shapes  # of its batch
-    left_out: Sequence[int]
+    skipped: Sequence[int]
 
 
 class Recorder:
-    """Collects step outputs and fetches them from the device only when they are wanted.
+    """Collects step outputs and fetches them in groups, so that no step waits for the device.
 
     Args:
-        batch_size: the global one.
-        peak: FLOP a second that one device can do, if known.
+        total: steps of the whole run.
+        batch_size: global batch size, in images.
+        peak: peak FLOP per second of one device, if known.
+
+    Attributes:
+        history: JSON lines, one per fetched step.
     """
 
     def __init__(
@@ -38,22 +42,28 @@ class Recorder:
         events: Events,
         boards: Boards,
         runtime: Runtime,
-        divergence: Divergence,
+        divergence: DivergenceDetector,
         *,
         total: int,
         batch_size: int,
         peak: float | None = None,
     ) -> None:
-        self._events, self._boards, self._runtime = events, boards, runtime
-        self._divergence, self._flops = divergence, StepFlops(runtime)
-        self._total, self._batch_size, self._peak = total, batch_size, peak
-        self._steps, self._seconds = 0, 0.0  # of training, up to the last report
+        self._events = events
+        self._boards = boards
+        self._runtime = runtime
+        self._divergence = divergence
+        self._flops = StepFlops(runtime)
+        self._total = total
+        self._batch_size = batch_size
+        self._peak = peak
+        self._steps = 0  # steps of this process up to the last report
+        self._seconds = 0.0  # training time of those steps
         self.begin([])
 
     def begin(self, history: list[str]) -> None:
-        """Start after the steps of a history: lines of JSON, one a step."""
+        """Continue after the steps of `history` (JSON lines, one per step)."""
         self.history = history
-        self._pending: list[_Taken] = []
+        self._pending: list[_PendingStep] = []
         self._divergence.begin(json.loads(line)["loss"] for line in history)
         self._restart(0.0)
 
@@ -62,58 +72,65 @@ class Recorder:
         batch: StepBatch,
         output: StepOutput,
         learning_rate: float,
-        left_out: Sequence[int] = (),
+        skipped: Sequence[int] = (),
     ) -> None:
-        """Take a step's output, not waiting for it.
+        """Queue the output of a step without waiting for it.
 
         Args:
-            left_out: numbers of the batches that were left out just before it.
+            skipped: numbers of the batches that the run skipped just before this step.
         """
-        taken = _Taken(output, learning_rate, self._flops.meet(batch), left_out)
-        self._pending.append(taken)
+        shapes = self._flops.register(batch)
+        self._pending.append(_PendingStep(output, learning_rate, shapes, skipped))
 
-    def settle(self) -> None:
-        """Wait for all outputs. What follows an offence against divergence is not recorded."""
-        for taken in self._pending:
-            if self._divergence.offence is not None:
+    def synchronize(self) -> None:
+        """Wait for all queued outputs; record them up to the first divergence."""
+        for pending in self._pending:
+            if self._divergence.event is not None:
                 break
             step = len(self.history) + 1
-            loss, norm = float(taken.output.loss), float(taken.output.grad_norm)
-            overflowed = taken.output.overflowed
-            self._divergence.see(step, loss, 0.0 if overflowed else norm)
+            loss, norm = float(pending.output.loss), float(pending.output.grad_norm)
+            overflowed = pending.output.overflowed
+            self._divergence.observe(step, loss, 0.0 if overflowed else norm)
             line: dict[str, Any] = {"step": step, "loss": loss}
-            line |= {"learning_rate": taken.learning_rate}
-            line |= {"grad_norm": None, "overflowed": True} if overflowed else {"grad_norm": norm}
-            left_out = {"skipped": list(taken.left_out)} if taken.left_out else {}
-            self.history.append(json.dumps(line | left_out))
-            self._shapes.append(taken.shapes)
+            line["learning_rate"] = pending.learning_rate
+            line["grad_norm"] = None if overflowed else norm
+            if overflowed:
+                line["overflowed"] = True
+            if pending.skipped:
+                line["skipped"] = list(pending.skipped)
+            self.history.append(json.dumps(line))
+            self._shapes.append(pending.shapes)
         self._pending.clear()
 
-    def last(self) -> dict[str, Any]:
-        """The line of the last step that is settled."""
+    def last_record(self) -> dict[str, Any]:
+        """The history line of the last recorded step; empty before the first."""
         return dict(json.loads(self.history[-1])) if self.history else {}
 
     @property
-    def validated(self) -> float | None:
-        """The validation loss after the last step, if it was taken."""
-        return self.last().get("validation_loss")
+    def validation_loss(self) -> float | None:
+        """The validation loss at the last recorded step, or None."""
+        return self.last_record().get("validation_loss")
 
-    def amend(self, **facts: float | None) -> None:
-        """Add to the line of the last step."""
-        self.history[-1] = json.dumps(self.last() | facts)
+    def amend_last(self, **facts: float | None) -> None:
+        """Add fields to the history line of the last recorded step."""
+        self.history[-1] = json.dumps(self.last_record() | facts)
 
     def report(self, waited: float) -> None:
-        """Emit progress of what is settled. `waited` is the loader's sum of idle seconds."""
+        """Emit progress up to the last recorded step.
+
+        Args:
+            waited: total seconds that the loop has waited for the loader.
+        """
         step, seconds = len(self.history), time.perf_counter() - self._since - self._paused
         rate = (step - self._first) * self._batch_size / max(seconds, 1e-9)
         names = ("loss", "learning_rate", "grad_norm")
-        last = self.last()
+        last = self.last_record()
         figures = {
             **{name: last[name] for name in names},
             "images_per_second": rate,
             "data_wait": min(1.0, (waited - self._waited) / max(seconds, 1e-9)),
             "memory_bytes": self._runtime.memory_bytes(),
-            **self._work_done(seconds),
+            **self._utilisation(seconds),
             **getattr(self._runtime, "figures", dict)(),
         }
         eta = (self._total - step) * self._batch_size / rate
@@ -122,8 +139,8 @@ class Recorder:
         self._steps, self._seconds = self._steps + step - self._first, self._seconds + seconds
         self._restart(waited)
 
-    def _work_done(self, seconds: float) -> dict[str, float | None]:
-        """TFLOP a second of one device, and what share of its peak that is (see flops.py)."""
+    def _utilisation(self, seconds: float) -> dict[str, float | None]:
+        """TFLOP per second of one device, and its ratio to the peak (MFU, see flops.py)."""
         done = self._flops.total(self._shapes)
         if done is None:
             return {"tflops": None, "mfu": None}
@@ -132,14 +149,14 @@ class Recorder:
 
     @property
     def images_per_second(self) -> float:
-        """The rate of this process as of its last report: pauses are left out."""
+        """Images per second of training time since this process started, as of the last report."""
         return self._steps * self._batch_size / max(self._seconds, 1e-9)
 
-    def pause(self, since: float) -> None:
-        """Leave the time since `since` (perf_counter) out of the rates: it was no training."""
+    def exclude_since(self, since: float) -> None:
+        """Exclude the time from `since` (a perf_counter value) until now from the rates."""
         self._paused += time.perf_counter() - since
 
     def _restart(self, waited: float) -> None:
         self._first, self._since = len(self.history), time.perf_counter()
         self._waited, self._paused = waited, 0.0
-        self._shapes: list[Shapes] = []  # of the steps since
+        self._shapes: list[Shapes] = []  # of the steps since the last report

@@ -1,10 +1,10 @@
-"""What a training run leaves: whole parts of the pipeline, or adapters; and its history.
+"""The files that a training run publishes: trained components or adapters, and the history.
 
-<out>/unet/config.json, diffusion_pytorch_model.safetensors    method full: each trained part
+<out>/unet/config.json, diffusion_pytorch_model.safetensors    method full: trained components
 <out>/text_encoder/config.json, model.safetensors
-<out>/pytorch_lora_weights.safetensors                         method lora, as diffusers loads it
-<out>/scheduler/scheduler_config.json                          if it is not the base's any more
-<out>/history.jsonl                                            one line a step
+<out>/pytorch_lora_weights.safetensors                         method lora, diffusers' format
+<out>/scheduler/scheduler_config.json                          if it differs from the base's
+<out>/history.jsonl                                            one line per step
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ TEXT_WEIGHTS = "model.safetensors"  # transformers' name
 
 
 def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
-    """Write what was trained (fp32; the average, if one was kept) and `history.jsonl` to `out`.
+    """Write the trained weights (fp32; the EMA if there is one) and the history to `job.out`.
 
-    Returns the files' paths below it.
+    Returns:
+        The files' paths relative to `job.out`, sorted.
     """
     fs, root = url_to_fs(job.out)
     files = ["history.jsonl"]
@@ -42,8 +43,8 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
         with writing(fs, root, LORA_WEIGHTS, []) as sink:
             write_arrays(sink, as_stored(trained), metadata(trained, settings.lora))
     else:
-        for part, arrays in by_part(trained | state.get("constants", {})).items():
-            files += _write_part(fs, root, _config(job, part), part, arrays)
+        for component, arrays in by_component(trained | state.get("constants", {})).items():
+            files += _write_component(fs, root, _config(job, component), component, arrays)
     scheduler = trained_scheduler(Path(job.model) / "scheduler", settings)
     if scheduler is not None:
         files.append(f"scheduler/{SCHEDULER_FILE}")
@@ -54,31 +55,31 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
     return sorted(files)
 
 
-def by_part(arrays: Arrays) -> dict[str, Arrays]:
-    """The arrays of each part of the pipeline, by their names within it."""
-    parts: dict[str, Arrays] = {}
+def by_component(arrays: Arrays) -> dict[str, Arrays]:
+    """Arrays with State's names, grouped by pipeline component, with names inside it."""
+    components: dict[str, Arrays] = {}
     for name, array in arrays.items():
-        part, _, rest = name.partition(".")
-        parts.setdefault(part, {})[rest] = array
-    return parts
+        component, _, rest = name.partition(".")
+        components.setdefault(component, {})[rest] = array
+    return components
 
 
-def _config(job: TrainJob, part: str) -> dict[str, Any]:
-    """The config that a part was made by."""
-    if not part.startswith("text_encoder"):
+def _config(job: TrainJob, component: str) -> dict[str, Any]:
+    """The config.json of a trained component."""
+    if not component.startswith("text_encoder"):
         return job_config(job, Train(**job.train))
-    path = Path(job.model) / part / "config.json"
+    path = Path(job.model) / component / "config.json"
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _write_part(
-    fs: AbstractFileSystem, root: str, config: dict[str, Any], part: str, arrays: Arrays
+def _write_component(
+    fs: AbstractFileSystem, root: str, config: dict[str, Any], component: str, arrays: Arrays
 ) -> list[str]:
-    # Where the base lay on the machine that made it is nobody's business.
+    # _name_or_path is a local path of the machine that trained the base: do not publish it.
     config = {name: value for name, value in config.items() if name != "_name_or_path"}
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_atomic(fs, f"{root}/{part}/config.json", text.encode())
-    name = TEXT_WEIGHTS if part.startswith("text_encoder") else WEIGHTS
-    with writing(fs, root, f"{part}/{name}", []) as sink:
+    write_atomic(fs, f"{root}/{component}/config.json", text.encode())
+    name = TEXT_WEIGHTS if component.startswith("text_encoder") else WEIGHTS
+    with writing(fs, root, f"{component}/{name}", []) as sink:
         write_arrays(sink, arrays)
-    return [f"{part}/config.json", f"{part}/{name}"]
+    return [f"{component}/config.json", f"{component}/{name}"]

@@ -1,4 +1,4 @@
-"""Sample pictures of a run: the job's prompts, side by side, in `<work>/samples`."""
+"""Sample images during training: one row per step, one column per prompt, in `<work>/samples`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtimes.train.boards import Boards
 
 
 class Samples:
-    """Draws them. Every rank does; the first one writes."""
+    """Generates the sample images. All ranks generate; rank 0 alone writes."""
 
     def __init__(
         self,
@@ -28,21 +28,27 @@ class Samples:
         *,
         writes: bool,
     ) -> None:
-        self._job, self._runtime, self._events = job, runtime, events
-        self._boards, self._writes = boards, writes
+        self._job = job
+        self._runtime = runtime
+        self._events = events
+        self._boards = boards
+        self._writes = writes
         self._fs, root = url_to_fs(job.work)
         self._folder = f"{root.rstrip('/')}/samples"
 
-    def wanted(self) -> bool:
-        """Whether the job has prompts."""
+    def requested(self) -> bool:
+        """Whether the job has sample prompts."""
         return bool(self._job.sample_prompts)
 
-    def drawn(self, step: int) -> bool:
-        """Whether those of a step are there."""
+    def exist(self, step: int) -> bool:
+        """Whether the image of a step is already in the work folder."""
         return bool(self._fs.exists(self._path(step)))
 
     def draw(self, step: int) -> None:
-        """Draw those of a step; that it fails is no reason to end the run, unless others wait."""
+        """Generate and write the image of a step.
+
+        A failure is logged and training continues, unless ranks generate collectively.
+        """
         pictures = self._try_to_draw(step)
         if pictures is not None and self._writes:
             self._try_to_write(step, pictures)
@@ -50,21 +56,21 @@ class Samples:
     def _try_to_draw(self, step: int) -> NDArray[np.uint8] | None:
         try:
             return self._runtime.sample(self._job.sample_prompts, self._job.sampler)
-        except Exception as error:  # out of memory, say, or a part of the pipeline is missing
-            if self._runtime.draws_together:
-                raise  # none can go on without the others
+        except Exception as error:  # such as out of memory, or a missing pipeline component
+            if self._runtime.samples_collectively:
+                raise  # the other ranks would wait in a collective for ever
             self._warn(step, error)
             return None
 
     def _try_to_write(self, step: int, pictures: NDArray[np.uint8]) -> None:
         try:
             self._write(step, pictures)
-        except Exception as error:  # the clients of remote stores have kinds of their own
+        except Exception as error:  # clients of remote stores define their own exception types
             self._warn(step, error)
 
     def _warn(self, step: int, error: Exception) -> None:
-        words = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
-        self._events.emit("warning", message=words)
+        message = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
+        self._events.emit("warning", message=message)
 
     def _write(self, step: int, pictures: NDArray[np.uint8]) -> None:
         png = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The training loop, the same for every runtime: resume, then step after step, then the result."""
+"""The training loop, shared by all runtimes: resume, run the steps, write the result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from runtimes.data.holdout import Holdout
 from runtimes.data.loader import Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.pipeline_folder.denoiser_config import job_config
-from runtimes.process.events import Events, Muted
+from runtimes.process.events import Events, SilentEvents
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
@@ -29,22 +29,23 @@ from runtimes.train.wandb_board import check_wandb
 
 
 def train(job: TrainJob, events: Events, stop: Stop) -> bool:
-    """Do the job, or as much of it as there is time for.
+    """Run a training job until its last step or a stop request.
 
-    Returns True when it is done; False when it stopped early, with no step lost.
+    Returns:
+        True when the run is complete; False after a stop request, with all steps checkpointed.
 
     Raises:
-        WrongInput: the job cannot be done as asked.
-        Diverged: the loss is no number, or far above what it was.
-        CheckpointNotWritten: it was to stop, and what it has done since the last one is lost.
+        WrongInput: the job's settings, model or latents do not allow it.
+        Diverged: the loss is not finite, or far above its recent mean.
+        CheckpointNotWritten: the checkpoint at a stop request failed; later steps are lost.
     """
     settings, latents = read_settings(job), open_job_latents(job.latents)
     check_wandb(settings.wandb)
     loader, holdout = make_loader(job, settings, latents), make_holdout(job, settings, latents)
     if not Ranks.here().first:
-        events = Muted()
+        events = SilentEvents()
     prepare(job)
-    runtime = open_runtime(job.runtime, events)  # slow to import: what is cheap is checked first
+    runtime = open_runtime(job.runtime, events)  # imports are slow, so cheap checks run first
     boards = open_boards(job.work, settings) if Ranks.here().first else Boards([])
     done = False
     try:
@@ -59,10 +60,10 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
 
 
 def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: Stop) -> bool:
-    """To the end, or until it is to stop: then False."""
+    """Train to the last step; False after a stop request."""
     run.catch_up()
-    while run.step < settings.steps:  # again where the run has gone back
-        with loader.ahead(
+    while run.step < settings.steps:  # once more after each rollback
+        with loader.prefetch(
             run.step,
             settings.steps,
             settings.prefetch,
@@ -71,27 +72,27 @@ def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: St
             runtime.put,
         ) as batches:
             if not _advance(run, runtime, batches, settings.steps, stop):
-                run.leave()
+                run.checkpoint_and_exit()
                 return False
     run.finish()
     return True
 
 
 def _advance(run: Run, runtime: Runtime, batches: Prefetch, steps: int, stop: Stop) -> bool:
-    """As far as the batches are good for; False if it is to stop before."""
+    """Train until the last step or a rollback; False after a stop request."""
     ready = iter(batches)
     while run.step < steps:
-        batch = next(ready, None)  # none if this rank was asked to stop
+        batch = next(ready, None)  # None if this rank has a stop request
         if runtime.any_rank(stop.requested or batch is None) or batch is None:
             return False
-        run.train_on(batch)
-        if not run.beside(batches.waited):
+        run.train_step(batch)
+        if not run.after_step(batches.waited):
             break
     return True
 
 
 def read_settings(job: TrainJob) -> Train:
-    """The job's train settings. Raises WrongInput, naming the first that is wrong."""
+    """The job's validated train settings. Raises WrongInput, naming the first wrong setting."""
     try:
         settings = Train(**job.train)
     except ValidationError as error:
@@ -104,7 +105,7 @@ def read_settings(job: TrainJob) -> Train:
 
 
 def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
-    """The loader of a job: its model's family and noise schedule, its settings' objective."""
+    """This rank's loader of training batches for a job. Raises WrongInput."""
     ranks = Ranks.here()
     return Loader(
         latents,
@@ -114,7 +115,7 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
         seed=settings.seed,
         window=settings.shuffle_window,
         text_encoders=settings.train_text_encoder,
-        extras=Extras.of(job_config(job, settings)),
+        extras=ExtraInputs.from_config(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
         rank=ranks.rank,
         world=ranks.world,
@@ -122,7 +123,11 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
 
 
 def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | None:
-    """What a job is validated on, if it is. Raises WrongInput if nothing was held out."""
+    """The held-out batches for validation; None if validation is off.
+
+    Raises:
+        WrongInput: the latents have no held-out samples.
+    """
     if not settings.holdout_loss.every_n_steps:
         return None
     share = settings.global_batch_size // Ranks.here().world
@@ -132,9 +137,10 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
         _objective(job, settings, latents).held_out(SEED),
         samples=settings.holdout_loss.samples,
         draws=settings.holdout_loss.draws,
-        batch_size=min(settings.micro_batch_size or share, share),  # what training has memory for
+        # A micro-batch fits in memory during training.
+        batch_size=min(settings.micro_batch_size or share, share),
         text_encoders=settings.train_text_encoder,
-        extras=Extras.of(job_config(job, settings)),
+        extras=ExtraInputs.from_config(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
     )
 

@@ -1,4 +1,4 @@
-"""The loss on held-out samples, taken while training with noise that never changes."""
+"""The validation loss: the loss on held-out samples, with the same noise at every measurement."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from runtimes.contract import Runtime
 from runtimes.data.holdout import Holdout, sample_losses
 
-#: Of the noise: the same for every run, so that runs with other seeds can be compared.
+#: Seed of the validation noise. It ignores the run's seed, so that losses of runs are comparable.
 SEED = 0
 
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """The mean over samples of their unweighted squared errors, and its standard error."""
+    """The mean unweighted squared error over held-out samples, and its standard error."""
 
     loss: float
-    error: float | None  # None of a single sample
+    error: float | None  # None for a single sample
 
     @classmethod
     def of(cls, losses: list[float]) -> HeldOutLoss:
-        """From the loss of each sample."""
+        """Summarise the losses of the samples (at least one)."""
         count, mean = len(losses), math.fsum(losses) / len(losses)
         if count < 2:
             return cls(mean, None)
@@ -31,9 +31,9 @@ class HeldOutLoss:
 
 
 def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) -> HeldOutLoss | None:
-    """The loss of the weights as they are; None if it was to stop before it was done.
+    """The validation loss of the current weights; None if `stopping` interrupted it.
 
-    Every rank measures all of it, so that it does not depend on how many there are.
+    Every rank measures all samples, so the result does not depend on the number of ranks.
     """
     losses = sample_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
     return None if losses is None else HeldOutLoss.of(losses)

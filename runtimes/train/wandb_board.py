@@ -1,7 +1,7 @@
-"""A run's curves and pictures in Weights & Biases.
+"""The Weights & Biases tracker of a run.
 
-<work>/wandb.json     the run's id there, which it keeps when it resumes
-<work>/wandb/...      its files (those of a work folder that is not local are brought at the end)
+<work>/wandb.json     the W&B run id, reused at each resume
+<work>/wandb/...      W&B's files (a remote work folder receives them when the run ends)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEY = "WANDB_API_KEY"
 
 
 def check_wandb(settings: Wandb | None) -> None:
-    """Raise WrongInput if a run could not be shown there, before any work is done."""
+    """Raise WrongInput if the wandb package or its API key is missing, before training starts."""
     if settings is None:
         return
     if find_spec("wandb") is None:
@@ -41,14 +41,14 @@ def check_wandb(settings: Wandb | None) -> None:
 
 
 class WandbBoard:
-    """A boards.Board. Steps that are done again after a resume are dropped there: they are known.
+    """A boards.Board. W&B itself drops points of repeated steps after a resume.
 
     Raises:
-        WrongInput: it does not take the key or the project.
+        WrongInput: W&B rejects the API key, the project or the entity.
     """
 
     def __init__(self, settings: Wandb, work: str, config: dict[str, Any]) -> None:
-        import wandb  # takes a second
+        import wandb  # here, since the import takes a second
 
         self._fs, root = url_to_fs(work)
         self._root = root.rstrip("/")
@@ -64,7 +64,7 @@ class WandbBoard:
                 resume="allow",
                 dir=self._folder,
                 config=config,
-                # What we print has a log of its own, and our checkout is not the user's.
+                # The stage already logs our output, and our git checkout is not the user's project.
                 settings=wandb.Settings(
                     console="off", silent=True, disable_git=True, disable_code=True
                 ),
@@ -94,7 +94,7 @@ class WandbBoard:
 
 
 def _run_id(fs: AbstractFileSystem, path: str) -> str:
-    """The id that the run has had so far, or a new one."""
+    """The stored W&B run id, or a new one, which is stored."""
     if fs.exists(path):
         return str(json.loads(fs.cat_file(path))["id"])
     number = uuid.uuid4().hex[:8]

@@ -14,7 +14,7 @@ from torch_xla.debug import metrics
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.models.precision import check_precision
-from runtimes.process.compile_cache import Compiled
+from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_of_process
 
 #: Of a device, TFLOP/s in bfloat16, as Google's "TPU system architecture" pages give them for a
@@ -45,7 +45,7 @@ def check(settings: Train) -> None:
         raise WrongInput("train.compile is for runtime torch: this one compiles every step")
 
 
-def start(name: str, compiled: str | None) -> Compiled:
+def start(name: str, compiled: str | None) -> CompileCache:
     """Open `auto`, `tpu` or `cpu`: arrays are spread over all of its chips from now on.
 
     Args:
@@ -58,7 +58,7 @@ def start(name: str, compiled: str | None) -> Compiled:
     wanted = "CPU" if name == "cpu" or not chips else "TPU"
     if os.environ.setdefault("PJRT_DEVICE", wanted) != wanted and name != "auto":
         raise WrongInput(f"device {name}: PJRT_DEVICE is {os.environ['PJRT_DEVICE']}")
-    kept = Compiled(compiled, f"xla-{version('torch_xla')}")
+    kept = CompileCache(compiled, f"xla-{version('torch_xla')}")
     if kept.path is not None and not torch_xla._XLAC._xla_computation_cache_is_initialized():
         xr.initialize_cache(str(kept.path), readonly=False)
     xr.use_spmd()

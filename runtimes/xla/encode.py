@@ -63,7 +63,7 @@ class KeptEncoder(Encoder):
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         found = super().images(pixels)
-        self._compiled.keep()
+        self._compiled.upload()
         return found
 
 

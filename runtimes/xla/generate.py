@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
-from runtimes.data.padding import filled
+from runtimes.data.padding import pad_batch
 from runtimes.models.micro_batches import Inputs
 from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
@@ -35,7 +35,7 @@ class ThePipeline:
         self._sampler: Sampler | None = None
         self._network: Any = None
 
-    def take(self, drawing: Drawing) -> None:
+    def load(self, drawing: Drawing) -> None:
         self._network = None  # its memory is wanted
         if self._sampler is not None:
             self._sampler.leave()
@@ -52,13 +52,13 @@ class ThePipeline:
             self._sampler = Sampler(Path(job.model), self._mesh, job.dtype, vae)
         self._sampler.use(self._network, self._scheduler)
         pictures = self._sampler.draw(prompts, job.sampler, first=first)
-        self._compiled.keep()
+        self._compiled.upload()
         return pictures
 
     @torch.no_grad()
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         count, rows = len(batch.timesteps), min(LOSS_BATCH, self._job.sampler["batch_size"])
-        whole = filled(batch, rows, self._mesh.local)
+        whole = pad_batch(batch, rows, self._mesh.local)
         inputs = Inputs(whole, self._mesh.put_rows, dtype=self._dtype)
         return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
 

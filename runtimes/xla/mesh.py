@@ -19,7 +19,7 @@ from torch_xla.core import xla_model as xm
 from torch_xla.distributed import spmd
 
 from runtimes.contract import WrongInput
-from runtimes.data.padding import filled_up
+from runtimes.data.padding import round_up
 from runtimes.spmd.sharding import AXES, cut, mesh_shape
 
 Spec = tuple[Any, ...]
@@ -54,7 +54,7 @@ class Mesh:
 
     def whole(self, rows: int) -> int:
         """So many rows, or as few more as give each device of this host as many."""
-        return filled_up(rows, self.local)
+        return round_up(rows, self.local)
 
     def put_rows(self, array: NDArray[Any]) -> torch.Tensor:
         """An array [B, ...] of this host's rows on the devices, which share those of all hosts."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch_xla.debug import profiler
 
 from configs.training import Train
-from runtimes.contract import Pipeline, State, StepBatch, StepOutput, later
-from runtimes.data.padding import filled
+from runtimes.contract import Pipeline, State, StepBatch, StepOutput, lazy_output
+from runtimes.data.padding import pad_batch
 from runtimes.models.dropout import drops, seed_dropout
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.micro_batches import Inputs, micro_batches
@@ -39,7 +39,7 @@ class TheRuntime:
     """See base.Runtime for what each method promises."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.draws_together = versions(), False
+        self.versions, self.samples_collectively = versions(), False
         self._sampler: Any = None  # sampler.Sampler, once a sample is asked for
 
     def load(self, job: TrainJob) -> None:
@@ -49,7 +49,7 @@ class TheRuntime:
         self._compiled = start(self._settings.device, job.compiled)
         self.device = describe()
         self._hosts, self._rank = meet(ranks), ranks.rank
-        self.draws_together = ranks.world > 1
+        self.samples_collectively = ranks.world > 1
         self._mesh = Mesh(self._settings.fsdp, ranks.world)
         self._share = self._settings.global_batch_size // ranks.world
         self._share = min(self._settings.micro_batch_size or self._share, self._share)
@@ -84,7 +84,7 @@ class TheRuntime:
             losses.append(loss.detach())
         figures = torch.stack([torch.stack(losses).sum(), self._update.apply(learning_rate)])
         torch_xla.sync()  # starts the step; nothing waits for it
-        return later(lambda: list(self._mesh.fetch(figures).tolist()))
+        return lazy_output(lambda: list(self._mesh.fetch(figures).tolist()))
 
     def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
         return micro_batches(batch, self._settings.micro_batch_size, self._mesh.put_rows)
@@ -114,7 +114,7 @@ class TheRuntime:
             profiler.stop_trace()
 
     def state(self) -> State:
-        self._compiled.keep()
+        self._compiled.upload()
         state = self._update.state()
         constants = self._network.constants()
         if constants and self._settings.method == "full":
@@ -137,7 +137,7 @@ class TheRuntime:
             return self._sampler.draw(prompts, sampler, first=0)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        count, whole = len(batch.timesteps), filled(batch, self._share, self._mesh.local)
+        count, whole = len(batch.timesteps), pad_batch(batch, self._share, self._mesh.local)
         with self._evaluating(), torch.no_grad():
             inputs = Inputs(whole, self._mesh.put_rows)
             return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
@@ -152,7 +152,7 @@ class TheRuntime:
         finally:
             self._network.train()
 
-    def part(self) -> None:
+    def shutdown(self) -> None:
         pass  # each may end on its own
 
     def memory_bytes(self) -> int:

@@ -16,7 +16,7 @@ import torch
 import torch_xla
 from numpy.typing import NDArray
 
-from runtimes.contract import EXACT
+from runtimes.contract import UNCAST
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise_scheduler import read_config
@@ -89,7 +89,7 @@ class Sampler:
     def _sent(self, name: str, array: Float32) -> torch.Tensor:
         """Sizes stay as they are: half precision loses integers above 2048."""
         sent = self._mesh.put_rows(array)
-        return sent if name in EXACT else sent.to(self._dtype)
+        return sent if name in UNCAST else sent.to(self._dtype)
 
     def _denoise(self, start: Start, table: Table, guidance: float, guided: bool) -> Float32:
         """Pictures [B, H, W, 3] in 0 to 1."""

@@ -15,9 +15,9 @@ from apache_beam.utils.shared import Shared
 from artifacts.commit import Damaged, read_record
 from artifacts.images import read_tar
 from artifacts.store import Shard, Store
-from runtimes.contract import Encodes, WrongInput
+from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.process.job import EncodeJob
-from runtimes.registry import encodes_apart, open_encoder
+from runtimes.registry import encodes_in_subprocess, open_encoder
 from tasks.beam import Watch, run_linear
 from tasks.encode.keys import STAGE
 from tasks.encode.served import ServedEncoder
@@ -58,9 +58,9 @@ class EncodeShard(beam.DoFn):
                 store.commit_shard(STAGE, work.key, {".safetensors": str(path)}, facts)
         yield work.key
 
-    def _open(self) -> Encodes:
+    def _open(self) -> PipelineEncoder:
         """In this process; or in one of its own where the runtime wants that."""
-        apart = encodes_apart(self.encoders)
+        apart = encodes_in_subprocess(self.encoders)
         return ServedEncoder(self.encoders) if apart else open_encoder(self.encoders)
 
 

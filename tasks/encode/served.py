@@ -29,7 +29,7 @@ class EncoderLost(RuntimeError):
 
 
 class ServedEncoder:
-    """See base.Encodes. Threads may share it: they take turns.
+    """See contract.PipelineEncoder. Threads may share it: they take turns.
 
     Raises:
         WrongInput: the model or the device cannot be used.

@@ -21,7 +21,7 @@ from artifacts.latents import (
     to_bfloat16,
     write_latent_shard,
 )
-from runtimes.contract import Encodes
+from runtimes.contract import PipelineEncoder
 from runtimes.pipeline_folder.describe import TEXT_BATCH
 from tasks.encode.masks import draw_mask
 from tasks.encode.transform import (
@@ -58,7 +58,7 @@ class _Picture:
 
 def encode_shard(
     samples: Iterable[Sample],
-    encoder: Encodes,
+    encoder: PipelineEncoder,
     settings: TransformSettings,
     batch_size: int,
     path: Path,
@@ -104,7 +104,7 @@ def encode_shard(
 
 def _encode_pictures(
     samples: Iterable[Sample],
-    encoder: Encodes,
+    encoder: PipelineEncoder,
     settings: TransformSettings,
     batch_size: int,
     bad: Counter[str],
@@ -133,7 +133,7 @@ def _encode_pictures(
 
 
 def _encode_batch(
-    batch: list[_Picture], encoder: Encodes, settings: TransformSettings, bad: Counter[str]
+    batch: list[_Picture], encoder: PipelineEncoder, settings: TransformSettings, bad: Counter[str]
 ) -> Iterator[tuple[int, _Encoded]]:
     """Mirrored variants go through the VAE after the pictures as they are, in a batch of theirs."""
     found: dict[int, list[LatentSample]] = defaultdict(list)
@@ -171,7 +171,7 @@ def _rounded(latent: LatentSample) -> LatentSample:
 
 
 def _moments(
-    pictures: list[_Picture], turn: int, encoder: Encodes, settings: TransformSettings
+    pictures: list[_Picture], turn: int, encoder: PipelineEncoder, settings: TransformSettings
 ) -> list[LatentSample]:
     """Variant `turn` of each picture, in f32."""
     seen = [picture.variants[turn] for picture in pictures]
@@ -218,7 +218,9 @@ def _moments(
     ]
 
 
-def _encode_captions(samples: list[_Encoded], encoder: Encodes) -> tuple[Texts, dict[str, int]]:
+def _encode_captions(
+    samples: list[_Encoded], encoder: PipelineEncoder
+) -> tuple[Texts, dict[str, int]]:
     """Texts of the empty and every distinct caption, and the row of each that is finite."""
     distinct = list(dict.fromkeys(["", *(c for sample in samples for c in sample.captions)]))
     embeds: list[NDArray[np.uint16]] = []
@@ -244,7 +246,7 @@ def _encode_captions(samples: list[_Encoded], encoder: Encodes) -> tuple[Texts, 
     return Texts(embeds, pooled or None, np.stack(ids)), rows
 
 
-def _caption_lengths(captions: list[str], encoder: Encodes) -> dict[str, Any]:
+def _caption_lengths(captions: list[str], encoder: PipelineEncoder) -> dict[str, Any]:
     """How long captions are, in tokens with both marks, and how many lose their end."""
     lengths: Counter[int] = Counter()
     truncated = 0

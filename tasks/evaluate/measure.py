@@ -16,7 +16,7 @@ from artifacts.latents import open_latents
 from artifacts.models import digest_model
 from artifacts.store import Artifact, Shard, Store
 from configs.schema import Recipe
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.noise import Schedule, schedule_facts
 from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.pipeline_folder.describe import describe_encoders
@@ -134,7 +134,7 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
 
 
 def loss_facts(
-    schedule: Schedule, folder: Path, vae: Path | None, extras: Extras
+    schedule: Schedule, folder: Path, vae: Path | None, extras: ExtraInputs
 ) -> dict[str, Any]:
     """What a model's held-out loss is the error of: only where it is the same, losses compare."""
     encoders = describe_encoders(folder, vae)
@@ -161,7 +161,9 @@ def fingerprint(
             "reference": images.digest,
             "transform": vars(TransformSettings.of(recipe)),
             "judges": list(recipe.evaluate.judges),
-            "loss": loss_facts(schedule, model_folder, vae_folder, Extras.asked(recipe.train)),
+            "loss": loss_facts(
+                schedule, model_folder, vae_folder, ExtraInputs.from_settings(recipe.train)
+            ),
         }
     )
 

@@ -23,7 +23,7 @@ from artifacts.keys import digest_json
 from artifacts.models import digest_model
 from artifacts.store import SHARDS, Draft, Shard, Store
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.job import Drawing, GenerateJob, Job
 from tasks.progress import Progress
@@ -66,7 +66,7 @@ class Painter:
         return self.tuned.parts.get(name, self.folder / name)
 
     @property
-    def extras(self) -> Extras:
+    def extras(self) -> ExtraInputs:
         """What its denoiser sees beside text."""
         return folder_extras(self.part(detect_family(self.folder).denoiser))
 

@@ -18,7 +18,7 @@ from artifacts.models import digest_model, resolve_model
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.schema import Recipe
 from runtimes.contract import WrongInput
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.sample import start
 from tasks.encode.transform import TransformSettings
@@ -204,7 +204,7 @@ def _same_loss(
     theirs = read_schedule(painter.part("scheduler"))
     ours = read_schedule(model_folder / "scheduler", recipe.train)
     return loss_facts(theirs, painter.folder, painter.vae, painter.extras) == loss_facts(
-        ours, model_folder, vae_folder, Extras.asked(recipe.train)
+        ours, model_folder, vae_folder, ExtraInputs.from_settings(recipe.train)
     )
 
 

@@ -103,7 +103,7 @@ def _pictures(path: Path) -> None:
 
 
 class Drawn:
-    """An encoder whose numbers are drawn, each from what it encodes: see base.Encodes.
+    """An encoder whose numbers are drawn, each from what it encodes: see contract.PipelineEncoder.
 
     Latents are stored in bfloat16. Of what a model computes, some lies so near the middle of two
     such numbers that processors round it differently; golden.json holds on all of them.

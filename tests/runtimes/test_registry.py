@@ -11,7 +11,7 @@ from configs.training import Train
 from runtimes import registry
 from runtimes.contract import WrongInput
 from runtimes.registry import (
-    Place,
+    RuntimeSpec,
     check_installed,
     check_settings,
     interpreter,
@@ -35,7 +35,9 @@ def test_what_is_not_known_says_what_is() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.RUNTIMES, "other", Place("runtimes.other", ("json", "nowhere")))
+    monkeypatch.setitem(
+        registry.RUNTIMES, "other", RuntimeSpec("runtimes.other", ("json", "nowhere"))
+    )
     with pytest.raises(WrongInput, match="needs nowhere, not installed"):
         check_installed("other")
     assert "cannot be imported" in probe_runtime("other").reason
@@ -43,7 +45,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    elsewhere = Place("runtimes.torch", ("torch",), environment="-other")
+    elsewhere = RuntimeSpec("runtimes.torch", ("torch",), environment="-other")
     monkeypatch.setitem(registry.RUNTIMES, "torch", elsewhere)
     prefix = sys.prefix
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))

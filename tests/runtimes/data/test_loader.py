@@ -209,7 +209,7 @@ def test_ranks_concatenate_to_the_global_batch(latents_url: str) -> None:
 
 def test_prefetched_batches_are_the_same(latents_url: str) -> None:
     loader = make_loader(latents_url)
-    with loader.ahead(3, 9, 2) as batches:
+    with loader.prefetch(3, 9, 2) as batches:
         fetched = list(batches)
     for step, batch in zip(range(3, 9), fetched, strict=True):
         assert_same(batch, loader.batch(step))
@@ -245,7 +245,7 @@ def test_it_ends_when_asked_to_even_while_a_batch_is_long_in_coming(
     monkeypatch.setattr(loader, "batch", lambda step: (step and released.wait(60), batch(step))[1])
     monkeypatch.setattr("runtimes.data.prefetch.JOIN_SECONDS", 0.1)
     asked: list[int] = []
-    with loader.ahead(0, 6, 1, lambda: bool(asked)) as batches:
+    with loader.prefetch(0, 6, 1, lambda: bool(asked)) as batches:
         for _ in batches:
             asked.append(1)
     assert batches._thread.is_alive(), "it waited for the batch"
@@ -254,7 +254,7 @@ def test_it_ends_when_asked_to_even_while_a_batch_is_long_in_coming(
 
 
 def test_prefetching_stops_when_its_reader_does(latents_url: str) -> None:
-    with make_loader(latents_url).ahead(0, 10**6, 2) as batches:
+    with make_loader(latents_url).prefetch(0, 10**6, 2) as batches:
         next(iter(batches))
     assert not batches._thread.is_alive()
 
@@ -270,7 +270,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str, write_latents: Wr
         path.write_bytes(data[:-9] if damage == "cut" else b"\xff" * 64 + data[64:])
     with (
         pytest.raises(WrongInput, match=f"latent shard .*{path.name}"),
-        make_loader(url).ahead(0, 2, 1) as batches,
+        make_loader(url).prefetch(0, 2, 1) as batches,
     ):
         list(batches)
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from runtimes.contract import WrongInput
-from runtimes.data.order import Bucket, Order, Place, spread
+from runtimes.data.order import Bucket, Order, SampleIndex, evenly_spaced
 
 SHARDS = [
     {"train/8x8": 7, "train/4x12": 2, "holdout/8x8": 3},
@@ -14,7 +14,7 @@ SHARDS = [
     {"train/8x8": 6},
 ]
 ALL = Counter(
-    Place(number, group, row)
+    SampleIndex(number, group, row)
     for number, shard in enumerate(SHARDS)
     for group, count in shard.items()
     if group.startswith("train/")
@@ -41,7 +41,7 @@ def test_after_every_whole_number_of_epochs_each_sample_was_seen_that_often(
 
 def test_a_bucket_shows_each_sample_once_before_any_twice() -> None:
     ours = order()
-    streams: dict[str, list[Place]] = {}
+    streams: dict[str, list[SampleIndex]] = {}
     for step in range(200):
         places = ours.batch(step)
         assert len({place.group for place in places}) == 1, "a batch mixes buckets"
@@ -86,14 +86,14 @@ def test_steps_find_their_epoch() -> None:
 def test_epochs_and_seeds_differ() -> None:
     one = Bucket("train/8x8", 0, [50, 50], seed=0, window=2)
     other = Bucket("train/8x8", 0, [50, 50], seed=1, window=2)
-    assert one.places(0, 100) != one.places(100, 100)
-    assert one.places(0, 100) != other.places(0, 100)
+    assert one.samples(0, 100) != one.samples(100, 100)
+    assert one.samples(0, 100) != other.samples(0, 100)
 
 
 def test_a_window_keeps_to_its_shards() -> None:
     """Samples are mixed over `window` shards, and never more than these are needed at once."""
     bucket = Bucket("train/8x8", 0, [10] * 12, seed=0, window=3)
-    stream = bucket.places(0, 120)
+    stream = bucket.samples(0, 120)
     windows = [{place.shard for place in stream[start : start + 30]} for start in range(0, 120, 30)]
     assert [len(shards) for shards in windows] == [3, 3, 3, 3]
     assert set().union(*windows) == set(range(12))
@@ -106,13 +106,16 @@ def test_nothing_to_train_on_is_wrong_input() -> None:
 
 
 def test_spread_takes_held_out_samples_evenly() -> None:
-    assert len(spread(SHARDS, "holdout", 100)) == 5
-    assert spread(SHARDS, "holdout", 2) == [Place(0, "holdout/8x8", 0), Place(0, "holdout/8x8", 2)]
-    assert spread(SHARDS, "test", 2) == []
+    assert len(evenly_spaced(SHARDS, "holdout", 100)) == 5
+    assert evenly_spaced(SHARDS, "holdout", 2) == [
+        SampleIndex(0, "holdout/8x8", 0),
+        SampleIndex(0, "holdout/8x8", 2),
+    ]
+    assert evenly_spaced(SHARDS, "test", 2) == []
 
 
 def test_every_epoch_has_shards_in_an_order_of_its_own() -> None:
     bucket = Bucket("train/8x8", 0, [1] * 8, seed=1, window=1)
-    epochs = [tuple(place.shard for place in bucket.places(8 * epoch, 8)) for epoch in range(5)]
+    epochs = [tuple(place.shard for place in bucket.samples(8 * epoch, 8)) for epoch in range(5)]
     assert len(set(epochs)) == 5
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)

@@ -16,7 +16,7 @@ from artifacts.images import Sample
 from artifacts.latents import LatentShard, from_bfloat16
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.families.unet_inputs import Extras
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.models.encoder import Encoder
 from runtimes.models.loading import load_denoiser
 from runtimes.objective.random import Stream, generator
@@ -86,7 +86,10 @@ def test_a_base_that_gains_them_predicts_what_it_did(
     base = load_denoiser(folder)
     settings = Train(inpainting=True, aesthetic_score=True)
     more = load_denoiser(folder, config=trained_config(base.config, settings), seed=1)
-    assert Extras.of(more.config) == Extras(True, True) and Extras.of(base.config) == Extras()
+    assert (
+        ExtraInputs.from_config(more.config) == ExtraInputs(True, True)
+        and ExtraInputs.from_config(base.config) == ExtraInputs()
+    )
     latents, seen = torch.randn(2, 4, 8, 8), torch.randn(2, 5, 8, 8)
     given: dict[str, Any] = {
         "timestep": torch.tensor([3, 700]),
@@ -123,7 +126,7 @@ def test_a_fresh_denoiser_may_be_given_them_by_its_config(tiny_sd: Path) -> None
     base = read_config(tiny_sd / "unet" / "config.json")
     settings = Train(init="random", inpainting=True, aesthetic_score=True)
     fresh = {**base, "in_channels": 9, "class_embed_type": "timestep"}
-    assert Extras.of(trained_config(base, settings, fresh)) == Extras(True, True)
+    assert ExtraInputs.from_config(trained_config(base, settings, fresh)) == ExtraInputs(True, True)
     with pytest.raises(WrongInput, match=r"in_channels is 5, the base's is 4"):
         trained_config(base, settings, {**base, "in_channels": 5})
     with pytest.raises(WrongInput, match="has classes of its own"):

@@ -53,11 +53,11 @@ WATCHED = """
 import sys
 from runtimes import __main__
 from runtimes.process import launcher
-end = launcher.Others._end
+end = launcher.Launcher._end
 def told(self, seconds):
     end(self, seconds)
-    print([other.process.returncode for other in self._others], flush=True)
-launcher.Others._end = told
+    print([other.process.returncode for other in self._children], flush=True)
+launcher.Launcher._end = told
 sys.exit(__main__.main(sys.argv[1:]))
 """
 

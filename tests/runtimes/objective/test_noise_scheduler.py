@@ -14,8 +14,8 @@ from runtimes.contract import WrongInput
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise import FlowSchedule, NoiseSchedule
 from runtimes.objective.noise_scheduler import (
-    RESCALES,
-    TAKES_SAMPLE,
+    PREDICTS_SAMPLE,
+    RESCALES_BETAS,
     read_schedule,
     scheduler_config,
     trained_scheduler,
@@ -81,10 +81,10 @@ def test_a_scheduler_that_cannot_say_it_gives_way_to_one_that_can() -> None:
         assert_close(ours.alphas_cumprod, scheduler.alphas_cumprod)
 
 
-@pytest.mark.parametrize("name", sorted(RESCALES))
+@pytest.mark.parametrize("name", sorted(RESCALES_BETAS))
 def test_schedulers_do_what_we_count_on(name: str) -> None:
     """Zero terminal SNR is in their noise; a perfect prediction leads them to the picture."""
-    kinds = ["v_prediction", *(["sample"] if name in TAKES_SAMPLE else [])]
+    kinds = ["v_prediction", *(["sample"] if name in PREDICTS_SAMPLE else [])]
     for kind in kinds:
         settings = Train(prediction_type=kind, zero_terminal_snr=True)  # type: ignore[arg-type]
         config = scheduler_config(config_of(name, clip_sample=False), settings)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from runtimes.process import launcher
-from runtimes.process.launcher import LostRank, Others
-from runtimes.process.ranks import FOLLOWER, Ranks, follows
+from runtimes.process.launcher import Launcher, LostRank
+from runtimes.process.ranks import FOLLOWER, Ranks, is_follower
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -38,9 +38,9 @@ def must_not(lost: LostRank) -> None:
 
 
 def test_the_processes_of_a_machine_share_its_cores(wrong_job: Path) -> None:
-    with Others(wrong_job, 2, must_not):
+    with Launcher(wrong_job, 2, must_not):
         assert Ranks.here() == Ranks(0, 2, 0, 2)
-        assert not follows()
+        assert not is_follower()
         cores = launcher.count_cores()
         assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores // 2))
         assert FOLLOWER not in os.environ
@@ -58,13 +58,13 @@ def test_cores_are_counted_where_the_system_gives_no_affinity(
 
 def test_what_a_loss_has_caused_is_told_as_the_loss(wrong_job: Path) -> None:
     with pytest.raises(LostRank, match="no latents artifact is there") as lost:  # noqa: SIM117
-        with Others(wrong_job, 3, must_not):
+        with Launcher(wrong_job, 3, must_not):
             raise RuntimeError("connection closed by peer")
     assert lost.value.wrong_input and lost.value.code == 2
 
 
 def test_our_own_error_stays_our_own(wrong_job: Path) -> None:
-    with pytest.raises(ValueError, match="of our own"), Others(wrong_job, 2, must_not):
+    with pytest.raises(ValueError, match="of our own"), Launcher(wrong_job, 2, must_not):
         raise ValueError("of our own")
 
 
@@ -76,7 +76,7 @@ def test_who_waits_for_the_lost_is_told(wrong_job: Path, monkeypatch: pytest.Mon
         heard.append(lost)
         told.set()
 
-    with Others(wrong_job, 2, end):
+    with Launcher(wrong_job, 2, end):
         assert told.wait(60)
     assert "no latents artifact is there" in str(heard[0])
 
@@ -84,6 +84,6 @@ def test_who_waits_for_the_lost_is_told(wrong_job: Path, monkeypatch: pytest.Mon
 def test_who_was_killed_comes_before_who_noticed() -> None:
     noticed = LostRank(1, 1, {"message": "connection closed", "time": 5.0})
     killed = LostRank(2, -9, {})
-    assert min((noticed, killed), key=lambda lost: lost.since) is killed
+    assert min((noticed, killed), key=lambda lost: lost.failed_at) is killed
     assert str(killed) == "process 2 of the run (from 0) was killed by SIGKILL"
     assert killed.code == 1

@@ -3,7 +3,7 @@
 import pytest
 
 from runtimes.contract import WrongInput
-from runtimes.process.ranks import Ranks, adopt_mpi, brings_together, launched
+from runtimes.process.ranks import Ranks, adopt_mpi, is_msrun_scheduler, launched
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -77,4 +77,4 @@ def test_what_an_ascend_host_sets_for_all_is_not_msrun(monkeypatch: pytest.Monke
 
 def test_msruns_scheduler_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     place(monkeypatch, MS_ROLE="MS_SCHED", MS_WORKER_NUM=2)
-    assert brings_together() and not launched()
+    assert is_msrun_scheduler() and not launched()

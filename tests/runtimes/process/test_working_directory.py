@@ -10,7 +10,7 @@ from command import ROOT
 from jobs import MakeJob
 
 from runtimes.process.job import EncodeJob
-from runtimes.registry import RUNTIMES, _ask, has_own_environment, interpreter
+from runtimes.registry import RUNTIMES, _query, has_own_environment, interpreter
 from tasks.encode.served import ServedEncoder
 from tasks.process import run_job
 
@@ -62,7 +62,7 @@ def test_a_probe_answers_where_the_working_directory_has_modules_by_our_names(
     """Asked in another process, as where a runtime has an environment of its own."""
     if has_own_environment(runtime) and not Path(interpreter(runtime)).is_file():
         pytest.skip(f"make setup-{runtime}")
-    assert _ask(interpreter(runtime), "--probe", runtime)["available"]
+    assert _query(interpreter(runtime), "--probe", runtime)["available"]
 
 
 def test_every_process_of_a_runtime_is_started_safely() -> None:

@@ -5,29 +5,29 @@ from typing import Any
 import pytest
 
 from configs.training import OnDivergence
-from runtimes.train.divergence import Divergence
+from runtimes.train.divergence import DivergenceDetector
 
 NAN, INF = float("nan"), float("inf")
 
 
 def offence_of(losses: list[float], **settings: Any) -> int | None:
     """The step that is blamed once all losses are seen, or the first offence is."""
-    divergence = Divergence(OnDivergence(**settings))
+    divergence = DivergenceDetector(OnDivergence(**settings))
     for step, loss in enumerate(losses, start=1):
-        divergence.see(step, loss, 1.0)
-        if divergence.offence is not None:
-            return divergence.offence.step
+        divergence.observe(step, loss, 1.0)
+        if divergence.event is not None:
+            return divergence.event.step
     return None
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (INF, 1.0), (0.5, NAN), (0.5, INF)])
 def test_what_is_no_number_is_an_offence_at_once(loss: float, norm: float) -> None:
-    divergence = Divergence(OnDivergence(patience=9))
-    divergence.see(1, 0.5, 1.0)
-    assert divergence.offence is None
-    divergence.see(2, loss, norm)
-    assert divergence.offence is not None and divergence.offence.step == 2
-    assert "at step 2" in divergence.offence.words
+    divergence = DivergenceDetector(OnDivergence(patience=9))
+    divergence.observe(1, 0.5, 1.0)
+    assert divergence.event is None
+    divergence.observe(2, loss, norm)
+    assert divergence.event is not None and divergence.event.step == 2
+    assert "at step 2" in divergence.event.words
 
 
 def test_high_losses_in_a_row_are_blamed_on_the_first() -> None:
@@ -48,10 +48,10 @@ def test_the_mean_is_of_the_recent_past_and_needs_some() -> None:
 
 def test_it_resumes_as_if_it_had_seen_all() -> None:
     losses = [1.0] * 12 + [5.0] * 2
-    resumed = Divergence(OnDivergence(factor=3.0, patience=3))
+    resumed = DivergenceDetector(OnDivergence(factor=3.0, patience=3))
     resumed.begin(losses)
-    assert resumed.suspects and resumed.offence is None
-    resumed.see(15, 5.0, 1.0)
-    assert resumed.offence is not None and resumed.offence.step == 13
+    assert resumed.is_suspicious and resumed.event is None
+    resumed.observe(15, 5.0, 1.0)
+    assert resumed.event is not None and resumed.event.step == 13
     resumed.begin(losses[:12])
-    assert not resumed.suspects and resumed.offence is None
+    assert not resumed.is_suspicious and resumed.event is None

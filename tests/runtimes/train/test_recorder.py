@@ -11,7 +11,7 @@ from configs.training import OnDivergence
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
 from runtimes.train.boards import Boards
-from runtimes.train.divergence import Divergence
+from runtimes.train.divergence import DivergenceDetector
 from runtimes.train.recorder import Recorder
 
 
@@ -51,7 +51,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def make(runtime: Idle, heard: Heard, **more: Any) -> Recorder:
-    divergence = Divergence(OnDivergence())
+    divergence = DivergenceDetector(OnDivergence())
     known = cast(Runtime, runtime)
     return Recorder(heard, Boards([]), known, divergence, batch_size=8, **{"total": 9, **more})
 
@@ -65,9 +65,9 @@ def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:
         now[0] += seconds
         since = now[0]
         now[0] += paused
-        recorder.pause(since)
+        recorder.exclude_since(since)
         if paused:
-            recorder.settle()
+            recorder.synchronize()
             recorder.report(0.0)
     rates = [event["images_per_second"] for event in heard.progress]
     assert rates == pytest.approx([2 * 8 / 2.0, 2 * 8 / 6.0])
@@ -81,7 +81,7 @@ def test_flops_are_counted_once_a_shape_and_told_of_what_was_done(now: list[floa
         for size in sizes:
             recorder.add(batch(size), StepOutput(0.5, 0.5), 1e-3)
         now[0] += seconds
-        recorder.settle()
+        recorder.synchronize()
         recorder.report(0.0)
     assert runtime.counted == [8, 4]
     assert [event["tflops"] for event in heard.progress] == pytest.approx([0.024, 0.036])
@@ -95,7 +95,7 @@ def test_what_is_not_known_is_null(now: list[float], monkeypatch: pytest.MonkeyP
         recorder = make(Idle(), heard)
         recorder.add(batch(), StepOutput(0.5, 0.5), 1e-3)
         now[0] += 1.0
-        recorder.settle()
+        recorder.synchronize()
         recorder.report(0.0)
         assert heard.progress[0]["mfu"] is None
         assert heard.progress[0]["tflops"] == (None if flops is None else 0.003)

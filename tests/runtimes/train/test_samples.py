@@ -27,7 +27,7 @@ class Draws:
     """A device that has the memory for pictures, or has not."""
 
     def __init__(self, enough: bool, together: bool) -> None:
-        self.enough, self.draws_together = enough, together
+        self.enough, self.samples_collectively = enough, together
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         if not self.enough:
