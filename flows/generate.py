@@ -48,15 +48,15 @@ def generate(
 
 
 def _run(settings: Generate, out: Path, grid: bool, samples: bool) -> dict[str, Any]:
-    painter = stage.find_painter(settings)
-    stage.check(settings, painter)
+    model = stage.find_model(settings)
+    stage.check(settings, model)
     store = Store(settings.store)
     parts = KeyParts(
-        stage.STAGE, stage.VERSION, stage.settings_for_key(settings), {"model": painter.digest}
+        stage.STAGE, stage.VERSION, stage.settings_for_key(settings), {"model": model.digest}
     )
     progress = Progress(stage.STAGE)
     result, artifact = run_stage(
-        store, parts, lambda draft: stage.build(settings, painter, draft, progress), {}, stage.show
+        store, parts, lambda draft: stage.build(settings, model, draft, progress), {}, stage.show
     )
     folder = out / artifact.key[:12]
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from configs.schema import Recipe
 from configs.urls import without_secrets
 from tasks.panels import escape_markdown, human
 from tasks.publish.gate import Verdict, as_rows
-from tasks.tuned import Tuned
+from tasks.tuned import TrainedWeights
 
 UNKNOWN_LICENSE = "other"
 
@@ -27,7 +27,7 @@ class Weights:
     scheduler: bool = False  # of its own, beside adapters alone
 
     @classmethod
-    def of(cls, tuned: Tuned, *, merged: bool) -> Weights:
+    def of(cls, tuned: TrainedWeights, *, merged: bool) -> Weights:
         has_lora = tuned.lora is not None
         return cls(merged or not has_lora, has_lora, "scheduler" in tuned.parts)
 

@@ -37,13 +37,13 @@ def draw(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
         prompts = more.pop("prompts", ["a cat", "a dog"])
         given = {**COMMON, "device": "cpu", "store": str(tmp_path / "store"), **more}
         settings = read_settings(str(tiny_sdxl), prompts, given)
-        painter = generate.find_painter(settings)
-        generate.check(settings, painter)
+        model = generate.find_model(settings)
+        generate.check(settings, model)
         key = generate.settings_for_key(settings)
-        parts = KeyParts(generate.STAGE, generate.VERSION, key, {"model": painter.digest})
+        parts = KeyParts(generate.STAGE, generate.VERSION, key, {"model": model.digest})
         draft = Store(settings.store).draft(parts)
         progress = Progress(generate.STAGE)
-        return draft.commit(generate.build(settings, painter, draft, progress, run=run), {})
+        return draft.commit(generate.build(settings, model, draft, progress, run=run), {})
 
     return drawn
 
