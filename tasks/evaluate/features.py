@@ -29,7 +29,7 @@ PARTS = {
 def check_clip(folder: Path) -> None:
     """Raise WrongInput unless a folder has a CLIPModel's files; no weights are loaded."""
     if not (folder / "config.json").is_file():
-        raise WrongInput(f"evaluate.clip: {folder} is no CLIPModel folder: config.json is missing")
+        raise WrongInput(f"evaluate.clip: {folder} has no config.json: it is no CLIPModel folder")
     kind = read_config(folder / "config.json").get("model_type")
     if kind != "clip":
         raise WrongInput(f"evaluate.clip: {folder} holds no CLIPModel (its model_type is {kind})")
