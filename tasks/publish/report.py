@@ -1,4 +1,4 @@
-"""`report.html`: what every stage shows, on one page that needs nothing else."""
+"""`report.html`: the output of every stage on one self-contained page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ nav a { margin-right: 1rem; } .outcome { font-weight: normal; opacity: .7; }
 def page(
     recipe: Recipe, artifacts: Mapping[str, Artifact], results: Mapping[str, StageResult]
 ) -> str:
-    """The whole page; whatever came from outside is escaped. Stages in the order they ran."""
+    """The HTML page, with all external text escaped.
+
+    Args:
+        artifacts: stage name -> artifact, in the order of the stages.
+        results: stage name -> result.
+    """
     title = html.escape(f"{recipe.publish.name} — Kilnworks report")
     nav = " ".join(f'<a href="#{name}">{name}</a>' for name in artifacts)
     sections = [_section(name, artifact, results[name]) for name, artifact in artifacts.items()]

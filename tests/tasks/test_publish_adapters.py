@@ -175,7 +175,7 @@ def test_adapters_of_another_base_are_not_merged(
 ) -> None:
     adapters = read_adapters(make_lora(tmp_path / "lora.safetensors"))
     adapters["unet"]["conv_out_of_place"] = adapters["unet"].pop("conv_in")
-    with pytest.raises(ValueError, match="no conv_out_of_place here"):
+    with pytest.raises(ValueError, match="it has no conv_out_of_place"):
         assemble(tiny_sdxl, {}, tmp_path / "out", dtype="float32", adapters=adapters)
 
 
