@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from configs.training import Train, computing
+from configs.training import Train, key_settings
 from runtimes.contract import Runtime, StepBatch, WrongInput
 from runtimes.data.holdout import Holdout
 from runtimes.data.loader import batch_number
@@ -287,7 +287,7 @@ class Run:
     def _check_same_run(self, saved: Checkpoint) -> None:
         """Raise WrongInput if it was of other settings. Those that it does not know of had their
         defaults: it may be of an older version."""
-        now, before = computing(self._settings), _with_defaults(saved.facts["train"])
+        now, before = key_settings(self._settings), _with_defaults(saved.facts["train"])
         now["denoiser_config"] = self._job.denoiser_config  # not its path, which may change
         before["denoiser_config"] = saved.facts.get("denoiser_config")
         if self._settings.method == "lora" and self._settings.lora.dropout:
