@@ -1,1 +1,1 @@
-"""The ground floor: content keys, the store, and the shard formats."""
+"""Content keys, the artifact store and the shard formats; imports no other package of ours."""

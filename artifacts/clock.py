@@ -1,4 +1,4 @@
-"""A clock to measure and wait by, which tests move by hand."""
+"""A clock that tests can replace, for measuring and waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds that have passed since some moment, and how to wait for more of them."""
+    """Monotonic time in seconds, and a sleep on the same clock."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep

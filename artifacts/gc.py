@@ -1,4 +1,4 @@
-"""Find and delete what no published model and no recent run needs."""
+"""Garbage collection: delete artifacts that no published model and no recent run needs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Key = tuple[str, str]  # (stage, key)
 
 
 class GarbageUnsure(ValueError):
-    """Something damaged hides what is needed; nothing is deleted until it is mended."""
+    """A damaged record hides the needed artifacts; nothing may be deleted until its repair."""
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that may go: a folder or a set of files of one artifact or shard."""
+    """Deletable files of one artifact or shard."""
 
     stage: str
     key: str
     what: str  # artifact | unfinished | shard | checkpoints
-    paths: list[str]
-    size: int
+    paths: list[str]  # files, or folders to delete recursively
+    size: int  # bytes
 
 
 def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
 
 
 def recent_runs(store: Store, days: float) -> Iterator[dict[str, Any]]:
-    """Records of runs within the last `days`."""
+    """Records of runs within the last `days`. Raises GarbageUnsure if one is damaged."""
     oldest = time.time() - days * 86400
     folder = f"{store.root}/{RUNS}"
     for path in store.fs.glob(f"{folder}/*.json") if store.fs.exists(folder) else []:
@@ -52,41 +52,44 @@ def recent_runs(store: Store, days: float) -> Iterator[dict[str, Any]]:
             record = json.loads(store.fs.cat_file(path))
             recent = record["at"] >= oldest
             if not all(isinstance(at["key"], str) for at in record["stages"].values()):
-                raise TypeError("a key is text")
+                raise TypeError("a key is a string")
         except (AttributeError, KeyError, TypeError, ValueError):
             raise GarbageUnsure(
-                f"{path} is damaged: delete it if that run matters no more"
+                f"{path} is damaged: delete it if its run is no longer needed"
             ) from None
         if recent:
             yield record
 
 
 def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
-    """The artifacts of `roots` and all they were made from."""
+    """The artifacts of `roots` and all their ancestors.
+
+    Raises:
+        GarbageUnsure: a manifest is damaged, so its parents are unknown.
+    """
     found: dict[Key, Artifact] = {}
-    waiting = list(roots)
-    while waiting:
-        stage, key = waiting.pop()
+    pending = list(roots)
+    while pending:
+        stage, key = pending.pop()
         if (stage, key) in found:
             continue
         try:
             artifact = store.load(stage, key)
         except ValueError as error:
-            raise GarbageUnsure(
-                f"{error}; what it was made from is not known: rebuild it first"
-            ) from None
+            raise GarbageUnsure(f"{error}; its parents are unknown: rebuild it first") from None
         if artifact is not None:
             found[stage, key] = artifact
             parents = artifact.manifest["run"].get("parents", {})
-            waiting += [(p["stage"], p["key"]) for p in parents.values()]
+            pending += [(p["stage"], p["key"]) for p in parents.values()]
     return found
 
 
 def garbage(store: Store, keep: dict[Key, Artifact], wanted: Iterable[Key] = ()) -> list[Garbage]:
-    """What is in the store and not kept.
+    """Everything in the store except `keep`, locked artifacts and the unfinished of `wanted`.
 
-    Whatever a living builder holds the lock of stays, and so do the unfinished ones of `wanted`:
-    recent runs will go on with them.
+    Args:
+        keep: the artifacts of `needed_by`.
+        wanted: keys of recent runs, which may resume their unfinished artifacts.
     """
     unfinished = set(wanted) - keep.keys()
     shards = {
@@ -112,16 +115,19 @@ def garbage(store: Store, keep: dict[Key, Artifact], wanted: Iterable[Key] = ())
             done = store.fs.exists(f"{path}/manifest.json")
             what = "artifact" if done else "unfinished"
             found.append(Garbage(stage, key, what, [path], int(store.fs.du(path))))
-        if not busy:  # a living builder may be about to name any shard of its stage
+        if not busy:  # an active builder may be about to reference any shard of its stage
             found += _shard_garbage(store, stage, shards)
     return found
 
 
 def delete(store: Store, items: Iterable[Garbage]) -> None:
-    """Delete; the file that makes a thing exist goes first, so that none is ever half there."""
+    """Delete items that no builder has locked meanwhile.
+
+    The manifest or record is deleted first, so an interrupted deletion leaves no damaged artifact.
+    """
     busy: dict[str, bool] = {}  # by stage
     for item in items:
-        # Somebody may have begun to build it since it was listed, or what will name a shard.
+        # A builder may have started since the listing: of this artifact, or of one with the shard.
         if item.what == "shard":
             if item.stage not in busy:
                 busy[item.stage] = _is_building(store, item.stage)
@@ -137,7 +143,7 @@ def delete(store: Store, items: Iterable[Garbage]) -> None:
 
 
 def _checkpoints(store: Store, stage: str, key: str, path: str) -> Garbage:
-    """Checkpoints of training that has finished: only a damaged result would need them again."""
+    """Checkpoints of a finished training run, useful only if its result is damaged."""
     return Garbage(stage, key, "checkpoints", [path], int(store.fs.du(path)))
 
 

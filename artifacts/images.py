@@ -1,4 +1,4 @@
-"""Image shards: a WebDataset tar of pictures and captions, and a parquet of every row beside it."""
+"""Image shards: a WebDataset tar of pictures and captions, with a parquet of all rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from artifacts.commit import open_checked
 from artifacts.keys import canonical_json
 
 EXTENSIONS = ("jpg", "png", "webp")
-#: Columns of the parquet beside a tar: one row for every row of the shard, failures included.
+#: Columns of a shard's parquet: one entry for every row of the shard, failures included.
 COLUMNS = {
     "key": "string",
     "url": "string",
@@ -37,18 +37,22 @@ class Sample:
     """One picture of an image shard."""
 
     key: str
-    image: bytes  # encoded, as `extension` says
+    image: bytes  # encoded in the format of `extension`
     extension: str  # jpg | png | webp
     captions: tuple[str, ...]  # at least one, which may be empty
-    #: url, caption, width, height, original_width, original_height (pixels), sha256 of `image`
-    #: and, where the source has it, aesthetic_score
+    #: url, caption, width, height, original_width, original_height (pixels), sha256 of `image`;
+    #: aesthetic_score if the source has scores
     meta: dict[str, Any] = field(default_factory=dict)
 
 
 def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
-    """Write samples, given in the order of their keys; the same samples give the same bytes.
+    """Write samples to a tar, deterministically; return their number.
 
-    Returns how many were written. Raises ValueError when keys are out of order or cannot be names.
+    Args:
+        samples: sorted by key.
+
+    Raises:
+        ValueError: keys are out of order or contain a dot or a slash.
     """
     count, last = 0, ""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -66,14 +70,15 @@ def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
 
 
 def read_tar(source: Path | str | IO[bytes], sha256: str | None = None) -> Iterator[Sample]:
-    """The samples of a tar (a path, an fsspec URL or a stream), one in memory at a time.
+    """The samples of a tar, one in memory at a time.
 
     Args:
-        sha256: of the whole tar at that path; who reads to the end has read what was committed.
+        source: a local path, an fsspec URL or an open binary stream.
+        sha256: of the whole tar at that path; a reader who reaches the end has verified it.
 
     Raises:
-        Damaged: at the end, if the tar is another.
-        ValueError: it is not a shard that `write_tar` could have written.
+        Damaged: at the end, if the tar has another sha256.
+        ValueError: the file is no image shard.
     """
     is_path = isinstance(source, Path | str)
     opened: Any = fsspec.open(str(source), "rb") if is_path else nullcontext(source)
@@ -89,7 +94,7 @@ def read_tar(source: Path | str | IO[bytes], sha256: str | None = None) -> Itera
 
 
 def write_rows(path: Path | str, rows: Iterable[dict[str, Any]]) -> None:
-    """Write the parquet of a shard: dicts with the keys of COLUMNS, absent ones null."""
+    """Write the parquet of a shard from dicts with keys of COLUMNS; absent values are null."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -98,7 +103,7 @@ def write_rows(path: Path | str, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_rows(source: Path | str | bytes) -> list[dict[str, Any]]:
-    """The rows of a shard's parquet, given as a local path or as its bytes."""
+    """The rows of a shard's parquet, from a local path or from its bytes."""
     import pyarrow.parquet as pq
 
     opened = BytesIO(source) if isinstance(source, bytes) else str(source)
@@ -106,7 +111,7 @@ def read_rows(source: Path | str | bytes) -> list[dict[str, Any]]:
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)  # its defaults carry no clock, no owner, and mode 0644
+    member = tarfile.TarInfo(name)  # deterministic defaults: mtime 0, no owner, mode 0644
     member.size = len(data)
     tar.addfile(member, BytesIO(data))
 

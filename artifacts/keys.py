@@ -30,7 +30,7 @@ def digest_bytes(data: bytes) -> str:
 
 
 def digest_stream(stream: IO[bytes]) -> tuple[str, int]:
-    """sha256 (hex) and byte count of what is left in `stream`."""
+    """sha256 (hex) and byte count of the rest of `stream`."""
     digest, size = hashlib.sha256(), 0
     while chunk := stream.read(CHUNK):
         digest.update(chunk)
@@ -41,10 +41,10 @@ def digest_stream(stream: IO[bytes]) -> tuple[str, int]:
 def cut_shards(rows: Iterable[tuple[str, Row]], average: int) -> Iterator[list[tuple[str, Row]]]:
     """Cut `rows` of (sha256 hex, row) into shards at content-defined boundaries.
 
-    Once a shard holds half of `average`, it ends at the next row whose hash meets a condition that
-    one row in about `average / 2` meets; no shard holds more than twice `average`. A row added or
-    removed therefore moves no boundary but those near it (as content-defined chunking does for
-    bytes in LBFS, SOSP 2001).
+    A shard has at least `average / 2` and at most `2 * average` rows. Between these limits it ends
+    at the first row whose hash meets a condition of probability about `2 / average`. An added or
+    removed row therefore moves nearby boundaries only (content-defined chunking as in LBFS, SOSP
+    2001).
     """
     least, most = max(1, average // 2), max(1, average * 2)
     every = average - least + 1

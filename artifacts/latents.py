@@ -1,9 +1,9 @@
 """Latent shards: VAE moments and text embeddings in one safetensors file, read by mmap.
 
-Tensors of a shard (see `write_latent_shard`), with split `train`, `holdout` or, where pictures may
-be mirrored, `flipped`: sample i of `flipped/8x8` is sample i of `train/8x8`, mirrored.
+Tensors of a shard (see `write_latent_shard`). The split is `train`, `holdout` or `flipped`: sample
+i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
 
-    text/prompt_embeds         [K, T, D] bf16   row 0 is the empty caption's, then each distinct
+    text/prompt_embeds         [K, T, D] bf16   row 0: the empty caption; then the distinct captions
     text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2
     text/input_ids             [K, n, T] i32    tokens, padded, of each of n CLIP tokenizers
     <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
@@ -11,9 +11,9 @@ be mirrored, `flipped`: sample i of `flipped/8x8` is sample i of `train/8x8`, mi
     .../original_size, target_size  [N, 2] i32  (height, width) in pixels
     .../crop_top_left          [N, 2]    i32    (top, left) in pixels
     .../flip                   [N]       u8
-    .../aesthetic_score        [N]       f32    where the source has scores
-    .../masks                  [N, K, h, w] u8  K masks, 1 where a picture is hidden, if any
-    .../masked_means           [N, K, C, h, w] bf16  the VAE's mean of what each leaves to be seen
+    .../aesthetic_score        [N]       f32    only if the source has scores
+    .../masks                  [N, K, h, w] u8  only for inpainting: 1 = hidden
+    .../masked_means           [N, K, C, h, w] bf16  the VAE's mean of each masked picture
     .../caption_offsets        [N + 1]   i32    sample i has caption_rows[offsets[i]:offsets[i + 1]]
     .../caption_rows           [M]       i32
 """
@@ -45,21 +45,21 @@ _PAIRS = ("original_size", "crop_top_left", "target_size")
 
 
 def flipped_group(group: str) -> str:
-    """The group with the mirrored variants of a group of the split `train`."""
+    """The group of the mirrored samples of a `train/` group."""
     return group.replace("train/", "flipped/", 1)
 
 
 @dataclass(frozen=True)
 class Masked:
-    """K masks of a picture, and what they leave of it."""
+    """K inpainting masks of a picture, and the latents of the masked pictures."""
 
-    masks: NDArray[np.uint8]  # [K, h, w], 1 where the picture is hidden
-    means: NDArray[Any]  # [K, C, h, w], the VAE's mean of what is to be seen; f32 or bf16 bits
+    masks: NDArray[np.uint8]  # [K, h, w], 1 = hidden
+    means: NDArray[Any]  # [K, C, h, w], the VAE's mean of each masked picture; f32 or bf16 bits
 
 
 @dataclass(frozen=True)
 class LatentSample:
-    """One encoded picture. Moments are f32, or bf16 bits (u16), as a shard's are when read."""
+    """One encoded picture. Moments are f32, or bf16 bits (u16) when read from a shard."""
 
     mean: NDArray[Any]  # [C, h, w]
     logvar: NDArray[Any]  # [C, h, w]
@@ -75,7 +75,7 @@ class LatentSample:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a shard's captions are, row by row; embeddings are f32, or bf16 bits (u16)."""
+    """The encoded captions of a shard, by row; embeddings are f32, or bf16 bits (u16)."""
 
     prompt_embeds: Sequence[NDArray[Any]]  # K of [T, D]
     pooled_prompt_embeds: Sequence[NDArray[Any]] | None  # K of [P]
@@ -83,7 +83,7 @@ class Texts:
 
 
 def to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
-    """Bits of `array` (f32) rounded to the nearest bfloat16, ties to even. Must hold no NaN."""
+    """Bits (u16) of an f32 array rounded to bfloat16, ties to even. NaN is not supported."""
     if array.dtype == np.uint16:
         return array
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
@@ -91,14 +91,14 @@ def to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The f32 values of bfloat16 bits: exact."""
+    """The f32 values of bfloat16 bits (u16), exactly."""
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
 
 
 def stack_rows(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Arrays of one shape, stacked; bf16 bits (u16) become the f32 values that they stand for."""
+    """Stack arrays of one shape; bf16 bits (u16) become f32 values."""
     stacked = np.stack(rows)
     return from_bfloat16(stacked) if stacked.dtype == np.uint16 else stacked
 
@@ -106,17 +106,19 @@ def stack_rows(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def write_latent_shard(
     path: Path, groups: Mapping[str, Sequence[LatentSample]], texts: Texts
 ) -> None:
-    """Write a shard: the same samples and texts give the same bytes.
+    """Write a shard as a safetensors file, deterministically and tensor by tensor.
 
     Args:
-        groups: samples by `<split>/<h>x<w>`, each in the order it is to be read in.
+        groups: `<split>/<h>x<w>` -> samples, in reading order.
+        texts: the captions that the samples' `caption_rows` refer to.
 
-    The file is valid safetensors, streamed tensor by tensor so that no tensor is held twice.
+    Raises:
+        ValueError: samples of one group differ in shape.
     """
     tensors = _text_tensors(texts)
     for group, samples in groups.items():
         tensors |= {f"{group}/{name}": tensor for name, tensor in _group_tensors(samples).items()}
-    # Wide types first keeps every tensor aligned; the format allows no gaps between them.
+    # Wide types first: this aligns every tensor, since the format allows no padding.
     order = sorted(tensors, key=lambda name: (-_DTYPES[tensors[name].dtype].itemsize, name))
     header, offset = {}, 0
     for name in order:
@@ -211,7 +213,7 @@ class LatentShard:
             self.close()
             raise ValueError(f"{self.path} is not a readable latent shard: {error}") from None
         ends = "/mean"
-        #: Samples of each `<split>/<h>x<w>`, mirrored variants among them.
+        #: `<split>/<h>x<w>` -> number of samples, mirrored ones included.
         self.groups: dict[str, int] = {
             name.removesuffix(ends): len(tensor)
             for name, tensor in sorted(self._tensors.items())
@@ -219,12 +221,12 @@ class LatentShard:
         }
 
     def _read_header(self) -> dict[str, NDArray[Any]]:
-        """Views of the file's tensors: what is read of them is what is used of them."""
+        """Views of the file's tensors, whose pages are read on access."""
         length = int.from_bytes(self._map[:8], "little")
         if not 0 < length <= len(self._map) - 8:
             raise ValueError("its header is cut short")
         header, base = json.loads(self._map[8 : 8 + length]), 8 + length
-        _check_sizes(header, len(self._map) - base)  # while no view keeps the map from closing
+        _check_sizes(header, len(self._map) - base)  # before a view prevents closing the map
 
         def view(tensor: dict[str, Any]) -> NDArray[Any]:
             shape, dtype = tensor["shape"], _DTYPES[tensor["dtype"]]
@@ -240,11 +242,15 @@ class LatentShard:
         return tensor[row]
 
     def _copy(self, name: str, row: int) -> NDArray[Any]:
-        """A row that does not keep the file mapped."""
+        """A copy of a row, independent of the memory map."""
         return np.array(self._row(name, row))
 
     def sample(self, group: str, index: int) -> LatentSample:
-        """Sample `index` of `<split>/<h>x<w>`, with moments [C, h, w] as bf16 bits."""
+        """Sample `index` of group `<split>/<h>x<w>`, with moments [C, h, w] as bf16 bits (u16).
+
+        Raises:
+            IndexError: the group has no such sample.
+        """
 
         def row(name: str) -> Any:
             return self._row(f"{group}/{name}", index)
@@ -284,31 +290,31 @@ class LatentShard:
         return self._copy("text/input_ids", row)
 
     def close(self) -> None:
-        """Unmap the file; what was returned stays valid."""
+        """Unmap the file; returned samples and embeddings stay valid."""
         self._tensors.clear()
         self._map.close()
 
 
 def _check_sizes(header: dict[str, Any], room: int) -> None:
-    """Raise ValueError unless every tensor fits its place in `room` bytes, and they fill it."""
+    """Raise ValueError unless the tensors have valid sizes and fill exactly `room` bytes."""
     for name, tensor in header.items():
         shape, (start, end) = tensor["shape"], tensor["data_offsets"]
         if not all(isinstance(side, int) and side >= 0 for side in (*shape, start)):
-            raise ValueError(f"{name} of {shape} at {start} is no tensor")
+            raise ValueError(f"{name} has an invalid shape {shape} or offset {start}")
         size = math.prod(shape) * _DTYPES[tensor["dtype"]].itemsize
         if end - start != size:
             raise ValueError(
-                f"{name} of {shape} takes {size} bytes, its header gives {end - start}"
+                f"{name} of shape {shape} needs {size} bytes, its header states {end - start}"
             )
     if max(tensor["data_offsets"][1] for tensor in header.values()) != room:
-        raise ValueError("its length differs from what its header says")
+        raise ValueError("its length differs from the length in its header")
 
 
 @dataclass(frozen=True)
 class ShardRef:
-    """A shard of an artifact, known from the manifest alone."""
+    """A shard of an artifact, as its manifest describes it."""
 
-    url: str  # plain path when local
+    url: str  # a plain path if local
     size: int  # bytes
     sha256: str
     groups: dict[str, int]  # `<split>/<h>x<w>` -> samples
@@ -322,7 +328,7 @@ class Latents:
     shards: list[ShardRef]
 
     def groups(self) -> dict[str, int]:
-        """Samples of each `<split>/<h>x<w>` over all shards."""
+        """`<split>/<h>x<w>` -> number of samples in all shards."""
         total: dict[str, int] = {}
         for shard in self.shards:
             for group, count in shard.groups.items():
@@ -331,18 +337,18 @@ class Latents:
 
     @property
     def has_holdout(self) -> bool:
-        """Whether any sample was held out."""
+        """Whether there is a held-out sample."""
         return any(group.startswith("holdout/") for group in self.groups())
 
 
 def open_latents(url: str) -> Latents:
-    """Read which shards a latents artifact has, from its manifest; no shard is opened.
+    """The shards of a latents artifact, from its manifest; no shard is opened.
 
     Args:
-        url: the artifact's folder, any fsspec URL.
+        url: the artifact's folder, a local path or an fsspec URL.
 
     Raises:
-        ValueError: there is no latents artifact.
+        ValueError: `url` has no latents artifact.
     """
     fs, root = url_to_fs(url.rstrip("/"))
     record = read_record(fs, f"{root}/manifest.json")

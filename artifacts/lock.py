@@ -1,4 +1,4 @@
-"""One builder per key: a lock file with a heartbeat, on any store."""
+"""A lock file with a heartbeat, on any fsspec store: one builder per key."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from artifacts.clock import REAL, Clock
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0
-#: A lock whose heartbeat has not moved for this long belonged to a builder that died.
+#: A lock without a heartbeat for this long has expired: its owner is dead.
 EXPIRY_SECONDS = 30.0
-#: Who takes over a dead lock waits this long for others who were about to, then looks whose it is.
+#: Delay between the takeover of a dead lock and the check that no other process took it over too.
 SETTLE_SECONDS = 0.25
 
 
@@ -34,11 +34,16 @@ def hold(
     heartbeat: float = HEARTBEAT_SECONDS,
     clock: Clock = REAL,
 ) -> Iterator[None]:
-    """Hold the lock at `path`, waiting for its holder; take it over from one that died.
+    """Acquire the lock at `path`, wait while another process owns it, and release it on exit.
 
-    A holder on this host is known dead when its process is gone; one elsewhere, when its heartbeat
-    has not moved for `expiry` seconds of our own `clock` (so clocks need not agree).
-    `waiting(owner)` is called once when there is someone to wait for.
+    A dead owner loses the lock. An owner on this host is dead when its process has ended. Any other
+    owner is dead when its heartbeat stands still for `expiry` seconds of our own `clock`, so clocks
+    of different hosts need not agree.
+
+    Args:
+        waiting: called once with the owner's record, if there is an owner to wait for.
+        expiry: seconds without a heartbeat.
+        heartbeat: seconds between our own heartbeats.
     """
     mine = {"token": uuid.uuid4().hex, **_this_process(), "beat": 0}
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -57,7 +62,7 @@ def hold(
 
 
 def read_owner(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
-    """Who holds the lock; None when nobody does. One half written reads as an empty owner."""
+    """The owner's record; None if the lock is free, {} if the record is incomplete."""
     try:
         owner = json.loads(fs.cat_file(path))
     except FileNotFoundError:
@@ -68,7 +73,7 @@ def read_owner(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
 
 
 def is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the owner ran on this host and its process is gone."""
+    """Whether the owner ran on this host and its process has ended."""
     here = _this_process()
     if any(owner.get(name) != here[name] for name in ("host", "pids")) or "pid" not in owner:
         return False
@@ -83,7 +88,7 @@ def _acquire(
     expiry: float,
     clock: Clock,
 ) -> None:
-    told, seen, since, settle = False, None, clock.now(), 0.0
+    notified, seen, since, settle = False, None, clock.now(), 0.0
     while not _create(fs, path, mine, settle, clock):
         owner = read_owner(fs, path)
         if owner is None:
@@ -94,9 +99,9 @@ def _acquire(
             _discard(fs, path, owner)
             settle = SETTLE_SECONDS
             continue
-        if owner and not told:  # one half written names nobody yet
+        if owner and not notified:  # an incomplete record names no owner
             waiting(owner)
-            told = True
+            notified = True
         clock.sleep(min(0.5, expiry / 4))
 
 
@@ -107,14 +112,14 @@ def _create(
         fs.pipe_file(path, json.dumps(mine).encode(), mode="create")
     except FileExistsError:
         return False
-    # Two who saw the same dead owner may both have removed a lock: the later one's token stands.
+    # Two processes that found the same dead owner may both get here. The last token wins.
     clock.sleep(settle)
     owner = read_owner(fs, path)
     return owner is not None and owner.get("token") == mine["token"]
 
 
 def _discard(fs: AbstractFileSystem, path: str, owner: dict[str, Any]) -> None:
-    """Remove a dead owner's lock, unless somebody else has taken it over meanwhile."""
+    """Remove a dead owner's lock, unless another process has replaced its record."""
     if read_owner(fs, path) == owner:
         with suppress(FileNotFoundError):
             fs.rm_file(path)
@@ -131,19 +136,19 @@ def _beat(
         try:
             owner = read_owner(fs, path)
             if owner and owner.get("token") != mine["token"]:
-                return  # taken over while we slept past the expiry: it is theirs now
+                return  # another process took the lock over after our heartbeat expired
             mine["beat"] += 1
-            # One that somebody has just removed as dead is not put back over the remover's own.
+            # A missing lock was removed as dead. "create" cannot overwrite the remover's record.
             mode = "create" if owner is None else "overwrite"
             fs.pipe_file(path, json.dumps(mine).encode(), mode=mode)
-        except Exception as error:  # of any kind, as stores have; the next beat may come through
+        except Exception as error:  # stores raise any type; the next heartbeat may succeed
             log.warning("lock %s: %s", path, error)
 
 
 def _this_process() -> dict[str, Any]:
     pid = os.getpid()
     try:
-        pids = os.readlink("/proc/self/ns/pid")  # containers of one host name count apart
+        pids = os.readlink("/proc/self/ns/pid")  # separates containers with equal host names
     except OSError:
         pids = ""
     started = _process_start(pid)
@@ -151,12 +156,12 @@ def _this_process() -> dict[str, Any]:
 
 
 def _process_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot, which tells a reused pid apart."""
+    """Start time of a process in clock ticks since boot; it distinguishes reused pids."""
     try:
         with open(f"/proc/{pid}/stat") as stream:
             return stream.read().rpartition(")")[2].split()[19]
     except OSError:
-        try:  # no /proc: existence is all that can be told
+        try:  # without /proc only the existence of the process is known
             os.kill(pid, 0)
         except ProcessLookupError:
             return None

@@ -1,4 +1,4 @@
-"""Find a model's files, wherever they are, and fingerprint them by their bytes."""
+"""Resolve a model's location to a local folder, and digest its content."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import fsspec
 
 from artifacts.keys import canonical_json, digest_bytes, digest_json
 
-#: What changes nothing when it changes: documentation and version control.
+#: Names without effect on a model's digest: documentation and version control.
 IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
 
-#: The weights diffusers and transformers would read: safetensors only, those of a pipeline's parts
-#: and, at the top, those of a model that stands alone; not a pipeline's single-file checkpoints.
-#: The hub's patterns are fnmatch's, whose * matches / too.
+#: Files that diffusers and transformers read: configs, the safetensors of a pipeline's parts, and
+#: those of a standalone model at the top level. Single-file checkpoints of pipelines are excluded.
+#: The hub matches with fnmatch, where * also matches /.
 HUB_FILES = ["*.json", "*.txt", "*.model", "*.md", "*/*.safetensors"]
 HUB_FILES += ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
 HUB_CONFIGS = ["*.json", "*.txt"]
 HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*", "text_encoders/*"]
-#: Copies of the same weights, left out unless one is asked for.
+#: Variants of the same weights, skipped unless one is requested.
 HUB_VARIANTS = ["*.fp16.safetensors", "*.fp16-*.safetensors", "*.non_ema.safetensors"]
 
 
 class ModelNotFound(ValueError):
-    """The model's files are not there; the message says where they were looked for."""
+    """The model's files cannot be found; the message states the searched location."""
 
 
 def cache_folder() -> Path:
-    """Where copies of remote models and shards are kept on this machine."""
+    """Local cache of remote models and shards: $KILN_CACHE, $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("KILN_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "kilnworks"
 
@@ -46,10 +46,16 @@ def resolve_model(
     variant: str | None = None,
     files: Sequence[str] = HUB_FILES,
 ) -> Path:
-    """A local folder holding the model at `path`: a local folder, a hub id, or an fsspec URL.
+    """A local folder with the model at `path`, downloaded to the cache if it is remote.
+
+    Args:
+        path: a local folder, a Hugging Face hub id, or an fsspec URL.
+        revision: branch, tag or commit on the hub.
+        variant: the weights variant to fetch, such as "fp16"; default: the plain weights.
+        files: patterns of the files to fetch from the hub.
 
     Raises:
-        ModelNotFound: nothing is there, or it cannot be fetched.
+        ModelNotFound: the location does not exist or cannot be fetched.
     """
     if Path(path).is_dir():
         return Path(path).resolve()
@@ -61,12 +67,12 @@ def resolve_model(
 
 
 def resolve_configs(path: str, *, revision: str | None = None) -> Path:
-    """The same, but of a hub id the configs only: no weights. Raises ModelNotFound."""
+    """As `resolve_model`, but a hub id is fetched without weights. Raises ModelNotFound."""
     return resolve_model(path, revision=revision, files=HUB_CONFIGS)
 
 
 def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
-    """sha256 over relative path and bytes of every file, or of those below the named parts."""
+    """sha256 (hex) over the relative path and bytes of every file, or of those in `parts`."""
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
     found = sorted(p for root in roots for p in (root.rglob("*") if root.is_dir() else [root]))
     files = [p for p in found if p.is_file() and not IGNORED & set(p.relative_to(folder).parts)]
@@ -81,7 +87,7 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
 
 @lru_cache(maxsize=4096)
 def _digest_file(path: Path, size: int, mtime_ns: int) -> str:
-    """sha256 of a file, once a process for as long as its size and time stamp stay."""
+    """sha256 of a file, cached per process until its size or time stamp changes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -95,17 +101,17 @@ def _fetch_url(url: str) -> Path:
     except (ImportError, ValueError) as error:
         raise ModelNotFound(f"model {url}: {error}") from None
     if not files:
-        raise ModelNotFound(f"model {url}: nothing is there")
+        raise ModelNotFound(f"model {url}: no files there")
     target = cache_folder() / "models" / digest_bytes(canonical_json([url, sorted(files.items())]))
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as beside:
-            whole = Path(beside, "model")
-            fs.get(root, str(whole), recursive=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+            complete = Path(temporary, "model")
+            fs.get(root, str(complete), recursive=True)
             try:
-                whole.rename(target)
+                complete.rename(target)
             except OSError:
-                if not target.is_dir():  # else another process has fetched the same meanwhile
+                if not target.is_dir():  # otherwise another process fetched the same model
                     raise
     return target
 
@@ -120,17 +126,17 @@ def _fetch_hub(repo: str, revision: str | None, variant: str | None, files: Sequ
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=list(files), ignore_patterns=skip
         )
-    # A network that wants people to log in answers with a page of its own, which is no JSON.
+    # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            raise  # a full disk here is no fault of the model's
+            raise  # a full local disk does not mean that the model is missing
         why = _hub_refusal(error, repo, revision)
         raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
     return Path(folder)
 
 
 def _hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
-    """Why the hub did not give a model, and what to do, in one line."""
+    """One line: the reason why the hub refused a model, and a remedy."""
     from httpx2 import ConnectError, TimeoutException
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -143,12 +149,12 @@ def _hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
     cause = error.__cause__ or error
     if isinstance(error, GatedRepoError):
         terms = f"{constants.ENDPOINT}/{repo}"
-        return f"on the hub it is for those who accepted its terms: see {terms}, then {log_in}"
+        return f"on the hub it is gated: accept its terms at {terms}, then {log_in}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"the hub has none of that name for you: if it is private, {log_in}"
+        return f"the hub has no such model visible to you: if it is private, {log_in}"
     if isinstance(error, RevisionNotFoundError):
-        return f"the hub's has no revision {revision}"
+        return f"the hub's model has no revision {revision}"
     if isinstance(cause, ConnectError | TimeoutException):
         return f"the hub cannot be reached at {constants.ENDPOINT}"
     reason = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-    return f"the hub could not give it ({reason.strip()})"
+    return f"the hub could not serve it ({reason.strip()})"

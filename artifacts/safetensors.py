@@ -1,4 +1,4 @@
-"""Named fp32 arrays to and from safetensors, one at a time: no array is held twice."""
+"""Read and write named f32 arrays as safetensors, one array at a time to save memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Arrays = dict[str, NDArray[np.float32]]
 
 
 class _Hashing:
-    """A stream that fingerprints what passes through it."""
+    """An output stream that computes the sha256 and the size of its data."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.digest, self.size = stream, hashlib.sha256(), 0
@@ -37,7 +37,7 @@ class _Hashing:
 def writing(
     fs: AbstractFileSystem, root: str, path: str, files: list[FileEntry]
 ) -> Iterator[_Hashing]:
-    """Write `root/path`; once it is whole, its entry is added to `files`."""
+    """A stream to `root/path`; on success the file's entry is appended to `files`."""
     fs.makedirs(f"{root}/{path}".rpartition("/")[0], exist_ok=True)
     with fs.open(f"{root}/{path}", "wb") as stream:
         sink = _Hashing(stream)
@@ -50,8 +50,8 @@ def write_arrays(
     arrays: Mapping[str, NDArray[np.float32]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file: the same arrays give the same bytes."""
-    described = {"format": "pt", **(metadata or {})}  # diffusers asks for the format
+    """Write f32 arrays as a safetensors file, deterministically."""
+    described = {"format": "pt", **(metadata or {})}  # diffusers requires the format
     header: dict[str, object] = {"__metadata__": described}
     offset = 0
     for name in sorted(arrays):
@@ -68,10 +68,12 @@ def write_arrays(
 
 
 def read_arrays(fs: AbstractFileSystem, path: str) -> Arrays:
-    """Read what `write_arrays` wrote. Raises ValueError if it is anything else.
+    """Read the arrays of a file from `write_arrays`.
 
-    Arrays of a local file are mapped: their bytes are read when they are used, and several
-    processes of a machine have them in memory once.
+    A local file is memory-mapped: bytes are read on access, and processes share the memory.
+
+    Raises:
+        ValueError: the file has other dtypes or is cut short.
     """
     with fs.open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -95,10 +97,10 @@ def read_arrays(fs: AbstractFileSystem, path: str) -> Arrays:
 
 
 def read_floats(path: Path) -> tuple[dict[str, str], Arrays]:
-    """The header's words and the arrays, in float32, of a safetensors file of any float precision.
+    """The metadata and the arrays of a safetensors file in f32, f16 or bf16; arrays as f32.
 
     Raises:
-        OSError, ValueError, KeyError: it is damaged, or holds anything but floats.
+        OSError, ValueError, KeyError: the file is damaged or has other dtypes.
     """
     mapped = np.memmap(path, np.uint8, mode="r")
     start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
@@ -121,5 +123,5 @@ def _floats(raw: bytes, dtype: str) -> NDArray[np.float32]:
 
 
 def _map(path: str) -> NDArray[np.uint8]:
-    """The file's bytes; writing to them changes no file."""
+    """The file's bytes, mapped copy-on-write: changes never reach the file."""
     return np.asarray(np.memmap(path, np.uint8, mode="c"))

@@ -1,1 +1,1 @@
-"""Recipes: what a user edits, and the one place that says which settings exist."""
+"""Recipes and the definitions of all their settings."""

@@ -1,6 +1,6 @@
-"""Names of settings in diffusers' scripts, kohya's sd-scripts and SimpleTuner, and ours.
+"""Setting names of diffusers' scripts, kohya's sd-scripts and SimpleTuner, mapped to ours.
 
-A recipe that uses one of them is answered with ours; `python -m configs.coming_from` prints
+The error for such a name in a recipe states our name. `python -m configs.coming_from` prints
 docs/coming-from.md.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 class Foreign:
     """A setting of another tool."""
 
-    names: str  # as the tools spell it, one after another
+    names: str  # its spellings, separated by spaces
     tools: str  # D diffusers' example scripts, K kohya's sd-scripts, S SimpleTuner
-    ours: str  # dotted settings, or what takes the setting's place
+    ours: str  # dotted setting or section; "none" without an equivalent
     note: str = ""
 
 
@@ -117,7 +117,7 @@ TOOLS = {"D": "diffusers", "K": "kohya", "S": "SimpleTuner"}
 
 
 def ours(name: str) -> str | None:
-    """What a key of another tool is called here, in words; None if none has it."""
+    """A hint with our name for another tool's setting; None if no tool has it."""
     for foreign in TABLE:
         if name in foreign.names.split():
             if foreign.ours == "none":
@@ -127,12 +127,12 @@ def ours(name: str) -> str | None:
 
 
 def page() -> str:
-    """docs/coming-from.md."""
+    """The text of docs/coming-from.md."""
     lines = [
         "# Coming from diffusers, kohya or SimpleTuner",
         "",
-        "Settings by their names there, and here. A recipe that uses one of theirs is answered",
-        "with ours. This page is printed by `python -m configs.coming_from`.",
+        "Names of their settings and of ours. For each of their names in a recipe, the error",
+        "states our name. `python -m configs.coming_from` prints this page.",
         "",
         "| theirs | in | ours | |",
         "|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Every setting of the flow `generate`: which model draws which prompts, and how."""
+"""Settings of the flow `generate`: the model, the prompts and the sampler."""
 
 from __future__ import annotations
 
@@ -13,60 +13,76 @@ from configs.section import Section
 
 
 class Generate(Section):
-    """Pictures of prompts, by a published model or any other."""
+    """Pictures of prompts, sampled from a published model or any other."""
 
     model: str = Field(
-        description="A model of the registry (`digits` is its champion, `digits@v2` that version), "
-        "a folder, a hub id, or an fsspec URL."
+        description="Model: registry name (`digits` for its champion, `digits@v2` for a version), "
+        "folder, hub id, or fsspec URL."
     )
-    prompts: tuple[str, ...] = Field((), description="Prompts, each drawn in every round.")
-    file: str | None = Field(None, description="Or a text file with one prompt a line.")
-    negative_prompt: str | None = Field(None, description="What guidance leads away from.")
+    prompts: tuple[str, ...] = Field((), description="Prompts; every round samples each of them.")
+    file: str | None = Field(
+        None, description="Text file with one prompt per line, instead of `prompts`."
+    )
+    negative_prompt: str | None = Field(
+        None, description="Negative prompt of classifier-free guidance; null: the empty prompt."
+    )
     num_images_per_prompt: PositiveInt = Field(
-        4, description="Pictures of a prompt, drawn at once."
+        4, description="Pictures per prompt and round; also the batch size."
     )
-    num_rounds: PositiveInt = Field(1, description="Rounds, each with noise of its own.")
+    num_rounds: PositiveInt = Field(1, description="Rounds, each with new noise.")
     grid_columns: PositiveInt | None = Field(
-        None, description="Pictures in a row of the grid; null is num_images_per_prompt."
+        None, description="Pictures per row of the grid; null: num_images_per_prompt."
     )
-    height: PositiveInt | None = Field(None, description="Pixels; null is the model's own size.")
-    width: PositiveInt | None = Field(None, description="Pixels; null is the model's own size.")
+    height: PositiveInt | None = Field(
+        None, description="Picture height in pixels; null: the model's default."
+    )
+    width: PositiveInt | None = Field(
+        None, description="Picture width in pixels; null: the model's default."
+    )
     num_inference_steps: PositiveInt = Field(50, description="Denoising steps.")
     scheduler: SchedulerName | None = Field(
-        None, description="What steps are taken by; null is the model's own scheduler."
+        None, description="Sampling scheduler; null: the model's own."
     )
     ddim_eta: float = Field(
-        0.0, ge=0, le=1, description="Noise of DDIM's steps (arXiv 2010.02502); 0 draws none."
+        0.0, ge=0, le=1, description="DDIM's eta (arXiv 2010.02502); 0 is deterministic."
     )
-    guidance_scale: float = Field(7.5, ge=0, description="Classifier-free guidance.")
-    aesthetic_score: float = Field(6.0, description="Of models trained with scores.")
-    negative_aesthetic_score: float = Field(2.5, description="What guidance leads away from.")
-    seed: int = Field(42, ge=0, lt=2**63, description="Seed of the noise, drawn on the host.")
+    guidance_scale: float = Field(
+        7.5, ge=0, description="Classifier-free guidance scale; 1 or less turns guidance off."
+    )
+    aesthetic_score: float = Field(
+        6.0, description="Aesthetic score to condition on, for models trained with scores."
+    )
+    negative_aesthetic_score: float = Field(
+        2.5, description="Aesthetic score of the negative prompt, for models trained with scores."
+    )
+    seed: int = Field(42, ge=0, lt=2**63, description="Noise seed; the host draws the noise.")
     fixed_noise: bool = Field(
-        False, description="Every prompt and round starts from the same noise (fixed_code)."
+        False, description="Start every prompt and round from equal noise (fixed_code)."
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Of the whole pipeline."
+        "float32", description="Precision of the whole pipeline."
     )
-    runtime: RuntimeName = Field("torch", description="What draws.")
-    device: str = Field("auto", description="As train.device of a recipe.")
-    store: str = Field("store", description="Where pictures are kept: a folder or fsspec URL.")
-    registry: str | None = Field(None, description="Null is `registry` in the store.")
+    runtime: RuntimeName = Field("torch", description="Runtime that samples.")
+    device: str = Field("auto", description="Device, as a recipe's train.device.")
+    store: str = Field("store", description="Artifact store: folder or fsspec URL.")
+    registry: str | None = Field(
+        None, description="Registry folder or fsspec URL; null: `registry` in the store."
+    )
 
     @model_validator(mode="after")
     def _some_prompts(self) -> Generate:
         if bool(self.prompts) == bool(self.file):
-            raise ValueError("give either prompts or a file of them")
+            raise ValueError("set either prompts or file, not both")
         return self
 
 
 def read_settings(
     model: str, prompts: Sequence[str] | None, settings: Mapping[str, Any] | None
 ) -> Generate:
-    """Raises RecipeError, saying what is wrong with which setting."""
+    """The settings of a `generate` run. Raises RecipeError, with one line per invalid setting."""
     own = {"model": model, "prompts": tuple(prompts or ())}
     if twice := sorted(own.keys() & (settings or {}).keys()):
-        raise RecipeError(f"generate: {twice[0]} is an argument of its own, no setting")
+        raise RecipeError(f"generate: {twice[0]} is an argument of its own, not a setting")
     given = {**own, **(settings or {})}
     try:
         return Generate.model_validate(given)

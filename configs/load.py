@@ -1,4 +1,4 @@
-"""Load a recipe: find the file, follow `extends`, apply dotted overrides, validate, explain."""
+"""Load a recipe: find its file, resolve `extends`, apply dotted overrides and validate."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ from configs.schema import Recipe
 from configs.urls import without_secrets
 
 RECIPES = Path(__file__).parent
-#: Files in this folder that are settings of other programs, not recipes.
+#: YAML files in this folder that are not recipes.
 NOT_RECIPES = {"digits-base"}
 
 
 class RecipeError(ValueError):
-    """A recipe cannot be used; the message names the file, the setting, and what to do."""
+    """A recipe is invalid; the message names the file, the setting and the remedy."""
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that come with Kilnworks."""
+    """Names of the recipes in this package."""
     return sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in NOT_RECIPES)
 
 
 def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """Load recipe `name` (one of ours, or a path to a YAML file) with dotted `overrides`.
+    """Load a recipe.
+
+    Args:
+        name: a name of `recipe_names`, or a path that ends in .yaml or .yml.
+        overrides: dotted setting, such as `train.steps` -> value.
 
     Raises:
-        RecipeError: unknown recipe or setting, wrong type or range.
+        RecipeError: the recipe or a setting is unknown, or a value has the wrong type or range.
     """
     path = find_recipe(name)
     settings = _read(path, seen=())
@@ -47,7 +51,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe given by name or path."""
+    """The file of a recipe, by name or path. Raises RecipeError if there is none."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if path.is_file() and path.stem not in NOT_RECIPES:
         return path
@@ -58,7 +62,7 @@ def find_recipe(name: str) -> Path:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split `train.steps=100` into its dotted key and its value, read as YAML."""
+    """Split `train.steps=100` into the dotted setting and its YAML value. Raises RecipeError."""
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
         raise RecipeError(f"override {text!r}: write it as key=value, such as train.steps=100")
@@ -77,24 +81,24 @@ def json_schema() -> dict[str, Any]:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: enough to repeat the run, but for passwords in its URLs."""
-    settings = _shown(json.loads(recipe.model_dump_json()))
+    """The resolved recipe as YAML, complete except for secrets in URLs."""
+    settings = _redacted(json.loads(recipe.model_dump_json()))
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
-def _shown(value: Any) -> Any:
-    """The value with secrets taken out of its URLs: what is dumped ends up in published cards."""
+def _redacted(value: Any) -> Any:
+    """The value without secrets in its URLs, because published cards contain the dump."""
     if isinstance(value, dict):
-        return {key: _shown(item) for key, item in value.items()}
+        return {key: _redacted(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shown(item) for item in value]
+        return [_redacted(item) for item in value]
     return without_secrets(value) if isinstance(value, str) else value
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
-        raise RecipeError(f"{path.name}: `extends` leads back to itself")
+        raise RecipeError(f"{path.name}: `extends` forms a cycle")
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -111,7 +115,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _anchor(value: Any, folder: Path) -> Any:
-    """Resolve strings that begin with ./ or ../ against the folder of the file that says them."""
+    """Resolve strings that start with ./ or ../ relative to the folder of their recipe."""
     if isinstance(value, dict):
         return {key: _anchor(item, folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -122,13 +126,13 @@ def _anchor(value: Any, folder: Path) -> Any:
 
 
 def _short(path: Path) -> str:
-    """The path from the working directory when it lies below that, so that records can travel."""
+    """The path relative to the working directory if it lies below it, so records are portable."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _scalar(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as text; read such text as the number that was meant."""
+    """Convert a string such as 1e-5, which YAML 1.1 does not parse as a number, to a float."""
     if isinstance(value, str) and "e" in value.lower():
         try:
             return float(value)
@@ -141,7 +145,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        # A source of another kind shares no settings with the old one: replace it whole.
+        # Sources of different kinds have different settings, so a new kind replaces the section.
         replaced = key == "source" and isinstance(value, dict) and "kind" in value
         both = isinstance(old, dict) and isinstance(value, dict) and not replaced
         merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
@@ -164,10 +168,12 @@ def explain(
     settings: dict[str, Any],
     model: type[BaseModel] = Recipe,
 ) -> str:
-    """What is wrong with the settings of a model, a line each, with names that may be meant.
+    """A validation error as text: one line per fault, with similar names of settings.
 
     Args:
-        where: they were given.
+        where: the file or flow with the settings; it starts each line.
+        settings: the validated values.
+        model: the class they were validated with.
     """
     lines = [f"{where}: {_explain_one(item, settings, model)}" for item in error.errors()]
     return "\n".join(dict.fromkeys(lines))
@@ -177,7 +183,7 @@ def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) ->
     where = [str(part) for part in item["loc"]]
     kinds = {"urls", "folder", "dataset", "digits"}
     if len(where) > 1 and where[0] == "source" and where[1] in kinds:
-        where.pop(1)  # the union's tag, which is not in the file
+        where.pop(1)  # pydantic adds the union's tag, which the file does not contain
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
         known = _field_names(where[:-1], settings, model)
@@ -191,7 +197,7 @@ def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) ->
         return f"{dotted}: missing; it must be set"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" and isinstance(item["input"], dict):
-        # How the settings of a section go together: the message says which.
+        # A validator of a whole section: its message names the settings.
         return f"{dotted}: {message}" if dotted else message
     return f"{dotted}: {message} (got {item['input']!r})"
 

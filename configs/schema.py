@@ -1,4 +1,4 @@
-"""Every setting a recipe may hold, with its type, range, default and unit."""
+"""The settings of a recipe: type, range, default and unit of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from configs.section import Fraction, Section
 from configs.tpu import Tpu
 from configs.training import Hpu, MindSpore, Train
 
-#: Of a model in the registry.
+#: Pattern of a model's name in the registry.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 RuntimeName = Literal["torch", "xla", "jax", "mindspore"]
 #: The stages of a run, in their order.
@@ -32,77 +32,91 @@ SchedulerName = Literal[
 
 
 class Model(Section):
-    """The base model: a diffusers pipeline folder whose parts are encoded with and fine-tuned."""
+    """The base model: a diffusers pipeline whose encoders encode and whose denoiser is tuned."""
 
     path: str = Field(
         description="Pipeline folder: hub id, local path or fsspec URL (gs://, s3://)."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     vae: str | None = Field(
-        None, description="Another AutoencoderKL in place of the pipeline's: hub id, path or URL."
+        None,
+        description="AutoencoderKL that replaces the pipeline's VAE: hub id, local path or fsspec "
+        "URL; null: the pipeline's.",
     )
 
 
 class UrlSource(Section):
-    """Lists of image URLs: parquet, csv or jsonl files, one row an image."""
+    """Lists of image URLs: parquet, csv or jsonl files with one row per image."""
 
     kind: Literal["urls"]
-    path: str = Field(description="File, folder or glob of lists; any fsspec URL.")
+    path: str = Field(description="File, folder or glob of lists: local path or fsspec URL.")
     format: Literal["parquet", "csv", "jsonl"] = Field(
         "parquet", description="Format of the lists."
     )
     url_column: str = Field("url", description="Column with the image URL.")
-    caption_column: str | None = Field("caption", description="Column with the caption, if any.")
+    caption_column: str | None = Field(
+        "caption", description="Column with the caption; null: no captions."
+    )
     sha256_column: str | None = Field(
         None,
-        description="Column with the sha256 of the image bytes (hex). With it a changed picture "
-        "is a changed row, and a download that does not match is refused.",
+        description="Column with the sha256 (hex) of the image bytes; null: none. A download with "
+        "another digest is a failed row.",
     )
     aesthetic_column: str | None = Field(
-        None, description="Column with the picture's aesthetic score, for train.aesthetic_score."
+        None,
+        description="Column with the aesthetic score, for train.aesthetic_score; null: none.",
     )
-    base_url: str | None = Field(None, description="What relative URLs are joined to.")
+    base_url: str | None = Field(
+        None, description="Base of relative URLs; null: all URLs are absolute."
+    )
 
 
 class FolderSource(Section):
-    """A folder of pictures; captions in `<name>.txt` beside each or in `metadata.jsonl`."""
+    """A folder of pictures, with captions in `metadata.jsonl` or in one `<name>.txt` each."""
 
     kind: Literal["folder"]
-    path: str = Field(description="Folder; any fsspec URL.")
+    path: str = Field(description="Folder: local path or fsspec URL.")
     caption_column: str = Field("text", description="Caption key in metadata.jsonl.")
     aesthetic_column: str | None = Field(
-        None, description="Key of the aesthetic score in metadata.jsonl, if any."
+        None,
+        description="Key of the aesthetic score in metadata.jsonl, for train.aesthetic_score; "
+        "null: none.",
     )
 
 
 class DatasetSource(Section):
-    """Parquet files with the image bytes inside, as Hugging Face datasets are stored."""
+    """Parquet files with embedded image bytes, the storage format of Hugging Face datasets."""
 
     kind: Literal["dataset"]
     path: str = Field(
-        description="Dataset id on the hub (owner/name), or a parquet file, folder or glob at any "
+        description="Hub dataset id (owner/name), or parquet file, folder or glob: local path or "
         "fsspec URL."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub dataset.")
-    split: str = Field("train", description="Split: files whose name begins with it are read.")
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub dataset; null: the default branch."
+    )
+    split: str = Field(
+        "train", description="Split: the prefix of the names of the files or folders to read."
+    )
     image_column: str = Field("image", description="Column with the encoded image.")
     caption_column: str = Field("text", description="Column with the caption.")
     aesthetic_column: str | None = Field(
-        None, description="Column with the aesthetic score, if any."
+        None,
+        description="Column with the aesthetic score, for train.aesthetic_score; null: none.",
     )
 
 
 class DigitsSource(Section):
-    """The demo's pictures: scikit-learn's digits drawn in chalk, served on loopback as URLs."""
+    """The demo's pictures: scikit-learn's digits drawn in chalk, served at URLs on loopback."""
 
     kind: Literal["digits"]
     port: int = Field(
-        0, ge=0, le=65535, description="Loopback port to serve on; 0 takes a free one."
+        0, ge=0, le=65535, description="Loopback port of the server; 0: any free port."
     )
     seed: int = Field(0, ge=0, description="Seed of the rendering.")
-    count: int = Field(1797, ge=1, le=1797, description="Digits drawn in the new style.")
+    count: int = Field(1797, ge=1, le=1797, description="Number of digits in the new style.")
     rehearsal: int = Field(
-        900, ge=0, description="Pictures in styles that the base knows, so that it keeps them."
+        900, ge=0, description="Number of pictures in the base's styles, against forgetting."
     )
 
 
@@ -112,193 +126,231 @@ Source = Annotated[
 
 
 class Download(Section):
-    """Fetch, check and resize pictures into WebDataset shards (img2dataset inside Beam)."""
+    """Fetch, check and resize pictures into WebDataset shards (img2dataset on Beam)."""
 
-    image_size: PositiveInt = Field(1024, description="Length of the side resized to, in pixels.")
+    image_size: PositiveInt = Field(1024, description="Target length of the side, in pixels.")
     resize_mode: Literal["no", "keep_ratio", "keep_ratio_largest", "center_crop", "border"] = Field(
         "keep_ratio", description="img2dataset's resize mode; keep_ratio resizes the shorter side."
     )
-    only_if_bigger: bool = Field(True, description="Leave smaller pictures at their size.")
-    min_image_size: int = Field(0, ge=0, description="Smallest side accepted, in pixels.")
-    max_pixels: PositiveInt = Field(178_956_970, description="Most pixels decoded, in pixels.")
-    max_bytes: PositiveInt = Field(64 * 2**20, description="Most bytes read for one URL.")
-    encode_format: Literal["jpg", "png", "webp"] = Field("jpg", description="Format stored.")
+    only_if_bigger: bool = Field(True, description="Keep the size of smaller pictures.")
+    min_image_size: int = Field(
+        0, ge=0, description="Minimum length of the shorter side, in pixels; smaller pictures fail."
+    )
+    max_pixels: PositiveInt = Field(
+        178_956_970, description="Maximum picture area (width x height), in pixels."
+    )
+    max_bytes: PositiveInt = Field(
+        64 * 2**20, description="Maximum size of a downloaded picture, in bytes."
+    )
+    encode_format: Literal["jpg", "png", "webp"] = Field(
+        "jpg", description="Format of the stored pictures."
+    )
     encode_quality: int = Field(
-        95, ge=0, le=100, description="Quality of jpg and webp (0-100); compression of png (0-9)."
+        95,
+        ge=0,
+        le=100,
+        description="Quality of jpg and webp (0 to 100), or compression level of png (0 to 9).",
     )
-    threads: PositiveInt = Field(16, description="Fetching threads a worker.")
-    timeout: float = Field(10.0, gt=0, description="Seconds for connecting and for each read.")
-    deadline: float = Field(60.0, gt=0, description="Seconds for one URL, redirects included.")
-    retries: int = Field(2, ge=0, description="Tries after a transient failure, with backoff.")
+    threads: PositiveInt = Field(16, description="Download threads per shard.")
+    timeout: float = Field(10.0, gt=0, description="Timeout per connect and per read, in seconds.")
+    deadline: float = Field(
+        60.0, gt=0, description="Maximum time per URL, in seconds, redirects and retries included."
+    )
+    retries: int = Field(2, ge=0, description="Maximum retries after a transient failure.")
     backoff: float = Field(
-        0.5, ge=0, description="Seconds before the first retry; doubled each time."
+        0.5, ge=0, description="Wait before the first retry, in seconds; it doubles per retry."
     )
-    user_agent_token: str | None = Field(None, description="Name told to web servers.")
+    user_agent_token: str | None = Field(
+        None, description="Token in the User-Agent header; null: img2dataset's default."
+    )
     opt_out_headers: tuple[str, ...] = Field(
         ("noai", "noimageai", "noindex", "noimageindex"),
-        description="X-Robots-Tag values that are honoured by leaving the picture out.",
+        description="X-Robots-Tag values that exclude a picture.",
     )
     allow_hosts: tuple[str, ...] = Field(
-        (), description="Private or loopback hosts that may be fetched from nevertheless."
+        (), description="Hosts (host or host:port) that may have private or loopback addresses."
     )
     max_failed: Fraction = Field(
-        0.5, description="Most of all rows that may fail for good (404, broken picture, refused)."
+        0.5,
+        description="Maximum fraction of rows, 0 to 1, that may fail permanently (404, damaged "
+        "picture, refused address).",
     )
     max_transient: Fraction = Field(
         0.05,
-        description="Most of a shard's rows that may still fail for passing reasons (timeouts, "
-        "5xx) after the retries; above it the shard is left for the next run.",
+        description="Maximum fraction of a shard's rows, 0 to 1, with transient failures (timeout, "
+        "5xx) after all retries. Above it the shard is deferred to the next run.",
     )
-    shard_size: PositiveInt = Field(1000, description="Rows a shard, on average.")
+    shard_size: PositiveInt = Field(1000, description="Average number of rows per shard.")
 
 
 class Encode(Section):
     """Turn image shards into latent shards: VAE moments and text embeddings."""
 
-    resolution: PositiveInt = Field(1024, description="Side of the square whose area buckets keep.")
-    aspect_buckets: bool = Field(
-        False, description="Group by aspect ratio (sides in steps of `bucket_step`); else squares."
+    resolution: PositiveInt = Field(
+        1024, description="Side of the square pictures, in pixels; buckets have about its area."
     )
-    bucket_step: PositiveInt = Field(64, description="Step of bucket sides, in pixels.")
-    max_aspect: float = Field(2.0, ge=1.0, description="Longest side over shortest, at most.")
-    crop: Literal["center", "random"] = Field("center", description="Where an overhang is cut off.")
+    aspect_buckets: bool = Field(
+        False, description="Bucket pictures by aspect ratio; false crops all to squares."
+    )
+    bucket_step: PositiveInt = Field(64, description="Step of the bucket sides, in pixels.")
+    max_aspect: float = Field(
+        2.0, ge=1.0, description="Maximum ratio of a bucket's longer side to its shorter one."
+    )
+    crop: Literal["center", "random"] = Field("center", description="Position of the crop.")
     flip: bool = Field(
         False,
-        description="Mirror pictures left-right with probability one half, drawn anew each time "
-        "that one is trained on; both variants are stored.",
+        description="Mirror each training sample left-right with probability 0.5; the store holds "
+        "the latents of both variants.",
     )
     masks: int = Field(
         0,
         ge=0,
-        description="Masks a picture, each stored with the latents of what it leaves to be seen: "
-        "for train.inpainting.",
+        description="Inpainting masks per picture, for train.inpainting; the store holds the "
+        "latents of each masked picture.",
     )
     seed: int = Field(
-        0, ge=0, description="Seed of crops and masks, keyed with the picture's bytes."
+        0, ge=0, description="Seed of the crops and masks, combined with each picture's digest."
     )
     holdout: Fraction = Field(
         0.05,
-        description="Share of pictures, chosen by their bytes, kept from training to measure on.",
+        description="Fraction of the pictures, 0 to 1, in the held-out split, selected by their "
+        "digests.",
     )
     batch_size: PositiveInt = Field(
-        8, description="Pictures the VAE takes at once; the last bits depend on it, and so the key."
+        8,
+        description="Pictures per forward pass of the VAE. It affects rounding, so it is part of "
+        "the cache key.",
     )
     max_bad: Fraction = Field(
-        0.05, description="Most samples that may give a NaN latent or not decode."
+        0.05,
+        description="Maximum fraction of samples, 0 to 1, that may be undecodable or encode to "
+        "NaN.",
     )
-    device: str = Field("auto", description="As train.device.")
+    device: str = Field("auto", description="Device, as train.device.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Compute precision of the encoders."
     )
 
 
 class PromptSet(Section):
-    """Prompts drawn and judged together."""
+    """A named set of prompts, with metrics of its own."""
 
     prompts: tuple[str, ...] = Field((), description="The prompts, in order.")
-    file: str | None = Field(None, description="Or a text file with one prompt a line.")
+    file: str | None = Field(
+        None, description="Text file with one prompt per line, instead of `prompts`."
+    )
     images_per_prompt: PositiveInt = Field(
-        1, description="Pictures a prompt, each with its own noise."
+        1, description="Pictures per prompt, each with its own noise."
     )
     compare: bool = Field(
         True,
-        description="Whether these pictures are compared with the held-out ones (cmmd, fd). Say "
-        "false for subjects that the held-out pictures do not show.",
+        description="Include these pictures in cmmd and fd, the comparison with held-out pictures. "
+        "Use false for subjects absent from the held-out pictures.",
     )
 
     @model_validator(mode="after")
     def _some_prompts(self) -> PromptSet:
         if bool(self.prompts) == bool(self.file):
-            raise ValueError("give either prompts or file")
+            raise ValueError("set either prompts or file, not both")
         return self
 
 
 class Evaluate(Section):
-    """Measure the tuned model against its base on the same prompts and noise."""
+    """Compare the tuned model with its base on equal prompts and noise."""
 
     prompts: dict[str, PromptSet] = Field(description="Named prompt sets.", min_length=1)
-    clip: str = Field(description="CLIPModel folder that scores: hub id, local path or fsspec URL.")
-    judges: tuple[Literal["digits"], ...] = Field((), description="Further judges of the pictures.")
+    clip: str = Field(
+        description="CLIPModel folder for the CLIP metrics: hub id, local path or fsspec URL."
+    )
+    judges: tuple[Literal["digits"], ...] = Field(
+        (), description="Additional judges of the pictures."
+    )
     scheduler: SchedulerName | None = Field(
-        None, description="What steps are taken by; null is the model's own scheduler."
+        None, description="Sampling scheduler; null: the model's own."
     )
     aesthetic_score: float = Field(
-        6.0, description="Asked of a model that was trained with train.aesthetic_score."
+        6.0, description="Aesthetic score to condition on, for train.aesthetic_score."
     )
     negative_aesthetic_score: float = Field(
-        2.5, description="What guidance leads away from, in such a model."
+        2.5, description="Aesthetic score of the negative prompt, for train.aesthetic_score."
     )
     num_inference_steps: PositiveInt = Field(30, description="Denoising steps.")
-    guidance_scale: float = Field(5.0, ge=0, description="Classifier-free guidance.")
-    height: PositiveInt | None = Field(None, description="Pixels; null is the model's own size.")
-    width: PositiveInt | None = Field(None, description="Pixels; null is the model's own size.")
-    batch_size: PositiveInt = Field(4, description="Pictures drawn at once.")
+    guidance_scale: float = Field(
+        5.0, ge=0, description="Classifier-free guidance scale; 1 or less turns guidance off."
+    )
+    height: PositiveInt | None = Field(
+        None, description="Picture height in pixels; null: the model's default."
+    )
+    width: PositiveInt | None = Field(
+        None, description="Picture width in pixels; null: the model's default."
+    )
+    batch_size: PositiveInt = Field(4, description="Pictures per sampling batch.")
     seed: int = Field(
-        0, ge=0, description="Seed of the start noise, of the loss noise, of resampling."
+        0, ge=0, description="Seed of the initial noise, the loss noise and the bootstrap."
     )
-    bootstrap: PositiveInt = Field(200, description="Resamples behind each confidence interval.")
+    bootstrap: PositiveInt = Field(200, description="Resamples per confidence interval.")
     holdout_samples: PositiveInt = Field(
-        256, description="Most held-out samples the loss is taken on."
+        256, description="Maximum number of held-out samples for the loss."
     )
-    holdout_draws: PositiveInt = Field(4, description="Noise draws a held-out sample.")
-    device: str = Field("auto", description="As train.device.")
+    holdout_draws: PositiveInt = Field(4, description="Noise draws per held-out sample.")
+    device: str = Field("auto", description="Device, as train.device.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Precision of the pipeline that draws."
+        "float32", description="Precision of the sampling pipeline."
     )
 
 
 class Publish(Section):
-    """Let a model through the gate, and put it into the registry."""
+    """The gate, the weights to publish and the registry."""
 
-    name: str = Field(description="Name in the registry.", pattern=f"^{NAME}$")
+    name: str = Field(description="Model name in the registry.", pattern=f"^{NAME}$")
     gate: tuple[str, ...] = Field(
         (),
-        description="Rules that must all hold, such as `digit/new >= 0.9`, `cmmd < base` or "
-        "`clip_score >= champion * 0.98`; none lets everything pass.",
+        description="Rules that a model must all pass, such as `digit/new >= 0.9`, `cmmd < base` "
+        "or `clip_score >= champion * 0.98`; without rules every model passes.",
     )
     registry: str | None = Field(
-        None, description="Registry folder; null is `registry` in the store."
+        None, description="Registry folder or fsspec URL; null: `registry` in the store."
     )
     dtype: Literal["float32", "float16", "bfloat16"] = Field(
         "float16", description="Precision of the published weights."
     )
     merge: bool = Field(
         False,
-        description="Of adapters: publish a whole pipeline with them merged into its weights, and "
-        "them in `lora/`; else them alone.",
+        description="For train.method lora: publish a full pipeline with merged adapters, and the "
+        "adapters in `lora/`; false publishes the adapters only.",
     )
-    license: str | None = Field(None, description="Licence; null takes the base's from its card.")
+    license: str | None = Field(None, description="Licence; null: that of the base's card.")
 
 
 class Plan(Section):
-    """What `kiln plan` reckons with."""
+    """Assumptions of `kiln plan`."""
 
     pictures: PositiveInt | None = Field(
-        None, description="Pictures that storage is planned for; null tells that of one."
+        None, description="Pictures in the dataset; null: storage per picture."
     )
     chip_hour_price: float | None = Field(
-        None, gt=0, description="Price of one chip for an hour, in any currency; null tells none."
+        None, gt=0, description="Price per chip and hour, in any currency; null: no cost estimate."
     )
 
 
 class Recipe(Section):
-    """From a list of images to a published model."""
+    """A recipe: all settings from a source of images to a published model."""
 
     name: str = Field(description="Name of the recipe.")
-    description: str = Field("", description="What it makes, in a sentence.")
-    runtime: RuntimeName = Field("torch", description="What trains and draws.")
-    store: str = Field("store", description="Where artifacts live: a folder or any fsspec URL.")
+    description: str = Field("", description="One sentence about the resulting model.")
+    runtime: RuntimeName = Field("torch", description="Runtime that trains and samples.")
+    store: str = Field("store", description="Artifact store: folder or fsspec URL.")
     model: Model
     source: Source
     download: Download = Download()
     beam: dict[str, Any] = Field(
         default_factory=dict,
-        description="Options passed through to Beam, such as runner or direct_num_workers.",
+        description="Beam pipeline options, such as runner or direct_num_workers.",
     )
     encode: Encode = Encode()
     train: Train = Train()
     tpu: Tpu | None = Field(
-        None, description="A slice that runtime xla trains on; null trains where the flow runs."
+        None, description="Cloud TPU slice for runtime xla; null: train on the flow's machine."
     )
     evaluate: Evaluate
     publish: Publish
@@ -318,19 +370,19 @@ class Recipe(Section):
         return self
 
     def _extras_go_together(self) -> None:
-        """What the denoiser sees beside text must be encoded, and what is encoded be seen."""
+        """Raise ValueError unless encode produces the denoiser's extra inputs, and no others."""
         if self.train.inpainting != (self.encode.masks > 0):
             raise ValueError(
                 "train.inpainting needs masks: set encode.masks, such as 4"
                 if self.train.inpainting
-                else "encode.masks are for train.inpainting: set it, or leave them at 0"
+                else "encode.masks is for train.inpainting: set that, or encode.masks to 0"
             )
         scored = getattr(self.source, "aesthetic_column", None) is not None
         if self.train.aesthetic_score != scored:
             raise ValueError(
                 "train.aesthetic_score needs scores: name their column in source.aesthetic_column"
                 if self.train.aesthetic_score
-                else "source.aesthetic_column is for train.aesthetic_score: set it, or leave it out"
+                else "source.aesthetic_column is for train.aesthetic_score: set that, or remove it"
             )
         if not scored:
             names = ("aesthetic_score", "negative_aesthetic_score")

@@ -1,4 +1,4 @@
-"""What every section of a recipe has in common."""
+"""The base class of a recipe's sections."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys are errors, and values do not change once loaded."""
+    """A section of a recipe: unknown keys are errors, and values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     def refuse_changed(self, names: Iterable[str], choice: str) -> None:
-        """Raise ValueError for the first of the settings that is not as by default, where another
-        choice leaves it without effect. A resolved recipe names them all: that is no fault."""
+        """Raise ValueError if a setting differs from its default but has no effect.
+
+        A resolved recipe lists all settings, so default values are accepted.
+
+        Args:
+            names: settings without effect.
+            choice: the reason, such as `mode: pynative`.
+        """
         for name in names:
             default = type(self).model_fields[name].default
             if getattr(self, name) != default:

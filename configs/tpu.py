@@ -1,4 +1,4 @@
-"""The section `tpu`: the slice that training is sent to."""
+"""The section `tpu`: the Cloud TPU slice of the train stage."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from configs.section import Section
 
-#: Software that a slice of a kind is made with, by the beginning of its accelerator type: Cloud
-#: TPU's page "TPU software versions". Slices of another kind are refused it.
+#: Prefix of the accelerator type -> software version of the slice, from Cloud TPU's page "TPU
+#: software versions". A version is valid for its own kinds only.
 SOFTWARE = {
     "v2": "tpu-ubuntu2204-base",
     "v3": "tpu-ubuntu2204-base",
@@ -21,38 +21,42 @@ SOFTWARE = {
 
 
 class Tpu(Section):
-    """A Cloud TPU slice: made by gcloud when training begins, and deleted when it has ended."""
+    """A Cloud TPU slice, created by gcloud before training and deleted after it."""
 
     name: str = Field(description="Name of the slice.", pattern=r"^[a-z][-a-z0-9]*$", max_length=60)
-    zone: str = Field(description="Zone, such as us-east5-a.")
-    project: str | None = Field(None, description="Project; null is gcloud's own.")
-    accelerator_type: str = Field(description="Kind and size, such as v5p-8.")
+    zone: str = Field(description="Google Cloud zone, such as us-east5-a.")
+    project: str | None = Field(
+        None, description="Google Cloud project; null: gcloud's configured one."
+    )
+    accelerator_type: str = Field(description="Kind and size of the slice, such as v5p-8.")
     version: str | None = Field(
-        None, description="Software version of its machines; null is that of the kind."
+        None, description="Software version of the workers; null: the default of the kind."
     )
     capacity: Literal["on_demand", "reserved", "spot"] = Field(
-        "on_demand", description="What it is made from; a spot slice may be taken away."
+        "on_demand", description="Provisioning model; a spot slice can be preempted."
     )
-    queued: bool = Field(False, description="Wait in the queue for it (queued resources).")
-    network: str | None = Field(None, description="Network; null is the project's default one.")
-    subnetwork: str | None = Field(None, description="Subnetwork; null is the default one.")
+    queued: bool = Field(False, description="Request the slice as a queued resource and wait.")
+    network: str | None = Field(None, description="VPC network; null: the project's default.")
+    subnetwork: str | None = Field(None, description="Subnetwork; null: the network's default.")
     service_account: str | None = Field(
-        None, description="Whom its machines act as: they read and write the store."
+        None,
+        description="Service account of the workers, with read and write access to the store; "
+        "null: the project's default.",
     )
     libtpu_args: str = Field("", description="LIBTPU_INIT_ARGS of the training processes.")
-    keep: bool = Field(False, description="Leave the slice when training has ended.")
+    keep: bool = Field(False, description="Keep the slice after training.")
     restarts: int = Field(
-        20, ge=0, description="Times that a slice taken away is made anew, and training resumed."
+        20, ge=0, description="Maximum restarts after a preemption, each from the last checkpoint."
     )
 
     @property
     def kind(self) -> str:
-        """The beginning of the accelerator type, such as v5p."""
+        """The prefix of the accelerator type, such as v5p."""
         return self.accelerator_type.partition("-")[0]
 
     @property
     def software(self) -> str:
-        """The software version that gcloud is told."""
+        """The software version for gcloud. Raises KeyError for an unknown kind without one."""
         return self.version or SOFTWARE[self.kind]
 
     @model_validator(mode="after")
@@ -65,8 +69,8 @@ class Tpu(Section):
         known = SOFTWARE.get(self.kind)
         if known is None and self.version is None:
             raise ValueError(
-                f"accelerator_type {self.accelerator_type}: name its version, too "
-                f"(known are those of {', '.join(SOFTWARE)})"
+                f"accelerator_type {self.accelerator_type}: set version too "
+                f"(there are defaults for {', '.join(SOFTWARE)})"
             )
         if known is not None and self.version in {*SOFTWARE.values()} - {known}:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Every setting of the section `train`: what is trained, towards what, how, and how it is watched.
+"""Settings of the section `train`: weights, objective, optimizer, hardware and monitoring.
 
-`computing` gives those that the weights depend on, and leaves out how a run is carried out.
+`key_settings` returns those that affect the trained weights.
 """
 
 from __future__ import annotations
@@ -16,48 +16,50 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Lora(Section):
-    """Low-rank adapters beside frozen weights (arXiv 2106.09685)."""
+    """LoRA: low-rank adapters on frozen weights (arXiv 2106.09685)."""
 
     rank: PositiveInt = Field(16, description="Rank of the adapters.")
     alpha: float | None = Field(
-        None, gt=0, description="Adapters are scaled by alpha / rank; null takes alpha = rank."
+        None, gt=0, description="Adapters are scaled by alpha / rank; null: alpha = rank."
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapters' input.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout probability of an adapter's input."
+    )
     target_modules: Literal["attention", "linear", "all"] | tuple[str, ...] = Field(
         "attention",
-        description="Layers of the denoiser with an adapter: attention projections, all linear "
-        "layers, all linear and convolution layers (LoCon), or the ends of layer names.",
+        description="Denoiser layers with an adapter: attention projections, all linear layers, "
+        "all linear and convolution layers (LoCon), or a list of suffixes of layer names.",
     )
     dora: bool = Field(
-        False, description="Train magnitude and direction apart (DoRA, arXiv 2402.09353)."
+        False, description="Train magnitude and direction separately (DoRA, arXiv 2402.09353)."
     )
 
 
 class TimestepSampling(Section):
-    """How timesteps are drawn."""
+    """Distribution of the training timesteps."""
 
     distribution: Literal["uniform", "logit_normal"] = Field(
-        "uniform", description="Of u in (0, 1); logit_normal is SD3's (arXiv 2403.03206)."
+        "uniform", description="Distribution of u in (0, 1); SD3 uses logit_normal (2403.03206)."
     )
     logit_mean: float = Field(
         0.0,
-        description="Mean of the logit-normal's normal; as in diffusers, above 0 draws less noise "
-        "(the paper's mean has the other sign).",
+        description="Mean of logit(u). The sign is diffusers': positive values select less noise "
+        "(the paper's sign is opposite).",
     )
-    logit_std: float = Field(
-        1.0, gt=0, description="Standard deviation of the logit-normal's normal."
-    )
+    logit_std: float = Field(1.0, gt=0, description="Standard deviation of logit(u).")
     bias_strategy: Literal["none", "earlier", "later", "range"] = Field(
         "none",
-        description="Timesteps drawn more often (or less): the least noisy, the noisiest, or those "
-        "from `bias_begin` to `bias_end`.",
+        description="Timesteps with another probability: the least noisy (earlier), the noisiest "
+        "(later), or those from `bias_begin` to `bias_end` (range).",
     )
-    bias_multiplier: float = Field(1.0, gt=0, description="How many times more often.")
+    bias_multiplier: float = Field(
+        1.0, gt=0, description="Factor on the probability of the biased timesteps."
+    )
     bias_portion: Fraction = Field(
-        0.25, description="Share of all timesteps, for earlier and later."
+        0.25, description="Fraction of the timesteps, 0 to 1, for earlier and later."
     )
     bias_begin: int = Field(0, ge=0, description="First timestep of the range.")
-    bias_end: PositiveInt = Field(1000, description="Timestep after the last of the range.")
+    bias_end: PositiveInt = Field(1000, description="End of the range, exclusive.")
 
     @model_validator(mode="after")
     def _bias_has_effect(self) -> TimestepSampling:
@@ -72,59 +74,71 @@ class TimestepSampling(Section):
 
 
 class HoldoutLoss(Section):
-    """The loss on held-out samples with fixed noise, measured while training."""
+    """The loss on held-out samples with fixed noise, during training."""
 
-    every_n_steps: int = Field(0, ge=0, description="Steps between; 0 is never.")
-    samples: PositiveInt = Field(64, description="Most held-out samples it is taken on.")
+    every_n_steps: int = Field(0, ge=0, description="Interval in steps; 0: never.")
+    samples: PositiveInt = Field(64, description="Maximum number of held-out samples.")
     draws: PositiveInt = Field(1, description="Noise draws per sample.")
 
 
 class OnDivergence(Section):
-    """What to do at a loss that is no number, or far above what it was."""
+    """Reaction to a loss that is NaN or far above its recent mean."""
 
     action: Literal["stop", "skip"] = Field(
         "stop",
-        description="stop ends the run with a clear word; skip goes back to the newest checkpoint "
-        "and leaves the batch out.",
+        description="stop ends the run with an error; skip restores the newest checkpoint and "
+        "skips the batch.",
     )
     factor: float | None = Field(
-        None, gt=1, description="Times the recent mean loss that count as diverged; null: only NaN."
+        None,
+        gt=1,
+        description="Divergence threshold as a multiple of the recent mean loss; null: NaN only.",
     )
-    patience: PositiveInt = Field(1, description="Steps in a row above it before it counts.")
-    max_skips: PositiveInt = Field(5, description="Batches skipped before the run is stopped.")
+    patience: PositiveInt = Field(
+        1, description="Consecutive steps above the threshold that count as divergence."
+    )
+    max_skips: PositiveInt = Field(
+        5, description="Maximum number of skipped batches; one more stops the run."
+    )
 
 
 class Profile(Section):
-    """A trace of some steps, for TensorBoard or chrome://tracing."""
+    """A profiler trace for TensorBoard or chrome://tracing."""
 
-    start: int = Field(10, ge=0, description="First step traced.")
-    steps: int = Field(0, ge=0, description="How many; 0 is none.")
+    start: int = Field(10, ge=0, description="First traced step.")
+    steps: int = Field(0, ge=0, description="Number of traced steps; 0: no trace.")
 
 
 class LossScale(Section):
-    """Dynamic loss scaling for float16 (arXiv 1710.03740): halved at an overflow, whose step is
-    skipped, doubled after so many steps without one."""
+    """Dynamic loss scaling for float16 (arXiv 1710.03740).
 
-    initial: float = Field(65536.0, ge=1, description="Where it starts.")
-    growth_every: PositiveInt = Field(2000, description="Steps without overflow that double it.")
+    An overflow skips the step and halves the scale; `growth_every` steps without one double it.
+    """
+
+    initial: float = Field(65536.0, ge=1, description="Initial loss scale.")
+    growth_every: PositiveInt = Field(
+        2000, description="Steps without an overflow before the scale doubles."
+    )
 
 
 class MindSpore(Section):
-    """What runtime mindspore alone has."""
+    """Settings of runtime mindspore."""
 
     mode: Literal["pynative", "graph"] = Field(
-        "pynative", description="Forward and backward operator by operator, or as compiled graph."
+        "pynative",
+        description="Run forward and backward operator by operator (pynative) or as a compiled "
+        "graph.",
     )
     jit_level: Literal["O0", "O1", "O2"] = Field(
         "O0",
-        description="Of the graph: as it is, with operators fused, or by CANN's graph engine "
-        "(Ascend alone).",
+        description="Optimization of the graph: O0 none, O1 operator fusion, O2 CANN's graph "
+        "engine (Ascend only).",
     )
     flash_attention: bool = Field(
-        True, description="Ascend's fused attention, for mixed_precision fp16 and bf16."
+        True, description="Use Ascend's fused attention with mixed_precision fp16 and bf16."
     )
     data_sink: bool = Field(
-        True, description="Put batches into an NPU's memory while it computes those before."
+        True, description="Copy batches to the NPU while it computes the previous ones."
     )
 
     @model_validator(mode="after")
@@ -135,25 +149,27 @@ class MindSpore(Section):
 
 
 class Hpu(Section):
-    """What device hpu (Intel Gaudi) of runtime torch alone has."""
+    """Settings of device hpu (Intel Gaudi), for runtime torch."""
 
     mode: Literal["eager", "lazy"] | None = Field(
         None,
-        description="Operators one by one (and torch.compile, see `compile`), or collected into "
-        "graphs up to each mark_step; null takes PT_HPU_LAZY_MODE's word, else eager.",
+        description="eager runs operators one by one, or with torch.compile (see `compile`); lazy "
+        "collects them into graphs up to each mark_step. Null: PT_HPU_LAZY_MODE, else eager.",
     )
     graphs: bool = Field(
-        False, description="In mode lazy, record forward and backward as HPU graphs, and replay."
+        False, description="Record and replay forward and backward as HPU graphs (mode lazy)."
     )
-    max_graphs: PositiveInt = Field(10, description="Most HPU graphs kept: one a shape of batches.")
+    max_graphs: PositiveInt = Field(
+        10, description="Maximum number of cached HPU graphs, one per batch shape."
+    )
     fused: bool = Field(
-        True, description="Habana's FusedAdamW and FusedClipNorm, where they are installed."
+        True, description="Use Habana's FusedAdamW and FusedClipNorm if they are installed."
     )
     recipe_cache_megabytes: PositiveInt = Field(
-        1024, description="Most megabytes of compiled graphs kept in the store."
+        1024, description="Maximum size of the compiled graphs in the store, in MB."
     )
     gpu_migration: bool = Field(
-        False, description="Load Habana's GPU migration toolkit, for code that names cuda."
+        False, description="Load Habana's GPU migration toolkit, which maps cuda calls to hpu."
     )
 
     @model_validator(mode="after")
@@ -164,167 +180,198 @@ class Hpu(Section):
 
 
 class Wandb(Section):
-    """Weights & Biases; its key is taken from WANDB_API_KEY."""
+    """Weights & Biases; WANDB_API_KEY holds its API key."""
 
-    project: str = Field(description="Project that runs are filed in.")
-    entity: str | None = Field(None, description="User or team; null is the default one.")
-    mode: Literal["online", "offline"] = Field("online", description="offline writes files only.")
+    project: str = Field(description="Project of the runs.")
+    entity: str | None = Field(None, description="User or team; null: the account's default.")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="Upload the run, or write local files only (offline)."
+    )
 
 
 class Train(Section):
     """The training run."""
 
     method: Literal["full", "lora"] = Field(
-        "full", description="Train all weights of the denoiser, or adapters beside them."
+        "full", description="Train all weights of the denoiser (full) or LoRA adapters (lora)."
     )
     lora: Lora = Lora()
     train_text_encoder: bool = Field(
         False,
-        description="Train the CLIP text encoders too, by the same method; captions are then "
-        "encoded in the step.",
+        description="Also train the CLIP text encoders, by the same method; each step then encodes "
+        "its captions.",
     )
     text_encoder_lr: float | None = Field(
-        None, gt=0, description="Their peak learning rate; null is the denoiser's."
+        None, gt=0, description="Peak learning rate of the text encoders; null: learning_rate."
     )
     init: Literal["base", "random"] = Field(
-        "base", description="Start from the base's weights, or from scratch."
+        "base", description="Initial denoiser weights: the base's, or random ones."
     )
     denoiser_config: str | None = Field(
         None,
-        description="With `init: random`: a config.json of another denoiser of the base's class.",
+        description="For init random: config.json of another denoiser of the base's class; null: "
+        "the base's config.",
     )
     inpainting: bool = Field(
         False,
-        description="Train a UNet that also sees a mask and what it leaves of the picture (nine "
-        "channels in place of four); a base without them gains them, at first without effect.",
+        description="Train an inpainting UNet: nine input channels, with the mask and the latents "
+        "of the masked picture. Missing channels are added with zero weights.",
     )
     aesthetic_score: bool = Field(
         False,
-        description="Condition a UNet on each picture's aesthetic score, as a class label; a base "
-        "that takes none gains the layers, at first without effect.",
+        description="Condition the UNet on each picture's aesthetic score, as a class label. "
+        "Missing layers are added and have no effect at first.",
     )
     steps: PositiveInt = Field(1000, description="Optimizer steps.")
     epochs: float | None = Field(
-        None, gt=0, description="Passes over the training samples, in place of `steps`."
+        None, gt=0, description="Passes over the training samples, instead of `steps`; null: none."
     )
     seed: int = Field(
-        0, ge=0, lt=2**63, description="Seed of order, noise, timesteps, dropout and fresh weights."
+        0,
+        ge=0,
+        lt=2**63,
+        description="Seed of sample order, noise, timesteps, dropout and new weights.",
     )
-    global_batch_size: PositiveInt = Field(16, description="Samples a step, over all devices.")
+    global_batch_size: PositiveInt = Field(
+        16, description="Samples per optimizer step over all devices."
+    )
     micro_batch_size: PositiveInt | None = Field(
         None,
-        description="Samples a forward pass; less than a device's share accumulates gradients.",
+        description="Samples per forward pass and device; null: the device's whole share. Smaller "
+        "values accumulate gradients.",
     )
 
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
         "adamw",
-        description="AdamW (arXiv 1711.05101), with 8-bit moments (arXiv 2110.02861), or Adafactor "
-        "(arXiv 1804.04235).",
+        description="AdamW (arXiv 1711.05101), AdamW with 8-bit moments (arXiv 2110.02861), or "
+        "Adafactor (arXiv 1804.04235).",
     )
     learning_rate: float = Field(
-        1e-5, gt=0, description="Peak learning rate; Adafactor's is relative to a weight's size."
+        1e-5, gt=0, description="Peak learning rate; Adafactor's is relative to a weight's RMS."
     )
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
         Field(
-            "constant", description="Shape after warm-up; all but constant end at `lr_min_ratio`."
+            "constant",
+            description="Learning rate schedule after warm-up; all but constant end at "
+            "`lr_min_ratio`.",
         )
     )
     lr_min_ratio: Fraction = Field(
-        0.0, description="Learning rate at the end, as a share of the peak."
+        0.0, description="Final learning rate as a fraction of the peak, 0 to 1."
     )
-    lr_num_cycles: PositiveInt = Field(1, description="Falls of cosine_with_restarts.")
-    lr_power: float = Field(1.0, gt=0, description="Exponent of polynomial.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear rise from 0.")
+    lr_num_cycles: PositiveInt = Field(1, description="Cycles of cosine_with_restarts.")
+    lr_power: float = Field(1.0, gt=0, description="Exponent of the polynomial schedule.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
     adam_betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's beta1 and beta2.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Clip the gradient's L2 norm to this."
+        1.0, gt=0, description="Maximum L2 norm of the gradient; null: no clipping."
     )
     ema_decay: float | None = Field(
-        None, ge=0, lt=1, description="Decay of the weight average that is published; null is none."
+        None,
+        ge=0,
+        lt=1,
+        description="Decay of the exponential moving average of the weights, which is published; "
+        "null: none.",
     )
 
     prediction_type: Literal["epsilon", "v_prediction", "sample", "flow"] | None = Field(
-        None, description="What the denoiser predicts; null takes the base's scheduler's word."
+        None, description="Prediction target of the denoiser; null: that of the base's scheduler."
     )
     zero_terminal_snr: bool | None = Field(
         None,
-        description="Rescale the noise schedule so that it ends in pure noise (arXiv 2305.08891); "
-        "null takes the base's scheduler's word.",
+        description="Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891); null: as "
+        "the base's scheduler.",
     )
     snr_gamma: float | None = Field(
         None,
         gt=0,
-        description="Min-SNR weighting with this gamma (5.0 in the paper); null is none.",
+        description="Gamma of min-SNR loss weighting (arXiv 2303.09556, which uses 5.0); null: "
+        "none.",
     )
     debiased_estimation_loss: bool = Field(
-        False, description="Weight by 1 / sqrt(SNR) (arXiv 2310.08442); not with snr_gamma."
+        False,
+        description="Weight the loss by 1 / sqrt(SNR) (arXiv 2310.08442); excludes snr_gamma.",
     )
     weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = Field(
-        "none", description="Loss weights of flow matching (arXiv 2403.03206)."
+        "none", description="Loss weighting of flow matching (arXiv 2403.03206)."
     )
-    noise_offset: float = Field(0.0, ge=0, description="Scale of a per-channel shift of the noise.")
+    noise_offset: float = Field(
+        0.0, ge=0, description="Scale of a random per-channel offset of the noise; 0: none."
+    )
     input_perturbation: float = Field(
-        0.0, ge=0, description="Scale of noise on the noise given to the model (arXiv 2301.11706)."
+        0.0,
+        ge=0,
+        description="Scale of additional noise on the model's input (arXiv 2301.11706); 0: none.",
     )
     timesteps: TimestepSampling = TimestepSampling()
     caption_dropout_rate: Fraction = Field(
-        0.0, description="Share of samples trained without a caption."
+        0.0, description="Fraction of samples, 0 to 1, with an empty caption."
     )
 
     mixed_precision: Literal["no", "bf16", "fp16"] = Field(
         "no",
-        description="Precision of forward and backward; trained weights stay float32. fp16 is for "
-        "runtime mindspore.",
+        description="Precision of forward and backward; trained weights stay float32. fp16 "
+        "requires runtime mindspore.",
     )
     loss_scale: LossScale = LossScale()
-    gradient_checkpointing: bool = Field(False, description="Trade compute for activation memory.")
-    compile: bool = Field(False, description="torch.compile the denoiser.")
-    device: str = Field(
-        "auto", description="auto, cpu, cuda[:N], npu[:N], hpu[:N], tpu or ascend[:N]."
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass, to save memory."
     )
-    processes: PositiveInt = Field(1, description="Processes of this machine; a GPU or NPU each.")
+    compile: bool = Field(False, description="Compile the denoiser with torch.compile.")
+    device: str = Field(
+        "auto", description="Device: auto, cpu, cuda[:N], npu[:N], hpu[:N], tpu or ascend[:N]."
+    )
+    processes: PositiveInt = Field(
+        1, description="Training processes on this machine, one per GPU or NPU."
+    )
     mindspore: MindSpore = MindSpore()
     hpu: Hpu = Hpu()
     fsdp: PositiveInt | Literal["all"] = Field(
         1,
-        description="Devices that share each array (FSDP): 1 keeps all whole on each; `all`, or as "
-        "many as there are processes, for runtime torch; a divisor of the devices for jax and xla.",
+        description="Devices per shard group of FSDP; 1: no sharding. Runtime torch supports 1 and "
+        "`all` (or the number of processes), jax and xla any divisor of the devices.",
     )
 
-    shuffle_window: PositiveInt = Field(4, description="Shards whose samples are mixed at a time.")
-    prefetch: PositiveInt = Field(2, description="Batches made ready ahead of the device.")
+    shuffle_window: PositiveInt = Field(
+        4, description="Number of shards whose samples are shuffled together."
+    )
+    prefetch: PositiveInt = Field(2, description="Batches to prepare ahead of the device.")
     cache_bytes: PositiveInt = Field(
-        20 * 2**30, description="Local bytes kept of a remote store's shards."
+        20 * 2**30, description="Maximum size of the local cache of a remote store, in bytes."
     )
 
     checkpointing_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
-    checkpoints_total_limit: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    checkpoints_total_limit: PositiveInt = Field(
+        2, description="Maximum number of checkpoints; the oldest are deleted."
+    )
     keep_best: int = Field(
-        0, ge=0, description="Checkpoints of the lowest held-out loss kept beside the newest."
+        0, ge=0, description="Number of additional checkpoints with the lowest held-out loss."
     )
     checkpoint_shard_bytes: PositiveInt = Field(
-        5 * 10**9, description="Largest file of a checkpoint; what is larger is split."
+        5 * 10**9, description="Maximum size of a checkpoint file, in bytes; larger ones are split."
     )
-    grace_seconds: float = Field(60.0, gt=0, description="Seconds to checkpoint in when cancelled.")
+    grace_seconds: float = Field(
+        60.0, gt=0, description="Time for a checkpoint after a cancellation, in seconds."
+    )
 
-    logging_steps: PositiveInt = Field(10, description="Steps between metric lines.")
+    logging_steps: PositiveInt = Field(10, description="Steps between log lines with metrics.")
     sample_every_n_steps: int = Field(
-        0, ge=0, description="Steps between sample pictures; 0 is none."
+        0, ge=0, description="Steps between sample pictures; 0: no samples."
     )
     holdout_loss: HoldoutLoss = HoldoutLoss()
     divergence: OnDivergence = OnDivergence()
     profile: Profile = Profile()
     peak_tflops: float | None = Field(
-        None, gt=0, description="Peak of one chip for MFU, in TFLOP/s; null takes the known one."
+        None, gt=0, description="Peak of one chip in TFLOP/s, for MFU; null: the built-in table."
     )
-    wandb: Wandb | None = Field(None, description="Weights & Biases; null is none.")
+    wandb: Wandb | None = Field(None, description="Weights & Biases; null: not used.")
 
     @model_validator(mode="after")
     def _goes_together(self) -> Train:
         if self.snr_gamma is not None and self.debiased_estimation_loss:
-            raise ValueError("snr_gamma and debiased_estimation_loss are two weightings: give one")
+            raise ValueError("snr_gamma and debiased_estimation_loss exclude each other: set one")
         if self.mixed_precision != "fp16" and self.loss_scale != LossScale():
             raise ValueError("loss_scale is for mixed_precision: fp16")
         if self.method == "lora" and self.init == "random":
@@ -338,7 +385,7 @@ class Train(Section):
         elif self.profile.steps and self.profile.start + self.profile.steps > self.steps:
             raise ValueError(
                 f"profile: steps {self.profile.start} to {self.profile.start + self.profile.steps} "
-                f"are not all among the {self.steps} of the run"
+                f"exceed the run's {self.steps}"
             )
         if self.keep_best and self.checkpointing_steps % (self.holdout_loss.every_n_steps or 2**63):
             raise ValueError(
@@ -347,17 +394,17 @@ class Train(Section):
             )
         if self.global_batch_size % self.processes:
             raise ValueError(
-                f"processes: {self.processes} do not share a global_batch_size of "
-                f"{self.global_batch_size}: make it a multiple"
+                f"processes: {self.processes} does not divide global_batch_size "
+                f"({self.global_batch_size}): make that a multiple"
             )
         if self.fsdp != 1 and self.optimizer != "adamw":
-            raise ValueError(f"optimizer {self.optimizer} needs whole arrays: fsdp must be 1")
+            raise ValueError(f"optimizer {self.optimizer} needs unsharded arrays: fsdp must be 1")
         if self.optimizer == "adafactor":
             self.refuse_changed(("adam_betas", "adam_epsilon"), "optimizer: adafactor")
         return self
 
     def with_steps(self, samples: int) -> Train:
-        """The same with `epochs` as steps, for so many training samples; the last step is whole."""
+        """The settings with `epochs` converted to `steps`, rounded up, for `samples` samples."""
         if self.epochs is None:
             return self
         steps = max(1, math.ceil(self.epochs * samples / self.global_batch_size))
@@ -365,12 +412,12 @@ class Train(Section):
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of forward and backward, by its name in PyTorch, JAX and MindSpore."""
+        """The dtype name of forward and backward, as in PyTorch, JAX and MindSpore."""
         return {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.mixed_precision]
 
 
-#: How a run is carried out rather than what it computes: these may change at a resume.
-CARRYING_OUT = frozenset(
+#: Settings that do not affect the trained weights; a resumed run may change them.
+NOT_IN_KEY = frozenset(
     {
         "cache_bytes",
         "checkpointing_steps",
@@ -397,19 +444,19 @@ CARRYING_OUT = frozenset(
 )
 
 
-def computing(settings: Train) -> dict[str, Any]:
-    """The settings that the trained weights depend on: those without effect are left out."""
-    left_out = set(CARRYING_OUT)
+def key_settings(settings: Train) -> dict[str, Any]:
+    """The settings that affect the trained weights, without those that have no effect here."""
+    excluded = set(NOT_IN_KEY)
     if settings.method == "full":
-        left_out.add("lora")
-    elif settings.lora.dropout:  # drawn anew for each forward pass of each process
-        left_out -= {"micro_batch_size", "processes"}
+        excluded.add("lora")
+    elif settings.lora.dropout:  # its random draws depend on both settings
+        excluded -= {"micro_batch_size", "processes"}
     if settings.compute_dtype != "float16":
-        left_out.add("loss_scale")
+        excluded.add("loss_scale")
     if settings.lr_scheduler == "constant":
-        left_out.add("lr_min_ratio")
+        excluded.add("lr_min_ratio")
     if settings.lr_scheduler != "cosine_with_restarts":
-        left_out.add("lr_num_cycles")
+        excluded.add("lr_num_cycles")
     if settings.lr_scheduler != "polynomial":
-        left_out.add("lr_power")
-    return settings.model_dump(mode="json", exclude=left_out)
+        excluded.add("lr_power")
+    return settings.model_dump(mode="json", exclude=excluded)

@@ -1,11 +1,11 @@
-"""URLs as they may be shown and stored: without what lets somebody in."""
+"""Remove credentials from URLs before they are stored or displayed."""
 
 from __future__ import annotations
 
 import re
 from urllib.parse import urlsplit, urlunsplit
 
-#: Query parameters that are a key by themselves: signed URLs of S3, GCS, Azure, and plain tokens.
+#: Query parameters that grant access: signatures of S3, GCS and Azure URLs, and tokens.
 SECRET_PARAMETERS = re.compile(
     r"([?&;](?:x-amz-signature|x-amz-security-token|x-amz-credential|x-goog-signature"
     r"|x-goog-credential|sig|signature|token|access_token|api_key|apikey|key|password)=)[^&;#\s]*",
@@ -14,9 +14,9 @@ SECRET_PARAMETERS = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """A URL without user and password, and with the values of signing parameters left out.
+    """A URL without user and password, and with "..." for the values of SECRET_PARAMETERS.
 
-    Relative URLs and plain text have no user; other text comes back as it is.
+    Other text is returned unchanged.
     """
     try:
         parts = urlsplit(text)

@@ -35,11 +35,11 @@ log = logging.getLogger("kiln")
 )
 def draw(settings: Generate) -> StageResult:
     """Draw every prompt, as often as is asked."""
-    painter = stage.find_painter(settings)
-    stage.check(settings, painter)
-    store, parts = Store(settings.store), stage.key_parts(settings, painter)
+    found = stage.find_model(settings)
+    stage.check(settings, found)
+    store, parts = Store(settings.store), stage.key_parts(settings, found)
     progress = Progress(stage.STAGE, settings.model)
-    build = partial(stage.build, settings, painter, progress=progress)
+    build = partial(stage.build, settings, found, progress=progress)
     result = build_or_reuse(store, parts, build, parents={})
     return ended(store, settings.model, result, stage.show)
 

@@ -1,4 +1,4 @@
-"""The generate stage: pictures of prompts by one model, and a list of what each is."""
+"""The generate stage: one model's pictures of given prompts, with an index of the pictures."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from runtimes.registry import (
     uses_tabulated_scheduler,
 )
 from runtimes.sample.start import check_size
-from tasks.evaluate.pictures import Painter, Run, scratch, told
+from tasks.evaluate.pictures import EvalModel, Run, progress_callback, scratch
 from tasks.evaluate.prompts import read_prompts
-from tasks.evaluate.published import published_painter
+from tasks.evaluate.published import load_published_model
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
@@ -38,66 +38,68 @@ STAGE = "generate"
 VERSION = 1
 LIST = "pictures.json"
 GAP = 2  # pixels between pictures of the grid
-#: Settings that say where something is or is done, or how pictures are laid out.
-PLACES = {"model", "file", "store", "registry", "device", "grid_columns"}
+#: Settings that do not affect a picture: locations, the device, the grid's layout.
+NOT_IN_KEY = {"model", "file", "store", "registry", "device", "grid_columns"}
 SCORES = ("aesthetic_score", "negative_aesthetic_score")
-SHOWN = 20
+SHOWN = 20  # pictures in the report
 
 
-def find_painter(settings: Generate) -> Painter:
-    """The model that draws, on this machine.
+def find_model(settings: Generate) -> EvalModel:
+    """A local copy of the model: a folder, a hub id, a URL, a registry name or `name@version`.
 
     Raises:
-        ModelNotFound, RegistryError: it is not there.
-        WrongInput: it is none.
+        ModelNotFound, RegistryError: the model or the version does not exist.
+        WrongInput: the folder has neither a pipeline nor adapters.
     """
     name, _, version = settings.model.partition("@")
     found = None
     if re.fullmatch(NAME, name):
         registry = Registry(settings.registry or f"{settings.store}/registry", name)
         found = registry.version(version) if version else registry.champion()
-    return published_painter(resolve_model(settings.model if found is None else found.uri))
+    return load_published_model(resolve_model(settings.model if found is None else found.uri))
 
 
-def check(settings: Generate, painter: Painter) -> None:
-    """Raise WrongInput for settings that do not go with the model or the runtime."""
+def check(settings: Generate, model: EvalModel) -> None:
+    """Raise WrongInput for settings that the model or the runtime does not support."""
     check_installed(settings.runtime)
     if settings.device not in ("auto", "cpu"):
         check_devices(settings.runtime, {"device": settings.device})
-    check_family(settings.runtime, detect_family(painter.folder).name)
-    own = read_config(painter.part("scheduler"))
+    check_family(settings.runtime, detect_family(model.folder).name)
+    own = read_config(model.part("scheduler"))
     check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
     chosen = settings.scheduler
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):
-        raise WrongInput(f"ddim_eta is for scheduler ddim, this one is {kind}: set it to 0")
-    if not painter.extras.aesthetic_score:
+        raise WrongInput(f"ddim_eta is for scheduler ddim alone, not {kind}: set it to 0")
+    if not model.extras.aesthetic_score:
         try:
             settings.refuse_changed(SCORES, "a model that was not trained with scores")
         except ValueError as error:
             raise WrongInput(str(error)) from None
     if settings.negative_prompt is not None and settings.guidance_scale <= 1:
         raise WrongInput(
-            "negative_prompt: nothing leads away from it: raise guidance_scale above 1"
+            "negative_prompt: it has no effect without guidance: raise guidance_scale above 1"
         )
     if settings.ddim_eta and uses_tabulated_scheduler(settings.runtime):
-        raise WrongInput(f"ddim_eta: runtime {settings.runtime} draws no noise in steps: set 0")
+        raise WrongInput(
+            f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0"
+        )
     asked = {"height": settings.height, "width": settings.width}
-    check_size(asked, painter.folder, painter.vae)
+    check_size(asked, model.folder, model.vae)
 
 
 def settings_for_key(settings: Generate) -> dict[str, Any]:
-    """All that changes a picture, but the model's content."""
-    return settings.model_dump(mode="json", exclude=PLACES)
+    """The settings that affect a picture; the model's content has its own digest."""
+    return settings.model_dump(mode="json", exclude=NOT_IN_KEY)
 
 
-def key_parts(settings: Generate, painter: Painter) -> KeyParts:
+def key_parts(settings: Generate, model: EvalModel) -> KeyParts:
     """What the pictures depend on: settings and model."""
-    return KeyParts(STAGE, VERSION, settings_for_key(settings), {"model": painter.digest})
+    return KeyParts(STAGE, VERSION, settings_for_key(settings), {"model": model.digest})
 
 
 def with_prompts(settings: Generate) -> Generate:
-    """The settings with the prompts of their file, which is not read again. Raises WrongInput."""
+    """The settings with `file` replaced by its prompts. Raises WrongInput if it is unreadable."""
     if settings.file is None:
         return settings
     prompts = read_prompts("file", settings.file)
@@ -106,17 +108,17 @@ def with_prompts(settings: Generate) -> Generate:
 
 def build(
     settings: Generate,
-    painter: Painter,
+    model: EvalModel,
     draft: Draft,
     progress: Progress,
     *,
     run: Run = run_job,
 ) -> dict[str, Any]:
-    """Draw into the draft: `samples/00000.png`, ..., and the list."""
+    """Write `samples/00000.png`, ... and their index `pictures.json` into the draft."""
     prompts = ordered(settings)
     with scratch(draft) as folder:
-        job = _job(settings, painter, prompts, folder, draft)
-        result = run(job, told(STAGE, progress))
+        job = _job(settings, model, prompts, folder, draft)
+        result = run(job, progress_callback(STAGE, progress))
         for number in range(len(prompts)):
             draft.upload(str(folder / f"{number:05d}.png"), f"samples/{number:05d}.png")
     noise = settings.num_images_per_prompt if settings.fixed_noise else len(prompts)
@@ -136,14 +138,14 @@ def build(
 
 
 def ordered(settings: Generate) -> tuple[str, ...]:
-    """The prompt of each picture: round after round, every prompt's samples side by side."""
+    """The prompt of each picture: in each round, all samples of a prompt are consecutive."""
     one = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
     return tuple(one * settings.num_rounds)
 
 
-def grid(artifact: Artifact, columns: int, most: int | None = None) -> bytes:
-    """A PNG of its pictures, or the first `most` of them, `columns` in a row."""
-    names = sample_names(artifact)[:most]
+def grid(artifact: Artifact, columns: int, limit: int | None = None) -> bytes:
+    """PNG bytes of an artifact's first `limit` pictures (default: all), `columns` per row."""
+    names = sample_names(artifact)[:limit]
     columns = min(columns, len(names))
     rows = -(-len(names) // columns)
     page: Image.Image | None = None
@@ -161,12 +163,12 @@ def grid(artifact: Artifact, columns: int, most: int | None = None) -> bytes:
 
 
 def sample_names(artifact: Artifact) -> list[str]:
-    """Where its pictures are, in order."""
+    """Paths of an artifact's pictures, in order."""
     return [one["file"] for one in json.loads(artifact.read(LIST))["pictures"]]
 
 
 def show(artifact: Artifact) -> list[Panel]:
-    """The grid, how long it took, and which picture is of which prompt."""
+    """The grid, the timings, the settings and the prompt of each picture."""
     found = json.loads(artifact.read(LIST))
     title = f"Pictures ({len(found['pictures'])})"
     return [
@@ -178,25 +180,25 @@ def show(artifact: Artifact) -> list[Panel]:
 
 
 def _job(
-    settings: Generate, painter: Painter, prompts: tuple[str, ...], out: Path, draft: Draft
+    settings: Generate, model: EvalModel, prompts: tuple[str, ...], out: Path, draft: Draft
 ) -> GenerateJob:
     names = {"seed", "scheduler", "num_inference_steps", "guidance_scale", "height", "width"}
     names |= {"negative_prompt", *SCORES}
     given = settings.model_dump(mode="json")
     sampler = {name: given[name] for name in sorted(names)}
     sampler |= {"eta": settings.ddim_eta, "batch_size": settings.num_images_per_prompt}
-    told_too = {"ddim_eta", "dtype", "runtime", "num_images_per_prompt", "fixed_noise"}
-    words = {name: given[name] for name in sorted(names | told_too)}
+    listed = {"ddim_eta", "dtype", "runtime", "num_images_per_prompt", "fixed_noise"}
+    words = {name: given[name] for name in sorted(names | listed)}
     return GenerateJob(
         runtime=settings.runtime,
-        model=str(painter.folder),
-        drawings=(Drawing(str(out), painter.tuned.part_names(), painter.tuned.lora_name()),),
+        model=str(model.folder),
+        drawings=(Drawing(str(out), model.weights.part_paths(), model.weights.lora_path()),),
         prompts=prompts,
         sampler=sampler,
         device=settings.device,
         dtype=settings.dtype,
-        vae=None if painter.vae is None else str(painter.vae),
+        vae=None if model.vae is None else str(model.vae),
         compiled=draft.store.compiled_url,
         fixed_noise=settings.fixed_noise,
-        words={**words, "model": painter.digest},
+        words={**words, "model": model.digest},
     )

@@ -16,7 +16,7 @@ from artifacts.latents import open_latents
 from artifacts.models import digest_model
 from artifacts.store import Artifact, Draft, KeyParts
 from configs.schema import Recipe
-from configs.training import computing
+from configs.training import key_settings
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.job import TrainJob
@@ -52,7 +52,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 
     Not among them is how the run is carried out, which may change at a resume; nor the runtime.
     """
-    settings = computing(recipe.train)
+    settings = key_settings(recipe.train)
     if (config := _denoiser_config(recipe)) is not None:  # what it says, wherever it lies
         settings["denoiser_config"] = config
     return settings

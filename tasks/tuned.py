@@ -1,4 +1,4 @@
-"""What training has left, as folders on this machine: parts of a pipeline, or adapters."""
+"""Trained weights as local folders: pipeline parts or LoRA adapters."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from runtimes.objective.noise_scheduler import SCHEDULER_FILE
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """What takes the place of the base's parts, or is laid over them; nothing is the base."""
+class TrainedWeights:
+    """Parts that replace the base's parts, and LoRA adapters. Both empty: the base itself."""
 
     parts: dict[str, Path] = field(default_factory=dict)  # unet, text_encoder, ... -> folder
-    lora: Path | None = None  # adapters in diffusers' format
+    lora: Path | None = None  # adapter file in diffusers' format
 
-    def part_names(self) -> dict[str, str]:
-        """The parts' folders as a job names them."""
+    def part_paths(self) -> dict[str, str]:
+        """Part name -> folder, as strings for a job."""
         return {name: str(folder) for name, folder in self.parts.items()}
 
-    def lora_name(self) -> str | None:
-        """The adapters' file as a job names it."""
+    def lora_path(self) -> str | None:
+        """The adapter file, as a string for a job; None without adapters."""
         return None if self.lora is None else str(self.lora)
 
 
-BASE = Tuned()
+BASE = TrainedWeights()
 
 
 @contextmanager
-def local_tuned(trained: Artifact) -> Iterator[Tuned]:
-    """The trained weights on this machine: where they are if that is local, else copied."""
+def local_weights(trained: Artifact) -> Iterator[TrainedWeights]:
+    """The weights of a train artifact: in place for a local store, else in a temporary copy."""
     if trained.store.is_local:
         yield _tuned(Path(trained.path), trained)
         return
@@ -47,22 +47,22 @@ def local_tuned(trained: Artifact) -> Iterator[Tuned]:
         yield _tuned(Path(folder), trained)
 
 
-def tuned_content(trained: Artifact) -> list[Any]:
-    """What of the artifact changes the pictures: path, size and sha256 of each file of weights."""
+def weights_content(trained: Artifact) -> list[Any]:
+    """Path, size and sha256 of each artifact file that affects the pictures."""
     kept = set(_weights(trained))
     return [entry.content() for entry in trained.files if entry.path in kept]
 
 
 def _weights(trained: Artifact) -> list[str]:
-    """Paths of everything that takes part in drawing."""
+    """Paths of all files that sampling reads: adapters, and parts with their configs."""
     paths = [entry.path for entry in trained.files]
     configs = (path for path in paths if path.endswith(("/config.json", f"/{SCHEDULER_FILE}")))
     parts = {path.rpartition("/")[0] for path in configs}
     return [path for path in paths if path == LORA_WEIGHTS or path.rpartition("/")[0] in parts]
 
 
-def _tuned(folder: Path, trained: Artifact) -> Tuned:
+def _tuned(folder: Path, trained: Artifact) -> TrainedWeights:
     paths = _weights(trained)
     names = sorted({path.partition("/")[0] for path in paths if "/" in path})
     lora = folder / LORA_WEIGHTS if LORA_WEIGHTS in paths else None
-    return Tuned({name: folder / name for name in names}, lora)
+    return TrainedWeights({name: folder / name for name in names}, lora)

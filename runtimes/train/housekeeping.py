@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from configs.training import Train, computing
+from configs.training import Train, key_settings
 from runtimes.contract import Runtime, StepBatch, WrongInput
 from runtimes.data.holdout import Holdout
 from runtimes.data.loader import batch_number
@@ -316,7 +316,7 @@ class Run:
 
         Settings that the checkpoint lacks count as defaults: an older version may have written it.
         """
-        now, before = computing(self._settings), _with_defaults(saved.facts["train"])
+        now, before = key_settings(self._settings), _with_defaults(saved.facts["train"])
         now["denoiser_config"] = self._job.denoiser_config  # the content: its path may change
         before["denoiser_config"] = saved.facts.get("denoiser_config")
         if self._settings.method == "lora" and self._settings.lora.dropout:

@@ -1,4 +1,4 @@
-"""The download stage: a source's rows in, image shards out."""
+"""The download stage: fetch the pictures of a source's rows into image shards."""
 
 from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.shard import STAGE, VERSION, ShardSpec

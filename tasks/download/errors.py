@@ -1,11 +1,11 @@
-"""What can go wrong in a download, by what its reader has to do."""
+"""Errors of the download stage."""
 
 from __future__ import annotations
 
 
 class SourceError(ValueError):
-    """The source cannot be used as the recipe says; the message says what to change."""
+    """The source does not match the recipe; the message states what to change."""
 
 
 class TooManyFailed(RuntimeError):
-    """More rows failed for good than the recipe allows; the message lists why."""
+    """More rows failed permanently than the recipe allows; the message lists the reasons."""

@@ -1,4 +1,4 @@
-"""Get the bytes of a shard's rows, with retries, and hand them to img2dataset's downloader."""
+"""Fetch the bytes of a shard's rows with retries, for img2dataset's downloader."""
 
 from __future__ import annotations
 
@@ -21,54 +21,58 @@ from configs.schema import Download
 from tasks.download.failures import FetchFailed
 from tasks.download.guard import Limits, fetch
 from tasks.download.rows import Row, absolute
-from tasks.download.sources import Place
+from tasks.download.sources import ServedAt
 
-#: Scheme of the addresses under which img2dataset asks for the rows of a shard.
+#: Scheme of the URLs by which img2dataset requests the rows of a shard.
 SCHEME = "kilnrow"
-#: Formats that are decoded; the decoders of others are not offered hostile bytes.
+#: Accepted formats. The list keeps hostile bytes away from Pillow's rarer decoders.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 ORIENTATION = 0x0112  # EXIF tag; 1 is upright
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-#: Longest pause that a server's Retry-After can put upon us, in seconds.
-MOST_WAIT = 30.0
+#: Maximum wait that a server's Retry-After can cause, in seconds.
+MAX_WAIT = 30.0
 USER_AGENT = "Mozilla/5.0 (compatible; kilnworks)"
 
 
 class Fetcher:
-    """Gets the rows of one shard; remembers why a row failed, and whether that may pass."""
+    """Fetches the rows of one shard and records the failure of each row."""
 
     def __init__(
-        self, rows: Sequence[Row], settings: Download, place: Place, clock: Clock = REAL
+        self, rows: Sequence[Row], settings: Download, served_at: ServedAt, clock: Clock = REAL
     ) -> None:
         self.rows = rows
         self.clock = clock
         self.settings = settings
-        self.base_url = place.base_url
-        allowed = {host.lower() for host in (*settings.allow_hosts, *place.allow_hosts)}
+        self.base_url = served_at.base_url
+        allowed = {host.lower() for host in (*settings.allow_hosts, *served_at.allow_hosts)}
         self.limits = Limits(settings.max_bytes, settings.timeout, frozenset(allowed))
-        self.failures: dict[int, FetchFailed] = {}  # row number -> why
+        self.failures: dict[int, FetchFailed] = {}  # by row number
 
     def get(self, number: int, headers: dict[str, str]) -> tuple[bytes, Message]:
-        """Body and headers of row `number`. Raises FetchFailed, and remembers it."""
+        """Body and response headers of row `number`.
+
+        Raises:
+            FetchFailed: also recorded in `failures`.
+        """
         try:
             row = self.rows[number]
-            body, answer = self._held(row) if row.file else self._fetched(row, headers)
+            body, answer = self._read_file(row) if row.file else self._fetch(row, headers)
             if row.sha256 is not None and digest_bytes(body) != row.sha256:
                 raise FetchFailed("sha256 differs")
             check_picture(body, self.settings.max_pixels)
-            return upright(body), answer
+            return apply_orientation(body), answer
         except FetchFailed as failure:
             self.failures[number] = failure
             raise
 
-    def _held(self, row: Row) -> tuple[bytes, Message]:
+    def _read_file(self, row: Row) -> tuple[bytes, Message]:
         with Path(row.file or "").open("rb") as stream:
             body = stream.read(self.limits.max_bytes + 1)
         if len(body) > self.limits.max_bytes:
             raise FetchFailed("too large")
         return body, Message()
 
-    def _fetched(self, row: Row, headers: dict[str, str]) -> tuple[bytes, Message]:
+    def _fetch(self, row: Row, headers: dict[str, str]) -> tuple[bytes, Message]:
         if not row.url:
             raise FetchFailed("no picture")
         try:
@@ -88,13 +92,13 @@ class Fetcher:
         raise AssertionError("the last attempt returns or raises")
 
     def _pause(self, attempt: int, failure: FetchFailed) -> float:
-        # Spread out, or all threads come back to an overloaded server at once.
+        # Jitter: without it all threads retry an overloaded server at the same moment.
         own = self.settings.backoff * 2**attempt * random.uniform(0.75, 1.25)
-        return max(own, min(failure.wait, MOST_WAIT))
+        return max(own, min(failure.wait, MAX_WAIT))
 
 
 def check_picture(body: bytes, max_pixels: int) -> None:
-    """Raise FetchFailed unless the header is that of a picture of a size fit to be decoded."""
+    """Raise FetchFailed unless the header describes a picture of at most `max_pixels` pixels."""
     from PIL import Image
 
     try:
@@ -102,16 +106,19 @@ def check_picture(body: bytes, max_pixels: int) -> None:
             width, height = image.size
     except Image.DecompressionBombError:
         raise FetchFailed("too many pixels") from None
-    except Exception:  # what a parser of hostile bytes may raise is anybody's guess
+    except Exception:  # a parser of hostile bytes may raise any type
         raise FetchFailed("not an image") from None
     if width * height > max_pixels:
         raise FetchFailed("too many pixels")
 
 
-def upright(body: bytes) -> bytes:
-    """The picture as its EXIF orientation says it is to be seen; as it is if that says nothing.
+def apply_orientation(body: bytes) -> bytes:
+    """The picture with its EXIF orientation applied: PNG bytes, or `body` if it is upright.
 
-    img2dataset decodes without looking at the tag and drops it. Raises FetchFailed.
+    img2dataset ignores and drops the EXIF tag.
+
+    Raises:
+        FetchFailed: the picture cannot be decoded.
     """
     from PIL import Image, ImageOps
 
@@ -119,23 +126,23 @@ def upright(body: bytes) -> bytes:
         with Image.open(BytesIO(body), formats=_known_formats()) as image:
             try:
                 orientation = image.getexif().get(ORIENTATION, 1)
-            except Exception:  # a broken tag is no reason to refuse the picture
+            except Exception:  # a damaged tag does not make the picture unusable
                 orientation = 1
             if orientation not in range(2, 9):
                 return body
-            turned = ImageOps.exif_transpose(image)
-            if turned.mode not in PNG_MODES:
-                turned = turned.convert("RGB")
+            rotated = ImageOps.exif_transpose(image)
+            if rotated.mode not in PNG_MODES:
+                rotated = rotated.convert("RGB")
             buffer = BytesIO()
-            turned.save(buffer, "PNG", compress_level=0)  # lossless, and read back at once
+            rotated.save(buffer, "PNG", compress_level=0)  # decoded again at once
             return buffer.getvalue()
-    except Exception:  # as above
+    except Exception:  # any type, as in `check_picture`
         raise FetchFailed("not an image") from None
 
 
 @cache
 def _known_formats() -> tuple[str, ...]:
-    """Those of FORMATS that this build of Pillow knows."""
+    """The FORMATS that this build of Pillow supports."""
     from PIL import Image
 
     Image.init()
@@ -143,12 +150,12 @@ def _known_formats() -> tuple[str, ...]:
 
 
 @contextmanager
-def offered(fetcher: Fetcher) -> Iterator[list[str]]:
-    """Addresses, one a row, at which `urllib.request.urlopen` gets the fetcher's rows.
+def registered_urls(fetcher: Fetcher) -> Iterator[list[str]]:
+    """One URL per row, through which `urllib.request.urlopen` returns the fetcher's rows.
 
-    img2dataset asks urllib, whose opener belongs to the whole process. So the opener learns one
-    more scheme, once, and the address says which fetcher is meant: shards that are downloaded at
-    the same time in one process never meet, and other users of urllib notice nothing.
+    img2dataset calls urllib, whose opener is global to the process. The opener gets one additional
+    scheme, and the host part of a URL selects the fetcher. Concurrent shards and other users of
+    urllib are unaffected.
     """
     _install()
     token = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Fetch a hostile URL: public addresses only, bounded in bytes, in time and in redirects."""
+"""Fetch an untrusted URL: public addresses only, with limits on bytes, time and redirects."""
 
 from __future__ import annotations
 
@@ -16,43 +16,49 @@ from functools import cache
 from io import BytesIO
 from typing import Any
 
-from tasks.download.failures import FetchFailed, in_words
+from tasks.download.failures import FetchFailed, as_fetch_failed
 
-#: Addresses in public ranges that answer only to machines of the cloud they are in.
+#: Cloud metadata services at addresses in public ranges.
 METADATA = {ipaddress.ip_address("168.63.129.16")}
-#: Prefixes that carry an IPv4 address, and where in the 128 bits it begins: NAT64, 6to4.
+#: IPv6 prefixes that embed an IPv4 address (NAT64, 6to4) -> its first bit of the 128.
 CARRIERS = {ipaddress.IPv6Network("64:ff9b::/96"): 96, ipaddress.IPv6Network("2002::/16"): 16}
-#: What may stand in a path or query as it is: everything but spaces, controls and non-ASCII.
+#: Characters left unquoted in a path or query: all but spaces, controls and non-ASCII.
 SAFE = "/%:?=&@!$'()*+,;[]~|{}^`"
 CHUNK = 2**16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one fetch may cost, and which hosts it may reach."""
+    """Limits of one fetch, and the private hosts that it may reach."""
 
     max_bytes: int
-    timeout: float  # seconds to connect, and for each read
-    allow_hosts: frozenset[str] = frozenset()  # host or host:port that may be private
+    timeout: float  # seconds per connect and per read
+    allow_hosts: frozenset[str] = frozenset()  # host or host:port with a private address
 
 
 def fetch(
     url: str, headers: dict[str, str], limits: Limits, deadline: float
 ) -> tuple[bytes, Message]:
-    """Body and headers of `url`, read wholly before `deadline` (on time.monotonic's clock).
+    """Body and response headers of `url`.
 
-    The address is checked on the resolved socket address that is then connected to, so no second
-    resolution can give another; every redirect goes the same way. No proxy is used: which address
-    a proxy connects to could not be checked. Raises FetchFailed.
+    The check applies to the resolved socket address of the connection itself, so a second DNS
+    resolution cannot substitute another. Redirects pass the same check. Proxies are ignored,
+    because a proxy's target address cannot be checked.
+
+    Args:
+        deadline: `time.monotonic()` by which the whole body must be read.
+
+    Raises:
+        FetchFailed: the address is not public, a limit is exceeded or the request fails.
     """
-    with in_words():
+    with as_fetch_failed():
         request = _Request(url, headers, limits, deadline)
         with _opener().open(request, timeout=limits.timeout) as response:
             return _read_body(response, limits.max_bytes), response.headers
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one that anybody on the internet may be asked for."""
+    """Whether an IP address is a global unicast address, also of an embedded IPv4 address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -64,22 +70,23 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast and not ip.is_reserved and ip not in METADATA
 
 
-def _left(timeout: float, deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+def _remaining(timeout: float, deadline: float) -> float:
+    """Seconds for the next operation: `timeout`, or less before the deadline."""
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise FetchFailed("timeout", transient=True)
-    return min(timeout, left)
+    return min(timeout, remaining)
 
 
 class _Timed:
-    """A socket whose every read is bounded by the fetch's deadline as well as by its timeout."""
+    """A socket whose reads respect both the timeout and the deadline of the fetch."""
 
     timeout_each = 0.0
     deadline = 0.0
 
     def recv_into(self, *args: Any, **options: Any) -> int:
         if self.deadline:
-            self.settimeout(_left(self.timeout_each, self.deadline))  # type: ignore[attr-defined]
+            self.settimeout(_remaining(self.timeout_each, self.deadline))  # type: ignore[attr-defined]
         return super().recv_into(*args, **options)  # type: ignore[misc]
 
 
@@ -99,12 +106,12 @@ def _tls() -> ssl.SSLContext:
 
 
 class _Request(urllib.request.Request):
-    """A request that knows what it may cost."""
+    """A request with its limits and its deadline."""
 
     def __init__(self, url: str, headers: dict[str, str], limits: Limits, deadline: float) -> None:
         plain, basic = _split_credentials(url)
         super().__init__(plain, headers=headers)
-        if basic is not None:  # not sent on when redirected
+        if basic is not None:  # unredirected: the target of a redirect must not receive it
             self.add_unredirected_header("Authorization", basic)
         self.limits, self.deadline = limits, deadline
 
@@ -139,7 +146,7 @@ class _Https(urllib.request.HTTPSHandler):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to http and https only, without reading the pages that announce them."""
+    """Follows redirects to http and https only, without reading their response bodies."""
 
     def http_error_302(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any
@@ -160,7 +167,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 @cache
 def _opener() -> urllib.request.OpenerDirector:
-    """An opener that knows http and https, and connects in no way but ours."""
+    """An opener for http and https, whose connections all use `_connect`."""
     director = urllib.request.OpenerDirector()
     for handler in (_Http(), _Https(context=_tls()), _Redirects(), urllib.request.UnknownHandler()):
         director.add_handler(handler)
@@ -170,7 +177,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def _connect(host: str, port: int, request: _Request) -> socket.socket:
-    """A connection to an address of `host` that may be reached."""
+    """A connection to the first permitted address of `host` that accepts one."""
     limits = request.limits
     names = {host.lower(), f"{host.lower()}:{port}"}
     allowed = bool(names & limits.allow_hosts)
@@ -182,7 +189,7 @@ def _connect(host: str, port: int, request: _Request) -> socket.socket:
             continue
         attempt = _PlainSocket(family, kind, protocol)
         try:
-            attempt.settimeout(_left(limits.timeout, request.deadline))
+            attempt.settimeout(_remaining(limits.timeout, request.deadline))
             attempt.connect(address)
             return _timed(attempt, request)
         except OSError as failure:
@@ -197,7 +204,7 @@ def _timed(connected: Any, request: _Request) -> Any:
 
 
 def _split_credentials(url: str) -> tuple[str, str | None]:
-    """The URL without user:password and fit for a request line, and the Authorization for them."""
+    """The quoted URL without user:password, and their Authorization header if there is one."""
     parts = urllib.parse.urlsplit(url.strip())
     if parts.scheme not in ("http", "https"):
         raise FetchFailed("refused scheme")

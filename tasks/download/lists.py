@@ -1,4 +1,4 @@
-"""Read lists of rows from parquet, csv and jsonl files: all of one, or any span of it."""
+"""Read rows from parquet, csv and jsonl files: a whole file or a span of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tasks.download.errors import SourceError
 
 
 class Span(NamedTuple):
-    """Consecutive rows of one file, from position `start` to before `stop`.
+    """Consecutive rows of one file, in the half-open range [start, stop).
 
-    What a position counts is the format's own: rows of a parquet file, bytes of a text file.
+    Positions count rows in a parquet file and bytes in a text file.
     """
 
     file: str
@@ -30,21 +30,21 @@ class Span(NamedTuple):
 
 
 class ListFormat(Protocol):
-    """One file format of lists."""
+    """Reader of one file format."""
 
     suffixes: tuple[str, ...]
 
     def columns(self, file: str) -> list[str]:
-        """Names of the columns; empty where rows name them one by one."""
+        """Names of the columns. Raises SourceError."""
 
     def rows(
         self, file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """(position, next position, values) of each row, with a few rows in memory at a time."""
+        """(position, next position, values) of each row in [start, stop). Raises SourceError."""
 
 
 class ParquetList:
-    """Parquet: positions are row numbers; only the row groups that a span touches are read."""
+    """Parquet: positions are row numbers, and a span reads only its row groups."""
 
     suffixes: tuple[str, ...] = (".parquet",)
 
@@ -104,7 +104,7 @@ class CsvList:
 
 
 class JsonlList:
-    """One JSON object a line, UTF-8: positions are byte offsets."""
+    """One JSON object per line, UTF-8: positions are byte offsets."""
 
     suffixes: tuple[str, ...] = (".jsonl", ".jsonl.gz", ".ndjson")
 
@@ -137,9 +137,10 @@ FORMATS: dict[str, ListFormat] = {
 
 
 def list_files(path: str, suffixes: tuple[str, ...], setting: str = "source.path") -> list[str]:
-    """Files at `path` (a file, a folder or a glob, at any fsspec URL), sorted.
+    """Sorted files at `path`: a file, a folder or a glob, local or at an fsspec URL.
 
-    Raises SourceError when there is none, or the place cannot be looked at.
+    Raises:
+        SourceError: no file matches, or the location cannot be listed.
     """
     with reading(path):
         fs, root = url_to_fs(path)
@@ -153,44 +154,44 @@ def list_files(path: str, suffixes: tuple[str, ...], setting: str = "source.path
             check_absent(fs, root)
             kinds = ", ".join(suffixes)
             raise SourceError(
-                f"{setting}: {shown(path)}: no such file, or no {kinds} files in the folder"
+                f"{setting}: {redacted(path)}: no such file, or no {kinds} files in the folder"
             )
         is_local = "file" in fs.protocol
         return sorted(found if is_local else map(str, map(fs.unstrip_protocol, found)))
 
 
 def check_absent(fs: AbstractFileSystem, path: str) -> None:
-    """Raise what `isdir` and `exists` keep to themselves, unless it is that nothing is there."""
+    """Raise the error that `isdir` and `exists` hide, unless `path` does not exist."""
     with suppress(FileNotFoundError):
         fs.info(path)
 
 
 def is_glob(path: str) -> bool:
-    """Whether `path` is a pattern; in a web address a question mark begins the query."""
-    signs = "*" if path.startswith(("http://", "https://")) else "*?["
-    return any(sign in path for sign in signs)
+    """Whether `path` is a pattern. In an http URL a question mark starts the query."""
+    wildcards = "*" if path.startswith(("http://", "https://")) else "*?["
+    return any(wildcard in path for wildcard in wildcards)
 
 
-def shown(place: str) -> str:
-    """A path or URL without what may be a secret in it: a password, a signature."""
-    if "://" not in place:
-        return place
-    parts = urlsplit(place)
+def redacted(path: str) -> str:
+    """A path or URL without the parts that may hold secrets: credentials, query, fragment."""
+    if "://" not in path:
+        return path
+    parts = urlsplit(path)
     address = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, address, parts.path, "", ""))
 
 
 def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -> None:
-    """Raise SourceError, with the nearest name, unless every {setting: column} is present."""
+    """Raise SourceError unless every column of {setting: column} is present in `file`."""
     for setting, column in wanted.items():
         if column not in present:
             near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(present)}"
-            raise SourceError(f"{setting}: {shown(file)} has no column {column!r} ({hint})")
+            raise SourceError(f"{setting}: {redacted(file)} has no column {column!r} ({hint})")
 
 
 def join_spans(spans: Iterable[Span]) -> list[Span]:
-    """The same rows in as few spans as their order allows."""
+    """The same rows with adjacent spans merged; the order is kept."""
     joined: list[Span] = []
     for span in spans:
         if joined and joined[-1].file == span.file and joined[-1].stop == span.start:
@@ -200,8 +201,8 @@ def join_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 @contextmanager
-def reading(place: str) -> Iterator[None]:
-    """Turn what goes wrong in reading `place` into one clear line."""
+def reading(path: str) -> Iterator[None]:
+    """Convert the errors of reading `path` to a one-line SourceError."""
     from pyarrow import ArrowException
 
     try:
@@ -209,26 +210,26 @@ def reading(place: str) -> Iterator[None]:
     except SourceError:
         raise
     except FileNotFoundError:
-        raise SourceError(f"source: {shown(place)}: no such file or folder") from None
+        raise SourceError(f"source: {redacted(path)}: no such file or folder") from None
     except (OSError, ValueError, ImportError, csv.Error, ArrowException) as error:
         raise SourceError(
-            f"source: {shown(place)}: cannot be read: {_reason(error, place)}"
+            f"source: {redacted(path)}: cannot be read: {_reason(error, path)}"
         ) from None
     except Exception as error:
         if not is_of_client(error):
             raise
         raise SourceError(
-            f"source: {shown(place)}: cannot be reached: {_reason(error, place)}"
+            f"source: {redacted(path)}: cannot be reached: {_reason(error, path)}"
         ) from None
 
 
-def _reason(error: Exception, place: str) -> str:
-    words = " ".join(str(error).split()).replace(place, shown(place))[:300]
-    return words or type(error).__name__
+def _reason(error: Exception, path: str) -> str:
+    message = " ".join(str(error).split()).replace(path, redacted(path))[:300]
+    return message or type(error).__name__
 
 
 class _Lines:
-    """Lines of a binary stream as text, counting the bytes given out."""
+    """Iterator of a binary stream's lines as text; `position` is the next line's byte offset."""
 
     def __init__(self, stream: IO[bytes], start: int) -> None:
         self.stream = stream
@@ -243,7 +244,7 @@ class _Lines:
         line = self.stream.readline()
         if not line:
             raise StopIteration
-        # A byte order mark is no part of the first column's name.
+        # A byte order mark is not part of the first column's name.
         text = line.removeprefix(b"\xef\xbb\xbf") if self.position == 0 else line
         self.position += len(line)
         return text.decode(errors="replace")
@@ -259,12 +260,14 @@ def _json_object(line: str, file: str, position: int) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise SourceError(f"source: {shown(file)}: the line at byte {position} is no JSON object")
+        raise SourceError(
+            f"source: {redacted(file)}: the line at byte {position} is no JSON object"
+        )
     return value
 
 
 def _row_groups(metadata: Any, start: int, stop: int) -> tuple[list[int], int]:
-    """Numbers of the row groups that hold rows [start, stop), and the first's first row."""
+    """Indices of the row groups with rows in [start, stop), and the first row of these groups."""
     groups: list[int] = []
     first_row, position = start, 0
     for number in range(metadata.num_row_groups):

@@ -1,4 +1,4 @@
-"""The download as a Beam pipeline: one element a shard, one chain, results in the store."""
+"""The download as a Beam pipeline: one element per shard, results in the store."""
 
 from __future__ import annotations
 
@@ -13,50 +13,55 @@ from artifacts.commit import write_atomic
 from artifacts.store import Store
 from tasks.beam import Watch, names_in, run_linear
 from tasks.download.errors import SourceError
-from tasks.download.shard import STAGE, Left, ShardSpec, Work, download_shard
+from tasks.download.shard import STAGE, Deferred, DownloadContext, ShardSpec, download_shard
 
-#: Fetching waits, and decoding holds no interpreter lock.
+#: Threads overlap well: fetching waits for the network, and decoding releases the GIL.
 THREADS = min(4, os.cpu_count() or 1)
 
 
 class DownloadShard(beam.DoFn):
-    """Downloads a shard; what it cannot, it leaves a note about and goes on with the next."""
+    """Downloads a shard, or writes a note with the reasons for deferring it."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    def __init__(self, context: DownloadContext) -> None:
+        self.context = context
 
     def process(self, spec: ShardSpec) -> Iterator[str]:
-        done = download_shard(spec, self.work)
-        if isinstance(done, Left):
-            note = f"{self.work.notes}/{spec.key}.json"
-            write_atomic(Store(self.work.store).fs, note, json.dumps(done.reasons).encode())
+        result = download_shard(spec, self.context)
+        if isinstance(result, Deferred):
+            note = f"{self.context.notes}/{spec.key}.json"
+            write_atomic(Store(self.context.store).fs, note, json.dumps(result.reasons).encode())
         yield spec.key
 
 
 def run_pipeline(
     specs: Sequence[ShardSpec],
-    work: Work,
+    context: DownloadContext,
     options: Mapping[str, Any],
     progress: Callable[[int, int, str], None],
-) -> list[Left]:
-    """Bring every shard into the store; returns those that had to be left.
+) -> list[Deferred]:
+    """Download every shard into the store and return the deferred ones.
 
-    Raises OSError for a store that is full or closed, SourceError for `options` that Beam does not
-    take.
+    Args:
+        options: Beam pipeline options, of the recipe's `beam` section.
+
+    Raises:
+        OSError: the store is full or not writable.
+        SourceError: the source changed or cannot be read.
+        BeamOptionsError: Beam rejects `options`.
     """
-    store = Store(work.store)
-    _clear(store, work.notes)
+    store = Store(context.store)
+    _clear(store, context.notes)
     watch = Watch(store, STAGE, {spec.key: spec.rows for spec in specs}, progress)
-    run_linear(specs, DownloadShard(work), options, watch, threads=THREADS, known=(SourceError,))
-    left = _read_notes(store, work.notes)
-    _clear(store, work.notes)
-    return left
+    run_linear(specs, DownloadShard(context), options, watch, threads=THREADS, known=(SourceError,))
+    deferred = _read_notes(store, context.notes)
+    _clear(store, context.notes)
+    return deferred
 
 
-def _read_notes(store: Store, notes: str) -> list[Left]:
+def _read_notes(store: Store, notes: str) -> list[Deferred]:
     names = sorted(names_in(store, notes))
     read = {name: json.loads(store.fs.cat_file(f"{notes}/{name}")) for name in names}
-    return [Left(name.removesuffix(".json"), reasons) for name, reasons in read.items()]
+    return [Deferred(name.removesuffix(".json"), reasons) for name, reasons in read.items()]
 
 
 def _clear(store: Store, notes: str) -> None:

@@ -1,4 +1,4 @@
-"""One row of a source: what identifies it, and where its picture is."""
+"""One row of a source: its captions, its identity and the location of its picture."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from artifacts.keys import digest_bytes, digest_json
 
 @dataclass(frozen=True)
 class Row:
-    """One picture to fetch. Neither a `url` nor a `file` means that the source has lost it."""
+    """One picture to fetch. A row with neither `url` nor `file` has no picture."""
 
-    url: str  # as in the list; sha256:<hex> where the source holds the picture itself
+    url: str  # as listed; sha256:<hex> for a picture embedded in the source
     captions: tuple[str, ...]
     sha256: str | None = None  # of the picture's bytes, hex
-    file: str | None = None  # local copy, where the source holds the picture itself
-    base_url: str | None = None  # what the list's relative URLs are joined to
+    file: str | None = None  # local copy of an embedded picture
+    base_url: str | None = None  # base of the list's relative URLs
     aesthetic_score: float | None = None
 
     @property
     def hash(self) -> str:
-        """sha256 (hex) of what identifies the row.
+        """sha256 (hex) of the row's captions, its listed URL, its digest and its score.
 
-        Where its picture is served counts only if nothing else says which picture it is.
+        Without a digest the URL is made absolute, because `base_url` then selects the picture.
         """
         if self.sha256 is not None:
             named = {"url": self.url, "sha256": self.sha256}
@@ -41,11 +41,11 @@ class Row:
         try:
             return absolute(self.url, self.base_url)
         except ValueError:
-            return self.url  # it will fail to be fetched, wherever it is
+            return self.url  # an invalid URL fails at any base
 
 
-class Keep:
-    """Puts pictures into a folder as numbered files, and says where."""
+class ScratchFiles:
+    """Writes pictures to numbered files of a folder and returns their paths."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.count = folder, 0
@@ -58,33 +58,36 @@ class Keep:
 
 
 def absolute(url: str, base_url: str | None) -> str:
-    """A listed URL joined to the base, if there is one. Raises ValueError for what is no URL."""
+    """A listed URL, joined to `base_url` if there is one. Raises ValueError if it is invalid."""
     return url if base_url is None else urllib.parse.urljoin(f"{base_url.rstrip('/')}/", url)
 
 
-def held_row(
+def embedded_row(
     picture: bytes | None,
     captions: tuple[str, ...],
-    keep: Callable[[bytes], str] | None,
+    save: Callable[[bytes], str] | None,
     score: float | None = None,
 ) -> Row:
-    """A row whose picture the source holds; it is named by its content, not by its file's name."""
+    """The row of a picture embedded in the source, identified by its content.
+
+    `save` writes the picture to a file and returns its path; without it the row has no file.
+    """
     if picture is None:
         return Row("", captions, aesthetic_score=score)
     sha256 = digest_bytes(picture)
-    file = keep(picture) if keep else None
+    file = save(picture) if save else None
     return Row(f"sha256:{sha256}", captions, sha256, file, aesthetic_score=score)
 
 
 def captions_of(value: Any) -> tuple[str, ...]:
-    """A caption column's value, which may be a list of captions; at least one, maybe empty."""
+    """The captions in a column's value, a string or a list; at least one, which may be empty."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return tuple(text_of(item) for item in value) or ("",)
     return (text_of(value),)
 
 
 def score_of(value: Any) -> float | None:
-    """A score column's value; None for what is no finite number."""
+    """The score in a column's value; None unless it is a finite number."""
     try:
         score = float(value)
     except (TypeError, ValueError):
@@ -93,5 +96,5 @@ def score_of(value: Any) -> float | None:
 
 
 def text_of(value: Any) -> str:
-    """Text that UTF-8 can hold: JSON can smuggle in half a surrogate pair."""
+    """The value as valid UTF-8 text: JSON may contain unpaired surrogates."""
     return "" if value is None else str(value).encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""Remember the row hashes of files whose pictures must be read to be hashed."""
+"""Cache the row hashes of files with embedded pictures, which are slow to hash."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from artifacts.keys import digest_json
 from artifacts.models import cache_folder
 from tasks.download.lists import reading
 
-#: What filesystems call that which changes when a file does.
-MARKS = (
+#: Names, in fsspec's file info, of values that change when the file changes.
+CHANGE_MARKERS = (
     "mtime",
     "ino",
     "oid",
@@ -29,17 +29,22 @@ MARKS = (
     "LastModified",
 )
 SIZE = hashlib.sha256().digest_size
-VERSION = 1  # of what a row's hash is made of
+VERSION = 1  # increment when the definition of a row's hash changes
 
 
-def remembered(file: str, columns: list[str], scan: Callable[[], Iterator[str]]) -> Iterator[str]:
-    """The row hashes (hex) that `scan()` gives for `file`, from last time if it has not changed.
+def cached_row_hashes(
+    file: str, columns: list[str], scan: Callable[[], Iterator[str]]
+) -> Iterator[str]:
+    """The row hashes (hex) of `file`: cached if it is unchanged, else from `scan()`.
 
-    A hub dataset is then read once, not at every run. What is remembered lies in the cache folder
-    as a digest and the hashes; where either is off, or a file's change cannot be told, it is read.
+    A cache entry is a sha256 followed by the hashes. A damaged entry, or a filesystem without
+    change markers, causes a new scan.
+
+    Raises:
+        SourceError: the file's info cannot be read.
     """
-    place = _place(file, columns)
-    hashes = None if place is None else _load(place)
+    path = _cache_path(file, columns)
+    hashes = None if path is None else _load(path)
     if hashes is not None:
         yield from (hashes[i : i + SIZE].hex() for i in range(0, len(hashes), SIZE))
         return
@@ -47,34 +52,34 @@ def remembered(file: str, columns: list[str], scan: Callable[[], Iterator[str]])
     for row_hash in scan():
         found += bytes.fromhex(row_hash)
         yield row_hash
-    if place is not None:
-        _save(place, bytes(found))
+    if path is not None:
+        _save(path, bytes(found))
 
 
-def _place(file: str, columns: list[str]) -> Path | None:
+def _cache_path(file: str, columns: list[str]) -> Path | None:
     with reading(file):
-        fs, path = url_to_fs(file)
-        info = fs.info(path)
-    marks = {name: str(info[name]) for name in MARKS if info.get(name) is not None}
+        fs, name = url_to_fs(file)
+        info = fs.info(name)
+    marks = {name: str(info[name]) for name in CHANGE_MARKERS if info.get(name) is not None}
     if not marks:
         return None
     what = {"file": file, "size": info.get("size"), "marks": marks, "columns": columns}
     return cache_folder() / "scans" / digest_json({**what, "version": VERSION})
 
 
-def _load(place: Path) -> bytes | None:
+def _load(path: Path) -> bytes | None:
     try:
-        data = place.read_bytes()
+        data = path.read_bytes()
     except OSError:
         return None
     whole = len(data) % SIZE == 0 and hashlib.sha256(data[SIZE:]).digest() == data[:SIZE]
     return data[SIZE:] if whole else None
 
 
-def _save(place: Path, hashes: bytes) -> None:
-    with suppress(OSError):  # a cache that cannot be written costs time, nothing else
-        place.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, beside = tempfile.mkstemp(dir=place.parent)
+def _save(path: Path, hashes: bytes) -> None:
+    with suppress(OSError):  # the cache only saves time, so a failed write is harmless
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(hashlib.sha256(hashes).digest() + hashes)
-        Path(beside).replace(place)
+        Path(temporary).replace(path)

@@ -1,4 +1,4 @@
-"""Serve a folder on loopback for as long as a stage needs it."""
+"""Serve a folder over HTTP on loopback while a stage runs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ Served = TypeVar("Served")
 
 
 def check_port(port: int) -> None:
-    """Raise SourceError unless `port` of the loopback address can be listened on (0 always can)."""
+    """Raise SourceError unless a server can listen on `port` of loopback; 0 selects a free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(lambda: probe.bind((LOOPBACK, port)), port)
-        # Two sockets may be bound to one port this way; only one may listen.
+        # SO_REUSEADDR lets two sockets bind one port, but only one of them can listen.
         _bind(probe.listen, port)
 
 
 @contextmanager
 def serve_folder(
-    folder: Path, port: int, place: Callable[[str, tuple[str, ...]], Served]
+    folder: Path, port: int, served_at: Callable[[str, tuple[str, ...]], Served]
 ) -> Iterator[Served]:
-    """Serve `folder`, giving `place(base URL, the host:port that must be allowed)`."""
+    """Serve `folder` and yield `served_at(base URL, (host:port,))`.
+
+    Raises:
+        SourceError: the port is in use or needs privileges.
+    """
     handler = partial(_QuietHandler, directory=str(folder))
     server: _Server = _bind(lambda: _Server((LOOPBACK, port), handler), port)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
         address = f"{LOOPBACK}:{server.server_address[1]}"
-        yield place(f"http://{address}/", (address,))
+        yield served_at(f"http://{address}/", (address,))
     finally:
         server.shutdown()
         thread.join()
@@ -52,7 +56,7 @@ class _Server(ThreadingHTTPServer):
 
 class _QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """A line for every picture helps nobody."""
+        """Suppress the log line per request."""
 
 
 def _bind(bind: Callable[[], Any], port: int) -> Any:

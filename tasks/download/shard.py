@@ -1,4 +1,4 @@
-"""Download one shard: rows in, a committed tar and parquet out, or a word on why it was left."""
+"""Download one shard of rows into a committed tar and parquet, or defer it after an outage."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from artifacts.store import Shard, Store
 from configs.schema import Download
 from configs.urls import without_secrets
 from tasks.download.errors import SourceError
-from tasks.download.fetch import Fetcher, offered
+from tasks.download.fetch import Fetcher, registered_urls
 from tasks.download.lists import Span
 from tasks.download.rows import Row
-from tasks.download.sources import SOURCES, Place
+from tasks.download.sources import SOURCES, ServedAt
 
 STAGE = "download"
 VERSION = 2
-#: How a download is carried out rather than what comes out: no part of a key.
-CARRYING_OUT = {
+#: Settings that affect how a download runs, not its result: not part of a shard's key.
+NOT_IN_KEY = {
     "threads",
     "timeout",
     "deadline",
@@ -35,8 +35,8 @@ CARRYING_OUT = {
     "max_failed",
     "max_transient",
 }
-#: What img2dataset calls some of its refusals, in our words.
-WORDS = {
+#: img2dataset's error message -> the failure reason in our records.
+REASONS = {
     "Use of image disallowed by X-Robots-Tag directive": "opted out",
     "Image decoding error": "not an image",
     "image too small": "too small",
@@ -46,7 +46,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One shard to download: its key, and where its rows are."""
+    """One shard to download: its key, its row count and the spans of its rows."""
 
     key: str
     rows: int
@@ -54,60 +54,71 @@ class ShardSpec:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What every shard of a run has in common; sent to the workers."""
+class DownloadContext:
+    """The inputs that all shards of a run share; pickled to the workers."""
 
     store: str  # URL
-    notes: str  # path in the store where a shard that is left says why
+    notes: str  # folder in the store for the notes of deferred shards
     source: Any  # the recipe's source section
     settings: Download
-    place: Place
+    served_at: ServedAt
 
 
 @dataclass(frozen=True)
-class Left:
-    """A shard that was not committed, so that the next run takes it up again."""
+class Deferred:
+    """A shard that was not committed because of an outage; the next run retries it."""
 
     key: str
-    reasons: dict[str, int]
+    reasons: dict[str, int]  # failure reason -> number of rows
 
 
 def shard_settings(settings: Download) -> dict[str, Any]:
-    """The settings that change a shard's bytes, given its rows."""
-    return settings.model_dump(mode="json", exclude={*CARRYING_OUT, "shard_size"})
+    """The settings that affect a shard's bytes, given its rows."""
+    return settings.model_dump(mode="json", exclude={*NOT_IN_KEY, "shard_size"})
 
 
 def shard_key(settings: Download, row_hashes: Iterable[str]) -> str:
-    """Key of the shard with these rows: its input's content and the settings, nothing else."""
-    settled = shard_settings(settings)
-    parts = {"stage": STAGE, "version": VERSION, "settings": settled, "rows": list(row_hashes)}
+    """Key (sha256 hex) of a shard: a digest of its row hashes and `shard_settings`."""
+    parts = {
+        "stage": STAGE,
+        "version": VERSION,
+        "settings": shard_settings(settings),
+        "rows": list(row_hashes),
+    }
     return digest_json(parts)
 
 
-def download_shard(spec: ShardSpec, work: Work) -> Shard | Left:
-    """Reuse the shard if it is there and whole, else download and commit it."""
-    store = Store(work.store)
+def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferred:
+    """The shard from the store if it is intact, else downloaded and committed.
+
+    Raises:
+        OSError: the store is full or not writable.
+        SourceError: the source changed since it was scanned, or cannot be read.
+    """
+    store = Store(context.store)
     present = store.shard(STAGE, spec.key)
     if present is not None:
         return present
     record = f"{store.shards_path(STAGE)}/{spec.key}.json"
-    if store.fs.exists(record):  # damaged: it must not pass for whole if this attempt fails
+    if store.fs.exists(record):  # damaged: if this attempt fails, no record may remain
         store.fs.rm_file(record)
     with tempfile.TemporaryDirectory(prefix="kiln-") as scratch:
-        return _download(spec, work, store, Path(scratch))
+        return _download(spec, context, store, Path(scratch))
 
 
-def _download(spec: ShardSpec, work: Work, store: Store, scratch: Path) -> Shard | Left:
-    rows = list(SOURCES[work.source.kind](work.source).read(spec.spans, scratch))
-    if shard_key(work.settings, (row.hash for row in rows)) != spec.key:
+def _download(
+    spec: ShardSpec, context: DownloadContext, store: Store, scratch: Path
+) -> Shard | Deferred:
+    rows = list(SOURCES[context.source.kind](context.source).read(spec.spans, scratch))
+    if shard_key(context.settings, (row.hash for row in rows)) != spec.key:
         raise SourceError("source: it changed while it was being read: run again")
-    fetcher = Fetcher(rows, work.settings, work.place)
-    results = _run_img2dataset(fetcher, work.settings, scratch)
-    passing = Counter(f.reason for f in fetcher.failures.values() if f.transient)
-    if passing.total() > work.settings.max_transient * len(rows):
-        return Left(spec.key, dict(passing))
+    fetcher = Fetcher(rows, context.settings, context.served_at)
+    results = _run_img2dataset(fetcher, context.settings, scratch)
+    transient = Counter(f.reason for f in fetcher.failures.values() if f.transient)
+    if transient.total() > context.settings.max_transient * len(rows):
+        return Deferred(spec.key, dict(transient))
     described = [_describe(spec.key, n, row, results[n]) for n, row in enumerate(rows)]
-    samples = _samples(described, rows, results, work.settings.encode_format)
+    samples = _samples(described, rows, results, context.settings.encode_format)
     count = write_tar(scratch / "shard.tar", samples)
     write_rows(scratch / "shard.parquet", described)
     outcomes = Counter(str(d["error_message"] or "success") for d in described)
@@ -118,7 +129,7 @@ def _download(spec: ShardSpec, work: Work, store: Store, scratch: Path) -> Shard
 
 @dataclass(frozen=True)
 class _Result:
-    """What became of one row."""
+    """The outcome of one row."""
 
     status: str  # success | failed_to_download | failed_to_resize
     reason: str | None = None
@@ -128,7 +139,7 @@ class _Result:
 
 
 class _Collector:
-    """img2dataset's sample writer: keeps pictures as files until all rows are in, in any order."""
+    """img2dataset's sample writer: saves pictures to files, as rows arrive in any order."""
 
     def __init__(self, fetcher: Fetcher, folder: Path) -> None:
         self.fetcher, self.folder = fetcher, folder
@@ -139,7 +150,7 @@ class _Collector:
         try:
             number = int(key)
             self.results[number] = self._result(number, picture, meta)
-        except Exception as error:  # img2dataset would print it and go on
+        except Exception as error:  # img2dataset would print the error and continue
             self.fault = self.fault or error
 
     def close(self) -> None:
@@ -157,9 +168,9 @@ class _Collector:
             return _Result(status, None, file, digest_bytes(picture), sizes)
         if (failure := self.fetcher.failures.get(number)) is not None:
             return _Result(status, failure.reason)
-        if message in WORDS:
-            return _Result(status, WORDS[message])
-        if status == "failed_to_download":  # not one of our refusals: a bug, or a full disk
+        if message in REASONS:
+            return _Result(status, REASONS[message])
+        if status == "failed_to_download":  # no recorded failure: a bug or a full disk
             raise RuntimeError(f"a row could not be read: {message}")
         return _Result(status, "cannot be resized")
 
@@ -168,11 +179,11 @@ def _run_img2dataset(fetcher: Fetcher, settings: Download, scratch: Path) -> dic
     import pyarrow as pa
 
     collector, listed = _Collector(fetcher, scratch), scratch / "rows.feather"
-    with offered(fetcher) as addresses:
+    with registered_urls(fetcher) as addresses:
         table = pa.table({"url": pa.array(addresses, pa.string())})
         with pa.OSFile(str(listed), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
             writer.write_table(table)
-        # Not its __call__, which swallows exceptions.
+        # `__call__` would swallow exceptions.
         _downloader(settings, collector, scratch, len(addresses)).download_shard((0, str(listed)))
     if collector.fault is not None:
         raise collector.fault
@@ -203,7 +214,7 @@ def _downloader(settings: Download, collector: _Collector, scratch: Path, rows: 
         compute_hash=None,
         verify_hash_type=None,
         encode_format=settings.encode_format,
-        retries=0,  # the fetcher retries, and knows what is worth it
+        retries=0,  # the fetcher retries, transient failures only
         user_agent_token=settings.user_agent_token,
         disallowed_header_directives=settings.opt_out_headers,
     )
@@ -211,13 +222,13 @@ def _downloader(settings: Download, collector: _Collector, scratch: Path, rows: 
 
 @cache
 def _img2dataset() -> tuple[Any, Any]:
-    """img2dataset's Downloader and Resizer: seconds to import, so only where they are used."""
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # it asks the network for its version
+    """img2dataset's Downloader and Resizer, imported on demand: the import takes seconds."""
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # no version check over the network
     import img2dataset.resizer
     from img2dataset.downloader import Downloader
 
-    # It points the process's stdout and stderr elsewhere while it decodes. Two threads that do so
-    # leave them pointing nowhere, and meanwhile everybody else's lines are lost.
+    # It redirects the stdout and stderr of the whole process during decoding. Two threads that do
+    # so at once lose the original streams, and other threads lose their output.
     img2dataset.resizer.SuppressStdoutStderr = nullcontext
     return Downloader, img2dataset.resizer.Resizer
 

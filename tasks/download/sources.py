@@ -1,4 +1,4 @@
-"""Where rows come from: URL lists, folders of pictures, datasets with pictures inside, the demo."""
+"""Sources of rows: URL lists, picture folders, datasets with embedded pictures, the demo."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from tasks.download.lists import (
     is_glob,
     list_files,
     reading,
+    redacted,
     require_columns,
-    shown,
 )
-from tasks.download.rows import Keep, Row, captions_of, held_row, score_of, text_of
-from tasks.download.scans import remembered
+from tasks.download.rows import Row, ScratchFiles, captions_of, embedded_row, score_of, text_of
+from tasks.download.scans import cached_row_hashes
 from tasks.download.serve import check_port, serve_folder
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 
 
-class Place(NamedTuple):
-    """Where the rows' URLs lead while a source is open."""
+class ServedAt(NamedTuple):
+    """The base of relative URLs and the private hosts to allow, while a source is open."""
 
     base_url: str | None = None
-    allow_hosts: tuple[str, ...] = ()  # host or host:port that may be private
+    allow_hosts: tuple[str, ...] = ()  # host or host:port with a private address
 
 
 class Source(Protocol):
     """One kind of source."""
 
     def check(self) -> None:
-        """Raise SourceError if it cannot be used; cheap, done before any work starts."""
+        """Raise SourceError if the source is unusable. Runs before the first stage, so cheap."""
 
     def scan(self) -> Iterator[tuple[str, Span]]:
-        """(row hash, where it is) of every row, in order, with a few rows in memory at a time."""
+        """(row hash, span) of every row, in order, with few rows in memory. Raises SourceError."""
 
     def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
-        """The rows of `spans`; pictures that the source holds are copied into `scratch`."""
+        """The rows of `spans`; embedded pictures are copied to `scratch`. Raises SourceError."""
 
-    def open(self) -> AbstractContextManager[Place]:
-        """Keep what the rows' URLs need alive."""
+    def open(self) -> AbstractContextManager[ServedAt]:
+        """Make the rows' URLs reachable, by a local server if one is needed. Raises SourceError."""
 
 
 class UrlList:
@@ -83,8 +83,8 @@ class UrlList:
             for _, _, values in self.format.rows(file, self._columns(), start, stop):
                 yield self._row(values)
 
-    def open(self) -> AbstractContextManager[Place]:
-        return nullcontext(Place(self.settings.base_url))
+    def open(self) -> AbstractContextManager[ServedAt]:
+        return nullcontext(ServedAt(self.settings.base_url))
 
     def _files(self) -> list[str]:
         return list_files(self.settings.path, self.format.suffixes)
@@ -109,7 +109,10 @@ class UrlList:
 
 
 class Folder:
-    """A folder of pictures: each is a row, or each line of metadata.jsonl is."""
+    """A folder of pictures: one row per picture, or per line of metadata.jsonl if present.
+
+    Without metadata.jsonl, the caption of `name.jpg` is the text of `name.txt`.
+    """
 
     METADATA = "metadata.jsonl"
 
@@ -121,9 +124,8 @@ class Folder:
         metadata = self._metadata()
         if metadata is None:
             if self.settings.aesthetic_column is not None:
-                raise SourceError(
-                    f"source.aesthetic_column: {shown(self.settings.path)} has no {self.METADATA}"
-                )
+                folder = redacted(self.settings.path)
+                raise SourceError(f"source.aesthetic_column: {folder} has no {self.METADATA}")
             list_files(self.settings.path, PICTURES)
             return
         wanted = {"source.path": "file_name", "source.caption_column": self.settings.caption_column}
@@ -134,29 +136,29 @@ class Folder:
         metadata = self._metadata()
         if metadata is None:
             for file in list_files(self.settings.path, PICTURES):
-                yield self._beside(file, None).hash, Span(file, 0, 0)
+                yield self._sidecar_row(file, None).hash, Span(file, 0, 0)
             return
         for start, stop, values in self.list.rows(metadata, self._columns()):
-            yield self._listed(metadata, values, None).hash, Span(metadata, start, stop)
+            yield self._listed_row(metadata, values, None).hash, Span(metadata, start, stop)
 
     def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
-        keep = Keep(scratch)
+        save = ScratchFiles(scratch)
         for file, start, stop in spans:
             if not file.endswith(f"/{self.METADATA}"):
-                yield self._beside(file, keep)
+                yield self._sidecar_row(file, save)
                 continue
             for _, _, values in self.list.rows(file, self._columns(), start, stop):
-                yield self._listed(file, values, keep)
+                yield self._listed_row(file, values, save)
 
-    def open(self) -> AbstractContextManager[Place]:
-        return nullcontext(Place())
+    def open(self) -> AbstractContextManager[ServedAt]:
+        return nullcontext(ServedAt())
 
     def _metadata(self) -> str | None:
         with reading(self.settings.path):
             fs, root = url_to_fs(self.settings.path)
             if not fs.isdir(root):
                 check_absent(fs, root)
-                raise SourceError(f"source.path: {shown(self.settings.path)}: no such folder")
+                raise SourceError(f"source.path: {redacted(self.settings.path)}: no such folder")
             name = f"{root.rstrip('/')}/{self.METADATA}"
             if not fs.exists(name):
                 return None
@@ -165,26 +167,26 @@ class Folder:
     def _columns(self) -> list[str]:
         return ["file_name", self.settings.caption_column, *_score_column(self.settings).values()]
 
-    def _beside(self, file: str, keep: Callable[[bytes], str] | None) -> Row:
+    def _sidecar_row(self, file: str, save: Callable[[bytes], str] | None) -> Row:
         text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
         caption = text.decode(errors="replace").removeprefix("\ufeff").strip()
-        return held_row(_bytes_at(file), (caption,), keep)
+        return embedded_row(_bytes_at(file), (caption,), save)
 
-    def _listed(
-        self, metadata: str, values: dict[str, Any], keep: Callable[[bytes], str] | None
+    def _listed_row(
+        self, metadata: str, values: dict[str, Any], save: Callable[[bytes], str] | None
     ) -> Row:
         name = text_of(values["file_name"])
         if name.startswith("/") or ".." in name.split("/") or "://" in name:
             raise SourceError(
-                f"source: {shown(metadata)}: file_name {name!r} leads out of the folder"
+                f"source: {redacted(metadata)}: file_name {name!r} leads out of the folder"
             )
         picture = _bytes_at(f"{metadata.rpartition('/')[0]}/{name}") if name else None
         captions = captions_of(values[self.settings.caption_column])
-        return held_row(picture, captions, keep, _score(values, self.settings))
+        return embedded_row(picture, captions, save, _score(values, self.settings))
 
 
 class Dataset:
-    """Parquet files with the pictures inside: `bytes`, or Hugging Face's {bytes, path}."""
+    """Parquet files with embedded pictures: bytes, or Hugging Face's {bytes, path} structs."""
 
     def __init__(self, settings: DatasetSource) -> None:
         self.settings = settings
@@ -201,18 +203,18 @@ class Dataset:
 
     def scan(self) -> Iterator[tuple[str, Span]]:
         for file in self._files():
-            hashes = remembered(file, self._columns(), partial(self._hashes, file))
+            hashes = cached_row_hashes(file, self._columns(), partial(self._hashes, file))
             for number, row_hash in enumerate(hashes):
                 yield row_hash, Span(file, number, number + 1)
 
     def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
-        keep = Keep(scratch)
+        save = ScratchFiles(scratch)
         for file, start, stop in spans:
             for _, _, values in self.list.rows(file, self._columns(), start, stop):
-                yield self._row(values, keep)
+                yield self._row(values, save)
 
-    def open(self) -> AbstractContextManager[Place]:
-        return nullcontext(Place())
+    def open(self) -> AbstractContextManager[ServedAt]:
+        return nullcontext(ServedAt())
 
     def _hashes(self, file: str) -> Iterator[str]:
         for _, _, values in self.list.rows(file, self._columns()):
@@ -225,34 +227,34 @@ class Dataset:
     def _files(self) -> list[str]:
         path, split = self.settings.path, self.settings.split
         if "://" not in path and path.count("/") == 1 and not Path(path).exists():
-            at = f"@{self.settings.revision}" if self.settings.revision else ""
-            path = f"hf://datasets/{path}{at}"
+            revision = f"@{self.settings.revision}" if self.settings.revision else ""
+            path = f"hf://datasets/{path}{revision}"
         found = list_files(path, self.list.suffixes)
         if found == [path] or is_glob(path):
             return found
-        # <split>-00000-of-00001.parquet, or <split>/0000.parquet as the hub converts them
+        # <split>-00000-of-00001.parquet, or <split>/0000.parquet in the hub's conversions
         chosen = [f for f in found if any(part.startswith(split) for part in f.split("/")[-2:])]
         if not chosen:
             names = ", ".join(f.rpartition("/")[2] for f in found[:5])
             raise SourceError(
-                f"source.split: {shown(path)} has no files of split {split!r} ({names})"
+                f"source.split: {redacted(path)} has no files of split {split!r} ({names})"
             )
         return chosen
 
-    def _row(self, values: dict[str, Any], keep: Callable[[bytes], str] | None) -> Row:
+    def _row(self, values: dict[str, Any], save: Callable[[bytes], str] | None) -> Row:
         image = values[self.settings.image_column]
         picture = image.get("bytes") if isinstance(image, dict) else image
         if not isinstance(picture, bytes | None):
             raise SourceError(
-                f"source.image_column: {self.settings.image_column} holds no encoded pictures "
-                f"(bytes, or a struct with bytes) but {type(picture).__name__}"
+                f"source.image_column: {self.settings.image_column} holds "
+                f"{type(picture).__name__}, not encoded pictures (bytes, or a struct with bytes)"
             )
         captions = captions_of(values[self.settings.caption_column])
-        return held_row(picture, captions, keep, _score(values, self.settings))
+        return embedded_row(picture, captions, save, _score(values, self.settings))
 
 
 class Digits:
-    """The demo's digits: drawn into the cache, served on loopback, and read as a URL list."""
+    """The demo's digits: rendered into the cache, served on loopback and read as a URL list."""
 
     def __init__(self, settings: DigitsSource) -> None:
         self.settings = settings
@@ -272,9 +274,9 @@ class Digits:
     def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
         return self.list.read(spans, scratch)
 
-    def open(self) -> AbstractContextManager[Place]:
+    def open(self) -> AbstractContextManager[ServedAt]:
         self._draw()
-        return serve_folder(self.folder, self.settings.port, Place)
+        return serve_folder(self.folder, self.settings.port, ServedAt)
 
     def _draw(self) -> None:
         from demo import dataset
@@ -290,7 +292,7 @@ class Digits:
         except OSError as error:
             raise SourceError(
                 f"source: the demo's pictures cannot be written to {self.folder} "
-                f"({error.strerror or error}): set KILN_CACHE to a folder that can be written"
+                f"({error.strerror or error}): set KILN_CACHE to a writable folder"
             ) from error
 
 
@@ -303,7 +305,7 @@ SOURCES: dict[str, Callable[[Any], Source]] = {
 
 
 def _score_column(settings: UrlSource | FolderSource | DatasetSource) -> dict[str, str]:
-    """The setting that names the column with scores, and the column; nothing if none is named."""
+    """{setting: column} of the aesthetic scores; empty if no column is configured."""
     column = settings.aesthetic_column
     return {} if column is None else {"source.aesthetic_column": column}
 

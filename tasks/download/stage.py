@@ -18,7 +18,15 @@ from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.schema import Recipe
 from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.lists import Span, join_spans
-from tasks.download.shard import STAGE, VERSION, Left, ShardSpec, Work, shard_key, shard_settings
+from tasks.download.shard import (
+    STAGE,
+    VERSION,
+    Deferred,
+    DownloadContext,
+    ShardSpec,
+    shard_key,
+    shard_settings,
+)
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.quiet import quiet_import
@@ -96,7 +104,9 @@ def build(
         from tasks.download.pipeline import run_pipeline
     store = draft.store
     with _source(recipe).open() as place:
-        work = Work(store.url, f"{draft.path}/{NOTES}", recipe.source, recipe.download, place)
+        work = DownloadContext(
+            store.url, f"{draft.path}/{NOTES}", recipe.source, recipe.download, place
+        )
         left = run_pipeline(plan.shards, work, recipe.beam, progress)
     if left:
         raise TransientError(_outage(left, len(plan.shards)))
@@ -158,7 +168,7 @@ def _refuse_failures(summary: dict[str, Any], max_failed: float) -> None:
     raise TooManyFailed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
 
 
-def _outage(left: list[Left], shards: int) -> str:
+def _outage(left: list[Deferred], shards: int) -> str:
     reasons: Counter[str] = Counter()
     for note in left:
         reasons.update(note.reasons)

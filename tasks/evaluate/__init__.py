@@ -1,4 +1,4 @@
-"""The evaluate stage: measure the tuned model against its base, on the same prompts and noise."""
+"""The evaluate stage: compare the tuned model with its base on equal prompts and noise."""
 
 from tasks.evaluate.features import check_clip
 from tasks.evaluate.measure import flatten, metric_names

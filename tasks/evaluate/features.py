@@ -1,4 +1,4 @@
-"""CLIP features of pictures and prompts, by any `transformers` CLIPModel folder."""
+"""CLIP features of pictures and prompts, computed by any `transformers` CLIPModel folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = 64
 Item = TypeVar("Item")
 
 
-#: Any file of each group will do.
+#: Part of a CLIPModel folder -> its possible files; one of them is enough.
 PARTS = {
     "weights": ("model.safetensors", "model.safetensors.index.json"),
     "a tokenizer": ("tokenizer.json", "vocab.json"),
@@ -27,9 +27,9 @@ PARTS = {
 
 
 def check_clip(folder: Path) -> None:
-    """Raise WrongInput, without loading anything, unless a folder looks like a CLIPModel's."""
+    """Raise WrongInput unless a folder has a CLIPModel's files; no weights are loaded."""
     if not (folder / "config.json").is_file():
-        raise WrongInput(f"evaluate.clip: {folder} has no config.json, as a CLIPModel's folder has")
+        raise WrongInput(f"evaluate.clip: {folder} has no config.json: it is no CLIPModel folder")
     kind = read_config(folder / "config.json").get("model_type")
     if kind != "clip":
         raise WrongInput(f"evaluate.clip: {folder} holds no CLIPModel (its model_type is {kind})")
@@ -39,10 +39,14 @@ def check_clip(folder: Path) -> None:
 
 
 class ClipFeatures:
-    """A CLIPModel with its own image processor and tokenizer, all in one local folder.
+    """A CLIPModel with its image processor and tokenizer, in float32 and inference mode.
+
+    Args:
+        folder: local `transformers` folder that holds all three.
+        device: torch device; "auto" selects the best one. Gaudi ("hpu") falls back to "auto".
 
     Raises:
-        WrongInput: a part is missing or does not load.
+        WrongInput: a part is missing or fails to load.
     """
 
     def __init__(self, folder: Path, device: str = "auto") -> None:
@@ -52,7 +56,7 @@ class ClipFeatures:
         from runtimes.torch.device import choose_device
 
         disable_progress_bar()
-        # A Gaudi that is open here would be closed to the processes that draw.
+        # One process owns a Gaudi. The sampling processes need it, so this one must not open it.
         self._device = choose_device("auto" if device.startswith("hpu") else device)
         try:
             model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
@@ -63,13 +67,16 @@ class ClipFeatures:
             raise WrongInput(
                 f"evaluate.clip: {folder} does not load as a CLIPModel: {reason}"
             ) from None
-        words = len(self._tokenizer)
-        if not 256 < words <= model.config.text_config.vocab_size:
-            raise WrongInput(f"evaluate.clip: {folder}: its tokenizer has {words} tokens only")
+        tokens, rows = len(self._tokenizer), model.config.text_config.vocab_size
+        if not 256 < tokens <= rows:
+            raise WrongInput(
+                f"evaluate.clip: {folder}: the tokenizer has {tokens} tokens only,"
+                f" it needs 257 to {rows}"
+            )
         self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
 
     def images(self, pictures: Iterable[Picture]) -> Float32:
-        """Projected features [N, D] of pictures, which may differ in size; not normalised."""
+        """Projected image features, f32 [N, D], not normalised. Picture sizes may differ."""
         import torch
 
         rows: list[Float32] = []
@@ -81,7 +88,10 @@ class ClipFeatures:
         return np.concatenate(rows) if rows else np.zeros((0, self._width), np.float32)
 
     def texts(self, prompts: Sequence[str]) -> Float32:
-        """Projected features [N, D] of prompts, cut at the model's length; not normalised."""
+        """Projected text features, f32 [N, D], not normalised.
+
+        Prompts are truncated to the text encoder's maximum length.
+        """
         import torch
 
         distinct = list(dict.fromkeys(prompts))

@@ -1,4 +1,4 @@
-"""The before/after picture: the same prompts and noise, base above, tuned below."""
+"""The before/after grid: the base model's pictures above the tuned model's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-CELL = (96, 256)  # least and most width of a picture, pixels
+CELL = (96, 256)  # minimum and maximum width of a cell, pixels
 COLUMNS = 10
 MARGIN, LABEL, LINE, LINES = 6, 64, 13, 4
 INK, PAPER = (40, 30, 25), (250, 246, 240)
@@ -20,21 +20,21 @@ INK, PAPER = (40, 30, 25), (250, 246, 240)
 
 @dataclass(frozen=True)
 class Column:
-    """One prompt and what each model drew for it, in the order of the rows."""
+    """One prompt and each model's picture of it, in row order."""
 
     prompt: str
     pictures: tuple[NDArray[np.uint8], ...]  # [H, W, 3] each
 
 
-def choose(prompts: Sequence[str], most: int = COLUMNS) -> list[int]:
-    """Numbers of the pictures to show: the first of each distinct prompt, up to `most`."""
+def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
+    """Indices of the first picture of each distinct prompt, `limit` at most."""
     first = {prompt: number for number, prompt in reversed(list(enumerate(prompts)))}
     numbers = sorted(first.values())
-    return numbers[:most]
+    return numbers[:limit]
 
 
 def render(sets: dict[str, list[Column]], rows: Sequence[str]) -> bytes:
-    """A PNG with a block for each prompt set: a row a model, a column a prompt."""
+    """PNG bytes with one block per prompt set, one row per model, one column per prompt."""
     cell = _cell_size(next(iter(sets.values()))[0].pictures[0])
     widest = max(len(columns) for columns in sets.values())
     block = LINE + MARGIN + LINES * LINE + len(rows) * (cell[1] + MARGIN) + MARGIN
@@ -72,7 +72,10 @@ def _draw_block(
 
 
 def _cell_size(picture: NDArray[np.uint8]) -> tuple[int, int]:
-    """Width and height shown: tiny pictures a whole number of times larger, large ones smaller."""
+    """Width and height of a cell in pixels.
+
+    Pictures below the minimum width are scaled by an integer, those above the maximum shrink.
+    """
     height, width = picture.shape[:2]
     scale = math.ceil(CELL[0] / width) if width < CELL[0] else min(1.0, CELL[1] / width)
     return round(width * scale), round(height * scale)

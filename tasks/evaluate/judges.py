@@ -1,4 +1,4 @@
-"""Judges of pictures beyond CLIP: what each of them says yes or no to."""
+"""Judges: classifiers that pass or fail each picture on named verdicts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
 
-#: Pictures [N, H, W, 3] and their prompts in, a yes or no for each picture and verdict out.
+#: Verdict name -> bool [N], True for each picture that passes.
 Verdicts = dict[str, NDArray[np.bool_]]
+#: A function of pictures u8 [N, H, W, 3] and their N prompts.
 Judge = Callable[[NDArray[np.uint8], Sequence[str]], Verdicts]
 
 
 @dataclass(frozen=True)
-class Registered:
-    """A judge: the verdicts it gives, and the functions, which are imported only when needed."""
+class JudgeEntry:
+    """A registered judge. Its functions import their modules when they are called."""
 
-    verdicts: tuple[str, ...]
+    verdicts: tuple[str, ...]  # names of the verdicts
     judge: Judge
-    check: Callable[[Sequence[str]], None]  # ValueError for a prompt that it cannot judge
+    check: Callable[[Sequence[str]], None]  # raises ValueError for an unsupported prompt
 
 
 def _judge_digits(images: NDArray[np.uint8], prompts: Sequence[str]) -> Verdicts:
@@ -37,11 +38,11 @@ def _check_digits(prompts: Sequence[str]) -> None:
         parse(prompt)
 
 
-JUDGES = {"digits": Registered(("digit", "style"), _judge_digits, _check_digits)}
+JUDGES = {"digits": JudgeEntry(("digit", "style"), _judge_digits, _check_digits)}
 
 
 def check_prompts(names: Sequence[str], prompts: Sequence[str]) -> None:
-    """Raise WrongInput for the first prompt that one of the judges cannot judge."""
+    """Raise WrongInput for the first prompt that a judge does not support."""
     for name in names:
         try:
             JUDGES[name].check(prompts)
@@ -49,8 +50,14 @@ def check_prompts(names: Sequence[str], prompts: Sequence[str]) -> None:
             raise WrongInput(f"evaluate.judges: {name}: {error}") from None
 
 
-def ask(names: Sequence[str], images: NDArray[np.uint8], prompts: Sequence[str]) -> Verdicts:
-    """Every judge's verdicts. Raises WrongInput for pictures that a judge cannot take."""
+def judge_pictures(
+    names: Sequence[str], images: NDArray[np.uint8], prompts: Sequence[str]
+) -> Verdicts:
+    """The verdicts of all named judges on pictures u8 [N, H, W, 3].
+
+    Raises:
+        WrongInput: a judge does not support these pictures.
+    """
     found: Verdicts = {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""Measure what a model drew: the same yardstick for base, tuned model and champion."""
+"""Metrics of a model's pictures, computed alike for the base, the tuned model and the champion."""
 
 from __future__ import annotations
 
@@ -23,31 +23,38 @@ from runtimes.pipeline_folder.describe import describe_encoders
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import metrics
 from tasks.evaluate.features import ClipFeatures, Float32
-from tasks.evaluate.judges import JUDGES, ask
+from tasks.evaluate.judges import JUDGES, judge_pictures
 from tasks.evaluate.metrics import Metric
-from tasks.evaluate.pictures import VERSION, Sitting, read_losses, read_pictures
+from tasks.evaluate.pictures import VERSION, SamplingSpec, read_losses, read_pictures
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference import reference_pictures
 
 log = logging.getLogger("kiln")
-JUDGED_AT_ONCE = 256  # pictures in memory for a judge
+JUDGE_BATCH = 256  # pictures in memory per call of a judge
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """Everything that two measurements must share to be compared, ready to be held to a model."""
+class MetricSuite:
+    """The metrics of an evaluation, with the references that comparable measurements share."""
 
     sets: PromptSets
-    compared: tuple[str, ...]  # sets whose pictures are compared with the held-out ones
-    judges: tuple[str, ...]
-    resamples: int
-    seed: int
+    compared: tuple[str, ...]  # prompt sets whose pictures `cmmd` and `fd` compare
+    judges: tuple[str, ...]  # names in JUDGES
+    resamples: int  # bootstrap resamples per interval
+    seed: int  # of the bootstrap
     clip: ClipFeatures
-    text_features: Float32  # [N, D] of every picture's prompt
-    reference: Float32  # [M, D] of the held-out pictures; M is 0 when none were held out
+    text_features: Float32  # [N, D], one row per picture
+    reference: Float32  # [M, D] of the held-out pictures; M = 0 without a held-out split
 
     @classmethod
-    def of(cls, recipe: Recipe, images: Artifact, latents: Artifact, clip: Path) -> Yardstick:
+    def of(cls, recipe: Recipe, images: Artifact, latents: Artifact, clip: Path) -> MetricSuite:
+        """The metrics of a recipe. Raises WrongInput if the CLIP model fails to load.
+
+        Args:
+            images: artifact with the held-out pictures.
+            latents: artifact whose `size_step` the held-out pictures are resized to.
+            clip: folder of the CLIP model.
+        """
         sets = prompt_sets(recipe)
         scorer = ClipFeatures(clip, recipe.evaluate.device)
         factor = open_latents(latents.uri).info["size_step"]
@@ -59,23 +66,23 @@ class Yardstick:
             resamples=recipe.evaluate.bootstrap,
             seed=recipe.evaluate.seed,
             clip=scorer,
-            text_features=scorer.texts(flat(sets)),
+            text_features=scorer.texts(all_prompts(sets)),
             reference=scorer.images(held_out),
         )
 
     def measure(self, store: Store, drawn: Shard) -> dict[str, Metric]:
-        """Every metric of a model's pictures, by name."""
+        """Metric name -> metric of the pictures in a shard of `draw`."""
         features = self.clip.images(read_pictures(store, drawn))
         scores = metrics.clip_scores(features, self.text_features)
         found = {"clip_score": metrics.mean(scores, self.resamples, self.seed)}
-        for name, part in parts(self.sets).items():
+        for name, part in slices_by_set(self.sets).items():
             found[f"clip_score/{name}"] = metrics.mean(scores[part], self.resamples, self.seed)
-        like = np.concatenate(
-            [features[:0], *(features[parts(self.sets)[n]] for n in self.compared)]
+        compared = np.concatenate(
+            [features[:0], *(features[slices_by_set(self.sets)[n]] for n in self.compared)]
         )
-        if min(len(self.reference), len(like)) >= 2:
+        if min(len(self.reference), len(compared)) >= 2:
             for name, distance in metrics.DISTANCES.items():
-                found[name] = distance(like, self.reference, self.resamples, self.seed)
+                found[name] = distance(compared, self.reference, self.resamples, self.seed)
         losses = read_losses(store, drawn)
         if len(losses):
             found["holdout_loss"] = metrics.mean(losses, self.resamples, self.seed)
@@ -85,25 +92,25 @@ class Yardstick:
         if not self.judges:
             return {}
         verdicts: dict[str, list[NDArray[np.bool_]]] = {}
-        prompts, start = flat(self.sets), 0
-        for pictures in _stacks(read_pictures(store, drawn)):
-            said = ask(self.judges, pictures, prompts[start : start + len(pictures)])
-            for name, passed in said.items():
+        prompts, start = all_prompts(self.sets), 0
+        for pictures in _batches(read_pictures(store, drawn)):
+            batch = judge_pictures(self.judges, pictures, prompts[start : start + len(pictures)])
+            for name, passed in batch.items():
                 verdicts.setdefault(name, []).append(passed)
             start += len(pictures)
         return {
             f"{name}/{which}": metrics.share(np.concatenate(passed)[part])
             for name, passed in verdicts.items()
-            for which, part in parts(self.sets).items()
+            for which, part in slices_by_set(self.sets).items()
         }
 
 
-def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
-    """The conditions that a recipe has its models draw under."""
+def sampling_spec(recipe: Recipe, latents: Artifact) -> SamplingSpec:
+    """The sampling settings of a recipe's evaluation, equal for all models."""
     given = recipe.evaluate
     has_holdout = open_latents(latents.uri).has_holdout
     if not has_holdout:
-        log.warning("evaluate: no picture was held out (encode.holdout): no holdout_loss, cmmd, fd")
+        log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, cmmd, fd")
     names = (
         "seed",
         "scheduler",
@@ -115,11 +122,11 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
         "width",
         "dtype",
     )
-    return Sitting(
+    return SamplingSpec(
         runtime=recipe.runtime,
         device=given.device,
         batch_size=given.batch_size,
-        prompts=tuple(flat(prompt_sets(recipe))),
+        prompts=tuple(all_prompts(prompt_sets(recipe))),
         sampler={name: getattr(given, name) for name in names},
         latents=latents.uri if has_holdout else None,
         latents_digest=latents.digest,
@@ -136,7 +143,7 @@ def sitting(recipe: Recipe, latents: Artifact) -> Sitting:
 def loss_facts(
     schedule: Schedule, folder: Path, vae: Path | None, extras: ExtraInputs
 ) -> dict[str, Any]:
-    """What a model's held-out loss is the error of: only where it is the same, losses compare."""
+    """The facts that define a held-out loss; losses are comparable only if they are equal."""
     encoders = describe_encoders(folder, vae)
     return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
 
@@ -149,12 +156,12 @@ def fingerprint(
     vae_folder: Path | None,
     clip: Path,
 ) -> str:
-    """Digest of everything that makes two evaluations comparable, in every metric."""
+    """sha256 of all facts that two evaluations must share for comparable metrics."""
     schedule = read_schedule(model_folder / "scheduler", recipe.train)
     return digest_json(
         {
             "version": VERSION,
-            "sitting": sitting(recipe, latents).facts(),
+            "sitting": sampling_spec(recipe, latents).facts(),
             "sets": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
             "compared": list(compared_sets(recipe)),
             "clip": digest_model(clip),
@@ -169,10 +176,10 @@ def fingerprint(
 
 
 def metric_names(recipe: Recipe, *, held_out: bool = True) -> list[str]:
-    """Names of the metrics that an evaluation of this recipe has.
+    """Names of the metrics that this recipe's evaluation computes.
 
     Args:
-        held_out: the recipe's encode.holdout, if any, has held out pictures.
+        held_out: whether a nonzero `encode.holdout` selects at least one picture.
     """
     sets = list(recipe.evaluate.prompts)
     names = ["clip_score", *(f"clip_score/{name}" for name in sets)]
@@ -183,25 +190,25 @@ def metric_names(recipe: Recipe, *, held_out: bool = True) -> list[str]:
 
 
 def compared_sets(recipe: Recipe) -> tuple[str, ...]:
-    """Names of the prompt sets whose pictures are compared with the held-out ones."""
+    """Names of the prompt sets whose pictures `cmmd` and `fd` compare with held-out ones."""
     return tuple(name for name, given in recipe.evaluate.prompts.items() if given.compare)
 
 
 def flatten(measured: dict[str, dict[str, Metric]]) -> dict[str, dict[str, float]]:
-    """Metric name -> model -> value: what the gate looks at."""
+    """Metric name -> model name -> value, as the gate's rules read it."""
     return {
         name: {model: found["value"] for model, found in models.items()}
         for name, models in measured.items()
     }
 
 
-def flat(sets: PromptSets) -> list[str]:
-    """The prompt of every picture, set after set."""
+def all_prompts(sets: PromptSets) -> list[str]:
+    """The prompt of every picture, in the order of the sets."""
     return [prompt for prompts in sets.values() for prompt in prompts]
 
 
-def parts(sets: PromptSets) -> dict[str, slice]:
-    """Which pictures belong to each prompt set."""
+def slices_by_set(sets: PromptSets) -> dict[str, slice]:
+    """Prompt set name -> the slice of its pictures in `all_prompts`."""
     found, start = {}, 0
     for name, prompts in sets.items():
         found[name] = slice(start, start + len(prompts))
@@ -209,22 +216,22 @@ def parts(sets: PromptSets) -> dict[str, slice]:
     return found
 
 
-def _stacks(pictures: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
-    """Pictures as arrays [B, H, W, 3]."""
-    waiting: list[NDArray[np.uint8]] = []
+def _batches(pictures: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
+    """Batches u8 [B, H, W, 3] of pictures u8 [H, W, 3]."""
+    batch: list[NDArray[np.uint8]] = []
     for picture in pictures:
-        waiting.append(picture)
-        if len(waiting) == JUDGED_AT_ONCE:
-            yield np.stack(waiting)
-            waiting = []
-    if waiting:
-        yield np.stack(waiting)
+        batch.append(picture)
+        if len(batch) == JUDGE_BATCH:
+            yield np.stack(batch)
+            batch = []
+    if batch:
+        yield np.stack(batch)
 
 
 def as_rows(
     measured: dict[str, dict[str, Metric]], models: Sequence[str] = ("base", "tuned")
 ) -> list[dict[str, Any]]:
-    """Metrics as table rows: values, intervals, and how many samples are behind them."""
+    """Table rows, one per metric: values, 95% intervals and the sample count."""
     rows = []
     for name, found in measured.items():
         row: dict[str, Any] = {"metric": name}

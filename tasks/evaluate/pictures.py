@@ -1,4 +1,4 @@
-"""Pictures that a model drew: made by a runtime's process, kept in the store, shared by key."""
+"""Sampled pictures: a runtime's process draws them, the store caches them by content key."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.job import Drawing, GenerateJob, Job
 from tasks.progress import Progress
-from tasks.tuned import BASE, Tuned
+from tasks.tuned import BASE, TrainedWeights
 
 STAGE = "evaluate"
-#: Raised when the meaning of drawn pictures, or of the metrics, changes.
+#: Increment when the content of the pictures or the definition of a metric changes.
 VERSION = 2
 LOSSES = "losses.json"
-#: What of a pipeline folder changes its pictures; not its card, its metrics or its report.
+#: The parts of a pipeline folder that affect its pictures.
 DRAWING_PARTS = (
     "model_index.json",
     "scheduler",
@@ -53,40 +53,40 @@ Run = Callable[[Job, Callable[[Event], None]], Any]
 
 
 @dataclass(frozen=True)
-class Painter:
-    """A model that draws: a pipeline folder, perhaps with other parts, a VAE or adapters in it."""
+class EvalModel:
+    """A pipeline folder to sample from, with optional trained weights and an optional VAE."""
 
-    digest: str  # of everything that changes its pictures
+    digest: str  # sha256 of all content that affects the pictures
     folder: Path
-    tuned: Tuned = BASE
+    weights: TrainedWeights = BASE
     vae: Path | None = None
 
     def part(self, name: str) -> Path:
-        """The folder of a part: its own, or the pipeline's."""
-        return self.tuned.parts.get(name, self.folder / name)
+        """The folder of a part: the trained one if there is one, else the pipeline's."""
+        return self.weights.parts.get(name, self.folder / name)
 
     @property
     def extras(self) -> ExtraInputs:
-        """What its denoiser sees beside text."""
+        """The denoiser's conditioning inputs other than text."""
         return folder_extras(self.part(detect_family(self.folder).denoiser))
 
 
 @dataclass(frozen=True)
-class Sitting:
-    """The conditions that every painter draws under."""
+class SamplingSpec:
+    """Sampling settings that all models of an evaluation share."""
 
     runtime: str
     device: str
     batch_size: int
     prompts: tuple[str, ...]
     sampler: dict[str, Any]  # seed, num_inference_steps, guidance_scale, height, width, dtype
-    latents: str | None  # URL of the latents whose held-out loss is taken; None takes none
+    latents: str | None  # URL of the latents for the held-out loss; None skips the loss
     latents_digest: str
     holdout: dict[str, Any]  # samples, draws, seed, noise_offset
     flash_attention: bool = True  # as train.mindspore.flash_attention
 
     def facts(self) -> dict[str, Any]:
-        """What makes two sittings comparable; where and how fast it happened is no part of it."""
+        """The settings that affect pictures or losses; runtime, device and batch size do not."""
         held_out = {"latents": self.latents_digest, **self.holdout} if self.latents else None
         return {
             "prompts": list(self.prompts),
@@ -94,38 +94,47 @@ class Sitting:
             "held_out": held_out,
         }
 
-    def key(self, painter: Painter) -> str:
-        """Key of the shard with a painter's pictures."""
-        parts = {"stage": STAGE, "version": VERSION, "model": painter.digest, **self.facts()}
+    def key(self, model: EvalModel) -> str:
+        """Store key (sha256) of the shard with a model's pictures."""
+        parts = {"stage": STAGE, "version": VERSION, "model": model.digest, **self.facts()}
         return digest_json(parts)
 
 
 def draw(
-    painters: Sequence[Painter],
-    sitting: Sitting,
+    models: Sequence[EvalModel],
+    spec: SamplingSpec,
     store: Store,
     scratch: Path,
     run: Run,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> list[Shard]:
-    """Every painter's pictures, from the store where they are there, else drawn in one process.
+    """One shard of pictures per model, in the order of `models`.
 
-    The painters share folder and VAE. A drawing that was interrupted goes on in `scratch`.
+    Shards in the store are reused; one job draws the others.
+
+    Args:
+        models: all with the same pipeline folder and VAE.
+        scratch: local folder for unfinished pictures; an interrupted job resumes from it.
+        run: runs a job and passes its events to `on_event`.
+
+    Raises:
+        ValueError: the models differ in pipeline folder or VAE.
     """
-    found = {sitting.key(p): store.shard(STAGE, sitting.key(p)) for p in painters}
-    missing = {sitting.key(p): p for p in painters if found[sitting.key(p)] is None}
+    keyed = [(spec.key(model), model) for model in models]
+    found = {key: store.shard(STAGE, key) for key, _ in keyed}
+    missing = {key: model for key, model in keyed if found[key] is None}
     if missing:
         outs = {key: scratch / key for key in missing}
-        run(_job(missing, outs, sitting, store.compiled_url), on_event)
+        run(_job(missing, outs, spec, store.compiled_url), on_event)
         for key, out in outs.items():
-            found[key] = _commit(store, key, out, len(sitting.prompts))
+            found[key] = _commit(store, key, out, len(spec.prompts))
             shutil.rmtree(out)
-    shards = [found[sitting.key(p)] for p in painters]
+    shards = [found[key] for key, _ in keyed]
     return [shard for shard in shards if shard is not None]
 
 
-def told(stage: str, progress: Progress) -> Callable[[Event], None]:
-    """Turns what a generate job says into progress, and log lines of how long it took."""
+def progress_callback(stage: str, progress: Progress) -> Callable[[Event], None]:
+    """A handler of a generate job's events that reports progress and logs the timings."""
 
     def on_event(event: Event) -> None:
         if event["event"] == "drawn":
@@ -133,10 +142,10 @@ def told(stage: str, progress: Progress) -> Callable[[Event], None]:
             progress(done, total, f"{done} of {total} pictures")
         elif event["event"] == "result" and event.get("drawn"):
             compiled = event["compile_seconds"]
-            words = f", after {compiled:.1f} s of compiling" if compiled else ""
+            suffix = f", after {compiled:.1f} s of compiling" if compiled else ""
             log.info(
                 "%s: drew %d pictures in %.1f s (%.1f s of it for the first batch)%s",
-                *(stage, event["drawn"], event["seconds"], event["first_seconds"], words),
+                *(stage, event["drawn"], event["seconds"], event["first_seconds"], suffix),
             )
 
     return on_event
@@ -144,58 +153,64 @@ def told(stage: str, progress: Progress) -> Callable[[Event], None]:
 
 @contextmanager
 def scratch(draft: Draft) -> Iterator[Path]:
-    """Where pictures are drawn: beside the artifact if that is local, to go on after a kill."""
+    """A local folder for unfinished pictures, removed on success.
+
+    It lies in the draft of a local store, so that an interrupted job can resume. Jobs of a remote
+    store use a temporary folder and restart.
+    """
     if draft.store.is_local:
         folder = Path(draft.path) / "drawing"
         yield folder
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        with tempfile.TemporaryDirectory(prefix="kiln-drawing-") as beside:
-            yield Path(beside)
+        with tempfile.TemporaryDirectory(prefix="kiln-drawing-") as temporary:
+            yield Path(temporary)
 
 
 def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:
-    """Drawn pictures [H, W, 3], in the order of the prompts, one in memory at a time."""
+    """Pictures u8 [H, W, 3] in the order of the prompts, one in memory at a time."""
     for name, data in _members(store, shard):
         if name.endswith(".png"):
             yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
 
 
 def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
-    """Held-out losses [N], each over its noise draws; empty when none were taken."""
-    losses = [json.loads(data)["losses"] for name, data in _members(store, shard) if name == LOSSES]
-    return np.array(losses[0] if losses else [], np.float64)
+    """Held-out losses f64 [N], each a mean over its noise draws; N is 0 if none were computed."""
+    for name, data in _members(store, shard):
+        if name == LOSSES:
+            return np.array(json.loads(data)["losses"], np.float64)
+    return np.zeros(0)
 
 
 def digest_pipeline(folder: Path) -> str:
-    """sha256 of what of a pipeline folder changes its pictures."""
+    """sha256 of the parts of a pipeline folder that affect its pictures."""
     return digest_model(folder, DRAWING_PARTS)
 
 
 def _job(
-    painters: dict[str, Painter], outs: dict[str, Path], sitting: Sitting, compiled: str
+    models: dict[str, EvalModel], outs: dict[str, Path], spec: SamplingSpec, compiled: str
 ) -> GenerateJob:
-    first = next(iter(painters.values()))
-    if any((p.folder, p.vae) != (first.folder, first.vae) for p in painters.values()):
-        raise ValueError("painters of one job must share their pipeline folder and VAE")
+    first = next(iter(models.values()))
+    if any((m.folder, m.vae) != (first.folder, first.vae) for m in models.values()):
+        raise ValueError("models of one job must share their pipeline folder and VAE")
     drawings = (
-        Drawing(str(outs[key]), p.tuned.part_names(), p.tuned.lora_name())
-        for key, p in painters.items()
+        Drawing(str(outs[key]), model.weights.part_paths(), model.weights.lora_path())
+        for key, model in models.items()
     )
-    sampler = {name: value for name, value in sitting.sampler.items() if name != "dtype"}
+    sampler = {name: value for name, value in spec.sampler.items() if name != "dtype"}
     return GenerateJob(
-        runtime=sitting.runtime,
+        runtime=spec.runtime,
         model=str(first.folder),
         drawings=tuple(drawings),
-        prompts=sitting.prompts,
-        sampler={**sampler, "batch_size": sitting.batch_size},
-        device=sitting.device,
-        dtype=sitting.sampler["dtype"],
-        latents=sitting.latents,
-        holdout=sitting.holdout if sitting.latents else {},
+        prompts=spec.prompts,
+        sampler={**sampler, "batch_size": spec.batch_size},
+        device=spec.device,
+        dtype=spec.sampler["dtype"],
+        latents=spec.latents,
+        holdout=spec.holdout if spec.latents else {},
         vae=None if first.vae is None else str(first.vae),
         compiled=compiled,
-        flash_attention=sitting.flash_attention,
+        flash_attention=spec.flash_attention,
     )
 
 

@@ -1,4 +1,4 @@
-"""The prompts of an evaluation, set by set, one for each picture to draw."""
+"""The prompt sets of an evaluation: one prompt per picture."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from configs.schema import PromptSet, Recipe
 from runtimes.contract import WrongInput
 
 PromptSets = dict[str, tuple[str, ...]]
-MOST_SAMPLES = 8
+MAX_SAMPLES = 8
 
 
 def prompt_sets(recipe: Recipe) -> PromptSets:
-    """Name -> the prompt of every picture, in order. Raises WrongInput for a file not there."""
+    """Prompt set name -> the prompt of every picture.
+
+    Raises:
+        WrongInput: a prompt file cannot be read, or the name has unsupported characters.
+    """
     return {name: _expand(name, given) for name, given in recipe.evaluate.prompts.items()}
 
 
 def sample_prompts(recipe: Recipe) -> tuple[str, ...]:
-    """A few distinct prompts to draw while training: the first of each set, then the second, ..."""
+    """Up to 8 distinct prompts for samples during training, alternating between the sets."""
     sets = [list(dict.fromkeys(prompts)) for prompts in prompt_sets(recipe).values()]
     longest = max(len(prompts) for prompts in sets)
-    turns = (prompts[i] for i in range(longest) for prompts in sets if i < len(prompts))
-    return tuple(dict.fromkeys(turns))[:MOST_SAMPLES]
+    alternating = (prompts[i] for i in range(longest) for prompts in sets if i < len(prompts))
+    return tuple(dict.fromkeys(alternating))[:MAX_SAMPLES]
 
 
 def _expand(name: str, given: PromptSet) -> tuple[str, ...]:
@@ -34,7 +38,11 @@ def _expand(name: str, given: PromptSet) -> tuple[str, ...]:
 
 
 def read_prompts(setting: str, url: str) -> tuple[str, ...]:
-    """The lines of a text file at any fsspec URL. Raises WrongInput, naming the setting."""
+    """The non-empty lines of a UTF-8 text file at an fsspec URL.
+
+    Raises:
+        WrongInput: the file cannot be read or has no prompt; the message names `setting`.
+    """
     try:
         with fsspec.open(url, "r", encoding="utf-8") as stream:
             prompts = tuple(line.strip() for line in stream if line.strip())

@@ -1,4 +1,4 @@
-"""A published model as one that draws: a whole pipeline, or adapters and the base they are for."""
+"""Load a published model for sampling: a full pipeline, or adapters and their base."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe import vae_path
-from tasks.evaluate.pictures import Painter, digest_pipeline
-from tasks.tuned import Tuned
+from tasks.evaluate.pictures import EvalModel, digest_pipeline
+from tasks.tuned import TrainedWeights
 
 
-def published_painter(folder: Path) -> Painter:
-    """The model in a published folder on this machine.
+def load_published_model(folder: Path) -> EvalModel:
+    """The model in a local folder that the publish stage wrote.
 
     Raises:
-        ModelNotFound: the base that adapters are for is not there any more.
-        WrongInput: there is no model in it.
+        ModelNotFound: the base of the adapters is missing.
+        WrongInput: the folder has neither a pipeline nor adapters.
     """
     if (folder / "model_index.json").is_file():
-        return _pipeline_painter(folder)
+        return _pipeline_model(folder)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
         raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
@@ -38,22 +38,22 @@ def published_painter(folder: Path) -> Painter:
             "tuned": digest_model(folder, (LORA_WEIGHTS, *own)),
         }
     )
-    return Painter(digest, base, Tuned(own, lora), vae)
+    return EvalModel(digest, base, TrainedWeights(own, lora), vae)
 
 
-def _pipeline_painter(folder: Path) -> Painter:
+def _pipeline_model(folder: Path) -> EvalModel:
     digest = digest_pipeline(folder)
     if not _trained_texts(folder):
-        return Painter(digest, folder)
-    # Encoders that were trained with it encode the captions of held-out samples too, so its losses
-    # are not those by the embeddings in our latents.
+        return EvalModel(digest, folder)
+    # Trained text encoders also encode the held-out captions, so the loss differs from that with
+    # the embeddings stored in the latents. The digest must differ too.
     texts = detect_family(folder).clip_encoders
     digest = digest_json({"pipeline": digest, "texts": texts})
-    return Painter(digest, folder, Tuned({name: folder / name for name in texts}, None))
+    return EvalModel(digest, folder, TrainedWeights({name: folder / name for name in texts}, None))
 
 
 def _trained_texts(folder: Path) -> bool:
-    """Whether its recipe, if it has one, trained the text encoders."""
+    """Whether the folder has a recipe that trained the text encoders."""
     try:
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
         return bool(recipe["train"]["train_text_encoder"])
@@ -62,7 +62,7 @@ def _trained_texts(folder: Path) -> bool:
 
 
 def _base_of(folder: Path) -> tuple[Path, Path | None]:
-    """The pipeline, and perhaps another VAE, that its recipe says adapters were trained with."""
+    """The pipeline folder and the separate VAE, if any, of the recipe of a folder's adapters."""
     path = folder / "recipe.yaml"
     try:
         model: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
@@ -70,7 +70,7 @@ def _base_of(folder: Path) -> tuple[Path, Path | None]:
         given = model.get("vae")
         vae = None if given is None else vae_path(base, resolve_model(given))
     except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise WrongInput(f"{path} does not say which base its adapters are for: {error}") from None
+        raise WrongInput(f"{path} does not name the base of its adapters: {error}") from None
     except ModelNotFound as error:
-        raise ModelNotFound(f"{folder} holds adapters, and their base is gone: {error}") from None
+        raise ModelNotFound(f"{folder}: the base of its adapters is missing: {error}") from None
     return base, vae

@@ -1,4 +1,4 @@
-"""The held-out pictures that drawn ones are compared with."""
+"""Held-out pictures: the reference set of `cmmd` and `fd`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ from tasks.encode.transform import (
     transform,
 )
 
-#: Enough for a distance; reading on through a large dataset would cost more than it tells.
-MOST = 2000
+#: More pictures hardly change a distance, while the search through a large dataset is slow.
+LIMIT = 2000
 
 
 def reference_pictures(
-    images: Artifact, settings: TransformSettings, factor: int, most: int = MOST
+    images: Artifact, settings: TransformSettings, factor: int, limit: int = LIMIT
 ) -> Iterator[NDArray[np.uint8]]:
-    """The first `most` held-out pictures [H, W, 3], as the VAE saw them.
+    """The first `limit` held-out pictures u8 [H, W, 3], as the VAE received them.
 
-    The same predicate and transform as the encode stage's, so that no picture trained on is here;
-    `factor` is what sides are multiples of. Raises Damaged for a tar that is not the committed one.
+    The predicate and the transform are those of the encode stage, which excludes all training
+    pictures.
+
+    Args:
+        images: artifact of image shards.
+        factor: sides are multiples of this many pixels.
+
+    Raises:
+        Damaged: a tar has another sha256 than the committed one.
     """
     buckets = bucket_sizes(settings, factor)
     count = 0
@@ -36,7 +43,7 @@ def reference_pictures(
         if not entry.path.endswith(".tar"):
             continue
         for sample in read_tar(images.url(entry.path), entry.sha256):
-            if count == most:
+            if count == limit:
                 continue  # only to the end of the tar, which is checked there
             sha256 = hashlib.sha256(sample.image).digest()
             if not is_holdout(sha256, settings.holdout):
@@ -48,5 +55,5 @@ def reference_pictures(
             pixels = seen[0].pixels.transpose(1, 2, 0)
             yield ((pixels + 1.0) * 127.5).round().astype(np.uint8)
             count += 1
-        if count == most:
+        if count == limit:
             return

@@ -1,4 +1,4 @@
-"""Scores of the pictures that a run draws while it trains."""
+"""Scores of the sample pictures that a training run draws."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from PIL import Image
 
 from tasks.evaluate import metrics
 from tasks.evaluate.features import ClipFeatures, Float32
-from tasks.evaluate.judges import ask
+from tasks.evaluate.judges import judge_pictures
 
 
 class SampleScorer:
-    """By the CLIP model and the judges of a recipe's evaluation, on the host: the chip trains.
+    """Scores samples with a recipe's CLIP model and judges, on the CPU: training has the device.
 
     Args:
-        judges: of the recipe, by name.
-        clip: folder of the CLIP model, which is opened when the first pictures come.
-        prompts: of the pictures.
+        judges: names in JUDGES.
+        clip: folder of the CLIP model, loaded at the first call.
+        prompts: one per picture.
     """
 
     def __init__(self, judges: Sequence[str], clip: Path, prompts: Sequence[str]) -> None:
         self._judges, self._folder, self._prompts = judges, clip, prompts
 
     def __call__(self, strip: bytes) -> dict[str, float]:
-        """The mean CLIPScore, and the share that each verdict is yes for.
+        """The mean CLIPScore ("clip_score") and the pass rate of each verdict, by name.
 
         Args:
-            strip: a PNG with the prompts' pictures side by side.
+            strip: PNG bytes with one picture per prompt, left to right, all of one width.
 
         Raises:
-            WrongInput: the CLIP model does not load, or a judge cannot take the pictures.
+            WrongInput: the CLIP model fails to load, or a judge does not support the pictures.
         """
         whole = np.asarray(Image.open(io.BytesIO(strip)).convert("RGB"))
         pictures = np.stack(np.split(whole, len(self._prompts), axis=1))
         scores = metrics.clip_scores(self._clip.images(pictures), self._texts)
-        verdicts = ask(self._judges, pictures, self._prompts)
+        verdicts = judge_pictures(self._judges, pictures, self._prompts)
         shares = {name: float(passed.mean()) for name, passed in verdicts.items()}
         return {"clip_score": float(scores.mean()), **shares}
 

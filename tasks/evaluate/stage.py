@@ -25,34 +25,34 @@ from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
 from tasks.evaluate.judges import check_prompts
 from tasks.evaluate.measure import (
-    Yardstick,
+    MetricSuite,
+    all_prompts,
     as_rows,
     compared_sets,
     fingerprint,
-    flat,
     loss_facts,
-    parts,
-    sitting,
+    sampling_spec,
+    slices_by_set,
 )
 from tasks.evaluate.metrics import Metric
 from tasks.evaluate.pictures import (
     STAGE,
     VERSION,
-    Painter,
+    EvalModel,
     Run,
-    Sitting,
+    SamplingSpec,
     digest_pipeline,
     draw,
+    progress_callback,
     read_pictures,
     scratch,
-    told,
 )
 from tasks.evaluate.prompts import PromptSets, prompt_sets
-from tasks.evaluate.published import published_painter
+from tasks.evaluate.published import load_published_model
 from tasks.panels import Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
-from tasks.tuned import local_tuned, tuned_content
+from tasks.tuned import local_weights, weights_content
 
 METRICS = "metrics.json"
 GRID = "before_after.png"
@@ -110,7 +110,7 @@ def key_parts(
 
 def check(recipe: Recipe) -> None:
     """Raise WrongInput for prompts that cannot be read, or that a judge cannot judge."""
-    check_prompts(recipe.evaluate.judges, flat(prompt_sets(recipe)))
+    check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
 
 
 def check_size(recipe: Recipe, model_folder: Path, vae_folder: Path | None = None) -> None:
@@ -134,15 +134,17 @@ def build(
     run: Run = run_job,
 ) -> dict[str, Any]:
     """Draw with both models, measure, and put metrics, pictures and the grid into the draft."""
-    conditions = sitting(recipe, latents)
-    base = Painter(_digest(model_folder, vae_folder, None), model_folder, vae=vae_folder)
-    with scratch(draft) as folder, local_tuned(trained) as tuned:
+    conditions = sampling_spec(recipe, latents)
+    base = EvalModel(_digest(model_folder, vae_folder, None), model_folder, vae=vae_folder)
+    with scratch(draft) as folder, local_weights(trained) as tuned:
         digest = _digest(model_folder, vae_folder, trained)
-        painters = [base, Painter(digest, model_folder, tuned, vae_folder)]
-        shards = draw(painters, conditions, draft.store, folder, run, told("evaluate", progress))
+        models = [base, EvalModel(digest, model_folder, tuned, vae_folder)]
+        shards = draw(
+            models, conditions, draft.store, folder, run, progress_callback("evaluate", progress)
+        )
     log.info("evaluate: measuring %d pictures a model", len(conditions.prompts))
-    yardstick = Yardstick.of(recipe, images, latents, clip_folder)
-    measured = [yardstick.measure(draft.store, shard) for shard in shards]
+    suite = MetricSuite.of(recipe, images, latents, clip_folder)
+    measured = [suite.measure(draft.store, shard) for shard in shards]
     found = {
         name: {model: one[name] for model, one in zip(MODELS, measured, strict=True)}
         for name in measured[0]
@@ -152,17 +154,17 @@ def build(
         draft.add_shard(shard)
     text = json.dumps({"metrics": found, "fingerprint": mark}, indent=1, allow_nan=False)
     draft.write(METRICS, text.encode())
-    draft.write(GRID, _grid(draft.store, shards, yardstick.sets))
+    draft.write(GRID, _grid(draft.store, shards, suite.sets))
     return {"pictures": len(conditions.prompts), "fingerprint": mark, "metrics": found}
 
 
 def _measure(
-    painter: Painter, conditions: Sitting, yardstick: Yardstick, store: Store, run: Run
+    model: EvalModel, conditions: SamplingSpec, suite: MetricSuite, store: Store, run: Run
 ) -> dict[str, Metric]:
     """Metrics of what one model draws."""
     with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as scratch:
-        shards = draw([painter], conditions, store, Path(scratch), run)
-    return yardstick.measure(store, shards[0])
+        shards = draw([model], conditions, store, Path(scratch), run)
+    return suite.measure(store, shards[0])
 
 
 def metrics_of_published(
@@ -189,21 +191,21 @@ def metrics_of_published(
         found = {name: metric["tuned"] for name, metric in published["metrics"].items()}
     else:
         log.info("evaluate: measuring the champion again, as it was measured otherwise")
-        painter, conditions = published_painter(resolve_model(uri)), sitting(recipe, latents)
-        if not _same_loss(recipe, painter, model_folder, vae_folder):
+        model, conditions = load_published_model(resolve_model(uri)), sampling_spec(recipe, latents)
+        if not _same_loss(recipe, model, model_folder, vae_folder):
             conditions = replace(conditions, latents=None)  # it may not even take ours
-        yardstick = Yardstick.of(recipe, images, latents, clip_folder)
-        found = _measure(painter, conditions, yardstick, evaluated.store, run)
+        suite = MetricSuite.of(recipe, images, latents, clip_folder)
+        found = _measure(model, conditions, suite, evaluated.store, run)
     return {name: {"tuned": metric} for name, metric in found.items()}
 
 
 def _same_loss(
-    recipe: Recipe, painter: Painter, model_folder: Path, vae_folder: Path | None
+    recipe: Recipe, model: EvalModel, model_folder: Path, vae_folder: Path | None
 ) -> bool:
-    """Whether a painter predicts the same thing, seeing the same, as what we tune."""
-    theirs = read_schedule(painter.part("scheduler"))
+    """Whether a model predicts the same thing, seeing the same, as what we tune."""
+    theirs = read_schedule(model.part("scheduler"))
     ours = read_schedule(model_folder / "scheduler", recipe.train)
-    return loss_facts(theirs, painter.folder, painter.vae, painter.extras) == loss_facts(
+    return loss_facts(theirs, model.folder, model.vae, model.extras) == loss_facts(
         ours, model_folder, vae_folder, ExtraInputs.from_settings(recipe.train)
     )
 
@@ -221,16 +223,16 @@ def _digest(model_folder: Path, vae_folder: Path | None, trained: Artifact | Non
         {
             "pipeline": digest_pipeline(model_folder),
             "vae": None if vae_folder is None else digest_model(vae_folder),
-            "tuned": None if trained is None else tuned_content(trained),
+            "tuned": None if trained is None else weights_content(trained),
         }
     )
 
 
 def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
-    prompts = flat(sets)
+    prompts = all_prompts(sets)
     chosen = {
         name: [part.start + number for number in grid.choose(prompts[part])]
-        for name, part in parts(sets).items()
+        for name, part in slices_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
     drawn: list[dict[int, NDArray[np.uint8]]] = [

@@ -1,4 +1,4 @@
-"""Gate, model card, registry: what stands between a trained model and its users."""
+"""The publish stage: gate, model card, assembled weights and registry."""
 
 from tasks.publish.stage import (
     STAGE,

@@ -1,4 +1,4 @@
-"""Adapters as they are published: in diffusers' format, and in the layout of kohya's scripts."""
+"""Publish LoRA adapters in diffusers' format and in the layout of kohya's sd-scripts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ KOHYA_SUFFIX = "_kohya.safetensors"
 def write_adapters(
     lora: Path, base: Path, out: Path, *, name: str, dtype: str, scheduler: Path | None
 ) -> None:
-    """Write `pytorch_lora_weights.safetensors` and, if it can be, `<name>_kohya.safetensors`.
+    """Write `pytorch_lora_weights.safetensors` and, if possible, `<name>_kohya.safetensors`.
 
     Args:
-        out: the folder that they are written to.
-        lora: the file that training has left.
-        base: the pipeline's folder that it is for.
-        scheduler: the folder of the scheduler to draw with, if it is not the base's any more.
+        lora: adapter file of the train stage.
+        base: pipeline folder of the base.
+        out: output folder, created if missing.
+        name: stem of the kohya file.
+        dtype: precision of the written weights, by its PyTorch name.
+        scheduler: folder of the scheduler if it differs from the base's.
+
+    Raises:
+        OverflowError: a weight does not fit `dtype`.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -45,10 +50,10 @@ def write_adapters(
 
 
 def _as_kohya(lora: Path, base: Path) -> Arrays:
-    """The adapters in kohya's layout; nothing, and a word why, where it has no names for them."""
+    """The adapters in kohya's layout; empty, with a warning, if it has no names for them."""
     family = detect_family(base)
     if family.kohya is None:
-        log.warning("publish: no file in kohya's layout: it is not made for %s", family.name)
+        log.warning("publish: no file in kohya's layout: it does not support %s", family.name)
         return {}
     unet = json.loads((base / family.denoiser / "config.json").read_text(encoding="utf-8"))
     try:
@@ -65,7 +70,7 @@ def _save(arrays: Mapping[str, object], path: Path, dtype: str) -> None:
 
     whole = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
     tensors = {
-        # What adapters are scaled by may be no number of half precision.
+        # Alpha scales the whole adapter: half precision could round or overflow it.
         name: tensor if name.endswith(".alpha") else cast(name, tensor, dtype)
         for name, tensor in whole.items()
     }

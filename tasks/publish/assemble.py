@@ -1,4 +1,4 @@
-"""Put a diffusers pipeline folder together: the base's parts around the tuned ones."""
+"""Assemble a diffusers pipeline folder from the base's parts and the trained ones."""
 
 from __future__ import annotations
 
@@ -19,36 +19,44 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 
 def assemble(
     base: Path,
-    instead: Mapping[str, Path],
+    replacements: Mapping[str, Path],
     out: Path,
     *,
     dtype: str,
     adapters: Adapters | None = None,
 ) -> list[str]:
-    """Write a folder that `DiffusionPipeline.from_pretrained` loads; return its file paths.
+    """Write a folder that `DiffusionPipeline.from_pretrained` loads; return its relative paths.
 
-    Every part named in the base's model_index.json is copied, its weights cast to `dtype` in one
-    file under the standard name; the folders `instead` take the place of the base's own, and
-    adapters are merged into the weights, in float32.
+    Every part of the base's model_index.json is copied. Its weights are cast to `dtype` and stored
+    in one file with the standard name. Adapters are merged into the weights in float32.
+
+    Args:
+        base: pipeline folder.
+        replacements: part name -> folder that replaces the base's part.
+        dtype: PyTorch name of a float dtype.
+        adapters: part name -> adapters to merge.
 
     Raises:
-        FileNotFoundError: naming a part whose weights are missing.
-        ValueError: adapters are for a layer that a part does not have.
+        FileNotFoundError: a part or its weights are missing.
+        ValueError: a part lacks a layer of its adapters.
+        OverflowError: a weight does not fit `dtype`.
     """
     adapters = adapters or {}
     out.mkdir(parents=True, exist_ok=True)
     index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
-    if "scheduler" in instead:  # perhaps of another class
-        config = json.loads((instead["scheduler"] / SCHEDULER_FILE).read_text(encoding="utf-8"))
+    if "scheduler" in replacements:  # its class may differ from the base's
+        config = json.loads(
+            (replacements["scheduler"] / SCHEDULER_FILE).read_text(encoding="utf-8")
+        )
         index["scheduler"] = ["diffusers", config["_class_name"]]
     family = detect_family(base)
-    denoiser = instead.get(family.denoiser, base / family.denoiser)
+    denoiser = replacements.get(family.denoiser, base / family.denoiser)
     if folder_extras(denoiser).inpainting:
         index["_class_name"] = family.pipelines[-1]
     for part, spec in index.items():
         is_part = isinstance(spec, list) and len(spec) == 2 and spec[0] is not None
         if is_part:
-            source = instead.get(part, base / part)
+            source = replacements.get(part, base / part)
             merging = _Merging(part, adapters.get(part, {}))
             _copy_part(source, out / part, dtype, merging)
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -56,13 +64,13 @@ def assemble(
 
 
 class _Merging:
-    """Merges a part's adapters into its weights as these pass by."""
+    """Merges a part's adapters into its weights, tensor by tensor."""
 
     def __init__(self, part: str, adapters: Mapping[str, Adapter]) -> None:
-        self._part, self._left = part, dict(adapters)
+        self._part, self._unused = part, dict(adapters)
 
     def __call__(self, name: str, tensor: Any) -> Any:
-        adapter = self._left.pop(stored_name(self._part, name.removesuffix(".weight")), None)
+        adapter = self._unused.pop(stored_name(self._part, name.removesuffix(".weight")), None)
         if adapter is None or not name.endswith(".weight"):
             return tensor
         import torch
@@ -70,9 +78,9 @@ class _Merging:
         return torch.from_numpy(adapter.merged(tensor.float().numpy()))
 
     def finish(self) -> None:
-        """Raise ValueError if adapters are left over."""
-        if self._left:
-            raise ValueError(f"the adapters are for another model: no {min(self._left)} here")
+        """Raise ValueError if an adapter had no layer."""
+        if self._unused:
+            raise ValueError(f"the adapters are for another model: it has no {min(self._unused)}")
 
 
 def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> None:
@@ -93,9 +101,9 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold a part's weights: the plain ones, else those of fp16.
+    """The safetensors files of a part's weights: the plain ones, else the fp16 variant.
 
-    Named as diffusers and transformers name them: other files beside them are other copies.
+    Only the standard names of diffusers and transformers count; other files are other copies.
     """
     for variant in ("", r"\.fp16"):
         name = re.compile(
@@ -108,7 +116,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def missing_weights(base: Path) -> list[str]:
-    """Parts of a pipeline folder that should have safetensors weights and have none."""
+    """Names of a pipeline folder's model parts without safetensors weights."""
     index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
     parts = [base / p for p, s in index.items() if isinstance(s, list) and s[0] is not None]
     return [p.name for p in parts if _wants_weights(p) and not weight_files(p)]
@@ -120,7 +128,11 @@ def _wants_weights(folder: Path) -> bool:
 
 
 def cast(name: str, tensor: Any, dtype: str) -> Any:
-    """A tensor of floats in another precision. Raises OverflowError for what it cannot hold."""
+    """The tensor as `dtype` if it is floating point, else unchanged; contiguous.
+
+    Raises:
+        OverflowError: a finite value overflows `dtype`.
+    """
     import torch
 
     if not tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""The model card: what the model is, how it was made and measured, and under which licence."""
+"""The model card: README.md with metadata, usage, metrics, gate, lineage and settings."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from configs.schema import Recipe
 from configs.urls import without_secrets
 from tasks.panels import escape_markdown, human
 from tasks.publish.gate import Verdict, as_rows
-from tasks.tuned import Tuned
+from tasks.tuned import TrainedWeights
 
 UNKNOWN_LICENSE = "other"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What of a model's weights lies beside its card."""
+    """The weights in a published folder."""
 
-    pipeline: bool  # a whole pipeline, or else adapters alone
+    pipeline: bool  # a full pipeline; otherwise adapters only
     adapters: bool = False
-    scheduler: bool = False  # of its own, beside adapters alone
+    scheduler: bool = False  # a scheduler that differs from the base's
 
     @classmethod
-    def of(cls, tuned: Tuned, *, merged: bool) -> Weights:
+    def of(cls, tuned: TrainedWeights, *, merged: bool) -> Weights:
         has_lora = tuned.lora is not None
         return cls(merged or not has_lora, has_lora, "scheduler" in tuned.parts)
 
 
 def base_card(base: Path) -> dict[str, Any]:
-    """The metadata at the top of the base's README.md, or nothing."""
+    """The YAML metadata of the base's README.md; empty if there is none."""
     path = base / "README.md"
     if not path.is_file():
         return {}
@@ -48,7 +48,7 @@ def base_card(base: Path) -> dict[str, Any]:
 
 
 def license_of(recipe: Recipe, base: Path) -> str:
-    """The recipe's licence, else the base's own; `other` when neither says."""
+    """The licence of the recipe, else of the base's card, else `other`."""
     return recipe.publish.license or str(base_card(base).get("license") or UNKNOWN_LICENSE)
 
 
@@ -60,7 +60,7 @@ def write_card(
     lineage: dict[str, Any],
     weights: Weights,
 ) -> str:
-    """README.md of the published folder, with the metadata that model hubs read."""
+    """README.md of the published folder, with the YAML metadata of the Hugging Face hub."""
     found = base_card(base)
     head: dict[str, Any] = {
         "license": license_of(recipe, base),
@@ -86,7 +86,7 @@ def write_card(
 
 
 def metric_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a metric: base and tuned with 95% interval and sample count."""
+    """One row per metric: base and tuned value with 95% interval, and the sample count."""
     rows = []
     for name, models in metrics.items():
         row: dict[str, Any] = {"metric": name}
@@ -120,12 +120,12 @@ def _use(recipe: Recipe, weights: Weights) -> str:
 
 
 def _masked(recipe: Recipe) -> str:
-    """What is painted over, of which picture: two that the reader has."""
+    """The picture and mask arguments of an inpainting pipeline; empty for others."""
     return "image=picture, mask_image=mask, " if recipe.train.inpainting else ""
 
 
 def _scored(recipe: Recipe) -> str:
-    """How the UNet is told the score, which no pipeline of diffusers knows of."""
+    """Code that passes the aesthetic score to the UNet, which no diffusers pipeline supports."""
     if not recipe.train.aesthetic_score:
         return ""
     given = recipe.evaluate
@@ -149,7 +149,9 @@ def _load(recipe: Recipe, weights: Weights) -> str:
     if recipe.model.vae is not None:
         text += f"# Measured with the VAE {without_secrets(recipe.model.vae)!r}.\n"
     if weights.scheduler:
-        text += "# It was trained for the scheduler in scheduler/: give the pipeline that one.\n"
+        text += (
+            "# It was trained for the scheduler in scheduler/: load that one into the pipeline.\n"
+        )
     return text
 
 
@@ -158,11 +160,11 @@ def _about_adapters(recipe: Recipe, weights: Weights) -> str:
         return ""
     lora, where = recipe.train.lora, ""
     if weights.pipeline:
-        where = "They are merged into the weights here; `lora/` has them alone. "
+        where = "They are merged into these weights; `lora/` has separate copies. "
     return (
         f"\n\nAdapters of rank {lora.rank}{' with DoRA' if lora.dora else ''}. {where}"
         "`pytorch_lora_weights.safetensors` is in diffusers' format; the file ending in "
-        "`_kohya.safetensors`, where there is one, for programs that read kohya's layout."
+        "`_kohya.safetensors`, if present, is in kohya's layout."
     )
 
 

@@ -1,4 +1,4 @@
-"""The gate: rules over an evaluation's metrics that decide whether a model is published."""
+"""The gate: rules over evaluation metrics that a model must pass before it is published."""
 
 from __future__ import annotations
 
@@ -32,35 +32,39 @@ _ADJUST: dict[str, Callable[[float, float], float]] = {
 
 
 class GateError(ValueError):
-    """A rule cannot be read, or names a metric that is not measured."""
+    """A rule cannot be parsed, or its metric is not measured."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`metric op bound`, the bound a number or another model's value, adjusted."""
+    """`metric op bound`. The bound is a number, or another model's value with an adjustment."""
 
     text: str
     metric: str
-    op: str
+    op: str  # >= | <= | > | <
     number: float | None
-    model: str | None
-    how: str | None
+    model: str | None  # base | champion
+    how: str | None  # * | + | -
     by: float
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule said."""
+    """The result of one rule."""
 
     rule: str
     passed: bool
-    value: float | None
-    bound: float | None
+    value: float | None  # of the tuned model; None if it was not measured
+    bound: float | None  # None if the other model has no comparable value
     note: str = ""
 
 
 def parse_rule(text: str) -> Rule:
-    """Read a rule such as `digit/new >= 0.9`, `cmmd < base` or `clip_score >= champion * 0.98`."""
+    """Parse a rule: `digit/new >= 0.9`, `cmmd < base` or `clip_score >= champion * 0.98`.
+
+    Raises:
+        GateError: the text is no rule.
+    """
     match = _RULE.fullmatch(text)
     if match is None:
         raise GateError(
@@ -80,10 +84,11 @@ def parse_rule(text: str) -> Rule:
 
 
 def check_rules(rules: Sequence[str], metrics: Sequence[str], hint: str | None = None) -> None:
-    """Raise GateError for the first rule that cannot be read or names no metric of `metrics`.
+    """Raise GateError for the first rule that cannot be parsed or has an unknown metric.
 
     Args:
-        hint: why a metric may be missing, and what to do; without it, the nearest name.
+        metrics: names of the measured metrics.
+        hint: reason and remedy of a missing metric; default: the most similar names.
     """
     for text in rules:
         rule = parse_rule(text)
@@ -94,16 +99,16 @@ def check_rules(rules: Sequence[str], metrics: Sequence[str], hint: str | None =
 
 
 def needs_champion(rules: Sequence[str]) -> bool:
-    """Whether any rule compares with the present champion."""
+    """Whether a rule compares with the current champion."""
     return any(parse_rule(text).model == "champion" for text in rules)
 
 
 def judge(rules: Sequence[str], values: Values, *, champion: bool = False) -> list[Verdict]:
-    """Hold every rule against the tuned model's values.
+    """One verdict per rule on the tuned model's values.
 
     Args:
-        champion: there is one. Rules that compare with it pass while there is none yet, and fail
-            if its value is none to compare with.
+        champion: whether a champion exists. Without one, rules against it pass. With one, they
+            fail if the champion has no comparable value.
     """
     return [_judge_one(parse_rule(text), values, champion) for text in rules]
 
@@ -116,7 +121,7 @@ def _judge_one(rule: Rule, values: Values, champion: bool) -> Verdict:
     bound = rule.number if rule.model is None else found.get(rule.model)
     if bound is None:
         passed = rule.model == "champion" and not champion
-        note = "no champion yet" if passed else f"the {rule.model}'s is not to be compared with"
+        note = "no champion yet" if passed else f"the {rule.model} has no comparable value"
         return Verdict(rule.text, passed, value, None, note)
     if rule.how is not None:
         bound = _ADJUST[rule.how](bound, rule.by)
@@ -124,7 +129,7 @@ def _judge_one(rule: Rule, values: Values, champion: bool) -> Verdict:
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Verdicts as table rows."""
+    """Table rows, one per verdict."""
     return [
         {
             "rule": v.rule,

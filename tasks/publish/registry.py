@@ -1,8 +1,8 @@
-"""The registry: numbered versions of a model, and a `champion` alias that moves atomically.
+"""The registry: numbered versions of a model, and a `champion` alias with atomic updates.
 
-<registry>/<name>/v1/            a published model's folder; complete when it has manifest.json
-<registry>/<name>/champion       the alias: a symlink when local, else an object with the name
-<registry>/<name>/history.json   every move of the alias, oldest first
+<registry>/<name>/v1/            a published model's folder; complete once it has manifest.json
+<registry>/<name>/champion       the alias: a symlink if local, else an object with the name
+<registry>/<name>/history.json   every change of the alias, oldest first
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("kiln")
 
 
 class RegistryError(ValueError):
-    """A version or model that is not in the registry; the message says what is."""
+    """A model or version is missing or damaged; the message lists the existing versions."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,21 @@ class Version:
 
 
 class Registry:
-    """Versions of one model name below a registry URL."""
+    """The versions of one model name in a registry. Raises StoreError for an invalid URL."""
 
     def __init__(self, url: str, name: str) -> None:
         self.fs: AbstractFileSystem
-        place = Store(url)  # raises StoreError
-        self.fs = place.fs
+        store = Store(url)
+        self.fs = store.fs
         self.name = name
-        self.root = f"{place.root}/{name}"
+        self.root = f"{store.root}/{name}"
 
     @property
     def is_local(self) -> bool:
         return isinstance(self.fs, LocalFileSystem)
 
     def url(self, version: str) -> str:
-        """URL of a version's folder: a plain path when local."""
+        """URL of a version's folder; a plain path if local."""
         full = f"{self.root}/{version}"
         return full if self.is_local else str(self.fs.unstrip_protocol(full))
 
@@ -72,11 +72,11 @@ class Registry:
         return found
 
     def unreadable(self) -> list[tuple[str, str]]:
-        """(version, what is wrong) of every version whose manifest is damaged."""
+        """(version, fault) of every version with a damaged manifest."""
         return [(name, fault) for name, fault in self._manifests() if isinstance(fault, str)]
 
     def champion(self) -> Version | None:
-        """The version that the alias points to. Raises RegistryError if that cannot be read."""
+        """The alias's version; None without an alias. Raises RegistryError if it is damaged."""
         name = self._read_alias()
         if name is None:
             return None
@@ -88,7 +88,10 @@ class Registry:
         return found
 
     def publish(self, artifact: Artifact) -> Version:
-        """Copy a publish artifact in as the next version, or return the one that it already is."""
+        """Copy a publish artifact to the next version, or return its existing version.
+
+        A damaged copy of the artifact is replaced under its version name.
+        """
         with lock.hold(self.fs, f"{self.root}/lock.json"):
             same = [v for v in self.versions() if v.manifest["key"] == artifact.key]
             whole = [v for v in same if self._is_whole(v)]
@@ -97,11 +100,11 @@ class Registry:
             name = same[0].name if same else self._next_name()
             self._copy(artifact, name)
         manifest = read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
-        assert manifest is not None, "just written"
+        assert manifest is not None, "_copy has written it"
         return Version(name, self.url(name), manifest)
 
     def promote(self, version: str, why: str = "promoted") -> Version:
-        """Make a version the champion. Raises RegistryError if there is no such version."""
+        """Make a version the champion. Raises RegistryError if it does not exist."""
         found = self.version(version)
         with lock.hold(self.fs, f"{self.root}/lock.json"):
             if self._read_alias() != version:
@@ -109,42 +112,47 @@ class Registry:
         return found
 
     def version(self, name: str) -> Version:
-        """A version by its name. Raises RegistryError if there is none."""
+        """The version with a name such as v2. Raises RegistryError if it does not exist."""
         known = {v.name: v for v in self.versions()}
         if name not in known:
-            there = ", ".join(known) or "none"
-            raise RegistryError(f"{self.name} {name}: no such version (there are: {there})")
+            names = ", ".join(known) or "none"
+            raise RegistryError(f"{self.name} {name}: no such version (there are: {names})")
         return known[name]
 
     def rollback(self) -> Version:
-        """Make the champion before the present one the champion again.
+        """Restore the previous champion; repeated calls go further back.
 
-        A second rollback goes further back. Raises RegistryError if nothing is before it.
+        Raises:
+            RegistryError: there is no champion or no earlier one.
         """
         known = {v.name: v for v in self.versions()}
-        if self._read_alias() is None:  # before the lock, which would make the folder
+        if self._read_alias() is None:  # before the lock, which would create the folder
             raise RegistryError(f"{self.name}: there is no champion to roll back from")
         with lock.hold(self.fs, f"{self.root}/lock.json"):
-            present = self._read_alias()
-            earlier = [n for n in _standing(self.history()) if n != present and n in known]
+            current = self._read_alias()
+            earlier = [n for n in _champion_stack(self.history()) if n != current and n in known]
             if not earlier:
                 raise RegistryError(
-                    f"{self.name}: {present} is the first champion; nothing is before it"
+                    f"{self.name}: {current} is the first champion; nothing is before it"
                 )
             self._move(earlier[-1], ROLLED_BACK)
         return known[earlier[-1]]
 
     def was_champion(self, version: str) -> bool:
-        """Whether the alias ever pointed to a version."""
+        """Whether a version is or was the champion."""
         return any(move["version"] == version for move in self.history())
 
     def last_move(self) -> dict[str, Any] | None:
-        """How the present champion came to be it: version, why, at. None without a champion."""
+        """The last change of the alias: {version, why, at}; None without a champion."""
         moves = self.history()
         return moves[-1] if moves else None
 
     def history(self) -> list[dict[str, Any]]:
-        """Moves of the alias, oldest first; one that was written but not made is left out."""
+        """Changes of the alias, oldest first. Raises RegistryError if the file is damaged.
+
+        The history is written before the alias, so a last entry that the alias does not match
+        belongs to an interrupted change and is omitted.
+        """
         try:
             moves = json.loads(self.fs.cat_file(f"{self.root}/history.json"))
             names = [move["version"] for move in moves]
@@ -156,7 +164,7 @@ class Registry:
         return list(moves if made else moves[:-1])
 
     def _manifests(self) -> Iterator[tuple[str, dict[str, Any] | str]]:
-        """(version, its manifest or what is wrong with it), oldest first."""
+        """(version, manifest or fault message), oldest first."""
         for name in self._version_names():
             try:
                 manifest = read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
@@ -181,14 +189,14 @@ class Registry:
         return fault is None
 
     def _next_name(self) -> str:
-        """The number after the last version; an interrupted copy, without a manifest, is none."""
+        """The name after the last version; an interrupted copy without a manifest is reused."""
         names = self._version_names()
         used = [n for n in names if self.fs.exists(f"{self.root}/{n}/{MANIFEST}")]
         used += [move["version"] for move in self.history()]
         return f"v{max((int(name[1:]) for name in used), default=0) + 1}"
 
     def _copy(self, artifact: Artifact, name: str) -> None:
-        """Copy every file, the manifest last; a folder without one is no version."""
+        """Copy every file, the manifest last, which makes the folder a version."""
         paths = [entry.path for entry in artifact.files]
         extra = [p for p in ("report.html",) if artifact.store.fs.exists(f"{artifact.path}/{p}")]
         for path in [*paths, *extra]:
@@ -219,9 +227,9 @@ class Registry:
         if not self.is_local:
             self.fs.pipe_file(path, version.encode())
             return
-        beside = f"{path}.{uuid.uuid4().hex}"
-        os.symlink(version, beside)
-        os.replace(beside, path)
+        temporary = f"{path}.{uuid.uuid4().hex}"
+        os.symlink(version, temporary)
+        os.replace(temporary, path)
 
     def _move(self, version: str, why: str) -> None:
         at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -230,8 +238,8 @@ class Registry:
         self._write_alias(version)
 
 
-def _standing(moves: list[dict[str, Any]]) -> list[str]:
-    """The champions that no rollback has undone, oldest first."""
+def _champion_stack(moves: list[dict[str, Any]]) -> list[str]:
+    """The champions that no rollback has removed, oldest first."""
     stack: list[str] = []
     for move in moves:
         if move["why"] == ROLLED_BACK and move["version"] in stack:

@@ -1,4 +1,4 @@
-"""`report.html`: what every stage shows, on one page that needs nothing else."""
+"""`report.html`: the output of every stage on one self-contained page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ nav a { margin-right: 1rem; } .outcome { font-weight: normal; opacity: .7; }
 
 
 def page(recipe: Recipe, stages: Sequence[tuple[Artifact, StageResult]]) -> str:
-    """The whole page; whatever came from outside is escaped. Stages in the order they ran."""
+    """The HTML page, with all external text escaped.
+
+    Args:
+        stages: artifact and result of each stage, in the order of the flow.
+    """
     title = html.escape(f"{recipe.publish.name} — Kilnworks report")
     names = [artifact.stage for artifact, _ in stages]
     nav = " ".join(f'<a href="#{name}">{name}</a>' for name in names)

@@ -22,7 +22,7 @@ from tasks.publish.adapters import write_adapters
 from tasks.publish.assemble import assemble
 from tasks.publish.registry import Registry, Version
 from tasks.stage import StageResult, TransientError, storing
-from tasks.tuned import Tuned, local_tuned
+from tasks.tuned import TrainedWeights, local_weights
 
 STAGE = "publish"
 VERSION = 1
@@ -95,7 +95,7 @@ def build(
     progress(1, 3, "gate passed")
     with (
         tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch,
-        local_tuned(trained) as tuned,
+        local_weights(trained) as tuned,
     ):
         out = Path(scratch) / "model"
         _put_together(recipe, tuned, base, vae, out)
@@ -178,7 +178,9 @@ def _judge(
     return verdicts
 
 
-def _put_together(recipe: Recipe, tuned: Tuned, base: Path, vae: Path | None, out: Path) -> None:
+def _put_together(
+    recipe: Recipe, tuned: TrainedWeights, base: Path, vae: Path | None, out: Path
+) -> None:
     """The weights: a pipeline's folder; adapters alone; or one with them merged, and them in it."""
     dtype, lora = recipe.publish.dtype, tuned.lora
     alone = lora is not None and not recipe.publish.merge

@@ -72,12 +72,12 @@ def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_pat
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("memory://nothing-here", "nothing is there"),
+        ("memory://nothing-here", "no files there"),
         ("foo://bar", "Protocol not known: foo"),
         ("no/such/folder", "no such folder"),
         ("no--such/repository", "'no--such/repository'"),
-        ("no/repository", "the hub has none of that name for you: if it is private, log in"),
-        ("hf://no/repository", "nothing is there"),
+        ("no/repository", "the hub has no such model visible to you: if it is private, log in"),
+        ("hf://no/repository", "no files there"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_line(url: str, words: str, hub: HubServer) -> None:
@@ -139,11 +139,11 @@ def test_a_gated_model_is_for_those_who_accepted_its_terms(
     hub: HubServer, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository.accepted_by = {"hf_mine"}
-    terms = f"accepted its terms: see {hub.url}/some/model, then log in"
+    terms = f"accept its terms at {hub.url}/some/model, then log in"
     assert terms in refused("some/model")
     monkeypatch.setenv("HF_TOKEN", "hf_stranger")
     assert terms in refused("some/model")
-    assert "hub has none of that name for you" in refused("no/repository")
+    assert "hub has no such model visible to you" in refused("no/repository")
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     assert resolve_model("some/model").name == repository.commit
 
@@ -151,11 +151,11 @@ def test_a_gated_model_is_for_those_who_accepted_its_terms(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (500, "could not give it (Server error '500 Internal Server Error'"),
-        (403, "could not give it (403 Forbidden"),
-        (429, "could not give it (429 Too Many Requests"),
-        ("page", "could not give it (Expecting value"),
-        ("cut", "could not give it (peer closed connection"),
+        (500, "could not serve it (Server error '500 Internal Server Error'"),
+        (403, "could not serve it (403 Forbidden"),
+        (429, "could not serve it (429 Too Many Requests"),
+        ("page", "could not serve it (Expecting value"),
+        ("cut", "could not serve it (peer closed connection"),
     ],
 )
 def test_what_the_hub_cannot_give_is_said_in_one_line(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.training import CARRYING_OUT, Train, computing
+from configs.training import NOT_IN_KEY, Train, key_settings
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from configs.training import CARRYING_OUT, Train, computing
     ],
 )
 def test_what_has_no_effect_does_not_count(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert computing(Train(**one)) == computing(Train(**other))
+    assert key_settings(Train(**one)) == key_settings(Train(**other))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_has_no_effect_does_not_count(one: dict[str, Any], other: dict[str,
     ],
 )
 def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any]) -> None:
-    assert computing(Train(**common)) != computing(Train(**common, **change))
+    assert key_settings(Train(**common)) != key_settings(Train(**common, **change))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any
             {"keep_best": 1, "checkpointing_steps": 100, "holdout_loss": {"every_n_steps": 70}},
             "must divide",
         ),
-        ({"snr_gamma": 5.0, "debiased_estimation_loss": True}, "give one"),
+        ({"snr_gamma": 5.0, "debiased_estimation_loss": True}, "set one"),
         ({"method": "lora", "init": "random"}, "method must be full"),
         ({"adam_betas": [0.9, 1.0]}, "less than 1"),
         ({"text_encoder_lr": 1e-5}, "train_text_encoder: true"),
@@ -121,8 +121,8 @@ COUNTING: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", COUNTING)
 def test_every_setting_of_the_weights_counts(name: str) -> None:
     value, common = COUNTING[name]
-    assert computing(Train(**common)) != computing(Train(**common, **{name: value}))
+    assert key_settings(Train(**common)) != key_settings(Train(**common, **{name: value}))
 
 
 def test_of_every_setting_it_is_known_whether_it_counts() -> None:
-    assert set(Train.model_fields) == COUNTING.keys() | CARRYING_OUT
+    assert set(Train.model_fields) == COUNTING.keys() | NOT_IN_KEY

@@ -18,10 +18,10 @@ from PIL import Image
 from artifacts.clock import REAL, Clock
 from configs.schema import Download
 from tasks.download.failures import FetchFailed
-from tasks.download.fetch import Fetcher, check_picture, offered, upright
+from tasks.download.fetch import Fetcher, apply_orientation, check_picture, registered_urls
 from tasks.download.guard import Limits, fetch, is_public
 from tasks.download.rows import Row
-from tasks.download.sources import Place
+from tasks.download.sources import ServedAt
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -355,7 +355,7 @@ def test_only_what_lies_otherwise_is_turned(orientation: int) -> None:
     exif[0x0112] = orientation
     for mode, kind in (("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG")):
         body = _with_exif(exif.tobytes(), mode, kind)
-        turned = upright(body)
+        turned = apply_orientation(body)
         assert (turned == body) == (orientation == 1)
         with Image.open(BytesIO(turned)) as image:
             assert image.size == ((8, 6) if orientation < 5 else (6, 8))
@@ -365,7 +365,7 @@ def test_only_what_lies_otherwise_is_turned(orientation: int) -> None:
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
 def test_a_picture_with_a_broken_tag_or_none_stays_as_it_is(exif: bytes) -> None:
     body = _with_exif(exif)
-    assert upright(body) == body
+    assert apply_orientation(body) == body
 
 
 def test_a_pixel_bomb_is_known_by_its_header() -> None:
@@ -378,7 +378,7 @@ def test_a_pixel_bomb_is_known_by_its_header() -> None:
 def _fetcher(host: str, *rows: Row, **settings: Any) -> Fetcher:
     clock = settings.pop("clock", REAL)
     chosen = {"backoff": 0.01, "timeout": 60.0, "retries": 2, **settings}
-    return Fetcher(rows, Download(**chosen), Place(f"http://{host}/base", (host,)), clock)
+    return Fetcher(rows, Download(**chosen), ServedAt(f"http://{host}/base", (host,)), clock)
 
 
 def test_passing_failures_are_tried_again_and_lasting_ones_are_not() -> None:
@@ -437,7 +437,7 @@ def test_fetchers_in_one_process_never_meet_and_urllib_is_left_as_it_was() -> No
     with serving(lambda h: reply(h, body=png(8, int(h.path[-1])))) as host:
         first = _fetcher(host, *(Row(str(n), ("",)) for n in range(4)))
         second = _fetcher(host, *(Row(str(9 - n), ("",)) for n in range(4)))
-        with offered(first) as ours, offered(second) as theirs:
+        with registered_urls(first) as ours, registered_urls(second) as theirs:
             for n in range(4):
                 assert urllib.request.urlopen(ours[n]).read() == png(8, n)
                 assert urllib.request.urlopen(theirs[n]).read() == png(8, 9 - n)

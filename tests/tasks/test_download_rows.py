@@ -10,8 +10,8 @@ from configs.schema import Download, UrlSource
 from tasks.download.errors import SourceError
 from tasks.download.lists import Span
 from tasks.download.rows import Row
-from tasks.download.shard import ShardSpec, Work, download_shard, shard_key
-from tasks.download.sources import Place, UrlList
+from tasks.download.shard import DownloadContext, ShardSpec, download_shard, shard_key
+from tasks.download.sources import ServedAt, UrlList
 
 ROW = Row("http://example.org/0.png", ("a cat", "a tabby"), aesthetic_score=5.0)
 #: Settings of a download that change what a shard holds, each as it is not by default.
@@ -74,7 +74,7 @@ def test_a_row_that_changes_after_it_was_planned_is_not_committed(tmp_path: Path
     key = shard_key(settings, (row_hash for row_hash, _ in found))
     listed.write_text("url,caption\nhttp://127.0.0.1:1/,a dog\n")
     store = tmp_path / "store"
-    work = Work(str(store), str(store / "notes"), source, settings, Place())
+    work = DownloadContext(str(store), str(store / "notes"), source, settings, ServedAt())
     spans = tuple(Span(*span) for _, span in found)
     with pytest.raises(SourceError, match="it changed while it was being read"):
         download_shard(ShardSpec(key, 1, spans), work)

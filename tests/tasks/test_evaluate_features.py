@@ -14,7 +14,7 @@ from demo import world
 from runtimes.contract import WrongInput
 from tasks.evaluate import metrics
 from tasks.evaluate.features import ClipFeatures, check_clip
-from tasks.evaluate.judges import ask, check_prompts
+from tasks.evaluate.judges import check_prompts, judge_pictures
 from tasks.evaluate.samples import SampleScorer
 
 PROMPTS = ["a cat", "two dogs", "a cat", "words " * 40]
@@ -52,7 +52,7 @@ def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_
     found = SampleScorer(["digits"], tiny_clip, prompts)(strip.getvalue())
     clip = ClipFeatures(tiny_clip, "cpu")
     scores = metrics.clip_scores(clip.images(drawn), clip.texts(prompts))
-    said = ask(["digits"], drawn, prompts)
+    said = judge_pictures(["digits"], drawn, prompts)
     assert found["clip_score"] == pytest.approx(scores.mean())
     assert {name: found[name] for name in said} == {n: p.mean() for n, p in said.items()}
 
@@ -101,9 +101,9 @@ def test_the_digits_judge_knows_real_digits_from_others() -> None:
     images = world.render(x8[:40], np.full(40, style), rng)
     right = [world.captions(int(label), style)[0] for label in labels[:40]]
     wrong = [world.captions(int(label + 1) % 10, style)[0] for label in labels[:40]]
-    said = ask(("digits",), images, right)
+    said = judge_pictures(("digits",), images, right)
     assert said["digit"].mean() > 0.9 and said["style"].mean() > 0.9
-    assert ask(("digits",), images, wrong)["digit"].mean() < 0.1
+    assert judge_pictures(("digits",), images, wrong)["digit"].mean() < 0.1
 
 
 def test_prompts_that_a_judge_cannot_judge_are_told_before_any_work() -> None:

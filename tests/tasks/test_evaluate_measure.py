@@ -15,7 +15,7 @@ from artifacts.store import Artifact, KeyParts, Shard, Store
 from tasks.encode.transform import TransformSettings, is_holdout
 from tasks.evaluate import grid, metrics
 from tasks.evaluate.features import ClipFeatures
-from tasks.evaluate.measure import Yardstick
+from tasks.evaluate.measure import MetricSuite
 from tasks.evaluate.pictures import _commit
 from tasks.evaluate.reference import reference_pictures
 from tasks.evaluate.stage import _grid
@@ -46,24 +46,24 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def yardstick(tiny_clip: Path) -> Yardstick:
+def suite(tiny_clip: Path) -> MetricSuite:
     """Random weights see no likeness of texts and pictures: the prompts' features are pictures'."""
     clip = ClipFeatures(tiny_clip, "cpu")
     reference, prompts = (clip.images(noise(*range(n, n + 8))) for n in (90, 80))
-    return Yardstick(SETS, ("new",), (), 20, 0, clip, prompts[:5], reference)
+    return MetricSuite(SETS, ("new",), (), 20, 0, clip, prompts[:5], reference)
 
 
 def test_a_metric_of_a_set_is_of_that_sets_pictures(
-    store: Store, yardstick: Yardstick, tmp_path: Path
+    store: Store, suite: MetricSuite, tmp_path: Path
 ) -> None:
     pictures = noise(*range(5))
-    found = yardstick.measure(store, drawn(store, "k", pictures, tmp_path / "out"))
-    features = yardstick.clip.images(pictures)
-    scores = metrics.clip_scores(features, yardstick.text_features)
+    found = suite.measure(store, drawn(store, "k", pictures, tmp_path / "out"))
+    features = suite.clip.images(pictures)
+    scores = metrics.clip_scores(features, suite.text_features)
     assert min(scores) > 0 and len(set(scores)) == 5
     assert found["clip_score/new"]["value"] == pytest.approx(scores[:2].mean())
     assert found["clip_score/old"]["value"] == pytest.approx(scores[2:].mean())
-    expected = metrics.cmmd(features[:2], yardstick.reference, 20, 0)
+    expected = metrics.cmmd(features[:2], suite.reference, 20, 0)
     assert found["cmmd"]["value"] == pytest.approx(expected["value"])
 
 
@@ -96,4 +96,4 @@ def test_pictures_are_compared_with_those_that_were_held_out(store: Store, tmp_p
     assert 0 < len(held) < len(samples)
     expected: list[Any] = [np.asarray(Image.open(io.BytesIO(s.image))) for s in held]
     np.testing.assert_array_equal(list(reference_pictures(artifact, TRANSFORM, 4)), expected)
-    assert len(list(reference_pictures(artifact, TRANSFORM, 4, most=2))) == 2
+    assert len(list(reference_pictures(artifact, TRANSFORM, 4, limit=2))) == 2

@@ -31,7 +31,7 @@ from runtimes.sample.generate import generate
 from tasks import encode, evaluate
 from tasks.evaluate.grid import MARGIN
 from tasks.evaluate.measure import fingerprint
-from tasks.evaluate.published import published_painter
+from tasks.evaluate.published import load_published_model
 from tasks.process import run_job
 from tasks.progress import Progress
 
@@ -349,10 +349,10 @@ def test_a_champion_with_trained_text_encoders_encodes_with_them(tmp_path: Path)
         (tmp_path / "recipe.yaml").write_text(
             f"train: {{train_text_encoder: {str(trained).lower()}}}"
         )
-        painter = published_painter(tmp_path)
+        model = load_published_model(tmp_path)
         names = ("text_encoder", "text_encoder_2") if trained else ()
-        assert painter.tuned.parts == {name: tmp_path / name for name in names}
-        digests.add(painter.digest)
+        assert model.weights.parts == {name: tmp_path / name for name in names}
+        digests.add(model.digest)
     assert len(digests) == 2  # the losses of one are not to be had for the other's
 
 

@@ -37,13 +37,13 @@ def draw(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
         prompts = more.pop("prompts", ["a cat", "a dog"])
         given = {**COMMON, "device": "cpu", "store": str(tmp_path / "store"), **more}
         settings = read_settings(str(tiny_sdxl), prompts, given)
-        painter = generate.find_painter(settings)
-        generate.check(settings, painter)
+        model = generate.find_model(settings)
+        generate.check(settings, model)
         key = generate.settings_for_key(settings)
-        parts = KeyParts(generate.STAGE, generate.VERSION, key, {"model": painter.digest})
+        parts = KeyParts(generate.STAGE, generate.VERSION, key, {"model": model.digest})
         draft = Store(settings.store).draft(parts)
         progress = Progress(generate.STAGE)
-        return draft.commit(generate.build(settings, painter, draft, progress, run=run), {})
+        return draft.commit(generate.build(settings, model, draft, progress, run=run), {})
 
     return drawn
 
@@ -100,7 +100,7 @@ def test_the_grid_has_as_many_in_a_row_as_are_asked_for(draw: Callable[..., Arti
     [
         ({"num_image": 2}, r"num_image: unknown setting \(did you mean num_images_per_prompt\?\)"),
         ({"model": "other"}, "model is an argument of its own"),
-        ({"file": "prompts.txt"}, "give either prompts or a file"),
+        ({"file": "prompts.txt"}, "set either prompts or file"),
         ({"negative_prompt": "blue", "guidance_scale": 1}, "raise guidance_scale above 1"),
         ({"aesthetic_score": 7}, "aesthetic_score has no effect with a model that was not trained"),
         ({"ddim_eta": 0.5, "scheduler": "euler"}, "ddim_eta is for scheduler ddim"),

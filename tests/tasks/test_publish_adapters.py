@@ -21,13 +21,13 @@ from configs.schema import Recipe
 from configs.training import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
-from tasks.evaluate.published import published_painter
+from tasks.evaluate.published import load_published_model
 from tasks.publish import build
 from tasks.publish.assemble import assemble
 from tasks.publish.card import base_card
 from tasks.publish.stage import registry_of, show
 from tasks.train import STAGE as TRAIN
-from tasks.tuned import local_tuned, tuned_content
+from tasks.tuned import local_weights, weights_content
 
 RANK = 2
 #: Layers of the tiny SDXL: outputs, and the shape of what goes in.
@@ -175,7 +175,7 @@ def test_adapters_of_another_base_are_not_merged(
 ) -> None:
     adapters = read_adapters(make_lora(tmp_path / "lora.safetensors"))
     adapters["unet"]["conv_out_of_place"] = adapters["unet"].pop("conv_in")
-    with pytest.raises(ValueError, match="no conv_out_of_place here"):
+    with pytest.raises(ValueError, match="it has no conv_out_of_place"):
         assemble(tiny_sdxl, {}, tmp_path / "out", dtype="float32", adapters=adapters)
 
 
@@ -184,23 +184,23 @@ def test_a_champion_of_adapters_draws_with_the_base_that_it_names(
 ) -> None:
     base = Path(shutil.copytree(tiny_sdxl, tmp_path / "base"))
     alone = publish(tmp_path, digits(tmp_path, base, **{"model.vae": str(tiny_vae)}))
-    painter = published_painter(Path(alone.path))
-    assert (painter.folder, painter.vae) == (base, tiny_vae)
-    assert painter.tuned.lora == Path(alone.path) / LORA_WEIGHTS and not painter.tuned.parts
+    model = load_published_model(Path(alone.path))
+    assert (model.folder, model.vae) == (base, tiny_vae)
+    assert model.weights.lora == Path(alone.path) / LORA_WEIGHTS and not model.weights.parts
     card = Path(alone.path) / "README.md"
     card.write_text("other words", encoding="utf-8")
-    assert published_painter(Path(alone.path)).digest == painter.digest
+    assert load_published_model(Path(alone.path)).digest == model.digest
     shutil.rmtree(base)
-    with pytest.raises(ModelNotFound, match="their base is gone"):
-        published_painter(Path(alone.path))
+    with pytest.raises(ModelNotFound, match="the base of its adapters is missing"):
+        load_published_model(Path(alone.path))
     with pytest.raises(WrongInput, match="neither a pipeline nor adapters"):
-        published_painter(tmp_path)
+        load_published_model(tmp_path)
 
 
 def test_a_merged_champion_is_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
     merged = publish(tmp_path, digits(tmp_path, tiny_sdxl, **{"publish.merge": True}))
-    painter = published_painter(Path(merged.path))
-    assert painter.folder == Path(merged.path) and painter.tuned.lora is None
+    model = load_published_model(Path(merged.path))
+    assert model.folder == Path(merged.path) and model.weights.lora is None
 
 
 def test_a_scheduler_of_their_own_goes_with_them(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -210,12 +210,12 @@ def test_a_scheduler_of_their_own_goes_with_them(tmp_path: Path, tiny_sdxl: Path
     alone = publish(tmp_path, digits(tmp_path, tiny_sdxl), **{name: own})
     assert alone.read(name) == own
     assert "scheduler/" in alone.read("README.md").decode()
-    painter = published_painter(Path(alone.path))
-    assert painter.tuned.part_names() == {"scheduler": f"{alone.path}/scheduler"}
+    model = load_published_model(Path(alone.path))
+    assert model.weights.part_paths() == {"scheduler": f"{alone.path}/scheduler"}
 
 
 def test_only_weights_are_what_training_left(tmp_path: Path, tiny_sdxl: Path) -> None:
     trained = train(tmp_path, digits(tmp_path, tiny_sdxl))
-    assert [entry["path"] for entry in tuned_content(trained)] == [LORA_WEIGHTS]
-    with local_tuned(trained) as tuned:
-        assert tuned.lora_name() == f"{trained.path}/{LORA_WEIGHTS}" and not tuned.parts
+    assert [entry["path"] for entry in weights_content(trained)] == [LORA_WEIGHTS]
+    with local_weights(trained) as tuned:
+        assert tuned.lora_path() == f"{trained.path}/{LORA_WEIGHTS}" and not tuned.parts

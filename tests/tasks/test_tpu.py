@@ -94,7 +94,7 @@ def test_software_of_its_own_is_kept() -> None:
         ({"accelerator_type": "v6e-16", "version": "v2-alpha-tpuv5"}, "null (v2-alpha-tpuv6e)"),
         ({"accelerator_type": "v5p-8", "version": "v2-alpha-tpuv5-lite"}, "null (v2-alpha-tpuv5)"),
         ({"accelerator_type": "v5e-8"}, "gcloud calls it v5litepod-8"),
-        ({"accelerator_type": "v9-8"}, "name its version, too"),
+        ({"accelerator_type": "v9-8"}, "set version too"),
     ],
 )
 def test_software_that_gcloud_would_refuse_is_refused_first(
