@@ -141,7 +141,7 @@ def test_a_local_shard_is_hashed_once(
         read.append(sha256)
         return open_checked(url, sha256)
 
-    monkeypatch.setattr("runtimes.data.shards.open_checked", noting)
+    monkeypatch.setattr("runtimes.data.shard_cache.open_checked", noting)
     files = ShardFiles(refs, open_limit=1, cache_bytes=0)
     for number in (0, 1, 0, 1):
         assert files[number].groups == {"train/8x8": 1}
