@@ -1,4 +1,4 @@
-"""How often each level of noise is drawn."""
+"""Timestep sampling: the probability of each noise level during training."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Shares = NDArray[np.float64]
 
 
 def level_bounds(settings: TimestepSampling, count: int) -> Shares | None:
-    """The distribution function of levels [count], ending in 1; None when all are drawn alike.
+    """The cumulative distribution of levels [count] f64; None for a uniform distribution.
 
-    Raises WrongInput for a bias on no level.
+    Raises:
+        WrongInput: the bias range contains no level.
     """
     shares = level_shares(settings, count)
     if settings.distribution == "uniform" and settings.bias_strategy == "none":
@@ -27,9 +28,12 @@ def level_bounds(settings: TimestepSampling, count: int) -> Shares | None:
 
 
 def level_shares(settings: TimestepSampling, count: int) -> Shares:
-    """Probability [count] of each level, from the least noisy to the noisiest.
+    """Probability of each level [count] f64, in order of increasing noise.
 
-    Level k stands for u in [k / count, (k + 1) / count). Raises WrongInput for a bias on no level.
+    Level k covers u in [k / count, (k + 1) / count).
+
+    Raises:
+        WrongInput: the bias range contains no level.
     """
     shares = _biased(settings, count)
     if settings.distribution == "logit_normal":
@@ -38,10 +42,10 @@ def level_shares(settings: TimestepSampling, count: int) -> Shares:
 
 
 def logit_normal_shares(mean: float, std: float, count: int) -> Shares:
-    """Mass [count] of u = 1 / (1 + exp(-n)), n of N(mean, std^2), within each level.
+    """Probability mass [count] of u = 1 / (1 + exp(-n)), n ~ N(mean, std^2), in each level.
 
-    SD3, arXiv 2403.03206, section 3.1: a mean above 0 draws noisier levels. The setting
-    `logit_mean` has the other sign, as in diffusers, where u counts from pure noise.
+    SD3, arXiv 2403.03206, section 3.1. A mean above 0 favours noisier levels. The setting
+    `logit_mean` has the opposite sign, because u = 0 is pure noise in diffusers.
     """
     normal = NormalDist(mean, std)
     inner = [normal.cdf(math.log(k / (count - k))) for k in range(1, count)]
@@ -49,12 +53,12 @@ def logit_normal_shares(mean: float, std: float, count: int) -> Shares:
 
 
 def level_at(u: float, bounds: Shares) -> int:
-    """The level of a uniform u in [0, 1): the inverse of the distribution function `bounds`."""
+    """The level for a uniform u in [0, 1): inverse transform sampling with `level_bounds`."""
     return int(np.searchsorted(bounds, u, side="right"))
 
 
 def _biased(settings: TimestepSampling, count: int) -> Shares:
-    """1 for each level, times the multiplier for those of the bias [count]."""
+    """Unnormalised weights [count]: `bias_multiplier` inside the bias range, 1 elsewhere."""
     weights = np.ones(count)
     if settings.bias_strategy == "none":
         return weights
