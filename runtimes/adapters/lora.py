@@ -108,7 +108,7 @@ def initial_down(seed: int, name: str, shape: Sequence[int]) -> Float32:
     return (2 * drawn - 1) * bound
 
 
-def as_stored(arrays: Arrays) -> Arrays:
+def to_file_names(arrays: Arrays) -> Arrays:
     """Rename adapter arrays from State's names to the names in a file.
 
     Only magnitudes of text encoders differ: transformers requires the suffix `.weight`, which
@@ -157,7 +157,7 @@ def read_adapters(path: Path) -> Adapters:
         settings = json.loads(header[METADATA])
         return _by_layer(arrays, settings)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WrongInput(f"{path} holds no adapters as Kilnworks writes them: {error}") from None
+        raise WrongInput(f"{path} is no valid adapter file of Kilnworks: {error}") from None
 
 
 def stored_name(part: str, name: str) -> str:

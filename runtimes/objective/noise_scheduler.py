@@ -136,7 +136,7 @@ def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
     if settings.zero_terminal_snr is not None:
         raise WrongInput(
             f"train.zero_terminal_snr is for diffusion, and the base is a flow ({name}), which "
-            "always ends in pure noise: leave it null"
+            "always ends in pure noise: set it to null"
         )
 
 

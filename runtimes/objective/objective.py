@@ -13,7 +13,7 @@ from configs.training import TimestepSampling, Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise import Levels, NoiseSchedule, Schedule
 from runtimes.objective.random import Stream, generators
-from runtimes.objective.timesteps import Shares, level_at, level_bounds
+from runtimes.objective.timesteps import Probabilities, level_at, level_bounds
 from runtimes.objective.weighting import FlowWeighting, loss_weight
 
 Array = NDArray[np.float32]
@@ -92,7 +92,7 @@ class Objective:
     input_perturbation: float = 0.0
     sampling: TimestepSampling = field(default_factory=TimestepSampling)
     caption_dropout_rate: float = 0.0
-    _bounds: Shares | None = field(init=False, repr=False, compare=False)
+    _bounds: Probabilities | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, NoiseSchedule):
@@ -106,7 +106,7 @@ class Objective:
         for name in ("snr_gamma", "debiased_estimation_loss"):
             if getattr(self, name):
                 raise WrongInput(
-                    f"train.{name} weighs diffusion by its SNR, and the base is a flow: take "
+                    f"train.{name} weighs diffusion by its SNR, and the base is a flow: use "
                     "train.weighting_scheme"
                 )
 
@@ -114,14 +114,14 @@ class Objective:
         if self.weighting_scheme != "none":
             raise WrongInput(
                 f"train.weighting_scheme: {self.weighting_scheme} is for flow matching, and the "
-                "base's scheduler is not of a flow: take train.snr_gamma or "
+                "base's scheduler is for diffusion: use train.snr_gamma or "
                 "train.debiased_estimation_loss"
             )
         if schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
             raise WrongInput(
                 "prediction_type epsilon cannot go with zero terminal SNR (train.zero_terminal_snr "
-                "or the scheduler's rescale_betas_zero_snr): at its last step noise says nothing "
-                "about the picture; set train.prediction_type to v_prediction"
+                "or the scheduler's rescale_betas_zero_snr): at the noisiest level the input "
+                "equals epsilon, a trivial prediction; set train.prediction_type to v_prediction"
             )
 
     @classmethod
