@@ -24,7 +24,7 @@ from bench.overhead import Bare
 from bench.report import spread
 from configs.training import Train
 from runtimes.process.job import TrainJob, read_job
-from runtimes.process.memory import peak_of_process
+from runtimes.process.memory import peak_rss
 
 WARM_UP = 3
 #: Conditioning of their step, in its order.
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> None:
     if side:
         take = ours(job) if side == ["ours"] else theirs(job, mode, whole=True)
         take(WARM_UP + int(steps))
-        print(json.dumps({"memory_bytes": peak_of_process()}))
+        print(json.dumps({"memory_bytes": peak_rss()}))
     else:
         print(json.dumps(compare(job, int(rounds), int(steps), mode)))
 

@@ -198,7 +198,9 @@ def only_writer(work: str) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logging.getLogger("kiln").warning("%s is still being written: waiting for it", work)
+            logging.getLogger("kiln").warning(
+                "another process writes %s: waiting for its lock", work
+            )
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 

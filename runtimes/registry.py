@@ -96,8 +96,8 @@ def check_scheduler(
     if supported is not None and kind not in supported:
         names = ", ".join(key for key, value in SCHEDULERS.items() if value in supported)
         raise WrongInput(
-            f"{setting}: runtime {name} cannot draw with {kind}, which is not one "
-            f"program: choose one of {names}"
+            f"{setting}: runtime {name} cannot draw with {kind}, which it has not "
+            f"tabulated: choose one of {names}"
         )
 
 
@@ -117,7 +117,7 @@ def interpreter(name: str) -> str:
         return sys.executable
     python = Path(sys.prefix + environment, "bin/python")
     if not python.is_file():
-        raise WrongInput(f"runtime {name} has an environment of its own: `make setup-{name}`")
+        raise WrongInput(f"runtime {name} needs its own environment: run `make setup-{name}`")
     return str(python)
 
 
@@ -183,8 +183,8 @@ def check_family(name: str, family: str) -> None:
     if denoisers is not None and family_named(family).denoiser_class not in denoisers:
         known = (f.name for f in FAMILIES.values() if f.denoiser_class in denoisers)
         raise WrongInput(
-            f"a model of family {family} is not for runtime {name} (it knows {', '.join(known)}): "
-            "take runtime torch"
+            f"a model of family {family} is not for runtime {name}, which supports "
+            f"{', '.join(known)}: choose runtime torch"
         )
 
 

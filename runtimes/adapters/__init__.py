@@ -1,1 +1,1 @@
-"""Adapters (LoRA): which layers have them, and the formats that others load."""
+"""LoRA adapters: target layers, initialisation, merging and file formats."""

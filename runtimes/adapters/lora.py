@@ -1,8 +1,8 @@
-"""Low-rank adapters apart from any framework: where they go, how they start, their file, merging.
+"""LoRA adapters in NumPy: target layers, initialisation, merging and diffusers' file format.
 
-An adapter of a layer with weight W (arXiv 2106.09685) is `down` [r, in] or [r, in, k, k] and `up`
-[out, r] or [out, r, 1, 1]; the layer's weight becomes W + alpha / r * up @ down. With DoRA (arXiv
-2402.09353) each output row of that sum is rescaled to a trained length, the `magnitude` [out].
+The adapter of a layer with weight W (arXiv 2106.09685) has `down` [r, in] or [r, in, k, k] and `up`
+[out, r] or [out, r, 1, 1]; the effective weight is W + alpha / r * up @ down. DoRA (arXiv
+2402.09353) rescales each output row of that sum to a trained norm, `magnitude` [out].
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Float32 = NDArray[np.float32]
 Layer = Literal["linear", "conv"]
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name
-#: Key of the file's header under which diffusers keeps the settings of adapters.
+#: Header key of diffusers for the adapters' settings.
 METADATA = "lora_adapter_metadata"
-#: PEFT's name of our adapter, which State leaves out.
+#: PEFT's name of the adapter; names in State omit it.
 ADAPTER = "default"
 DOWN, UP, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 TEXT_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -46,7 +46,7 @@ class Adapter:
     scale: float  # alpha / rank
 
     def merged(self, weight: Float32) -> Float32:
-        """The weight that does what the layer and its adapter do together."""
+        """The layer's weight with the adapter merged, in the shape of `weight`."""
         rank, out = len(self.down), len(weight)
         delta = (self.up.reshape(out, rank) @ self.down.reshape(rank, -1)).reshape(weight.shape)
         total = weight + np.float32(self.scale) * delta
@@ -57,46 +57,50 @@ class Adapter:
         return (rows * factor).reshape(weight.shape)
 
 
-#: Part of the pipeline -> name of a layer in it -> its adapter.
+#: Pipeline component -> layer name -> adapter.
 Adapters = dict[str, dict[str, Adapter]]
 
 
 def choose_layers(
     part: str, layers: Mapping[str, Layer], lora: Lora, attention: Sequence[str] = ()
 ) -> list[str]:
-    """Names of the layers of a part that get an adapter.
+    """Names of the layers of a component that have an adapter.
 
     Args:
-        part: unet, transformer, text_encoder, ...
-        layers: every linear and convolution layer in it, by name.
-        attention: ends of the names of attention's layers in the family's denoiser.
+        part: the component: unet, transformer, text_encoder, ...
+        layers: all linear and convolution layers of the component, by name.
+        attention: name suffixes of the attention layers in the family's denoiser.
 
     Raises:
-        WrongInput: the targets name none; the message names some that there are.
+        WrongInput: no layer matches the targets; the message lists available names.
     """
     if part.startswith("text_encoder"):
-        more = lora.target_modules in ("linear", "all")
-        return _ending(layers, TEXT_LINEAR if more else TEXT_ATTENTION)
+        all_linear = lora.target_modules in ("linear", "all")
+        return _with_suffix(layers, TEXT_LINEAR if all_linear else TEXT_ATTENTION)
     if lora.target_modules == "all":
         return list(layers)
     if lora.target_modules == "linear":
         return [name for name, kind in layers.items() if kind == "linear"]
-    chosen = _ending(
+    chosen = _with_suffix(
         layers, attention if lora.target_modules == "attention" else lora.target_modules
     )
     if not chosen:
-        ends = sorted({_end(name) for name in layers})
+        suffixes = sorted({_suffix(name) for name in layers})
         raise WrongInput(
             f"train.lora.target_modules: no layer of the {part} ends in "
-            f"{', '.join(lora.target_modules)} (there are: {', '.join(ends[:12])}, ...)"
+            f"{', '.join(lora.target_modules)} (there are: {', '.join(suffixes[:12])}, ...)"
         )
     return chosen
 
 
 def initial_down(seed: int, name: str, shape: Sequence[int]) -> Float32:
-    """Where `down` starts, drawn by its name in State: the same on every runtime. `up` starts at 0.
+    """The initial `down` of an adapter, the same on every runtime. `up` starts at 0.
 
-    Uniform within 1 / sqrt(inputs), as PEFT starts it (Kaiming's rule with a = sqrt(5)).
+    Uniform in +-1 / sqrt(fan_in), as in PEFT (kaiming_uniform_ with a = sqrt(5)).
+
+    Args:
+        name: the array's name in State, which selects its random numbers.
+        shape: [r, in] or [r, in, k, k].
     """
     counter = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     drawn = generator(seed, Stream.ADAPTERS, counter).random(tuple(shape), dtype=np.float32)
@@ -104,11 +108,11 @@ def initial_down(seed: int, name: str, shape: Sequence[int]) -> Float32:
     return (2 * drawn - 1) * bound
 
 
-def as_stored(arrays: Arrays) -> Arrays:
-    """Adapters by State's names, by the names that a file has them under.
+def to_file_names(arrays: Arrays) -> Arrays:
+    """Rename adapter arrays from State's names to the names in a file.
 
-    They differ for the magnitudes of text encoders, which transformers finds as `.weight` alone,
-    while diffusers writes them without.
+    Only magnitudes of text encoders differ: transformers requires the suffix `.weight`, which
+    diffusers omits for the denoiser.
     """
     return {
         f"{name}.weight" if name.startswith("text_") and name.endswith(MAGNITUDE) else name: array
@@ -117,15 +121,19 @@ def as_stored(arrays: Arrays) -> Arrays:
 
 
 def metadata(arrays: Mapping[str, Any], lora: Lora) -> dict[str, str]:
-    """Header of a file of adapters named as in State, which diffusers takes their settings from."""
+    """The header of an adapter file, from which diffusers reads rank, alpha and targets.
+
+    Args:
+        arrays: adapters with State's names.
+    """
     described: dict[str, Any] = {}
     for name in sorted(arrays):
         if name.endswith(DOWN):
             part, _, layer = name.removesuffix(DOWN).partition(".")
             text = part.startswith("text_encoder")
             targets = described.setdefault(f"{part}.target_modules", [])
-            # A text encoder's layers are named by their ends: transformers moved their beginnings.
-            if (target := _end(layer) if text else layer) not in targets:
+            # Suffixes only for text encoders: transformers 5 changed the prefixes of layer names.
+            if (target := _suffix(layer) if text else layer) not in targets:
                 targets.append(target)
             described[f"{part}.r"] = lora.rank
             described[f"{part}.lora_alpha"] = alpha(lora)
@@ -134,28 +142,28 @@ def metadata(arrays: Mapping[str, Any], lora: Lora) -> dict[str, str]:
 
 
 def alpha(lora: Lora) -> float:
-    """The numerator of the adapters' scale."""
+    """The alpha of the scale alpha / rank; it defaults to the rank."""
     return float(lora.rank if lora.alpha is None else lora.alpha)
 
 
 def read_adapters(path: Path) -> Adapters:
-    """Adapters from a file as `metadata` and State describe it, in any float precision.
+    """Read an adapter file of this project, in any floating-point precision, as float32.
 
     Raises:
-        WrongInput: it is damaged, or says nothing of their scale.
+        WrongInput: the file is damaged, or its header lacks rank or alpha.
     """
     try:
         header, arrays = read_floats(path)
         settings = json.loads(header[METADATA])
         return _by_layer(arrays, settings)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WrongInput(f"{path} holds no adapters as Kilnworks writes them: {error}") from None
+        raise WrongInput(f"{path} is no valid adapter file of Kilnworks: {error}") from None
 
 
 def stored_name(part: str, name: str) -> str:
-    """A weight's or layer's name in a part, as it is on the hub and in State.
+    """The name of a weight or layer of a component, as in hub files and in State.
 
-    transformers 5 has left out the `text_model.` that CLIP's weights are stored under.
+    transformers 5 drops the prefix `text_model.` of CLIP's weights; files keep it.
     """
     if not part.startswith("text_encoder") or name.startswith(("text_model.", "text_projection")):
         return name
@@ -163,7 +171,7 @@ def stored_name(part: str, name: str) -> str:
 
 
 def state_name(part: str, name: str) -> str:
-    """The name in State of a parameter of a part: the stored name, without PEFT's additions."""
+    """A parameter's name in State: component and stored name, without PEFT's adapter name."""
     name = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
     return f"{part}.{stored_name(part, name.replace(f'.{ADAPTER}.', '.'))}"
 
@@ -172,23 +180,23 @@ def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:
     found: Adapters = {}
     for name in arrays:
         if name.endswith(DOWN):
-            whole = name.removesuffix(DOWN)
-            part, _, layer = whole.partition(".")
+            prefix = name.removesuffix(DOWN)
+            part, _, layer = prefix.partition(".")
             scale = settings[f"{part}.lora_alpha"] / settings[f"{part}.r"]
             magnitude = None
             if settings[f"{part}.use_dora"]:
-                ending = ".weight" if f"{whole}{MAGNITUDE}.weight" in arrays else ""
-                magnitude = arrays[f"{whole}{MAGNITUDE}{ending}"]
-            adapter = Adapter(arrays[name], arrays[whole + UP], magnitude, scale)
+                suffix = ".weight" if f"{prefix}{MAGNITUDE}.weight" in arrays else ""
+                magnitude = arrays[f"{prefix}{MAGNITUDE}{suffix}"]
+            adapter = Adapter(arrays[name], arrays[prefix + UP], magnitude, scale)
             found.setdefault(part, {})[layer] = adapter
     return found
 
 
-def _ending(layers: Mapping[str, Layer], ends: Sequence[str]) -> list[str]:
-    return [n for n in layers if any(n == end or n.endswith(f".{end}") for end in ends)]
+def _with_suffix(layers: Mapping[str, Layer], suffixes: Sequence[str]) -> list[str]:
+    return [n for n in layers if any(n == s or n.endswith(f".{s}") for s in suffixes)]
 
 
-def _end(layer: str) -> str:
-    """The last words of a layer's name: to_q, to_out.0, net.2."""
+def _suffix(layer: str) -> str:
+    """The last component of a layer's name, with an index: to_q, to_out.0, net.2."""
     words = layer.split(".")
     return ".".join(words[-2:] if words[-1].isdigit() else words[-1:])

@@ -48,7 +48,10 @@ class Bucket:
     """
 
     def __init__(self, group: str, number: int, counts: Sequence[int], seed: int, window: int):
-        self.group, self.number, self.seed, self.window = group, number, seed, window
+        self.group = group
+        self.number = number
+        self.seed = seed
+        self.window = window
         self.counts = np.asarray(counts, np.int64)  # samples of each shard
         self.total = int(self.counts.sum())
         # Two entries, since a batch may span two windows or two epochs.
@@ -109,7 +112,8 @@ class Order:
         self.buckets = [bucket for bucket in buckets if bucket.total]
         if not self.buckets:
             raise WrongInput(f"the latents hold no sample of the split {split!r}: nothing to do")
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size = batch_size
+        self.seed = seed
         self._epoch_batches = lru_cache(2)(self._draw_epoch_batches)
 
     @property

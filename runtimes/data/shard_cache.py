@@ -81,7 +81,7 @@ class ShardFiles:
 
     def _cached(self, ref: ShardRef) -> LatentShard | None:
         """The local copy, or None; a damaged copy is deleted."""
-        copy = _copy_of(ref)
+        copy = _cache_path(ref)
         try:
             os.utime(copy)  # eviction is by modification time
             if ref.sha256 not in self._checked:
@@ -93,13 +93,13 @@ class ShardFiles:
         except FileNotFoundError:  # never fetched, or evicted by another process
             return None
         except ValueError as error:
-            log.warning("%s is fetched again: its local copy is damaged (%s)", ref.url, error)
+            log.warning("%s is downloaded again: its local copy is damaged (%s)", ref.url, error)
             copy.unlink(missing_ok=True)
             return None
 
     def _fetch(self, fs: AbstractFileSystem, path: str, ref: ShardRef) -> Path:
         """Download a shard to the cache, with retries of transient errors."""
-        copy = _copy_of(ref)
+        copy = _cache_path(ref)
         copy.parent.mkdir(parents=True, exist_ok=True)
         _evict(copy.parent, self._cache_bytes - ref.size)
         for wait in (*WAITS, None):
@@ -111,7 +111,7 @@ class ShardFiles:
             except (OSError, ValueError) as error:
                 if wait is None:
                     raise
-                log.warning("%s could not be read (%s); again in %g s", ref.url, error, wait)
+                log.warning("%s could not be read (%s); retry in %g s", ref.url, error, wait)
                 time.sleep(wait)
         self._checked.add(ref.sha256)
         return copy
@@ -123,7 +123,7 @@ def _open(path: Path, ref: ShardRef) -> LatentShard:
     return LatentShard(path)
 
 
-def _copy_of(ref: ShardRef) -> Path:
+def _cache_path(ref: ShardRef) -> Path:
     """The path in the cache. The name is the sha256, so concurrent downloads agree."""
     return cache_folder() / "shards" / f"{ref.sha256}.safetensors"
 

@@ -55,7 +55,7 @@ def stability_name(layer: str, unet: Mapping[str, Any]) -> str:
     if match is None:
         raise ValueError(f"{layer} has no name in Stability's code")
     if not isinstance(unet["layers_per_block"], int):
-        raise ValueError("Stability's code has as many layers in every block")
+        raise ValueError("Stability's code has the same number of layers in every block")
     side, block, kind, number, rest = match.groups()
     block, number, each = int(block or 0), int(number), unet["layers_per_block"] + 1
     rest = _IN_RESNET.get(rest, rest) if kind == "resnet" else rest

@@ -13,9 +13,9 @@ from configs.training import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.models.flop_count import known_peak
 from runtimes.models.precision import check_precision
-from runtimes.process.collectives import Agreement
+from runtimes.process.collectives import HostCollectives
 from runtimes.process.compile_cache import CompileCache
-from runtimes.process.memory import peak_of_process
+from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.agree import free_port
 from runtimes.spmd.tpu_specs import peak_of
@@ -108,7 +108,7 @@ def _gpus() -> int:
     return torch.cuda.device_count() if _has_cuda_plugin() else 0
 
 
-def join(ranks: Ranks, hosts: Agreement, device: str) -> None:
+def join(ranks: Ranks, hosts: HostCollectives, device: str) -> None:
     """Make one program's devices of those of all processes; before any is opened.
 
     Where processes of one machine have GPUs, each takes one. See `part` for how it ends.
@@ -131,7 +131,7 @@ def join(ranks: Ranks, hosts: Agreement, device: str) -> None:
     )
 
 
-def part(ranks: Ranks, hosts: Agreement) -> None:
+def part(ranks: Ranks, hosts: HostCollectives) -> None:
     """Undo `join`, in all processes: the first, which the others are connected to, after them."""
     if not ranks.first:
         jax.distributed.shutdown()
@@ -157,7 +157,7 @@ def peak_flops(compute_dtype: str) -> float | None:
 def memory_bytes() -> int:
     """Most bytes in use so far: of the first device's memory or, on a CPU, of this process."""
     found = jax.local_devices()[0].memory_stats()
-    return int(found["peak_bytes_in_use"]) if found else peak_of_process()
+    return int(found["peak_bytes_in_use"]) if found else peak_rss()
 
 
 def compile_seconds() -> float:

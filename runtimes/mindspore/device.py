@@ -12,7 +12,7 @@ import mindspore as ms
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts.ascend import cann_version, lacking
-from runtimes.process.memory import peak_of_process
+from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks, launched
 
 NAME = re.compile(r"(?P<kind>auto|cpu|ascend)(?::(?P<number>\d+))?")
@@ -134,7 +134,7 @@ def memory_bytes() -> int:
     """Most bytes in use so far: of the device's memory or, on a CPU, of this process."""
     if _OPEN == ["Ascend"]:
         return int(ms.runtime.max_memory_allocated())
-    return peak_of_process()
+    return peak_rss()
 
 
 def versions() -> dict[str, str]:

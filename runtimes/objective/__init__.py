@@ -1,1 +1,1 @@
-"""What the model is asked to predict: noise, its levels, targets, loss weights. NumPy alone."""
+"""The training objective in NumPy: random numbers, timesteps, noise, targets, loss weights."""

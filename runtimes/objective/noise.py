@@ -1,7 +1,7 @@
-"""How noise is added at each timestep: by diffusion, or along the straight paths of a flow.
+"""Noise schedules: the forward process of diffusion, and of rectified flow.
 
-Both schedules are tables over T levels of noise, from the least noisy to the noisiest. A `level` is
-a row of the table; what the denoiser is told of it is its `timestep`.
+Both schedules are tables over T noise levels, in order of increasing noise. A `level` is a row
+index in [0, T); its `timestep` is the denoiser's input for that level.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NoiseSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> NoiseSchedule:
-        """From a diffusers scheduler's config. Raises WrongInput for a schedule unknown here."""
+        """From a diffusers scheduler's config. Raises WrongInput for an unknown schedule."""
         kind = config.get("prediction_type", "epsilon")
         if kind not in DIFFUSION:
             known = ", ".join(DIFFUSION)
@@ -48,21 +48,21 @@ class NoiseSchedule:
         return len(self.alphas_cumprod)
 
     def timesteps(self, levels: Levels) -> NDArray[np.int32]:
-        """The level's number [B]."""
+        """The denoiser's timesteps [B] i32, equal to the levels."""
         return levels.astype(np.int32)
 
     def coefficients(self, levels: Levels) -> tuple[Array, Array]:
-        """alpha_t and sigma_t, each [B, 1, 1, 1]."""
+        """alpha_t and sigma_t, each [B, 1, 1, 1] f32."""
         a2 = self.alphas_cumprod[levels][:, None, None, None]
         return np.sqrt(a2), np.sqrt(1 - a2)
 
     def add_noise(self, latents: Array, noise: Array, levels: Levels) -> Array:
-        """z_t = alpha_t z + sigma_t eps."""
+        """z_t = alpha_t z + sigma_t eps; all [B, C, h, w] f32, levels [B]."""
         alpha, sigma = self.coefficients(levels)
         return alpha * latents + sigma * noise
 
     def target(self, latents: Array, noise: Array, levels: Levels) -> Array:
-        """What the denoiser is to predict [B, C, h, w]: eps, z or v.
+        """The denoiser's target [B, C, h, w]: eps, z or v, by prediction_type.
 
         v = alpha_t eps - sigma_t z (progressive distillation, arXiv 2202.00512, appendix D).
         """
@@ -74,7 +74,7 @@ class NoiseSchedule:
         return alpha * noise - sigma * latents
 
     def snr(self, levels: Levels) -> Array:
-        """SNR(t) [B]."""
+        """SNR(t) [B] f32; infinite where alphas_cumprod is 1."""
         a2 = self.alphas_cumprod[levels]
         return a2 / (1 - a2)
 
@@ -88,9 +88,10 @@ class FlowSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FlowSchedule:
-        """From the config of a diffusers FlowMatchEulerDiscreteScheduler: its table for training.
+        """The training sigmas of a diffusers FlowMatchEulerDiscreteScheduler, from its config.
 
-        `shift` moves all levels towards noise (SD3, arXiv 2403.03206, section 5.3.2).
+        A `shift` above 1 increases all sigmas (SD3, arXiv 2403.03206, section 5.3.2). With dynamic
+        shifting, diffusers shifts in set_timesteps only, so the training sigmas are unshifted.
         """
         count = config.get("num_train_timesteps", 1000)
         shift = 1.0 if config.get("use_dynamic_shifting") else config.get("shift", 1.0)
@@ -101,16 +102,16 @@ class FlowSchedule:
         return len(self.sigmas)
 
     def timesteps(self, levels: Levels) -> Array:
-        """T sigma [B]."""
+        """The denoiser's timesteps [B] f32: T sigma."""
         return self.sigmas[levels] * np.float32(len(self))
 
     def add_noise(self, latents: Array, noise: Array, levels: Levels) -> Array:
-        """z_t = (1 - sigma) z + sigma eps."""
+        """z_t = (1 - sigma) z + sigma eps; all [B, C, h, w] f32, levels [B]."""
         sigma = self.sigmas[levels][:, None, None, None]
         return (1 - sigma) * latents + sigma * noise
 
     def target(self, latents: Array, noise: Array, levels: Levels) -> Array:
-        """The path's direction eps - z, the same at every level [B, C, h, w]."""
+        """The velocity eps - z [B, C, h, w], the same at every level."""
         return noise - latents
 
 
@@ -118,17 +119,17 @@ Schedule = NoiseSchedule | FlowSchedule
 
 
 def schedule_facts(schedule: Schedule) -> dict[str, Any]:
-    """A schedule as JSON: equal ones add the same noise and ask for the same prediction."""
+    """A schedule as JSON. Equal results mean equal noise levels and equal targets."""
     return {name: np.asarray(fact).tolist() for name, fact in vars(schedule).items()}
 
 
 def is_flow(config: Mapping[str, Any]) -> bool:
-    """Whether a diffusers scheduler's config is of a flow."""
+    """Whether a diffusers scheduler's config is for flow matching."""
     return str(config.get("_class_name", "")).startswith("FlowMatch")
 
 
 def schedule_of(config: Mapping[str, Any]) -> Schedule:
-    """The schedule that a diffusers scheduler's config stands for. Raises WrongInput."""
+    """The noise schedule of a diffusers scheduler's config. Raises WrongInput if it is unknown."""
     if is_flow(config):
         return FlowSchedule.from_config(config)
     if config.get("beta_schedule") is None and config.get("trained_betas") is None:
@@ -138,7 +139,7 @@ def schedule_of(config: Mapping[str, Any]) -> Schedule:
 
 
 def _betas(config: Mapping[str, Any]) -> Array:
-    """beta_t [T] in float32, computed as diffusers' schedulers do."""
+    """beta_t [T] f32, with the formulas of diffusers' schedulers."""
     if config.get("trained_betas") is not None:
         return np.asarray(config["trained_betas"], np.float32)
     count, kind = config.get("num_train_timesteps", 1000), config.get("beta_schedule", "linear")
@@ -156,7 +157,7 @@ def _betas(config: Mapping[str, Any]) -> Array:
 
 
 def _linspace(first: float, last: float, count: int) -> Array:
-    """torch.linspace in float32, to the last bit: from both ends towards the middle."""
+    """torch.linspace in float32, bit for bit: PyTorch computes each half from its own end."""
     steps = np.arange(count)
     low, high = np.float32(first), np.float32(last)
     by = np.float64((high - low) / np.float32(count - 1))
@@ -169,10 +170,10 @@ def _cumprod(betas: Array) -> Array:
 
 
 def rescale_zero_terminal_snr(betas: Array) -> Array:
-    """beta_t [T] with alpha_t shifted and stretched so that the last is 0.
+    """beta_t [T] f32 such that the last alpha_t is 0, by shifting and scaling sqrt(alphas_cumprod).
 
-    arXiv 2305.08891, algorithm 1, by way of betas as in diffusers: the detour rounds, and a model
-    was trained with what it gives.
+    arXiv 2305.08891, algorithm 1. The conversion to betas and back rounds; it is kept because
+    diffusers has it, and models are trained with the rounded values.
     """
     alpha = np.sqrt(_cumprod(betas))
     first, last = alpha[0], alpha[-1]

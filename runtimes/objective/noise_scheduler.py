@@ -1,7 +1,7 @@
-"""The scheduler that a trained model goes with: the base's, or what training made of it.
+"""The scheduler config of a trained model: the base's, or one with the changes of the settings.
 
-Training over to another prediction type or to zero terminal SNR changes the noise that the model
-knows. Its scheduler must say so, in training, in drawing and where it is published.
+Another prediction type or zero terminal SNR changes the model's noise schedule. Training, sampling
+and the published scheduler_config.json must all use the changed config.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runtimes.contract import WrongInput
 from runtimes.objective.noise import FLOW, Schedule, is_flow, schedule_of
 
 SCHEDULER_FILE = "scheduler_config.json"
-#: diffusers schedulers that know rescale_betas_zero_snr, and those that take predicted pictures.
+#: diffusers schedulers with rescale_betas_zero_snr, and those with prediction_type `sample`.
 RESCALES_BETAS = frozenset(
     {
         "DDIMScheduler",
@@ -28,7 +28,7 @@ RESCALES_BETAS = frozenset(
     }
 )
 PREDICTS_SAMPLE = RESCALES_BETAS - {"EulerAncestralDiscreteScheduler"}
-#: Schedulers that pictures may be drawn with, by the names that recipes give them.
+#: Schedulers for sampling: name in recipes -> diffusers class.
 SCHEDULERS = {
     "ddim": "DDIMScheduler",
     "ddim_parallel": "DDIMParallelScheduler",
@@ -40,14 +40,14 @@ SCHEDULERS = {
     "lms": "LMSDiscreteScheduler",
     "pndm": "PNDMScheduler",
 }
-#: Those of which runtimes that compile have a table (sample/tabulated_scheduler.py).
+#: Schedulers that compiling runtimes support (sample/tabulated_scheduler.py).
 TABULATED = (
     "DDIMScheduler",
     "DPMSolverMultistepScheduler",
     "EulerDiscreteScheduler",
     "FlowMatchEulerDiscreteScheduler",
 )
-#: What stands in for one that does not: it knows both, and draws no noise of its own.
+#: Replaces a scheduler class that lacks a needed option: it has both, and is deterministic.
 FALLBACK = "DDIMScheduler"
 _KEPT = (
     "_diffusers_version",
@@ -64,7 +64,7 @@ _KEPT = (
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The scheduler's config in a scheduler's folder. Raises WrongInput."""
+    """Read scheduler_config.json from a scheduler's folder. Raises WrongInput."""
     path = folder / SCHEDULER_FILE
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -75,14 +75,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]:
-    """The config of the scheduler that goes with what is trained; the base's where nothing changes.
+    """The scheduler config of the trained model; equal to the base's without changes.
 
-    A scheduler class that cannot say what has changed gives way to DDIMScheduler, with the same
-    noise schedule; trailing timesteps are what zero terminal SNR is drawn with (arXiv 2305.08891,
-    section 3.3).
+    DDIMScheduler, with the same noise schedule, replaces a class that lacks a changed option. Zero
+    terminal SNR needs trailing timesteps (arXiv 2305.08891, section 3.3).
 
     Raises:
-        WrongInput: between a flow and diffusion, which no scheduler of the other kind can express.
+        WrongInput: the settings turn a diffusion model into a flow model, or the reverse.
     """
     if is_flow(base):
         _check_flow(base, settings)
@@ -105,10 +104,10 @@ def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]
 
 
 def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
-    """The noise schedule of a scheduler's folder, or of what the settings train its model into.
+    """The noise schedule of a scheduler's folder, with the changes of the settings, if given.
 
     Raises:
-        WrongInput: there is none, it is not known here, or the settings do not go with it.
+        WrongInput: the config is missing or unknown, or the settings contradict it.
     """
     config = read_config(folder)
     if settings is not None:
@@ -120,11 +119,11 @@ def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
 
 
 def trained_scheduler(folder: Path, settings: Train) -> dict[str, Any] | None:
-    """The scheduler's config for what is trained, if it is not that of the base, in `folder`."""
+    """The trained model's scheduler config; None if it equals the base's config in `folder`."""
     base = read_config(folder)
     config = scheduler_config(base, settings)
-    said = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
-    return None if {**said, **config} == {**said, **base} else config
+    defaults = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
+    return None if {**defaults, **config} == {**defaults, **base} else config
 
 
 def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
@@ -137,7 +136,7 @@ def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
     if settings.zero_terminal_snr is not None:
         raise WrongInput(
             f"train.zero_terminal_snr is for diffusion, and the base is a flow ({name}), which "
-            "always ends in pure noise: leave it null"
+            "always ends in pure noise: set it to null"
         )
 
 
@@ -147,10 +146,14 @@ def _fallback(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The config of another scheduler, by a name of SCHEDULERS, for the noise of `config`.
+    """`config` with the class of another scheduler, and the same noise schedule.
+
+    Args:
+        config: config of the model's own scheduler.
+        name: a key of SCHEDULERS.
 
     Raises:
-        WrongInput: one is for flows, the other for diffusion.
+        WrongInput: one scheduler is for flow matching, the other for diffusion.
     """
     kind = SCHEDULERS[name]
     if is_flow({"_class_name": kind}) != is_flow(config):
@@ -163,15 +166,15 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def sampling_scheduler(
     scheduler: Any, sampler: Mapping[str, Any], make: Callable[[dict[str, Any]], Any]
 ) -> Any:
-    """The scheduler that pictures are asked to be drawn with, or the model's own.
+    """The scheduler for sampling: the sampler's choice, or the model's own.
 
     Args:
-        scheduler: the model's, of diffusers or mindone.
+        scheduler: the model's own, of diffusers or mindone.
         sampler: as GenerateJob.sampler.
-        make: makes one from a config.
+        make: constructs a scheduler from a config.
 
     Raises:
-        WrongInput: the model cannot be drawn with it.
+        WrongInput: the chosen scheduler does not fit the model.
     """
     if (name := sampler.get("scheduler")) is None:
         return scheduler

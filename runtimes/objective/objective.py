@@ -1,4 +1,4 @@
-"""What the model is trained to predict: noise, levels of it, targets and loss weights, in NumPy."""
+"""The training objective: latents, noise, timesteps, targets and loss weights of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from configs.training import TimestepSampling, Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise import Levels, NoiseSchedule, Schedule
 from runtimes.objective.random import Stream, generators
-from runtimes.objective.timesteps import Shares, level_at, level_bounds
+from runtimes.objective.timesteps import Probabilities, level_at, level_bounds
 from runtimes.objective.weighting import FlowWeighting, loss_weight
 
 Array = NDArray[np.float32]
@@ -21,16 +21,16 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class LatentScale:
-    """From the VAE's raw moments to the denoiser's latents."""
+    """Scale and shift from the VAE's latents to the denoiser's latents."""
 
     scaling_factor: float
     shift_factor: float = 0.0
-    mean: Sequence[float] | None = None  # per channel; as diffusers' latents_mean, latents_std
+    mean: Sequence[float] | None = None  # [C], latents_mean and latents_std in diffusers
     std: Sequence[float] | None = None
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any]) -> LatentScale:
-        """From an encode artifact's latents.json."""
+        """From the content of an encode artifact's latents.json, or a VAE's config."""
         return cls(
             info["scaling_factor"],
             info.get("shift_factor") or 0.0,
@@ -39,14 +39,14 @@ class LatentScale:
         )
 
     def sample(self, mean: Array, logvar: Array, eps: Array) -> Array:
-        """z = (mean + exp(logvar / 2) eps - shift) * scale; all [B, C, h, w].
+        """Scaled posterior sample z = (mean + exp(logvar / 2) eps - shift) * scale [B, C, h, w].
 
-        The log-variance is clipped to [-30, 20], as diffusers' DiagonalGaussianDistribution does.
+        The log-variance is clipped to [-30, 20], as in diffusers' DiagonalGaussianDistribution.
         """
         return self.scaled(mean + np.exp(np.float32(0.5) * np.clip(logvar, -30, 20)) * eps)
 
     def scaled(self, z: Array) -> Array:
-        """The VAE's latents [B, C, h, w] as the denoiser takes them."""
+        """The denoiser's latents [B, C, h, w] f32 from the VAE's latents `z`."""
         if self.mean is not None and self.std is not None:
             center, spread = (np.array(x, np.float32)[:, None, None] for x in (self.mean, self.std))
             return (z - center) / spread * np.float32(self.scaling_factor)
@@ -55,18 +55,18 @@ class LatentScale:
 
 @dataclass(frozen=True)
 class Choices:
-    """What is drawn for one sample besides its noise."""
+    """The random choices for one sample, besides its noise."""
 
-    level: int  # of noise, from the least
-    caption: float  # uniform in [0, 1): which of its captions
-    dropped: bool  # train it without a caption
-    flip: float  # uniform in [0, 1): below a half, mirrored if it may be
-    mask: float  # uniform in [0, 1): which of its masks
+    level: int  # noise level, from 0 (least noise)
+    caption: float  # uniform in [0, 1), selects one of the captions
+    dropped: bool  # whether the empty caption replaces the caption
+    flip: float  # uniform in [0, 1), below 0.5: use the mirrored image, if stored
+    mask: float  # uniform in [0, 1), selects one of the masks
 
 
 @dataclass(frozen=True)
 class NoisedBatch:
-    """A batch ready for the model: see StepBatch for the shapes."""
+    """The arrays of a batch that depend on noise. StepBatch has the shapes and dtypes."""
 
     noisy_latents: Array
     timesteps: NDArray[np.int32] | Array
@@ -76,7 +76,11 @@ class NoisedBatch:
 
 @dataclass(frozen=True)
 class Objective:
-    """The training objective: everything random in it is keyed on (seed, sample counter)."""
+    """The training objective. Its random numbers depend on (seed, sample counter) alone.
+
+    Raises:
+        WrongInput: settings that contradict the schedule or one another.
+    """
 
     schedule: Schedule
     scale: LatentScale
@@ -88,7 +92,7 @@ class Objective:
     input_perturbation: float = 0.0
     sampling: TimestepSampling = field(default_factory=TimestepSampling)
     caption_dropout_rate: float = 0.0
-    _bounds: Shares | None = field(init=False, repr=False, compare=False)
+    _bounds: Probabilities | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, NoiseSchedule):
@@ -102,7 +106,7 @@ class Objective:
         for name in ("snr_gamma", "debiased_estimation_loss"):
             if getattr(self, name):
                 raise WrongInput(
-                    f"train.{name} weighs diffusion by its SNR, and the base is a flow: take "
+                    f"train.{name} weighs diffusion by its SNR, and the base is a flow: use "
                     "train.weighting_scheme"
                 )
 
@@ -110,19 +114,19 @@ class Objective:
         if self.weighting_scheme != "none":
             raise WrongInput(
                 f"train.weighting_scheme: {self.weighting_scheme} is for flow matching, and the "
-                "base's scheduler is not of a flow: take train.snr_gamma or "
+                "base's scheduler is for diffusion: use train.snr_gamma or "
                 "train.debiased_estimation_loss"
             )
         if schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
             raise WrongInput(
                 "prediction_type epsilon cannot go with zero terminal SNR (train.zero_terminal_snr "
-                "or the scheduler's rescale_betas_zero_snr): at its last step noise says nothing "
-                "about the picture; set train.prediction_type to v_prediction"
+                "or the scheduler's rescale_betas_zero_snr): at the noisiest level the input "
+                "equals epsilon, a trivial prediction; set train.prediction_type to v_prediction"
             )
 
     @classmethod
     def of(cls, settings: Train, schedule: Schedule, scale: LatentScale) -> Objective:
-        """The objective of a recipe. Raises WrongInput for settings that do not go together."""
+        """The objective of train settings. Raises WrongInput for contradictory settings."""
         return cls(
             schedule=schedule,
             scale=scale,
@@ -137,11 +141,11 @@ class Objective:
         )
 
     def held_out(self, seed: int) -> Objective:
-        """The same noise and targets, drawn evenly and with every caption: to measure by."""
+        """The objective for measurement: uniform timesteps, no caption dropout, no loss weights."""
         return Objective(self.schedule, self.scale, seed, noise_offset=self.noise_offset)
 
     def choices(self, counters: Sequence[int]) -> list[Choices]:
-        """Level of noise, caption, dropout, flip and mask of the samples at `counters`."""
+        """Noise level, caption, dropout, flip and mask for each sample counter."""
         drawn = (rng.random(5) for rng in generators(self.seed, Stream.CHOICES, counters))
         return [self._choices(*uniforms.tolist()) for uniforms in drawn]
 
@@ -153,9 +157,13 @@ class Objective:
         return Choices(chosen, caption, dropout < self.caption_dropout_rate, flip, mask)
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
-        """eps [B, C, h, w], with a shift per channel if there is a noise offset.
+        """eps [B, C, h, w] f32, with a random shift per channel for a noise offset.
 
-        Noise offset: N. Guttenberg, "Diffusion with offset noise", 2023.
+        N. Guttenberg, "Diffusion with offset noise", 2023.
+
+        Args:
+            counters: B sample counters.
+            shape: (C, h, w).
         """
         noise = self._normal(Stream.NOISE, counters, shape)
         if self.noise_offset:
@@ -166,21 +174,28 @@ class Objective:
     def noised(
         self, mean: Array, logvar: Array, levels: Levels, counters: Sequence[int]
     ) -> NoisedBatch:
-        """Draw latents and noise for VAE moments [B, C, h, w] of the samples at `counters`."""
+        """Draw latents and noise, and compute the arrays of a batch.
+
+        Args:
+            mean: VAE posterior mean [B, C, h, w].
+            logvar: VAE posterior log-variance [B, C, h, w].
+            levels: noise levels [B].
+            counters: B sample counters.
+        """
         shape = mean.shape[1:]
         eps = self._normal(Stream.POSTERIOR, counters, shape)
         latents = self.scale.sample(mean, logvar, eps)
         noise = self.noise(counters, shape)
-        seen = self._perturbed(noise, counters)
+        perturbed = self._perturbed(noise, counters)
         return NoisedBatch(
-            self.schedule.add_noise(latents, seen, levels),
+            self.schedule.add_noise(latents, perturbed, levels),
             self.schedule.timesteps(levels),
             self.schedule.target(latents, noise, levels),
             self.weight(levels),
         )
 
     def weight(self, levels: Levels) -> Array:
-        """Loss weight of each sample [B]."""
+        """Loss weight per sample [B] f32."""
         return loss_weight(
             self.schedule,
             levels,
@@ -190,7 +205,7 @@ class Objective:
         )
 
     def _perturbed(self, noise: Array, counters: Sequence[int]) -> Array:
-        """The noise that goes into the model, but not into the target (arXiv 2301.11706)."""
+        """The perturbed noise of the model's input; the target has `noise` (arXiv 2301.11706)."""
         if not self.input_perturbation:
             return noise
         more = self._normal(Stream.INPUT_PERTURBATION, counters, noise.shape[1:])

@@ -1,7 +1,7 @@
-"""Random numbers that depend on (seed, stream, counter) alone, so that any step can be drawn first.
+"""Counter-based random numbers: any step can be drawn without drawing the ones before it.
 
-Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as NumPy has
-it: key = (seed, stream), and the block counter's upper words are ours, the lowest counts the draws.
+NumPy's Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The
+key is (seed, stream). Words 1 to 3 of the counter hold our counters; NumPy advances word 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @unique
 class Stream(IntEnum):
-    """What a number is drawn for. Streams share nothing: turning one off moves no other."""
+    """Independent random streams, one per purpose; parentheses name the counters."""
 
     POSTERIOR = 1  # (sample) the VAE posterior
     NOISE = 2  # (sample) the diffusion noise
@@ -24,15 +24,15 @@ class Stream(IntEnum):
     BATCHES = 5  # (epoch) the order of buckets
     SHARDS = 6  # (epoch, bucket) the order of shards
     WINDOW = 7  # (epoch, bucket, window) the order of samples
-    PICTURE = 8  # (picture) the start noise of sampling
-    INPUT_PERTURBATION = 9  # (sample) noise on the noise given to the model
-    ADAPTERS = 20  # (an adapter's name, as a number) where it starts
-    DROPOUT = 21  # (step, first sample of the micro batch, rank) a seed of dropout
-    SCORE = 22  # () where the layers that take an aesthetic score start
+    PICTURE = 8  # (image) the initial noise of sampling
+    INPUT_PERTURBATION = 9  # (sample) the perturbation of the input noise
+    ADAPTERS = 20  # (digest of an adapter's name) its initial weights
+    DROPOUT = 21  # (step, first sample of the micro-batch, rank) the dropout seed
+    SCORE = 22  # () the initial weights of the aesthetic-score embedding
 
 
 def generator(seed: int, stream: Stream, *counter: int) -> np.random.Generator:
-    """The numbers of one stream at up to three counters, each below 2**64."""
+    """A generator for one stream at up to three counters, each below 2**64."""
     words = np.zeros(4, np.uint64)
     words[1 : 1 + len(counter)] = counter
     key = np.array([seed, stream], np.uint64)
@@ -40,9 +40,9 @@ def generator(seed: int, stream: Stream, *counter: int) -> np.random.Generator:
 
 
 def generators(seed: int, stream: Stream, counters: Iterable[int]) -> Iterator[np.random.Generator]:
-    """`generator(seed, stream, counter)` for one counter after another, in a tenth of the time.
+    """Yield `generator(seed, stream, counter)` for each counter, about ten times faster.
 
-    Each is the one before, set anew: it is good until the next is asked for.
+    All are one object with a new state: a generator is valid until the next one is yielded.
     """
     rng = generator(seed, stream)
     state: Any = rng.bit_generator.state

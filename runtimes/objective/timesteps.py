@@ -1,4 +1,4 @@
-"""How often each level of noise is drawn."""
+"""Timestep sampling: the probability of each noise level during training."""
 
 from __future__ import annotations
 
@@ -11,50 +11,55 @@ from numpy.typing import NDArray
 from configs.training import TimestepSampling
 from runtimes.contract import WrongInput
 
-Shares = NDArray[np.float64]
+Probabilities = NDArray[np.float64]
 
 
-def level_bounds(settings: TimestepSampling, count: int) -> Shares | None:
-    """The distribution function of levels [count], ending in 1; None when all are drawn alike.
+def level_bounds(settings: TimestepSampling, count: int) -> Probabilities | None:
+    """The cumulative distribution of levels [count] f64; None for a uniform distribution.
 
-    Raises WrongInput for a bias on no level.
+    Raises:
+        WrongInput: the bias range contains no level.
     """
-    shares = level_shares(settings, count)
+    probabilities = level_probabilities(settings, count)
     if settings.distribution == "uniform" and settings.bias_strategy == "none":
         return None
-    bounds = np.cumsum(shares)
+    bounds = np.cumsum(probabilities)
     return np.append(bounds[:-1], 1.0)
 
 
-def level_shares(settings: TimestepSampling, count: int) -> Shares:
-    """Probability [count] of each level, from the least noisy to the noisiest.
+def level_probabilities(settings: TimestepSampling, count: int) -> Probabilities:
+    """Probability of each level [count] f64, in order of increasing noise.
 
-    Level k stands for u in [k / count, (k + 1) / count). Raises WrongInput for a bias on no level.
+    Level k covers u in [k / count, (k + 1) / count).
+
+    Raises:
+        WrongInput: the bias range contains no level.
     """
-    shares = _biased(settings, count)
+    probabilities = _bias_weights(settings, count)
     if settings.distribution == "logit_normal":
-        shares = shares * logit_normal_shares(-settings.logit_mean, settings.logit_std, count)
-    return shares / shares.sum()
+        mean, std = -settings.logit_mean, settings.logit_std
+        probabilities = probabilities * logit_normal_probabilities(mean, std, count)
+    return probabilities / probabilities.sum()
 
 
-def logit_normal_shares(mean: float, std: float, count: int) -> Shares:
-    """Mass [count] of u = 1 / (1 + exp(-n)), n of N(mean, std^2), within each level.
+def logit_normal_probabilities(mean: float, std: float, count: int) -> Probabilities:
+    """Probability mass [count] of u = 1 / (1 + exp(-n)), n ~ N(mean, std^2), in each level.
 
-    SD3, arXiv 2403.03206, section 3.1: a mean above 0 draws noisier levels. The setting
-    `logit_mean` has the other sign, as in diffusers, where u counts from pure noise.
+    SD3, arXiv 2403.03206, section 3.1. A mean above 0 favours noisier levels. The setting
+    `logit_mean` has the opposite sign, because u = 0 is pure noise in diffusers.
     """
     normal = NormalDist(mean, std)
     inner = [normal.cdf(math.log(k / (count - k))) for k in range(1, count)]
     return np.diff([0.0, *inner, 1.0])
 
 
-def level_at(u: float, bounds: Shares) -> int:
-    """The level of a uniform u in [0, 1): the inverse of the distribution function `bounds`."""
+def level_at(u: float, bounds: Probabilities) -> int:
+    """The level for a uniform u in [0, 1): inverse transform sampling with `level_bounds`."""
     return int(np.searchsorted(bounds, u, side="right"))
 
 
-def _biased(settings: TimestepSampling, count: int) -> Shares:
-    """1 for each level, times the multiplier for those of the bias [count]."""
+def _bias_weights(settings: TimestepSampling, count: int) -> Probabilities:
+    """Unnormalised weights [count]: `bias_multiplier` inside the bias range, 1 elsewhere."""
     weights = np.ones(count)
     if settings.bias_strategy == "none":
         return weights

@@ -1,7 +1,8 @@
-"""Loss weights: how much the error of a sample counts at its level of noise.
+"""Loss weights: the factor of a sample's squared error, by its noise level.
 
-The papers weigh the error of the picture, |z' - z|^2. An error of the noise is SNR times that, one
-of the velocity SNR + 1 times: divided by it, a weighting asks the same of every prediction type.
+The papers define weights for the error of the latents, |z' - z|^2. The error of eps is SNR times
+that, the error of v is SNR + 1 times that. The weight is divided by this factor, so that the loss
+is the same for every prediction type.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def loss_weight(
     debiased_estimation_loss: bool = False,
     weighting_scheme: FlowWeighting = "none",
 ) -> Array:
-    """Weight of each sample [B]: what is asked for is what goes with the kind of schedule."""
+    """Loss weight per sample [B] f32; 1 without an option for this kind of schedule."""
     if isinstance(schedule, FlowSchedule):
         return flow_weight(schedule.sigmas[levels], weighting_scheme)
     if snr_gamma is not None:
@@ -36,8 +37,10 @@ def loss_weight(
 
 
 def min_snr_weight(snr: Array, gamma: float, prediction_type: str) -> Array:
-    """Min-SNR-gamma (arXiv 2303.09556), each sample's by its own SNR: min(SNR, gamma) on the
-    picture's error, over SNR for epsilon, over SNR + 1 for v-prediction; all finite at SNR 0."""
+    """Min-SNR-gamma weights [B] (arXiv 2303.09556), finite at SNR 0.
+
+    min(SNR, gamma) for sample, divided by SNR for epsilon and by SNR + 1 for v_prediction.
+    """
     if prediction_type == "v_prediction":
         return np.divide(np.minimum(snr, np.float32(gamma)), snr + 1, dtype=np.float32)
     if prediction_type == "sample":
@@ -47,9 +50,10 @@ def min_snr_weight(snr: Array, gamma: float, prediction_type: str) -> Array:
 
 
 def debiased_weight(snr: Array, prediction_type: str) -> Array:
-    """1 / sqrt(SNR) on the noise's error (arXiv 2310.08442), so sqrt(SNR) on the picture's.
+    """Debiased estimation weights [B] (arXiv 2310.08442).
 
-    For v-prediction sqrt(SNR) / (SNR + 1): 1/2 at most, and 0 at SNR 0, which epsilon cannot have.
+    1 / sqrt(SNR) for epsilon, sqrt(SNR) for sample, sqrt(SNR) / (SNR + 1) for v_prediction. The
+    last is 0 at SNR 0; the objective rejects epsilon there.
     """
     root: Array = np.sqrt(snr, dtype=np.float32)
     if prediction_type == "v_prediction":
@@ -59,9 +63,9 @@ def debiased_weight(snr: Array, prediction_type: str) -> Array:
 
 
 def flow_weight(sigma: Array, kind: FlowWeighting) -> Array:
-    """Weights of rectified flow at sigma in (0, 1] [B] (SD3, arXiv 2403.03206, section 3.1).
+    """Weights [B] of rectified flow for sigma [B] in (0, 1] (SD3, arXiv 2403.03206, section 3.1).
 
-    sigma_sqrt is diffusers' name for sigma^-2; cosmap is 2 / (pi - 2 pi sigma + 2 pi sigma^2).
+    sigma_sqrt, a name of diffusers, is sigma^-2; cosmap is 2 / (pi - 2 pi sigma + 2 pi sigma^2).
     """
     if kind == "sigma_sqrt":
         return sigma**-2
@@ -71,5 +75,5 @@ def flow_weight(sigma: Array, kind: FlowWeighting) -> Array:
 
 
 def _snr(schedule: NoiseSchedule, levels: Levels) -> Array:
-    with np.errstate(divide="ignore"):  # endless where there is no noise
+    with np.errstate(divide="ignore"):  # SNR is infinite without noise
         return schedule.snr(levels)

@@ -51,19 +51,19 @@ def trained_config(
             class does not support them, or `instead` does not fit the base's pipeline.
     """
     if instead is not None:
-        _check_fits(_plain(instead), _plain(base))
+        _check_fits(_without_extras(instead), _without_extras(base))
     config = dict(base if instead is None else instead)
     has = ExtraInputs.from_config(config)
     asked = ExtraInputs.from_settings(settings)
     for name in ("inpainting", "aesthetic_score"):
         if getattr(has, name) and not getattr(asked, name):
-            raise WrongInput(f"the base is made for it: set train.{name}: true")
+            raise WrongInput(f"the base's denoiser has this input: set train.{name}: true")
         if getattr(asked, name) and config.get("_class_name", UNET) != UNET:
             raise WrongInput(f"train.{name} is for UNets, the base's is {config['_class_name']}")
         if getattr(asked, name) and not getattr(has, name) and settings.method == "lora":
             raise WrongInput(
-                f"train.{name}: the base lacks the weights, and adapters cannot add them: take "
-                "method: full, or a base that has them"
+                f"train.{name}: the base lacks the weights, and adapters cannot add them: set "
+                "train.method: full, or choose a base that has them"
             )
     if asked.inpainting:
         config["in_channels"] = inpainting_channels(config)
@@ -82,7 +82,7 @@ def job_config(job: TrainJob, settings: Train) -> dict[str, Any]:
     return trained_config(base, settings, job.denoiser_config)
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without its extra inputs."""
     extras, plain = ExtraInputs.from_config(config), dict(config)
     if extras.inpainting:

@@ -49,7 +49,9 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
         if index.exists():
             names = sorted(set(read_config(index)["weight_map"].values()))
             return [folder / name for name in names]
-    raise WrongInput(f"{folder / stem}.safetensors is missing: the weights of the part are needed")
+    raise WrongInput(
+        f"{folder / stem}.safetensors is missing: the weights of the part are required"
+    )
 
 
 def check_fit(path: Path, wanted: Shapes, given: Shapes) -> None:
@@ -66,6 +68,6 @@ def check_fit(path: Path, wanted: Shapes, given: Shapes) -> None:
     ):
         if names:
             raise WrongInput(f"{path} {what} {len(names)} weights, such as {min(names)}")
-    for name, there in wanted.items():
-        if given[name] != there:
-            raise WrongInput(f"{path}: {name} has shape {given[name]}, its config says {there}")
+    for name, shape in wanted.items():
+        if given[name] != shape:
+            raise WrongInput(f"{path}: {name} has shape {given[name]}, its config requires {shape}")

@@ -24,7 +24,7 @@ def join(ranks: Ranks, backend: str = "gloo") -> None:
     dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world, timeout=TIMEOUT)
 
 
-class Agreement:
+class HostCollectives:
     """Host collectives over `world` processes; a single process needs no process group."""
 
     def __init__(self, world: int) -> None:

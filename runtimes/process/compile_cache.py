@@ -53,7 +53,7 @@ class CompileCache:
     def upload(self) -> None:
         """Upload new programs to a remote store."""
         if self._remote:
-            self._try(self._send)
+            self._try(self._upload_new)
 
     def _fetch(self, path: Path) -> None:
         if not self._fs.exists(self._remote):
@@ -67,7 +67,7 @@ class CompileCache:
                 part.replace(local)
             self._stored.add(name)
 
-    def _send(self, path: Path) -> None:
+    def _upload_new(self, path: Path) -> None:
         here = {p.name for p in path.iterdir() if p.is_file() and not p.name.startswith(".")}
         for name in sorted(here - self._stored):
             self._fs.put_file(str(path / name), f"{self._remote}/{name}")

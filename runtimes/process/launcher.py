@@ -36,7 +36,8 @@ class LostRank(RuntimeError):
 
     def __init__(self, rank: int, code: int, error: dict[str, Any]) -> None:
         self.code = 1 if code < 0 else code
-        self.wrong_input, self.errno = bool(error.get("wrong_input")), error.get("errno")
+        self.wrong_input = bool(error.get("wrong_input"))
+        self.errno = error.get("errno")
         self.traceback = error.get("traceback") or ""
         self.failed_at = float(error.get("time") or 0.0)  # 0 if a signal killed it
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"

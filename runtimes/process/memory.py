@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 
-def peak_of_process() -> int:
+def peak_rss() -> int:
     """Peak resident memory of this process in bytes; 0 on systems without /proc."""
     # Not ru_maxrss: a child process inherits its parent's value, which may be larger.
     path = Path("/proc/self/status")

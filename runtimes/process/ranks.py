@@ -34,11 +34,11 @@ class Ranks:
     @classmethod
     def here(cls) -> Ranks:
         """Read the environment; without a launcher, a single process. Raises WrongInput."""
-        if "RANK" not in os.environ and _by_msrun():
+        if "RANK" not in os.environ and _started_by_msrun():
             local_rank = int(os.environ.get("DEVICE_ID") or 0)
             rank, world = os.environ.get("RANK_ID"), os.environ["MS_WORKER_NUM"]
             if rank is None:  # msrun then assigns ranks only at the rendezvous
-                raise WrongInput("msrun on several hosts: give each its number by --node_rank")
+                raise WrongInput("msrun on several hosts: pass --node_rank to each msrun")
             return cls(int(rank), int(world), local_rank, local_rank + 1)
         defaults = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         return cls(*(int(os.environ.get(name) or default) for name, default in defaults))
@@ -51,7 +51,7 @@ class Ranks:
 
 def launched() -> bool:
     """Whether torchrun, mpirun, msrun or ours has started the processes of this run."""
-    return "RANK" in os.environ or _by_msrun()
+    return "RANK" in os.environ or _started_by_msrun()
 
 
 def is_msrun_scheduler() -> bool:
@@ -70,14 +70,14 @@ def adopt_mpi() -> None:
     if int(found.get("WORLD_SIZE", 1)) == 1:
         return
     if "MASTER_ADDR" not in os.environ and found["WORLD_SIZE"] != found.get("LOCAL_WORLD_SIZE"):
-        raise WrongInput("mpirun on several hosts: give each MASTER_ADDR, by `-x MASTER_ADDR=HOST`")
+        raise WrongInput("mpirun on several hosts: add `-x MASTER_ADDR=HOST` to its command line")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "12345")
     for name, value in found.items():
         os.environ.setdefault(name, value)
 
 
-def _by_msrun() -> bool:
+def _started_by_msrun() -> bool:
     return os.environ.get("MS_ROLE") == "MS_WORKER"
 
 

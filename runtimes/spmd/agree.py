@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import socket
 
-from runtimes.process.collectives import Agreement, join
+from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.ranks import Ranks
 
 
-def meet(ranks: Ranks) -> Agreement:
+def meet(ranks: Ranks) -> HostCollectives:
     """Join the run's other hosts, if there are any."""
     if ranks.world > 1:
         join(ranks)
-    return Agreement(ranks.world)
+    return HostCollectives(ranks.world)
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from runtimes.hosts import gaudi
 from runtimes.hosts.ascend import count_npus, lacking, torch_npu_version
 from runtimes.models.precision import check_precision
 from runtimes.process.job import EncodeJob, Job, TrainJob
-from runtimes.process.memory import peak_of_process
+from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.torch import hpu, npu
 from runtimes.torch.device_kind import Chip
@@ -138,7 +138,7 @@ def peak_bytes(device: torch.device) -> int:
     """Most bytes in use so far: of the device's memory, or of this process."""
     if device.type in ACCELERATORS:
         return int(torch.get_device_module(device).max_memory_allocated(device))
-    return peak_of_process()
+    return peak_rss()
 
 
 def free_memory() -> None:

@@ -21,7 +21,7 @@ from runtimes.models.network import Network
 from runtimes.models.precision import check_precision
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise_scheduler import trained_scheduler
-from runtimes.process.collectives import Agreement
+from runtimes.process.collectives import HostCollectives
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks
@@ -60,7 +60,7 @@ class TheRuntime:
         self._chip.check(self._settings)
         self._device = self._chip.device
         self._parallel = open_parallel(self._settings, ranks, self._device)
-        self._agreement = Agreement(ranks.world)
+        self._agreement = HostCollectives(ranks.world)
         self.device = describe(self._device)
         network = Network.load(job, self._settings)
         self._counter = FlopCounter(network)

@@ -1,1 +1,1 @@
-"""A training run: the loop, and all that happens beside its steps."""
+"""A training run: the loop, checkpoints, validation, sample images and trackers."""

@@ -133,7 +133,8 @@ class TensorBoard:
         self._number += 1
         self._path = f"{self._folder}/events.out.tfevents.{self._number:05d}"
         begun = Event(wall_time=time.time(), file_version="brain.Event:2")
-        self._pending, self._added = bytearray(_record(begun)), False
+        self._pending = bytearray(_record(begun))
+        self._added = False
 
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()

@@ -101,7 +101,7 @@ class Checkpoints:
             try:
                 return self.read(step, verify=True)
             except (ValueError, OSError, KeyError, TypeError) as error:
-                if _is_away(self._fs, error):
+                if _is_unreachable(self._fs, error):
                     raise  # a resume from an older checkpoint would discard the newest one's steps
                 log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
@@ -143,7 +143,7 @@ class Checkpoints:
             record = {"files": files, "validation_loss": loss}
             write_record(self._fs, f"{path}/{MANIFEST}", record)
         except OSError as error:
-            raise CheckpointNotWritten(error.errno, self._complaint(path, error)) from None
+            raise CheckpointNotWritten(error.errno, self._failure_message(path, error)) from None
         try:
             if prune:
                 self._prune(step)
@@ -151,14 +151,14 @@ class Checkpoints:
             log.warning("old checkpoints could not be deleted: %s", error)
         return path, sum(entry.size for entry in files)
 
-    def _complaint(self, path: str, error: OSError) -> str:
+    def _failure_message(self, path: str, error: OSError) -> str:
         kept = "there is none before it"
         try:
             self._discard(path)  # frees the space of the partial checkpoint
             if steps := self._steps():
                 kept = f"the last good one is of step {steps[-1]}"
         except OSError:
-            kept = "it is half written and cannot be removed"
+            kept = "its partial files cannot be deleted"
         reason = error.strerror or str(error)
         return f"checkpoint {path} could not be written: {reason}; {kept}"
 
@@ -172,7 +172,7 @@ class Checkpoints:
         path = self._path(step)
         record = read_record(self._fs, f"{path}/{MANIFEST}")
         if record is None:
-            raise ValueError("it was never finished")
+            raise ValueError("it was not committed")
         fault = first_fault(self._fs, path, record["files"]) if verify else None
         if fault is not None:
             raise ValueError(fault)
@@ -236,7 +236,7 @@ class Checkpoints:
         return sorted(int(match[1]) for match in steps if match)
 
 
-def _is_away(fs: AbstractFileSystem, error: Exception) -> bool:
+def _is_unreachable(fs: AbstractFileSystem, error: Exception) -> bool:
     """Whether a remote store failed to respond: the checkpoint itself may be intact."""
     gone = isinstance(error, FileNotFoundError) or not isinstance(error, OSError)
     return not gone and not isinstance(fs, LocalFileSystem)

@@ -38,9 +38,9 @@ class DivergenceDetector:
 
     def __init__(self, settings: OnDivergence) -> None:
         self._settings = settings
-        self.begin(())
+        self.reset(())
 
-    def begin(self, losses: Iterable[float]) -> None:
+    def reset(self, losses: Iterable[float]) -> None:
         """Reset the detector and replay the losses of the completed steps."""
         self.event: DivergenceEvent | None = None
         self._recent: deque[float] = deque(maxlen=WINDOW)
@@ -60,7 +60,7 @@ class DivergenceDetector:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             words = f"the loss is {loss} and the gradient's norm {grad_norm} at step {step}"
             self.event = DivergenceEvent(first, words)
-        elif (times := self._times_the_mean(loss)) is None:
+        elif (times := self._excess_ratio(loss)) is None:
             self._recent.append(loss)
             self._suspicious = 0
         else:
@@ -69,7 +69,7 @@ class DivergenceDetector:
                 words = f"the loss {loss:.4g} is {times:.3g} times the recent mean at step {step}"
                 self.event = DivergenceEvent(first, words)
 
-    def _times_the_mean(self, loss: float) -> float | None:
+    def _excess_ratio(self, loss: float) -> float | None:
         """The ratio of `loss` to the recent mean if it exceeds `factor`, else None."""
         factor = self._settings.factor
         if factor is None or len(self._recent) < MIN_LOSSES:

@@ -327,7 +327,7 @@ class Run:
             if before.get(name) != now[name]:
                 raise WrongInput(
                     f"{self._job.work} holds a run with train.{name}={before.get(name)}, this one "
-                    f"asks for {now[name]}: give it a work folder of its own"
+                    f"has {now[name]}: choose another work folder"
                 )
 
 

@@ -36,7 +36,7 @@ class Profiling:
         if step == self._end:
             self.close()
         elif step == self._start:
-            folder = self._tracing.enter_context(_folder_below(self._work))
+            folder = self._tracing.enter_context(_trace_folder(self._work))
             self._tracing.enter_context(self._runtime.profile(folder))
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Profiling:
 
 
 @contextmanager
-def _folder_below(work: str) -> Iterator[str]:
+def _trace_folder(work: str) -> Iterator[str]:
     """A local folder for the trace; at exit its files are in `<work>/profile`."""
     fs, root = url_to_fs(work)
     target = f"{root.rstrip('/')}/profile"

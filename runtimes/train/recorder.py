@@ -64,7 +64,7 @@ class Recorder:
         """Continue after the steps of `history` (JSON lines, one per step)."""
         self.history = history
         self._pending: list[_PendingStep] = []
-        self._divergence.begin(json.loads(line)["loss"] for line in history)
+        self._divergence.reset(json.loads(line)["loss"] for line in history)
         self._restart(0.0)
 
     def add(
@@ -136,7 +136,8 @@ class Recorder:
         eta = (self._total - step) * self._batch_size / rate
         self._events.emit("progress", step=step, total=self._total, **figures, eta_seconds=eta)
         self._boards.scalars(step, figures)
-        self._steps, self._seconds = self._steps + step - self._first, self._seconds + seconds
+        self._steps += step - self._first
+        self._seconds += seconds
         self._restart(waited)
 
     def _utilisation(self, seconds: float) -> dict[str, float | None]:
@@ -157,6 +158,8 @@ class Recorder:
         self._paused += time.perf_counter() - since
 
     def _restart(self, waited: float) -> None:
-        self._first, self._since = len(self.history), time.perf_counter()
-        self._waited, self._paused = waited, 0.0
+        self._first = len(self.history)
+        self._since = time.perf_counter()
+        self._waited = waited
+        self._paused = 0.0
         self._shapes: list[Shapes] = []  # of the steps since the last report

@@ -19,7 +19,7 @@ from fsspec.core import url_to_fs
 from artifacts.commit import write_atomic
 from artifacts.safetensors import Arrays, write_arrays, writing
 from configs.training import Train
-from runtimes.adapters.lora import LORA_WEIGHTS, as_stored, metadata
+from runtimes.adapters.lora import LORA_WEIGHTS, metadata, to_file_names
 from runtimes.contract import State
 from runtimes.objective.noise_scheduler import SCHEDULER_FILE, trained_scheduler
 from runtimes.pipeline_folder.denoiser_config import job_config
@@ -41,7 +41,7 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
     if settings.method == "lora":
         files.append(LORA_WEIGHTS)
         with writing(fs, root, LORA_WEIGHTS, []) as sink:
-            write_arrays(sink, as_stored(trained), metadata(trained, settings.lora))
+            write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
             files += _write_component(fs, root, _config(job, component), component, arrays)

@@ -1,4 +1,4 @@
-"""Sample images during training: one row per step, one column per prompt, in `<work>/samples`."""
+"""Sample images during training: one PNG per step in `<work>/samples`, all prompts in a row."""
 
 from __future__ import annotations
 

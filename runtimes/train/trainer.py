@@ -100,7 +100,7 @@ def read_settings(job: TrainJob) -> Train:
         name = ".".join(map(str, ("train", *first["loc"])))
         raise WrongInput(f"{name}: {first['msg']}") from None
     if (settings.denoiser_config is None) != (job.denoiser_config is None):
-        raise WrongInput("train.denoiser_config: the job must have its content as well")
+        raise WrongInput("train.denoiser_config: the job must contain its content")
     return settings
 
 

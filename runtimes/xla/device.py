@@ -15,7 +15,7 @@ from configs.training import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.models.precision import check_precision
 from runtimes.process.compile_cache import CompileCache
-from runtimes.process.memory import peak_of_process
+from runtimes.process.memory import peak_rss
 
 #: Of a device, TFLOP/s in bfloat16, as Google's "TPU system architecture" pages give them for a
 #: chip: of v2 and v3 that is two devices.
@@ -95,11 +95,11 @@ def peak_flops(compute_dtype: str) -> float | None:
 def memory_bytes() -> int:
     """Most bytes in use so far: of a device's memory or, where it does not tell, this process's."""
     if xr.device_type() != "TPU":
-        return peak_of_process()
+        return peak_rss()
     try:
         found = xm.get_memory_info()
     except RuntimeError:  # PyTorch/XLA 2.9 does not tell once arrays are spread over devices
-        return peak_of_process()
+        return peak_rss()
     return int(found.get("peak_bytes_used", found["bytes_used"]))
 
 

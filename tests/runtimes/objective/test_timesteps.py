@@ -8,11 +8,17 @@ from tolerances import assert_close
 
 from configs.training import TimestepSampling
 from runtimes.contract import WrongInput
-from runtimes.objective.timesteps import level_at, level_bounds, level_shares, logit_normal_shares
+from runtimes.objective.timesteps import (
+    level_at,
+    level_bounds,
+    level_probabilities,
+    logit_normal_probabilities,
+)
 
 
 def biased(bias: str, count: int = 1000, **more: object) -> np.ndarray:
-    return level_shares(TimestepSampling(bias_strategy=bias, bias_multiplier=3.0, **more), count)  # type: ignore[arg-type]
+    settings = TimestepSampling(bias_strategy=bias, bias_multiplier=3.0, **more)  # type: ignore[arg-type]
+    return level_probabilities(settings, count)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +47,8 @@ def test_logit_normal_is_diffusers(mean: float, std: float) -> None:
         "logit_normal", 400_000, mean, std, generator=torch.Generator().manual_seed(0)
     )
     drawn = np.bincount((u * 20).long(), minlength=20) / 400_000
-    np.testing.assert_allclose(logit_normal_shares(mean, std, 20), drawn, atol=3e-3)
-    fine = logit_normal_shares(mean, std, 1000)
+    np.testing.assert_allclose(logit_normal_probabilities(mean, std, 20), drawn, atol=3e-3)
+    fine = logit_normal_probabilities(mean, std, 1000)
     assert fine.sum() == pytest.approx(1) and fine.min() >= 0
     np.testing.assert_allclose(fine.reshape(20, 50).sum(axis=1), drawn, atol=3e-3)
 
@@ -55,14 +61,14 @@ def test_a_logit_mean_is_that_of_diffusers_script() -> None:
     level = 19 - (u * 20).long()  # of noise_scheduler.timesteps, from the noisiest on
     drawn = np.bincount(level, minlength=20) / 400_000
     settings = TimestepSampling(distribution="logit_normal", logit_mean=0.5, logit_std=0.6)
-    np.testing.assert_allclose(level_shares(settings, 20), drawn, atol=3e-3)
+    np.testing.assert_allclose(level_probabilities(settings, 20), drawn, atol=3e-3)
 
 
 def test_logit_normal_and_bias_go_together() -> None:
     settings = TimestepSampling(
         distribution="logit_normal", bias_strategy="later", bias_multiplier=2.0, bias_portion=0.5
     )
-    np.testing.assert_allclose(level_shares(settings, 2), [1 / 3, 2 / 3])
+    np.testing.assert_allclose(level_probabilities(settings, 2), [1 / 3, 2 / 3])
 
 
 def test_levels_are_drawn_as_often_as_they_should_be() -> None:

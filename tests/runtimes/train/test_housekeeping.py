@@ -254,7 +254,7 @@ def test_a_loss_far_above_the_mean_is_gone_back_from_too(
         divergence=policy,
     )
     heard = run(job)
-    # With batch 12 left out, batch 13 alone is no offence.
+    # With batch 12 left out, batch 13 alone is no divergence.
     assert [(event["step"], event["left_out"]) for event in heard.of("back")] == [(12, 12)]
     stopped = replace(
         job, work=f"{job.work}-2", train={**job.train, "divergence": {**policy, "action": "stop"}}
