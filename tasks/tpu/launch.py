@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from artifacts.images import add_member
 from artifacts.models import digest_model
 from artifacts.store import Store
 from configs.tpu import Tpu
@@ -256,10 +257,8 @@ def _pack() -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
         for path in sorted(p for name in PACKED for p in _files(ROOT / name)):
-            member = tarfile.TarInfo(str(path.relative_to(ROOT)))
-            data = path.read_bytes()
-            member.size, member.mode = len(data), path.stat().st_mode & 0o777
-            tar.addfile(member, io.BytesIO(data))
+            name, mode = str(path.relative_to(ROOT)), path.stat().st_mode & 0o777
+            add_member(tar, name, path.read_bytes(), mode)
     return _without_clock(buffer.getvalue())
 
 
