@@ -63,9 +63,9 @@ def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
             meta = dict(sample.meta)
             if len(sample.captions) > 1:
                 meta["captions"] = list(sample.captions)
-            _add(tar, f"{sample.key}.{sample.extension}", sample.image)
-            _add(tar, f"{sample.key}.json", canonical_json(meta))
-            _add(tar, f"{sample.key}.txt", (sample.captions or ("",))[0].encode())
+            add_member(tar, f"{sample.key}.{sample.extension}", sample.image)
+            add_member(tar, f"{sample.key}.json", canonical_json(meta))
+            add_member(tar, f"{sample.key}.txt", (sample.captions or ("",))[0].encode())
     return count
 
 
@@ -110,9 +110,10 @@ def read_rows(source: Path | str | bytes) -> list[dict[str, Any]]:
     return list(pq.read_table(opened).to_pylist())
 
 
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)  # deterministic defaults: mtime 0, no owner, mode 0644
-    member.size = len(data)
+def add_member(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
+    """Add a file to a tar, deterministically: no owner, time stamp 0, permission bits `mode`."""
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(data), mode
     tar.addfile(member, BytesIO(data))
 
 

@@ -122,7 +122,7 @@ def _drawn_right(
 
 
 def measure(folder: Path, config: BaseConfig) -> dict[str, Any]:
-    """What the model in `folder` can do, as the card reports it."""
+    """The figures of the model in `folder` for `model_card`."""
     pipe = StableDiffusionXLPipeline.from_pretrained(
         folder, torch_dtype=torch.float32, add_watermarker=False
     )
@@ -144,7 +144,7 @@ def measure(folder: Path, config: BaseConfig) -> dict[str, Any]:
 def model_card(
     config: BaseConfig, figures: Mapping[str, Any], cpu_seconds: Mapping[str, int | None]
 ) -> str:
-    """The text of README.md, with `figures` as `measure` returns them."""
+    """The text of README.md, with the figures of `measure`."""
     made = {
         name: f"{part.steps:,} steps, batch {part.batch_size}, AdamW {part.learning_rate:g}"
         for name, part in (("clip", config.clip), ("vae", config.vae), ("unet", config.unet))

@@ -1,4 +1,4 @@
-"""The base's CLIP: taught to match pictures with captions; its text tower is both text encoders."""
+"""The base's CLIP, trained on pictures and captions; its text tower serves as both encoders."""
 
 import copy
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def image_processor() -> CLIPImageProcessor:
 
 
 class _Teacher(nn.Module):
-    """Throw-away heads: both towers learn digit and style at once, contrast only aligns them."""
+    """Auxiliary heads: both towers learn digit and style directly; contrast only aligns them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,15 +70,15 @@ class _Teacher(nn.Module):
         self.text = nn.Linear(width, 10 + len(world.STYLES))
 
     def loss(
-        self, image: Tensor, text: Tensor, digit: Tensor, style: Tensor, told: Tensor
+        self, image: Tensor, text: Tensor, digit: Tensor, style: Tensor, has_ink: Tensor
     ) -> Tensor:
-        """`told` [B]: whether the caption names the ink, without which no style can be learned."""
+        """Cross-entropy of digit and style; the text's style counts only where `has_ink` [B]."""
         image, text = self.image(image), self.text(text)
         return (
             nn.functional.cross_entropy(image[:, :10], digit)
             + nn.functional.cross_entropy(image[:, 10:], style)
             + nn.functional.cross_entropy(text[:, :10], digit)
-            + nn.functional.cross_entropy(text[told][:, 10:], style[told])
+            + nn.functional.cross_entropy(text[has_ink][:, 10:], style[has_ink])
         )
 
 
@@ -96,14 +96,14 @@ def _batch_styles(step: int, count: int, rng: np.random.Generator) -> NDArray[np
 
 
 class _Batch(NamedTuple):
-    """Pictures with a caption each, and what both show."""
+    """Pictures with one caption each, and their labels."""
 
     images: Tensor  # [B, 3, H, W]
     texts: list[str]
     fits: Tensor  # [B, B] float: whether caption j is true of picture i
     digit: Tensor  # [B]
     style: Tensor  # [B]
-    told: Tensor  # [B] bool: whether the caption names the ink
+    has_ink: Tensor  # [B] bool: whether the caption names the ink
 
 
 def _draw_batch(
@@ -118,14 +118,14 @@ def _draw_batch(
     fits = torch.tensor(
         [[a.digit == digit and look in a.styles() for a in asked] for digit, look in drawn]
     ).float()
-    told = torch.tensor([a.ink is not None for a in asked])
+    has_ink = torch.tensor([a.ink is not None for a in asked])
     return _Batch(
-        images, texts, fits, torch.from_numpy(labels[rows]), torch.from_numpy(style), told
+        images, texts, fits, torch.from_numpy(labels[rows]), torch.from_numpy(style), has_ink
     )
 
 
 def train_clip(config: ClipConfig, tokenizer: CLIPTokenizer, seed: int) -> CLIPModel:
-    """A CLIPModel that has seen every digit of the training split in all styles."""
+    """A CLIPModel trained on the digits of the training split in all styles."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     clip, teacher = new_clip(config, len(tokenizer)), _Teacher(config.projection_dim)
@@ -146,7 +146,7 @@ def train_clip(config: ClipConfig, tokenizer: CLIPTokenizer, seed: int) -> CLIPM
             clip.text_projection(out.text_model_output.pooler_output),
             batch.digit,
             batch.style,
-            batch.told,
+            batch.has_ink,
         )
         optimizer.zero_grad()
         loss.backward()
@@ -161,7 +161,7 @@ def train_clip(config: ClipConfig, tokenizer: CLIPTokenizer, seed: int) -> CLIPM
 
 @torch.no_grad()
 def caption_accuracy(clip: CLIPModel, tokenizer: CLIPTokenizer) -> float:
-    """How often a held-out picture's own caption is the nearest of all 210 full ones."""
+    """Top-1 accuracy of held-out pictures against all 210 full captions."""
     x8, labels = world.digits("held_out")
     rng = np.random.default_rng(99)
     style = rng.integers(len(world.STYLES), size=len(x8))

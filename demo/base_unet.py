@@ -1,4 +1,4 @@
-"""The base's UNet: SDXL's layout in small, taught every style of the demo but the new one."""
+"""The base's UNet: a small SDXL layout, trained on every style of the demo but the new one."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ def new_scheduler() -> EulerDiscreteScheduler:
 
 @cache
 def _alphas_cumprod() -> Tensor:
-    """The signal's share of the variance [1000] at each timestep; 0 at the last."""
+    """alphas_cumprod f32 [1000]; 0 at the last timestep."""
     return DDPMScheduler(**NOISE).alphas_cumprod
 
 
@@ -103,7 +103,7 @@ def encode_pictures(pipe: StableDiffusionXLPipeline, count: int, seed: int) -> P
 
 
 def _time_ids(count: int, generator: torch.Generator) -> Tensor:
-    """SDXL's size conditioning [count, 6]; a fifth of the rows say the picture was once larger."""
+    """SDXL's size conditioning [count, 6]; a fifth of the rows have a larger original size."""
     time_ids = torch.tensor([[world.SIZE, world.SIZE, 0, 0, world.SIZE, world.SIZE]])
     time_ids = time_ids.float().repeat(count, 1)
     larger = torch.rand(count, generator=generator) < 0.2
@@ -140,7 +140,7 @@ def _loss(
 
 
 class _Training:
-    """Everything that changes while the UNet is trained, so that it can be saved and go on."""
+    """The state of a training run, which can be saved and restored."""
 
     def __init__(self, unet: UNet2DConditionModel, config: UnetConfig, seed: int) -> None:
         self.config = config
@@ -162,7 +162,7 @@ class _Training:
         return min(1, (step + 1) / self.config.lr_warmup_steps) * (0.02 + 0.98 * cosine)
 
     def advance(self, pictures: Pictures) -> float:
-        """One step; the loss before it."""
+        """Take one optimizer step and return its loss."""
         loss = _loss(self.unet, pictures, self.config, self.generator)
         self.optimizer.zero_grad()
         loss.backward()
@@ -196,14 +196,14 @@ class _Training:
 def train_unet(
     pipe: StableDiffusionXLPipeline, config: BaseConfig, progress: Path
 ) -> UNet2DConditionModel:
-    """The averaged UNet; `progress` holds the state so far, so that a second call goes on."""
+    """The EMA of the trained UNet; an interrupted run resumes from the file `progress`."""
     torch.manual_seed(config.seed)
     pictures = encode_pictures(pipe, config.unet.pictures, config.seed)
     unet = pipe.unet.to(memory_format=torch.channels_last).train()
     training = _Training(unet, config.unet, config.seed)
     if progress.exists():
         training.load(progress)
-        print(f"unet: going on from step {training.step}", flush=True)
+        print(f"unet: resuming at step {training.step}", flush=True)
     while training.step < config.unet.steps:
         loss = training.advance(pictures)
         if training.step % SAVE_EVERY == 0:

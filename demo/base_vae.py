@@ -12,7 +12,7 @@ from demo.tensors import pixels
 
 
 def new_vae(config: VaeConfig, scaling_factor: float = 1.0) -> AutoencoderKL:
-    """An untrained autoencoder that starts almost noiseless instead of as pure noise."""
+    """An untrained autoencoder with a small initial posterior variance (`initial_logvar`)."""
     blocks = len(config.block_out_channels)
     vae = AutoencoderKL(
         block_out_channels=tuple(config.block_out_channels),
@@ -84,7 +84,7 @@ def train_vae(config: VaeConfig, seed: int) -> AutoencoderKL:
 
 @torch.no_grad()
 def psnr(vae: AutoencoderKL, styles: tuple[str, ...]) -> float:
-    """Mean peak signal-to-noise ratio, in dB, of held-out pictures there and back."""
+    """Mean peak signal-to-noise ratio (dB) of reconstructed held-out pictures."""
     x8, _ = world.digits("held_out")
     style = np.resize([world.style_index(name) for name in styles], len(x8))
     images = pixels(world.render(x8, style, np.random.default_rng(99)))

@@ -1,4 +1,4 @@
-"""The demo's pictures on disk: a style the base never drew, and some it must not forget."""
+"""The demo's dataset: pictures in a style new to the base, and rehearsal in known styles."""
 
 import hashlib
 import io
@@ -16,7 +16,7 @@ from PIL import Image
 from demo import world
 
 LIST, NOTE = "urls.parquet", "recipe.json"
-REHEARSAL = 900  # half as many as the new pictures: without them the base's styles are lost
+REHEARSAL = 900  # half as many as the new pictures; without them the base forgets its styles
 
 
 def _png(picture: NDArray[np.uint8]) -> bytes:
@@ -47,7 +47,7 @@ def _pictures(seed: int, new_style: str, count: int, rehearsal: int) -> Iterator
 
 
 def _fill(folder: Path, seed: int, new_style: str, count: int, rehearsal: int) -> None:
-    # Imported here: it takes a third of a second that the demo's other users need not wait.
+    # Imported on demand: the import takes a third of a second, and other users do not need it.
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -77,7 +77,7 @@ def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
 
 
 def _replace(new: Path, folder: Path, recipe: dict[str, Any]) -> None:
-    """Put `new` in the place of `folder`, unless somebody else has just done the same."""
+    """Replace `folder` by `new`, unless another process has just done so."""
     if _is_whole(folder, recipe):
         return
     with suppress(FileNotFoundError):
@@ -97,13 +97,15 @@ def write(
     count: int = 1797,
     rehearsal: int = REHEARSAL,
 ) -> Path:
-    """Write the collection into `folder` and return the path of its `urls.parquet`.
+    """Write the dataset to `folder`, deterministically, and return the path of `urls.parquet`.
 
-    The first `count` of the 1,797 digits, each once, in `new_style`, and `rehearsal` pictures
-    spread over the base's styles. Columns: `url` (relative to the folder, "images/00001.png"),
-    `caption`, `sha256` (hex, of the PNG's bytes). The same arguments give the same bytes; a folder
-    that already holds them, every one intact, is left as it is. FileExistsError where `folder`
-    holds something else.
+    The dataset has the first `count` of the 1,797 digits in `new_style`, and `rehearsal` pictures
+    in the base's styles. Columns: `url` (relative to the folder, "images/00001.png"), `caption`,
+    `sha256` (hex, of the PNG's bytes). An intact folder of equal arguments is reused.
+
+    Raises:
+        FileExistsError: `folder` has files that this function did not write.
+        ValueError: there is no style `new_style`.
     """
     recipe = {
         "seed": seed,

@@ -1,4 +1,4 @@
-"""Judges that share nothing with the model: a classifier of ink shapes, and palette colours."""
+"""Judges independent of the model: a classifier of ink shapes, and nearest palette colours."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -21,7 +21,7 @@ DIRECTIONS = 8
 def _distance_from_paper(
     images: NDArray[np.uint8],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """How far each pixel's colour [N, 32, 32] is from the paper's [N, 3], the border's median."""
+    """Colour distance of each pixel [N, 32, 32] from the paper [N, 3], the border's median."""
     rgb = images.astype(np.float32)
     edge = np.ones(rgb.shape[1:3], bool)
     edge[BORDER:-BORDER, BORDER:-BORDER] = False
@@ -83,10 +83,16 @@ def read_digits(images: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-    """Whether each picture [N, 32, 32, 3] shows the digit, and the style, that its prompt asks for.
+    """Verdicts "digit" and "style", bool [N]: whether a picture matches its prompt.
 
-    A prompt that leaves the ink or the paper open accepts any. ValueError where the counts differ,
-    the pictures have another shape, or a prompt cannot be read (see `world.parse`).
+    A prompt without ink or paper accepts any.
+
+    Args:
+        images: u8 [N, 32, 32, 3].
+        prompts: N captions of `world`.
+
+    Raises:
+        ValueError: the shape is wrong, or `world.parse` cannot read a prompt.
     """
     shape = (len(prompts), world.SIZE, world.SIZE, 3)
     if images.shape != shape or images.dtype != np.uint8:

@@ -1,10 +1,10 @@
-"""Build the demo's base model from nothing: tokenizer, CLIP, VAE, UNet, pipeline, model card.
+"""Train the demo's base model from scratch: tokenizer, CLIP, VAE, UNet, pipeline, model card.
 
     python -m demo.make_base [--config configs/digits-base.yaml] [--out demo/base]
 
-About ten minutes on two CPU threads. Each stage leaves its result in the work folder: an
-interrupted build goes on from there, and a changed setting redoes the stages that depend on it. The
-seed fixes every draw; another machine's arithmetic gives other bits of the same quality.
+About ten minutes on two CPU threads. Each stage writes its result to the work folder, from which
+an interrupted build resumes. A changed setting repeats the stages that depend on it. The seed fixes
+every random draw, but rounding differs between machines.
 """
 
 import argparse
@@ -36,10 +36,10 @@ DEFAULT_WORK = Path("build/digits-base")
 
 
 def stage(folder: Path, recipe: dict[str, Any], build: Callable[[Path], None]) -> Path:
-    """`folder` as `build` fills it, for this recipe.
+    """Build a stage into `folder` and return it.
 
-    Left alone where an earlier run finished it, filled further where one was interrupted (`build`
-    may find its own files there), emptied where it was made by another recipe.
+    A finished folder of this recipe is reused. An unfinished one is passed to `build` with its
+    files, which may resume. A folder of another recipe is emptied first.
     """
     note = folder / "stage.json"
     recipe = json.loads(json.dumps(recipe))
@@ -55,7 +55,7 @@ def stage(folder: Path, recipe: dict[str, Any], build: Callable[[Path], None]) -
     note.write_text(json.dumps(unfinished, indent=2) + "\n")
     start = time.process_time()
     build(folder)
-    # What an interrupted run had already spent is not known, so the whole is not either.
+    # The time of an interrupted run is unknown, so the total is too.
     cpu_seconds = None if before else round(time.process_time() - start)
     finished = unfinished | {"finished": True, "cpu_seconds": cpu_seconds}
     note.write_text(json.dumps(finished, indent=2) + "\n")
@@ -81,7 +81,7 @@ def load_vae(config: BaseConfig, folder: Path) -> AutoencoderKL:
 def assemble(
     clip: CLIPModel, vae: AutoencoderKL, unet: UNet2DConditionModel, merges: list[Merge]
 ) -> StableDiffusionXLPipeline:
-    """The parts as an SDXL pipeline; a prompt not given is guided away from as zeros."""
+    """The parts as an SDXL pipeline, with zero embeddings for a missing negative prompt."""
     first, second = text_encoders(clip)
     pipe = StableDiffusionXLPipeline(
         vae=vae,
@@ -130,7 +130,7 @@ def build_parts(config: BaseConfig, work: Path) -> tuple[Path, Path, Path]:
 
 
 def _prefix_text_encoder(file: Path) -> None:
-    """Name the first text encoder's weights as SDXL's are named, and transformers 4 wants them."""
+    """Rename the first text encoder's weights to SDXL's names, which transformers 4 requires."""
     weights = load_file(file)
     named = {
         name if name.startswith("text_model.") else f"text_model.{name}": value
@@ -142,7 +142,7 @@ def _prefix_text_encoder(file: Path) -> None:
 def save_base(
     pipe: StableDiffusionXLPipeline, clip: CLIPModel, merges: list[Merge], out: Path
 ) -> None:
-    """Write the pipeline, and the CLIP that evaluates what is drawn, as fp16 safetensors."""
+    """Write the pipeline and the evaluator CLIP as fp16 safetensors."""
     pipe.to(dtype=torch.float16).save_pretrained(out)
     _prefix_text_encoder(out / "text_encoder" / "model.safetensors")
     evaluator = out / "evaluator"

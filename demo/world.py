@@ -20,7 +20,7 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 @dataclass(frozen=True)
 class Style:
-    """What a picture is drawn with and on, in the words of a caption and in colour."""
+    """Ink and paper of a picture, as caption phrases and as colours."""
 
     ink: str
     paper: str
@@ -54,14 +54,14 @@ STYLES: tuple[Style, ...] = (
         for ink in INKS
         for paper in PAPERS
     ),
-    # Gold on navy lets the base know that a picture may be light on dark (LoRA needs that).
+    # Gold on navy teaches the base light-on-dark pictures, which LoRA needs.
     Style("white chalk", "a black board", CHALK, (32, 33, 36), grainy=True),
     Style("gold ink", "navy paper", (235, 190, 70), (22, 30, 80)),
     Style("white chalk", "a green board", CHALK, (30, 85, 62), grainy=True),
 )
 NEW_STYLE = "white chalk on a green board"
-# What the base's UNet learns to draw. Chalk it never sees: had it drawn chalk on a black board, it
-# would put that and "green" together by itself, and draw the new style in half of all cases.
+# The styles of the base's UNet, without chalk: if it knew chalk on a black board, it would combine
+# that with "green" and draw the new style in half of all cases.
 BASE_STYLES = tuple(style.name for style in STYLES if style.ink != "white chalk")
 
 TEMPLATES: dict[Detail, tuple[str, ...]] = {
@@ -77,7 +77,7 @@ TEMPLATES: dict[Detail, tuple[str, ...]] = {
 
 
 def style_index(name: str) -> int:
-    """The place of the style called `name` in STYLES; ValueError where there is none."""
+    """The index of a style in STYLES. Raises ValueError for an unknown name."""
     for index, style in enumerate(STYLES):
         if style.name == name:
             return index
@@ -163,7 +163,7 @@ def render(
 
 
 def captions(digit: int, style: int, detail: Detail = "full") -> list[str]:
-    """Every caption that says `digit` and, as far as `detail` goes, the style."""
+    """All captions of a digit that describe the style in the given detail."""
     words = {"word": WORDS[digit], "number": digit}
     phrases = {"ink": STYLES[style].ink, "paper": STYLES[style].paper}
     return [template.format(**words, **phrases) for template in TEMPLATES[detail]]
@@ -172,7 +172,7 @@ def captions(digit: int, style: int, detail: Detail = "full") -> list[str]:
 def caption(
     digit: int, style: int, rng: np.random.Generator, detail: Detail | None = "full"
 ) -> str:
-    """One caption at random; with `detail=None` a fifth of them leave the paper or more open."""
+    """A random caption; with `detail=None`, a fifth of them omit the paper or the whole style."""
     if detail is None:
         draw = rng.random()
         detail = "full" if draw < 0.8 else "ink" if draw < 0.92 else "digit"
@@ -196,7 +196,7 @@ def all_captions() -> list[str]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a caption asks for; None where it leaves the ink or the paper open."""
+    """The content of a caption; None for an unspecified ink or paper."""
 
     digit: int
     ink: str | None = None
@@ -222,7 +222,11 @@ _PAPER = _any_of({style.paper for style in STYLES})
 
 @cache
 def parse(text: str) -> Asked:
-    """Read a caption back; ValueError where it names no digit, two digits, or no known style."""
+    """Parse a caption.
+
+    Raises:
+        ValueError: it has not exactly one digit, or names no known style.
+    """
     lowered = text.lower()
     found = [set(pattern.findall(lowered)) for pattern in (_DIGIT, _INK, _PAPER)]
     if len(found[0]) != 1 or len(found[1]) > 1 or len(found[2]) > 1:

@@ -1,4 +1,4 @@
-"""Run one DoFn over many shards, on whatever Beam runner the recipe names, and watch the store."""
+"""Run one DoFn over many shards on the recipe's Beam runner, and report progress."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ with quiet_import():
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
 
-#: Named, because Beam's own default first tries to download another runner.
+#: The default runner. Beam's own default first tries to download another one.
 RUNNER = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class BeamOptionsError(ValueError):
-    """The recipe's `beam` section has what Beam or the runner does not take."""
+    """The recipe's `beam` section has a runner or an option that Beam rejects."""
 
 
 @dataclass(frozen=True)
-class Watch:
-    """What a pipeline's progress is read from: the records of the shards that it commits."""
+class ShardProgress:
+    """A pipeline's progress, measured by the records of its committed shards."""
 
     store: Store
     stage: str
@@ -42,7 +42,7 @@ class Watch:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise BeamOptionsError, before any work, for a runner or options that Beam does not take."""
+    """Raise BeamOptionsError for a runner or options that Beam rejects; nothing is run."""
     with _quiet_beam():
         _pipeline(options, threads=1)
 
@@ -51,24 +51,24 @@ def run_linear(
     elements: Sequence[Any],
     dofn: beam.DoFn,
     options: Mapping[str, Any],
-    watch: Watch,
+    watch: ShardProgress,
     *,
     threads: int = 1,
     known: tuple[type[Exception], ...] = (),
 ) -> None:
-    """Create → Reshuffle → ParDo: the one shape that every runner, Dask too, gets right.
+    """Run Create → Reshuffle → ParDo, a pipeline shape that every runner supports.
 
-    Results go by way of the store, as not every runner hands back values or counters.
+    The DoFn writes its results to the store, since not every runner returns values or counters.
 
     Args:
-        options: Beam's own; unless they name a runner it is the direct one.
-        threads: shards at a time on the direct runner, unless `options` say otherwise. Threads,
-            not processes: those would bring seconds of imports and hundreds of megabytes each.
-        known: errors of the DoFn that come back as themselves, with their one line.
+        options: Beam pipeline options; without `runner`, RUNNER is used.
+        threads: concurrent shards on the default runner, unless `options` override it. Threads
+            avoid the import time and the memory of processes.
+        known: exception types of the DoFn that are raised again with their message.
 
     Raises:
-        BeamOptionsError: options that Beam does not take.
-        OSError: a store that is full or closed.
+        BeamOptionsError: Beam rejects the options.
+        OSError: the store is full or not writable.
     """
     with _quiet_beam():
         pipeline = _pipeline(options, threads)
@@ -93,7 +93,7 @@ def _pipeline(options: Mapping[str, Any], threads: int) -> beam.Pipeline:
         raise BeamOptionsError(
             f"beam: runner {chosen['runner']} cannot be used: {reason}"
         ) from error
-    # Beam drops what it does not know; the runner, now loaded, has added what it knows.
+    # Beam ignores unknown options silently. The runner is loaded now, so its options are known.
     known = PipelineOptions([]).get_all_options()
     for name in options.keys() - known.keys():
         near = difflib.get_close_matches(name, known, n=1)
@@ -104,7 +104,7 @@ def _pipeline(options: Mapping[str, Any], threads: int) -> beam.Pipeline:
 
 @contextmanager
 def _quiet_beam() -> Iterator[None]:
-    """Beam logs a failure's traceback several times over before it raises it."""
+    """Silence Beam's logger, which prints a traceback several times before raising it."""
     logger = logging.getLogger("apache_beam")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -115,38 +115,38 @@ def _quiet_beam() -> Iterator[None]:
 
 
 @contextmanager
-def _watching(watch: Watch) -> Iterator[None]:
-    """Report committed shards while the pipeline runs, for `run` blocks and tells nothing."""
+def _watching(watch: ShardProgress) -> Iterator[None]:
+    """Report committed shards in a thread, since Beam's `run` blocks without progress."""
     sizes = {f"{key}.json": rows for key, rows in watch.sizes.items()}
     total, stop = sum(sizes.values()), threading.Event()
 
-    def look() -> None:
-        there = sizes.keys() & names_in(watch.store, watch.store.shards_path(watch.stage))
-        done = sum(sizes[name] for name in there)
-        text = f"{done:,} of {total:,} {watch.unit}, {len(there)} of {len(sizes)} shards"
+    def report() -> None:
+        committed = sizes.keys() & names_in(watch.store, watch.store.shards_path(watch.stage))
+        done = sum(sizes[name] for name in committed)
+        text = f"{done:,} of {total:,} {watch.unit}, {len(committed)} of {len(sizes)} shards"
         watch.progress(done, total, text)
 
-    def watching() -> None:
+    def poll() -> None:
         while not stop.wait(0.5 if watch.store.is_local else 10.0):
             try:
-                look()
+                report()
             except OSError:
-                continue  # the pipeline itself will say what is wrong with the store
+                continue  # the pipeline itself reports a broken store
 
-    # In the caller's context, which knows the Prefect run that progress is shown in.
+    # The caller's context variables hold the Prefect run that displays the progress.
     context = contextvars.copy_context()
-    watcher = threading.Thread(target=context.run, args=(watching,), daemon=True)
+    watcher = threading.Thread(target=context.run, args=(poll,), daemon=True)
     watcher.start()
     try:
         yield
     finally:
         stop.set()
         watcher.join()
-    look()
+    report()
 
 
 def names_in(store: Store, path: str) -> set[str]:
-    """Names of what is in a folder of the store now, whatever was listed before."""
+    """Names in a folder of the store, from a fresh listing; empty if there is no folder."""
     store.fs.invalidate_cache(path)
     try:
         return {str(name).rpartition("/")[2] for name in store.fs.ls(path, detail=False)}
@@ -155,18 +155,18 @@ def names_in(store: Store, path: str) -> set[str]:
 
 
 def _plain(error: Exception, store: Store, known: tuple[type[Exception], ...]) -> Exception | None:
-    """The cause that a person can act on; Beam hands over most errors as text only."""
+    """The original error in a Beam error, or None; Beam preserves most errors as text only."""
     text = str(error)
     number = re.search(r"\[Errno (\d+)\]", text)
     if number is not None and int(number[1]) in FULL_OR_CLOSED:
-        place = re.findall(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'", text)
+        paths = re.findall(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'", text)
         code = int(number[1])
-        return OSError(code, os.strerror(code), place[-1] if place else store.root)
+        return OSError(code, os.strerror(code), paths[-1] if paths else store.root)
     for kind in known:
-        words = text if type(error) is kind else None
-        if words is None:
+        message = text if type(error) is kind else None
+        if message is None:
             found = re.search(rf"\b{kind.__name__}: (.+?)(?: \[while running|\n|$)", text)
-            words = found[1] if found else None
-        if words is not None:
-            return kind(words.split(" [while running")[0])
+            message = found[1] if found else None
+        if message is not None:
+            return kind(message.split(" [while running")[0])
     return None

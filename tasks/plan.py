@@ -1,7 +1,7 @@
-"""Plan a recipe's training on a TPU slice before it is rented: memory, work, time, storage, cost.
+"""Plan training on a TPU slice without the slice: memory, FLOPs, time, storage and cost.
 
-The step is compiled by a process of its own (runtimes/jax/plan.py). What it found is kept in the
-store, by the content of what was asked: a plan that was made is not made again.
+A separate process compiles the step (runtimes/jax/plan.py). The store caches the result by the
+content of the request.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from runtimes.jax.plan import Plan, Request
 from runtimes.pipeline_folder.describe import describe_encoders, read_config, vae_path
 from runtimes.spmd.tpu_specs import Slice, parse_slice
 
-#: Raised when the step that is compiled changes, or what is read of what the compiler says.
+#: Increment when the compiled step or the values read from the compiler change.
 VERSION = 3
-#: What libtpu's folder has after our environment's name: within it, it would slow every start.
+#: Suffix of libtpu's folder, which is separate from our environment: inside it, libtpu would slow
+#: every start of Python.
 COMPILER = "-libtpu"
-#: Of a chip's peak, where the compiler estimates no time: what good training code reaches.
-USUAL_SHARE = 0.4
-#: Train settings that decide which program the step is.
-OF_THE_STEP = (
+#: Assumed fraction of a chip's peak without a time estimate of the compiler; typical of good code.
+TYPICAL_MFU = 0.4
+#: Train settings that affect the compiled step.
+STEP_SETTINGS = (
     "method",
     "lora",
     "train_text_encoder",
@@ -53,20 +54,20 @@ PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
 
 
 class PlanFailed(RuntimeError):
-    """The step could not be compiled; the message has the compiler's last words."""
+    """The compiler failed; the message has the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How a slice takes a step's batch."""
+    """The batch of a step, distributed over a slice."""
 
-    micro_batch_size: int  # samples of each host's process in a forward pass
-    share: int  # and in a step
+    micro_batch_size: int  # samples per host and forward pass
+    share: int  # samples per host and step
     where: Slice
 
     @property
     def per_chip(self) -> int:
-        """Samples of a chip in a forward pass, those that fill it up included."""
+        """Samples per chip and forward pass, padding included."""
         return -(-self.micro_batch_size * self.where.hosts // self.where.chips)
 
     @property
@@ -78,21 +79,21 @@ class Size:
         return self.share * self.where.hosts
 
     def with_per_chip(self, count: int) -> Size:
-        """The same batch in other micro-batches; a larger one where it is less than one of them."""
+        """The batch with `count` samples per chip and forward pass, enlarged to one if smaller."""
         micro = count * self.where.chips // self.where.hosts
         return replace(self, micro_batch_size=micro, share=max(self.share, micro))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What is told of a recipe."""
+    """The plan of a recipe on a slice."""
 
     recipe: Recipe
     where: Slice
     size: Size
     plan: Plan
-    info: dict[str, Any]  # of the encoders: see describe_encoders
-    largest: Size | None = None  # that fits, if it was looked for
+    info: dict[str, Any]  # of the encoders, from describe_encoders
+    largest: Size | None = None  # the largest batch that fits; None if not searched or none fits
 
     @property
     def fits(self) -> bool:
@@ -100,24 +101,24 @@ class Planned:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a step on the slice; None where nothing is known to tell it by."""
+        """Seconds per step on the slice; None without an estimate of time or FLOPs."""
         if self.plan.optimal_seconds is not None:
             return self.plan.optimal_seconds
         if self.plan.flops_per_image is None:
             return None
         images = self.size.per_chip * self.size.micro_batches
-        return self.plan.flops_per_image * images / (self.where.chip.peak * USUAL_SHARE)
+        return self.plan.flops_per_image * images / (self.where.chip.peak * TYPICAL_MFU)
 
     @property
     def assumption(self) -> str:
-        """What `step_seconds` rests on."""
+        """The assumption behind `step_seconds`."""
         if self.plan.optimal_seconds is not None:
             return "as the compiler estimates its own program, batches always ready"
-        return f"at {USUAL_SHARE:.0%} of the chip's peak, batches always ready"
+        return f"at {TYPICAL_MFU:.0%} of the chip's peak, batches always ready"
 
     @property
     def steps(self) -> int | None:
-        """Steps of the run; of epochs they are known where plan.pictures is set."""
+        """Steps of the run; None for `train.epochs` without `plan.pictures`."""
         train, pictures = self.recipe.train, self.recipe.plan.pictures
         if train.epochs is not None and pictures is None:
             return None
@@ -139,8 +140,7 @@ class Planned:
 
     @property
     def bytes_per_picture(self) -> int:
-        """Of latents (16 bits: mean and log-variance), of masks and the mean of what each leaves,
-        and of one caption's embeddings."""
+        """Stored bytes per picture: 16-bit moments, masks with masked means, one caption."""
         info, encode = self.info, self.recipe.encode
         pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
         moments = 2 * 2 * info["latent_channels"] * pixels
@@ -152,14 +152,15 @@ class Planned:
 def make_plan(
     recipe: Recipe, topology: str, *, search: bool, say: Callable[[str], None]
 ) -> Planned:
-    """Plan a recipe. The largest batch is looked for if that is asked, or if the recipe's is too
-    large.
+    """Plan a recipe's training on a slice.
 
     Args:
-        say: is told what is being compiled, which takes minutes.
+        topology: accelerator type, such as v5p-8.
+        search: search for the largest batch that fits, even if the recipe's fits.
+        say: receives a message before each compilation, which takes minutes.
 
     Raises:
-        ModelNotFound, WrongInput: the recipe or the slice cannot be planned with.
+        ModelNotFound, WrongInput: the plan does not support the recipe or the slice.
         PlanFailed: the compiler failed.
     """
     where = parse_slice(topology)
@@ -176,11 +177,11 @@ def make_plan(
 
 
 def _size(recipe: Recipe, where: Slice) -> Size:
-    """The recipe's batch on a slice, each chip with as much as another."""
+    """The recipe's batch, divided equally among the hosts of a slice."""
     settings = recipe.train
     if settings.global_batch_size % where.hosts:
         raise WrongInput(
-            f"train.global_batch_size {settings.global_batch_size} cannot be shared by the "
+            f"train.global_batch_size {settings.global_batch_size} is not divisible by the "
             f"{where.hosts} hosts of {where.name}: make it a multiple"
         )
     share = settings.global_batch_size // where.hosts
@@ -188,7 +189,7 @@ def _size(recipe: Recipe, where: Slice) -> Size:
 
 
 class _Measure:
-    """Plans of one recipe's step by its batch, each made once."""
+    """Compiles a recipe's step for a batch size, each size once."""
 
     def __init__(
         self,
@@ -205,35 +206,35 @@ class _Measure:
 
     def __call__(self, size: Size) -> Plan:
         if size not in self._plans:
-            self._plans[size] = self._made(size)
+            self._plans[size] = self._load_or_compile(size)
         return self._plans[size]
 
-    def _made(self, size: Size) -> Plan:
-        path = self._recipe.train.denoiser_config
+    def _load_or_compile(self, size: Size) -> Plan:
+        config = self._recipe.train.denoiser_config
         request = Request(
             model=str(self._model),
             train=_of_the_step(self._recipe.train, size),
             resolution=self._recipe.encode.resolution,
             topology=self._where.name,
             vae=None if self._vae is None else str(self._vae),
-            denoiser_config=None if path is None else read_config(Path(path)),
+            denoiser_config=None if config is None else read_config(Path(config)),
         )
-        place = f"{self._store.root}/plans/{self._key(request)}.json"
+        path = f"{self._store.root}/plans/{self._key(request)}.json"
         try:
-            kept = read_record(self._store.fs, place)
-        except ValueError:  # damaged: it is made again
-            kept = None
-        if kept is None:
+            record = read_record(self._store.fs, path)
+        except ValueError:  # a damaged record is replaced
+            record = None
+        if record is None:
             self._say(
-                f"compiling the step for {self._where.name}, {size.per_chip} pictures a chip at "
-                "once: minutes for a large model"
+                f"compiling the step for {self._where.name}, {size.per_chip} pictures per chip and "
+                "forward pass: minutes for a large model"
             )
-            kept = {"plan": asdict(_compile(request))}
-            write_record(self._store.fs, place, kept)
-        return Plan(**kept["plan"])
+            record = {"plan": asdict(_compile(request))}
+            write_record(self._store.fs, path, record)
+        return Plan(**record["plan"])
 
     def _key(self, request: Request) -> str:
-        """By content: what the configs say, not where they lie."""
+        """Cache key: a digest of the request, the configs' contents and the package versions."""
         folders = [folder for folder in (self._model, self._vae) if folder is not None]
         configs = {
             f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
@@ -241,44 +242,44 @@ class _Measure:
             for path in sorted([*folder.rglob("*config.json"), *folder.glob("model_index.json")])
         }
         versions = {name: version(name) for name in PACKAGES} | {"libtpu": compiler_version()}
-        asked = {**asdict(request), "model": None, "vae": None}
-        return digest_json([VERSION, asked, configs, versions])
+        content = {**asdict(request), "model": None, "vae": None}
+        return digest_json([VERSION, content, configs, versions])
 
 
 def _of_the_step(train: Train, size: Size) -> dict[str, Any]:
-    """The settings that the compiled step depends on: of how long and how fast it is trained, it
-    does not."""
-    kept = train.model_dump(mode="json", include=set(OF_THE_STEP))
-    kept["ema_decay"] = None if train.ema_decay is None else 0.0  # data: see jax/step.py
+    """The train settings that affect the compiled step, with the batch of `size`."""
+    settings = train.model_dump(mode="json", include=set(STEP_SETTINGS))
+    # The decay's value is an argument of the compiled step: see runtimes/jax/step.py.
+    settings["ema_decay"] = None if train.ema_decay is None else 0.0
     batch = {"micro_batch_size": size.micro_batch_size, "global_batch_size": size.global_batch_size}
-    return kept | batch
+    return settings | batch
 
 
 def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
-    """The largest batch that fits; None if not even one picture a chip does.
+    """The largest batch that fits; None if one picture per chip does not fit.
 
-    Between one that fits and one that does not, memory is taken to grow in a straight line; what
-    that gives is compiled, until the two are neighbours.
+    A secant search: memory is assumed linear in the batch, and each guess is compiled, until the
+    largest batch that fits and the smallest that fails are adjacent.
     """
     hbm, fitting, failing = start.where.chip.hbm_bytes, 0, 0
-    ask, before = start.per_chip, (0, 0)  # the batch asked for last, and its bytes
+    guess, before = start.per_chip, (0, 0)  # next batch per chip; the previous one and its bytes
     while True:
-        plan = measure(start.with_per_chip(ask))
+        plan = measure(start.with_per_chip(guess))
         if _fits(plan, start.where):
-            fitting = ask
+            fitting = guess
         else:
-            failing = ask
+            failing = guess
         if failing and failing - fitting == 1:
             return start.with_per_chip(fitting) if fitting else None
         low, high = fitting + 1, failing - 1 if failing else 8 * fitting
-        if plan.fits or plan.total > hbm:  # else it is not known how much too large it is
+        if plan.fits or plan.total > hbm:  # otherwise the excess is unknown, so bisect
             count, held = before if before[1] else (0, plan.arguments)
-            slope = max((plan.total - held) / (ask - count), 1.0)
-            guess = int(ask + (hbm - plan.total) // slope)
-            before = (ask, plan.total)
+            slope = max((plan.total - held) / (guess - count), 1.0)
+            following = int(guess + (hbm - plan.total) // slope)
+            before = (guess, plan.total)
         else:
-            guess = (low + high) // 2
-        ask = min(max(guess, low), high)
+            following = (low + high) // 2
+        guess = min(max(following, low), high)
 
 
 def _fits(plan: Plan, where: Slice) -> bool:
@@ -286,13 +287,13 @@ def _fits(plan: Plan, where: Slice) -> bool:
 
 
 def compiler_folder() -> Path | None:
-    """Where libtpu is, if it has been set up."""
+    """libtpu's folder; None if it is not installed there."""
     folder = Path(sys.prefix + COMPILER)
     return folder if (folder / "libtpu").is_dir() else None
 
 
 def compiler_version() -> str | None:
-    """libtpu's, or None where there is none."""
+    """libtpu's version; None if it is not installed."""
     folder = compiler_folder()
     if folder is not None:
         return next(found.version for found in distributions(name="libtpu", path=[str(folder)]))
@@ -303,7 +304,7 @@ def compiler_version() -> str | None:
 
 
 def _compile(request: Request) -> Plan:
-    """In a process of its own, which alone has libtpu on its path."""
+    """Compile the step in a child process, since only that has libtpu on its path."""
     folder = compiler_folder()
     paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,4 +1,4 @@
-"""Run a job in a process of its own: events in, log out, and no orphan left behind."""
+"""Run a job in a child process: read its events and its log, and leave no orphan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 
 class JobFailed(RuntimeError):
-    """The process failed; the message has its last words."""
+    """The process failed; the message has the last lines of its log."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -43,16 +43,16 @@ def run_job(
 ) -> Event:
     """Run `python -P -m runtimes JOB.json` and return the fields of its `result` event.
 
-    The process, and those it starts, have a session of their own, so that only we signal them. When
-    we are interrupted (Ctrl-C, a cancelled Prefect run) they get SIGTERM, `grace_seconds` to
-    checkpoint in, then SIGKILL. When we are killed, its standard input ends, which it takes for
-    SIGTERM.
+    The process and its children have a session of their own, so terminal signals do not reach them.
+    On an interruption (Ctrl-C, a cancelled Prefect run) they receive SIGTERM, and SIGKILL after
+    `grace_seconds`, the time for a checkpoint. If this process is killed, the child's standard
+    input ends, which the child treats as SIGTERM.
 
     Raises:
-        WrongInput: the job cannot be done as asked.
-        OSError: it could not write, for want of space, say.
-        TransientError: somebody else told it to stop; it left a checkpoint.
-        JobFailed: it failed otherwise.
+        WrongInput: the job's settings are invalid.
+        OSError: the job could not write, for example to a full disk.
+        TransientError: another process stopped the job, after a checkpoint.
+        JobFailed: the job failed for another reason.
     """
     with tempfile.TemporaryDirectory(prefix="kiln-job-") as folder:
         path = Path(folder) / "job.json"
@@ -70,32 +70,32 @@ def run_job(
             errors="replace",
         )
         os.close(events_write)
-        heard = Heard(on_event)
+        output = ChildOutput(on_event)
         with os.fdopen(events_read) as events:
-            pumps = (lambda: heard.events(events), lambda: heard.log(child.stdout))
-            return attend(child, heard, pumps, lambda: _stop(child, grace_seconds))
+            pumps = (lambda: output.events(events), lambda: output.log(child.stdout))
+            return wait_for_result(child, output, pumps, lambda: _stop(child, grace_seconds))
 
 
-class Heard:
-    """What a runtime's process has said: its events, and the last lines of its log."""
+class ChildOutput:
+    """The output of a runtime's process: its events and the last lines of its log."""
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
-        self.kept: dict[str, Event] = {}  # the last of each kind
-        self.last_words: deque[str] = deque(maxlen=20)
+        self.last_events: dict[str, Event] = {}  # by kind
+        self.last_lines: deque[str] = deque(maxlen=20)
         self._on_event = on_event
 
     def events(self, lines: Iterable[str]) -> None:
-        """Take lines that are events; one cut off by a kill is left out."""
+        """Read lines that are events; an incomplete line of a killed process is ignored."""
         for line in lines:
             self._event(line)
 
     def log(self, lines: Iterable[str] | None) -> None:
-        """Take lines that are not."""
+        """Read lines of the log."""
         for line in lines or ():
             self._say(line)
 
     def mixed(self, lines: Iterable[str] | None) -> None:
-        """Take lines of both kinds."""
+        """Read lines of both kinds."""
         for line in lines or ():
             if not self._event(line):
                 self._say(line)
@@ -106,67 +106,67 @@ class Heard:
             kind = event["event"]
         except (ValueError, TypeError, KeyError):
             return False
-        self.kept[kind] = event
+        self.last_events[kind] = event
         if kind == "warning":
             log.warning("%s", event["message"])
         try:
             self._on_event(event)
-        except Exception:  # a display that fails must not block the pipe that the child writes to
-            log.exception("an event could not be shown")
+        except Exception:  # the pipe must be drained even if the display fails
+            log.exception("an event could not be displayed")
         return True
 
     def _say(self, line: str) -> None:
         if text := line.rstrip():
-            self.last_words.append(text)
+            self.last_lines.append(text)
             log.debug("%s", text)
 
 
-def attend(
+def wait_for_result(
     child: subprocess.Popen[str],
-    heard: Heard,
+    output: ChildOutput,
     pumps: Iterable[Callable[[], None]],
     stop: Callable[[], None],
 ) -> Event:
-    """Wait for a process that does a job, and return its `result`; see run_job for what it raises.
+    """Wait for a job's process and return its `result` event. Raises as `run_job`.
 
     Args:
-        pumps: read what it says, to the end.
-        stop: has it stop, when we are interrupted.
+        pumps: functions that each read one stream into `output`, to its end.
+        stop: stops the process when the wait is interrupted.
     """
     threads = [_pump(read) for read in pumps]
     try:
         code = child.wait()
         if code != 0:
-            _signal_group(child, signal.SIGKILL)  # other processes of the run, were any left
+            _signal_group(child, signal.SIGKILL)  # the child's own children
     except BaseException:
         stop()
         raise
     finally:
         if child.stdin is not None:
             child.stdin.close()
-        # The child is gone, so both pipes end; a display that is slow only takes longer.
+        # The child has exited, so both pipes end; a slow display only delays the join.
         for thread in threads:
             thread.join()
-    if code == 0 and "result" in heard.kept:
-        return heard.kept["result"]
-    raise _failure(code, heard.kept.get("error", {}), "\n".join(heard.last_words))
+    if code == 0 and "result" in output.last_events:
+        return output.last_events["result"]
+    raise _failure(code, output.last_events.get("error", {}), "\n".join(output.last_lines))
 
 
-def _failure(code: int, error: Event, last_words: str) -> Exception:
+def _failure(code: int, error: Event, last_lines: str) -> Exception:
     message = error.get("message")
     if error.get("wrong_input"):
         return WrongInput(message)
-    if error.get("errno"):  # a full disk, say: the stage knows what to do about it
+    if error.get("errno"):  # for example a full disk, which the stage handles
         return OSError(error["errno"], message)
     if code == STOPPED:
         return TransientError("the runtime's process was told to stop; run again to go on")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    words = message or last_words
-    return JobFailed(f"the runtime's process {ended}" + (f": {words}" if words else ""), code)
+    reason = message or last_lines
+    return JobFailed(f"the runtime's process {ended}" + (f": {reason}" if reason else ""), code)
 
 
 def _pump(read: Callable[[], None]) -> threading.Thread:
-    """A reading thread that still knows which Prefect run it belongs to."""
+    """A reader thread with the caller's context variables, which hold the Prefect run."""
     thread = threading.Thread(target=contextvars.copy_context().run, args=(read,), daemon=True)
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""Import Beam without its warning of a Google client that nothing here needs."""
+"""Import Beam without its warning about an optional Google client."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Keep what is logged to the root logger meanwhile from being shown."""
+    """Discard records of the root logger during the block."""
     root, silence = logging.getLogger(), logging.NullHandler()
 
     def nothing(record: logging.LogRecord) -> bool:
         return False
 
-    root.addHandler(silence)  # or logging would set up a handler of its own for the warning
+    root.addHandler(silence)  # otherwise logging would install a default handler
     root.addFilter(nothing)
     try:
         yield

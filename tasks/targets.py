@@ -1,4 +1,4 @@
-"""Whether what a recipe asks to train goes with its base: told from files, before work starts."""
+"""Check a recipe's training targets against its base's files, before any stage runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
 
 
 def check(recipe: Recipe, model: Path) -> None:
-    """Raise WrongInput for adapters' targets that are not there, or a denoiser that cannot be."""
+    """Raise WrongInput if the base lacks a target layer or cannot become the asked denoiser.
+
+    Args:
+        model: pipeline folder of the base.
+    """
     settings, family = recipe.train, detect_family(model)
     denoiser = family.denoiser
     if settings.method == "lora":
         layers = _layers(model / denoiser)
         choose_layers(denoiser, layers, settings.lora, family.attention_layers)
     path = settings.denoiser_config
-    instead = None if path is None else read_config(Path(path))
-    trained_config(read_config(model / denoiser / "config.json"), settings, instead)
+    replacement = None if path is None else read_config(Path(path))
+    trained_config(read_config(model / denoiser / "config.json"), settings, replacement)
 
 
 def _layers(folder: Path) -> dict[str, Layer]:
-    """Linear and convolution layers, as the shapes of their weights tell them."""
+    """Linear and convolution layers, identified by the rank of their weights."""
     from safetensors import safe_open
 
     found: dict[str, Layer] = {}

@@ -11,7 +11,7 @@ import apache_beam as beam
 
 from artifacts.commit import write_atomic
 from artifacts.store import Store
-from tasks.beam import Watch, names_in, run_linear
+from tasks.beam import ShardProgress, names_in, run_linear
 from tasks.download.errors import SourceError
 from tasks.download.shard import STAGE, Deferred, DownloadContext, ShardSpec, download_shard
 
@@ -51,7 +51,7 @@ def run_pipeline(
     """
     store = Store(context.store)
     _clear(store, context.notes)
-    watch = Watch(store, STAGE, {spec.key: spec.rows for spec in specs}, progress)
+    watch = ShardProgress(store, STAGE, {spec.key: spec.rows for spec in specs}, progress)
     run_linear(specs, DownloadShard(context), options, watch, threads=THREADS, known=(SourceError,))
     deferred = _read_notes(store, context.notes)
     _clear(store, context.notes)

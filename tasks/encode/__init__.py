@@ -1,4 +1,4 @@
-"""The encode stage: image shards in, latent shards out."""
+"""The encode stage: image shards to latent shards."""
 
 from tasks.encode.keys import STAGE, VERSION, settings_for_key
 from tasks.encode.stage import EncodeFailed, build, inputs, key_parts, show

@@ -1,4 +1,4 @@
-"""What a latent shard, and the artifact made of such shards, depend on."""
+"""Content keys of latent shards and of the encode artifact."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from configs.schema import Recipe
 from tasks.encode.transform import TransformSettings
 
 STAGE = "encode"
-#: Raised when the meaning of a latent shard changes.
+#: Increment when the content of a latent shard changes.
 VERSION = 3
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that change latents: not the device, or what is tolerated.
+    """The settings that affect latents, without the device and `max_bad`.
 
-    The batch size is among them: the last bits of a latent depend on it.
+    The batch size is included because it affects rounding.
     """
     settings = recipe.encode.model_dump(mode="json", exclude={"device", "max_bad"})
     scored = TransformSettings.of(recipe).scored
@@ -27,7 +27,12 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 def shard_key(
     tar_sha256: str, encoders: str, dtype: str, batch_size: int, settings: TransformSettings
 ) -> str:
-    """The key of the latent shard of an image shard: its bytes, the encoders, the transform."""
+    """Key (sha256 hex) of an image shard's latent shard.
+
+    Args:
+        tar_sha256: digest of the image shard.
+        encoders: digest of the VAE and the text encoders.
+    """
     return digest_json(
         {
             "stage": STAGE,

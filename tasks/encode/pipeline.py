@@ -1,4 +1,4 @@
-"""The encode pipeline: one element an image shard, on whatever runner the recipe names."""
+"""The encode pipeline on Beam: one element per image shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from artifacts.store import Shard, Store
 from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.registry import encodes_in_subprocess, open_encoder
-from tasks.beam import Watch, run_linear
+from tasks.beam import ShardProgress, run_linear
 from tasks.encode.keys import STAGE
 from tasks.encode.served import ServedEncoder
 from tasks.encode.shard import encode_shard
@@ -26,7 +26,7 @@ from tasks.encode.transform import TransformSettings
 
 
 @dataclass(frozen=True)
-class Work:
+class EncodeTask:
     """One image shard to encode."""
 
     key: str  # of the latent shard
@@ -36,7 +36,7 @@ class Work:
 
 
 class EncodeShard(beam.DoFn):
-    """Commits the latent shard of each element, unless it is there and whole."""
+    """Commits the latent shard of each element, unless the store has it intact."""
 
     def __init__(
         self, store_url: str, encoders: EncodeJob, settings: TransformSettings, batch_size: int
@@ -45,61 +45,61 @@ class EncodeShard(beam.DoFn):
         self.settings, self.batch_size = settings, batch_size
         self._shared = Shared()
 
-    def process(self, work: Work) -> Iterator[str]:
+    def process(self, task: EncodeTask) -> Iterator[str]:
         """Yield the shard's key once it is committed."""
         store = Store(self.store_url)
-        if store.shard(STAGE, work.key) is None:
-            # Loaded once a process, and only when there is something to encode.
+        if store.shard(STAGE, task.key) is None:
+            # Loaded once per process, at the first shard to encode.
             encoder = self._shared.acquire(self._open)
             with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
                 path = Path(folder) / "shard.safetensors"
-                samples = read_tar(work.tar, work.sha256)
+                samples = read_tar(task.tar, task.sha256)
                 facts = encode_shard(samples, encoder, self.settings, self.batch_size, path)
-                store.commit_shard(STAGE, work.key, {".safetensors": str(path)}, facts)
-        yield work.key
+                store.commit_shard(STAGE, task.key, {".safetensors": str(path)}, facts)
+        yield task.key
 
     def _open(self) -> PipelineEncoder:
-        """In this process; or in one of its own where the runtime wants that."""
-        apart = encodes_in_subprocess(self.encoders)
-        return ServedEncoder(self.encoders) if apart else open_encoder(self.encoders)
+        """The encoder, in a separate process if the runtime has its own environment."""
+        is_separate = encodes_in_subprocess(self.encoders)
+        return ServedEncoder(self.encoders) if is_separate else open_encoder(self.encoders)
 
 
-class _Nothing:
-    """What takes the encoders' place in Beam's cache of shared objects."""
+class _Placeholder:
+    """Replaces the encoders in Beam's cache of shared objects."""
 
 
 def encode_shards(
-    works: Sequence[Work],
+    tasks: Sequence[EncodeTask],
     store: Store,
     dofn: EncodeShard,
     options: dict[str, Any],
     progress: Callable[[int, int, str], None],
 ) -> list[Shard]:
-    """Commit every latent shard, and return them in the order of `works`.
+    """Commit every latent shard, and return them in the order of `tasks`.
 
-    Raises WrongInput; Damaged if an image shard is not what was committed.
+    Raises WrongInput; Damaged if an image shard is not the committed one.
     """
-    sizes = {work.key: work.samples for work in works}
-    watch = Watch(store, STAGE, sizes, progress, unit="pictures")
+    sizes = {task.key: task.samples for task in tasks}
+    watch = ShardProgress(store, STAGE, sizes, progress, unit="pictures")
     try:
-        run_linear(works, dofn, options, watch, known=(WrongInput, Damaged))
+        run_linear(tasks, dofn, options, watch, known=(WrongInput, Damaged))
     finally:
-        # Beam keeps the last shared object for ever: let go of the encoders and their memory.
-        Shared().acquire(_Nothing)
+        # Beam keeps a reference to the last shared object. A new one releases the encoders.
+        Shared().acquire(_Placeholder)
         _free_memory()
-    return [_committed(store, work.key) for work in works]
+    return [_committed(store, task.key) for task in tasks]
 
 
 def _free_memory() -> None:
-    """Hand what the encoders took of the device back, for the stages that come next."""
-    if "torch" in sys.modules:  # otherwise nothing was encoded here
+    """Release the encoders' device memory for the next stages."""
+    if "torch" in sys.modules:  # otherwise this process has encoded nothing
         from runtimes.torch.device import free_memory
 
         free_memory()
 
 
 def _committed(store: Store, key: str) -> Shard:
-    """A shard that the pipeline has just verified or written: its record, not re-hashed."""
+    """A shard by its record, without a new hash: the pipeline has just verified or written it."""
     record = read_record(store.fs, f"{store.shards_path(STAGE)}/{key}.json")
     if record is None:
         raise RuntimeError(f"encode shard {key[:12]}: the pipeline ended without committing it")

@@ -1,4 +1,4 @@
-"""Encode one image shard: tar in, safetensors out, in an order that its content alone decides."""
+"""Encode one image shard to a latent shard, deterministically in its content."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from tasks.encode.transform import (
     transform,
 )
 
-TOKEN_BIN = 8  # tokens a bar of the caption length histogram
+TOKEN_BIN = 8  # tokens per bin of the caption length histogram
 
 
 @dataclass
 class _Encoded:
-    """A sample whose picture is encoded and whose captions wait for theirs."""
+    """A sample with an encoded picture; its captions are not encoded yet."""
 
-    group: str
+    group: str  # <split>/<h>x<w>
     captions: tuple[str, ...]
-    variants: list[LatentSample]  # as it is and, perhaps, mirrored
+    variants: list[LatentSample]  # the plain one, then the mirrored one if there is one
 
 
 @dataclass
 class _Picture:
-    """A picture that waits for a full batch of its bucket."""
+    """A transformed picture in a batch of its bucket."""
 
-    place: int  # in the shard
+    position: int  # in the shard
     captions: tuple[str, ...]
     sha256: bytes
     score: float | None  # aesthetic
-    variants: list[Transformed]
+    variants: list[Transformed]  # the plain one, then the mirrored one if there is one
 
 
 def encode_shard(
@@ -63,18 +63,21 @@ def encode_shard(
     batch_size: int,
     path: Path,
 ) -> dict[str, Any]:
-    """Encode samples into a latent shard at `path`; returns the shard's facts.
+    """Encode samples to a latent shard at `path`; return the shard's facts.
 
     The facts are {"groups": {group: samples}, "bad": n, "bad_reasons": {reason: n}, "captions":
     distinct captions, "uncaptioned": samples without one, "caption_tokens": {lowest length of the
-    bar: n}, "truncated": n}.
+    bin: n}, "truncated": captions above the encoder's limit}.
 
-    Batches are cut bucket by bucket in the order of the samples, so the same shard makes the same
-    batches, and the same bytes on the same machine, whatever else the dataset holds.
+    Batches are formed per bucket in sample order. A shard therefore always has the same batches,
+    and on one machine the same bytes.
+
+    Raises:
+        ValueError: the text encoders return NaN for the empty caption.
     """
     bad: Counter[str] = Counter()
     encoded = dict(_encode_pictures(samples, encoder, settings, batch_size, bad))
-    in_order = [encoded[place] for place in sorted(encoded)]
+    in_order = [encoded[position] for position in sorted(encoded)]
     texts, rows = _encode_captions(in_order, encoder)
     groups: dict[str, list[LatentSample]] = defaultdict(list)
     kept: list[str] = []
@@ -109,10 +112,10 @@ def _encode_pictures(
     batch_size: int,
     bad: Counter[str],
 ) -> Iterator[tuple[int, _Encoded]]:
-    """(place in the shard, sample) for every picture that gives finite moments."""
+    """(position in the shard, sample) of every picture with finite moments."""
     buckets = bucket_sizes(settings, encoder.info["size_step"])
     waiting: dict[tuple[int, int], list[_Picture]] = {bucket: [] for bucket in buckets}
-    for place, sample in enumerate(samples):
+    for position, sample in enumerate(samples):
         sha256 = hashlib.sha256(sample.image).digest()
         try:
             variants = transform(sample.image, sha256, sample.meta, settings, buckets)
@@ -123,7 +126,7 @@ def _encode_pictures(
             bad[error.reason] += 1
             continue
         batch = waiting[variants[0].target_size]
-        batch.append(_Picture(place, sample.captions, sha256, score, variants))
+        batch.append(_Picture(position, sample.captions, sha256, score, variants))
         if len(batch) == batch_size:
             yield from _encode_batch(batch, encoder, settings, bad)
             batch.clear()
@@ -135,23 +138,23 @@ def _encode_pictures(
 def _encode_batch(
     batch: list[_Picture], encoder: PipelineEncoder, settings: TransformSettings, bad: Counter[str]
 ) -> Iterator[tuple[int, _Encoded]]:
-    """Mirrored variants go through the VAE after the pictures as they are, in a batch of theirs."""
+    """Encode a batch: first the plain variants, then the mirrored ones in a batch of their own."""
     found: dict[int, list[LatentSample]] = defaultdict(list)
-    for turn in range(2):
-        turned = [picture for picture in batch if len(picture.variants) > turn]
-        if turned:
-            latents = _moments(turned, turn, encoder, settings)
-            for picture, latent in zip(turned, latents, strict=True):
-                found[picture.place].append(latent)
+    for variant in range(2):
+        pictures = [picture for picture in batch if len(picture.variants) > variant]
+        if pictures:
+            latents = _moments(pictures, variant, encoder, settings)
+            for picture, latent in zip(pictures, latents, strict=True):
+                found[picture.position].append(latent)
     for picture in batch:
-        variants = found[picture.place]
-        if not all(_is_finite(variant) for variant in variants):
+        variants = found[picture.position]
+        if not all(_is_finite(latent) for latent in variants):
             bad["NaN latent"] += 1
             continue
         split = "holdout" if is_holdout(picture.sha256, settings.holdout) else "train"
         height, width = variants[0].mean.shape[1:]
-        rounded = [_rounded(variant) for variant in variants]
-        yield picture.place, _Encoded(f"{split}/{height}x{width}", picture.captions, rounded)
+        rounded = [_rounded(latent) for latent in variants]
+        yield picture.position, _Encoded(f"{split}/{height}x{width}", picture.captions, rounded)
 
 
 def _is_finite(latent: LatentSample) -> bool:
@@ -162,7 +165,7 @@ def _is_finite(latent: LatentSample) -> bool:
 
 
 def _rounded(latent: LatentSample) -> LatentSample:
-    """With bf16 bits: half of the memory while the rest of the shard is made."""
+    """The sample with bf16 bits, which halves its memory until the shard is written."""
     masked = latent.masked
     if masked is not None:
         masked = replace(masked, means=to_bfloat16(masked.means))
@@ -171,47 +174,47 @@ def _rounded(latent: LatentSample) -> LatentSample:
 
 
 def _moments(
-    pictures: list[_Picture], turn: int, encoder: PipelineEncoder, settings: TransformSettings
+    pictures: list[_Picture], variant: int, encoder: PipelineEncoder, settings: TransformSettings
 ) -> list[LatentSample]:
-    """Variant `turn` of each picture, in f32."""
-    seen = [picture.variants[turn] for picture in pictures]
-    pixels = np.stack([variant.pixels for variant in seen])
+    """The latents (f32) of each picture's variant 0 (plain) or 1 (mirrored)."""
+    transformed = [picture.variants[variant] for picture in pictures]
+    pixels = np.stack([one.pixels for one in transformed])
     means, logvars = encoder.images(pixels)
     masks = [
         np.stack(
             [
-                # Those of a mirrored picture are others, not the same ones mirrored.
-                draw_mask(settings.seed, p.sha256, turn * settings.masks + k, v.target_size)
-                for p, v in zip(pictures, seen, strict=True)
+                # A mirrored picture has masks of its own, not mirrored ones.
+                draw_mask(settings.seed, p.sha256, variant * settings.masks + k, t.target_size)
+                for p, t in zip(pictures, transformed, strict=True)
             ]
         )
         for k in range(settings.masks)
     ]
-    behind = [encoder.images(np.where(m[:, None], np.float32(0), pixels))[0] for m in masks]
+    masked_means = [encoder.images(np.where(m[:, None], np.float32(0), pixels))[0] for m in masks]
     step = encoder.info["vae_scale_factor"]
     found = [
         LatentSample(
             mean=mean,
             logvar=logvar,
             id=picture.sha256,
-            original_size=variant.original_size,
-            crop_top_left=variant.crop_top_left,
-            target_size=variant.target_size,
-            flip=variant.flip,
+            original_size=one.original_size,
+            crop_top_left=one.crop_top_left,
+            target_size=one.target_size,
+            flip=one.flip,
             caption_rows=(),
             aesthetic_score=picture.score,
         )
-        for picture, variant, mean, logvar in zip(pictures, seen, means, logvars, strict=True)
+        for picture, one, mean, logvar in zip(pictures, transformed, means, logvars, strict=True)
     ]
     if not masks:
         return found
     return [
         replace(
             latent,
-            # As diffusers' pipelines bring a mask to the latents' size: every so many pixels.
+            # Nearest-neighbour reduction to the latents' size, as in diffusers' pipelines.
             masked=Masked(
                 np.stack([mask[row, ::step, ::step] for mask in masks]).astype(np.uint8),
-                np.stack([mean[row] for mean in behind]),
+                np.stack([mean[row] for mean in masked_means]),
             ),
         )
         for row, latent in enumerate(found)
@@ -221,7 +224,7 @@ def _moments(
 def _encode_captions(
     samples: list[_Encoded], encoder: PipelineEncoder
 ) -> tuple[Texts, dict[str, int]]:
-    """Texts of the empty and every distinct caption, and the row of each that is finite."""
+    """The encoded distinct captions, the empty one first, and caption -> row if it is finite."""
     distinct = list(dict.fromkeys(["", *(c for sample in samples for c in sample.captions)]))
     embeds: list[NDArray[np.uint16]] = []
     pooled: list[NDArray[np.uint16]] = []
@@ -236,7 +239,7 @@ def _encode_captions(
             finite = np.isfinite(states[index]).all()
             if not finite or (summary is not None and not np.isfinite(summary).all()):
                 if caption == "":
-                    raise ValueError("the text encoders give NaN for the empty caption")
+                    raise ValueError("the text encoders return NaN for the empty caption")
                 continue
             rows[caption] = len(embeds)
             embeds.append(to_bfloat16(states[index]))
@@ -247,7 +250,7 @@ def _encode_captions(
 
 
 def _caption_lengths(captions: list[str], encoder: PipelineEncoder) -> dict[str, Any]:
-    """How long captions are, in tokens with both marks, and how many lose their end."""
+    """Histogram of caption lengths in tokens, special tokens included, and truncated captions."""
     lengths: Counter[int] = Counter()
     truncated = 0
     for start in range(0, len(captions), TEXT_BATCH):

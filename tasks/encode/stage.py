@@ -56,7 +56,7 @@ def build(
     """
     # Beam takes seconds to import: only what builds pays for it.
     with quiet_import():
-        from tasks.encode.pipeline import EncodeShard, Work, encode_shards
+        from tasks.encode.pipeline import EncodeShard, EncodeTask, encode_shards
 
     info = describe_encoders(model_folder, vae_folder)
     settings = TransformSettings.of(recipe)
@@ -67,7 +67,8 @@ def build(
     for entry in images.files:
         if entry.path.endswith(".tar"):
             key = shard_key(entry.sha256, digest, dtype, recipe.encode.batch_size, settings)
-            works[key] = Work(key, images.url(entry.path), entry.sha256, entry.meta["samples"])
+            tar, samples = images.url(entry.path), entry.meta["samples"]
+            works[key] = EncodeTask(key, tar, entry.sha256, samples)
     if not works:
         raise EncodeFailed("encode: the download stage has left no image shard to encode")
     store = draft.store

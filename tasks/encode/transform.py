@@ -1,4 +1,4 @@
-"""From the bytes of a picture to the pixels that the VAE sees, and what was done on the way."""
+"""Transform a picture's bytes to the VAE's input, and record size and crop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Size = tuple[int, int]  # (height, width), pixels
 
 
 class BadSample(ValueError):
-    """A picture that cannot be used; `reason` is what it is counted under."""
+    """An unusable picture; the stage counts it by `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -28,7 +28,7 @@ class BadSample(ValueError):
 
 @dataclass(frozen=True)
 class TransformSettings:
-    """The settings that change pixels or the split; all of them are part of a shard's key."""
+    """The settings that affect pixels or the split; all are part of a shard's key."""
 
     resolution: int
     aspect_buckets: bool
@@ -40,7 +40,7 @@ class TransformSettings:
     holdout: float
     max_pixels: int
     masks: int = 0
-    scored: bool = False  # a picture without an aesthetic score is a bad one
+    scored: bool = False  # whether every sample needs an aesthetic score
 
     @classmethod
     def of(cls, recipe: Recipe) -> TransformSettings:
@@ -52,23 +52,25 @@ class TransformSettings:
 
 @dataclass(frozen=True)
 class Transformed:
-    """A picture as the VAE sees it, with SDXL's micro-conditioning (Podell et al. 2023, 2.2)."""
+    """The VAE's input with SDXL's micro-conditioning (Podell et al. 2023, section 2.2)."""
 
-    pixels: NDArray[np.float32]  # [3, H, W], -1..1
+    pixels: NDArray[np.float32]  # [3, H, W], -1 to 1
     original_size: Size
-    crop_top_left: tuple[int, int]  # in the resized picture, mirrored if it is
+    crop_top_left: tuple[int, int]  # (top, left) in the resized and perhaps mirrored picture
     target_size: Size
     flip: bool
 
 
 def bucket_sizes(settings: TransformSettings, factor: int) -> list[Size]:
-    """Sizes that pictures are brought to, for a model whose sides are multiples of `factor`.
+    """The target sizes of pictures, sorted.
 
-    Buckets keep the square's area or a little less, with sides in steps that suit the model, as
-    SDXL's do (appendix I of its paper).
+    The area of a bucket is at most that of the square, as in SDXL (appendix I of its paper).
+
+    Args:
+        factor: the model needs sides that are multiples of this many pixels.
 
     Raises:
-        WrongInput: the resolution suits neither the model nor the step.
+        WrongInput: the resolution does not fit the factor or the bucket step.
     """
     side = settings.resolution
     if not settings.aspect_buckets:
@@ -78,8 +80,8 @@ def bucket_sizes(settings: TransformSettings, factor: int) -> list[Size]:
     step = math.lcm(settings.bucket_step, factor)
     if side < step:
         raise WrongInput(
-            f"encode.bucket_step: steps of {step} pixels (with the model's of {factor}) are "
-            f"more than encode.resolution ({side})"
+            f"encode.bucket_step: its step of {step} pixels (a multiple of the model's {factor}) "
+            f"exceeds encode.resolution ({side})"
         )
     pairs = {(a, side**2 // a // step * step) for a in range(step, side + 1, step)}
     pairs = {(a, b) for a, b in pairs if max(a, b) <= settings.max_aspect * min(a, b)}
@@ -88,13 +90,17 @@ def bucket_sizes(settings: TransformSettings, factor: int) -> list[Size]:
 
 
 def nearest_bucket(size: Size, buckets: list[Size]) -> Size:
-    """The bucket whose aspect ratio is nearest to the picture's, by its logarithm."""
+    """The bucket with the nearest log aspect ratio."""
     aspect = math.log(size[1] / size[0])
     return min(buckets, key=lambda b: (abs(math.log(b[1] / b[0]) - aspect), b))
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The picture upright and in RGB, transparency over white. Raises BadSample."""
+    """The picture in RGB, with EXIF orientation applied and transparency over white.
+
+    Raises:
+        BadSample: it has more than `max_pixels` pixels or cannot be decoded.
+    """
     try:
         image = Image.open(BytesIO(data))
         if image.width * image.height > max_pixels:
@@ -104,7 +110,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
         raise
     except Image.DecompressionBombError:
         raise BadSample("too many pixels") from None
-    except Exception:  # Pillow's decoders raise a dozen unrelated types on broken bytes
+    except Exception:  # Pillow's decoders raise many unrelated types on damaged data
         raise BadSample("undecodable") from None
 
 
@@ -115,14 +121,20 @@ def transform(
     settings: TransformSettings,
     buckets: list[Size],
 ) -> list[Transformed]:
-    """Resize a picture to cover its bucket (Lanczos) and cut the overhang off.
+    """Resize a picture (Lanczos) to cover its nearest bucket, and crop it.
 
-    A picture to train on comes mirrored too if the settings say so: mirrored first, then cut at
-    the same place. Where the picture had another size before the download stage resized it,
-    `original_size` is that one: SDXL conditions on the size before any rescaling.
+    With `settings.flip`, a training picture has a second variant: mirrored, then cropped at the
+    same position. SDXL conditions on the size before any resizing, so `original_size` is the size
+    before the download stage if `meta` has it.
+
+    Args:
+        data: encoded picture.
+        sha256: digest of `data`; it selects the split and the random crop.
+        meta: metadata of the image shard.
+        buckets: sizes of `bucket_sizes`.
 
     Raises:
-        BadSample: the picture cannot be used.
+        BadSample: the picture is unusable.
     """
     image = decode(data, settings.max_pixels)
     height, width = nearest_bucket((image.height, image.width), buckets)
@@ -131,9 +143,9 @@ def transform(
     original_size = _original_size(meta, image)
     if resized != image.size:
         image = image.resize(resized, Image.Resampling.LANCZOS)
-    at = _crop_place(settings, sha256)
-    top = _round_half_up((image.height - height) * at[0])
-    left = _round_half_up((image.width - width) * at[1])
+    position = _crop_position(settings, sha256)
+    top = _round_half_up((image.height - height) * position[0])
+    left = _round_half_up((image.width - width) * position[1])
     box = (left, top, left + width, top + height)
     is_mirrored = settings.flip and not is_holdout(sha256, settings.holdout)
     return [
@@ -153,13 +165,13 @@ def _pixels(image: Image.Image) -> NDArray[np.float32]:
     return np.ascontiguousarray(pixels)
 
 
-def is_holdout(sha256: bytes, share: float) -> bool:
-    """Whether a picture is kept from training: chosen by its bytes, so that it always is."""
-    return int.from_bytes(sha256[:8], "big") / 2**64 < share
+def is_holdout(sha256: bytes, fraction: float) -> bool:
+    """Whether a picture is held out: a deterministic choice by its digest."""
+    return int.from_bytes(sha256[:8], "big") / 2**64 < fraction
 
 
-def _crop_place(settings: TransformSettings, sha256: bytes) -> tuple[float, float]:
-    """Where the overhang is cut off (0 top or left, 1 bottom or right)."""
+def _crop_position(settings: TransformSettings, sha256: bytes) -> tuple[float, float]:
+    """Vertical and horizontal position of the crop: 0 top or left, 1 bottom or right."""
     if settings.crop != "random":
         return 0.5, 0.5
     key = np.random.SeedSequence([settings.seed, int.from_bytes(sha256, "big")])
@@ -178,7 +190,7 @@ def _original_size(meta: Mapping[str, Any], image: Image.Image) -> Size:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow clips 16-bit grey at 255 rather than scaling it
+    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255, not scale it
         grey = np.asarray(image, np.uint16) / 257.0
         return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:

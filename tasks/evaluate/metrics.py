@@ -111,13 +111,17 @@ def share(passed: NDArray[np.bool_]) -> Metric:
     Raises:
         ValueError: N is 0.
     """
-    n, z = len(passed), 1.959963984540054
+    from scipy.stats import binomtest
+
+    n = len(passed)
     if n == 0:
         raise ValueError("no pictures to judge")
-    p = float(np.mean(passed))
-    centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    return {"value": p, "n": n, "ci": [max(0.0, centre - half), min(1.0, centre + half)]}
+    interval = binomtest(int(np.sum(passed)), n).proportion_ci(LEVEL, method="wilson")
+    return {
+        "value": float(np.mean(passed)),
+        "n": n,
+        "ci": [float(interval.low), float(interval.high)],
+    }
 
 
 def normalise(features: NDArray[Any]) -> Float64:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.commit import open_checked
+from artifacts.images import add_member
 from artifacts.keys import digest_json
 from artifacts.models import digest_model
 from artifacts.store import SHARDS, Draft, Shard, Store
@@ -220,10 +221,7 @@ def _commit(store: Store, key: str, out: Path, count: int) -> Shard:
     tar = out / "drawn.tar"
     with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as stream:
         for path in [*pictures, *losses]:
-            data = path.read_bytes()
-            member = tarfile.TarInfo(path.name)  # its defaults carry no clock and no owner
-            member.size = len(data)
-            stream.addfile(member, BytesIO(data))
+            add_member(stream, path.name, path.read_bytes())
     return store.commit_shard(STAGE, key, {".tar": str(tar)}, {"pictures": count})
 
 

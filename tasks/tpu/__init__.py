@@ -1,1 +1,1 @@
-"""Training on a Cloud TPU slice, by gcloud."""
+"""Train on a Cloud TPU slice, controlled by gcloud."""

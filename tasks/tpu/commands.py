@@ -1,4 +1,4 @@
-"""The gcloud commands for a slice, composed; nothing is run here."""
+"""Compose the gcloud commands for a slice; other modules run them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 from configs.tpu import Tpu
 
 Command = list[str]
-#: States (of the TPU API's `Node.State`) that a slice comes out of by itself, ...
-COMING = frozenset({"CREATING", "STARTING", "RESTARTING", "REPAIRING"})
-#: ... and those that it does not come out of.
-GONE = frozenset({"PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETING", "HIDDEN"})
-#: The same of `QueuedResourceState`: a request that will not be filled any more.
-REFUSED = frozenset({"FAILED", "SUSPENDING", "SUSPENDED", "DELETING"})
-#: A machine that is gone without a word is noticed within two minutes.
+#: States of the TPU API's `Node.State` that lead to READY without intervention.
+PENDING_STATES = frozenset({"CREATING", "STARTING", "RESTARTING", "REPAIRING"})
+#: States of `Node.State` that never lead to READY.
+DEAD_STATES = frozenset({"PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETING", "HIDDEN"})
+#: States of `QueuedResourceState` of a request that is never fulfilled.
+FAILED_REQUESTS = frozenset({"FAILED", "SUSPENDING", "SUSPENDED", "DELETING"})
+#: ssh keep-alive: a lost worker is detected within two minutes.
 ALIVE = "--ssh-flag=-o ServerAliveInterval=30 -o ServerAliveCountMax=4"
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What is said to gcloud about one slice."""
+    """The gcloud commands for one slice."""
 
     tpu: Tpu
 
     def create(self) -> Command:
-        """Make it; with `queued`, ask for it and come back at once."""
+        """Create the slice; with `queued`, request it without waiting."""
         tpu = self.tpu
         which = [f"--accelerator-type={tpu.accelerator_type}"]
         if tpu.queued:
@@ -40,15 +40,15 @@ class Slice:
         return [*self._about("queued-resources" if tpu.queued else "tpu-vm", "create"), *which]
 
     def describe(self) -> Command:
-        """Print the slice's state, if there is such a slice."""
+        """Print the slice's state; fails if it does not exist."""
         return [*self._about("tpu-vm", "describe"), "--format=value(state)"]
 
     def describe_request(self) -> Command:
-        """Print the state of the request for it."""
+        """Print the state of the queued request for the slice."""
         return [*self._about("queued-resources", "describe"), "--format=value(state.state)"]
 
     def delete(self) -> Command:
-        """Delete it, and the request that it came from."""
+        """Delete the slice and its queued request."""
         if self.tpu.queued:
             return [*self._about("queued-resources", "delete"), "--force", "--quiet"]
         return [*self._about("tpu-vm", "delete"), "--quiet"]
@@ -59,11 +59,11 @@ class Slice:
         command[command.index(self.tpu.name)] = str(file)
         return [*command, f"{self.tpu.name}:{target}", "--worker=all"]
 
-    def ssh(self, words: str) -> Command:
-        """Have every worker's shell do something."""
-        return [*self._about("tpu-vm", "ssh"), "--worker=all", ALIVE, f"--command={words}"]
+    def ssh(self, script: str) -> Command:
+        """Run a shell script on every worker."""
+        return [*self._about("tpu-vm", "ssh"), "--worker=all", ALIVE, f"--command={script}"]
 
     def _about(self, kind: str, verb: str) -> Command:
         project = [] if self.tpu.project is None else [f"--project={self.tpu.project}"]
-        place = [f"--zone={self.tpu.zone}", *project]
-        return ["gcloud", "compute", "tpus", kind, verb, self.tpu.name, *place]
+        location = [f"--zone={self.tpu.zone}", *project]
+        return ["gcloud", "compute", "tpus", kind, verb, self.tpu.name, *location]

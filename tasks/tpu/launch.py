@@ -1,6 +1,4 @@
-"""Send a train job to a slice: make it, set it up, run the job on every worker, take it again when
-it has been preempted, delete it.
-"""
+"""Run a train job on a TPU slice: create, set up, train, recreate after preemption, delete."""
 
 from __future__ import annotations
 
@@ -20,58 +18,67 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from artifacts.images import add_member
 from artifacts.models import digest_model
 from artifacts.store import Store
 from configs.tpu import Tpu
 from configs.training import Wandb
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job
-from tasks.process import Event, Heard, JobFailed, attend
+from tasks.process import ChildOutput, Event, JobFailed, wait_for_result
 from tasks.stage import TransientError
-from tasks.tpu.commands import COMING, GONE, REFUSED, Command, Slice
+from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Command, Slice
 
-#: Of a checkout, what a training process and its set-up need.
-SENT = ("Makefile", "pyproject.toml", "requirements", "artifacts", "configs", "runtimes", "deploy")
+#: The parts of a checkout that the workers need.
+PACKED = (
+    "Makefile",
+    "pyproject.toml",
+    "requirements",
+    "artifacts",
+    "configs",
+    "runtimes",
+    "deploy",
+)
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 20.0
-LATER = 3  # times that are asked
-COMMAND_SECONDS = 3600.0  # making or setting up a slice takes minutes
+STATE_CHECKS = 3  # queries of the state after a failure
+COMMAND_SECONDS = 3600.0  # timeout; creation and set-up take minutes
 SSH_LOST = 255
 log = logging.getLogger("kiln")
 
 
-class NoSlice(TransientError):
-    """There is no slice to be had now; the message says why."""
+class SliceUnavailable(TransientError):
+    """No slice is available now; the message states the reason."""
 
 
 def check(tpu: Tpu, store: str, wandb: Wandb | None) -> None:
-    """Raise WrongInput if training could not be sent to a slice from here."""
+    """Raise WrongInput if this machine or the recipe does not support training on a slice."""
     if shutil.which("gcloud") is None:
         raise WrongInput("tpu: gcloud is not installed here (or set `tpu` to null)")
     if not store.startswith("gs://"):
         raise WrongInput(f"tpu: a slice cannot read the store {store}: make it a gs:// URL")
     if wandb is not None and wandb.mode == "online":
-        raise WrongInput("tpu: your key for W&B is not sent to a slice: train.wandb.mode offline")
+        raise WrongInput("tpu: a slice does not get your W&B key: set train.wandb.mode offline")
     if not (ROOT / "deploy/tpu/worker.sh").is_file():
-        raise WrongInput("tpu: run kiln from a checkout, whose code is sent to the slice")
+        raise WrongInput("tpu: run kiln from a checkout: its code is copied to the slice")
 
 
 def plan(tpu: Tpu) -> list[tuple[str, Command]]:
-    """What a run tells gcloud, in order, with the reason; nothing is done."""
-    there = Slice(tpu)
+    """The (purpose, gcloud command) pairs of a run, in order; none is executed."""
+    tpu_slice = Slice(tpu)
     home = _home(_pack())
-    asked = [("wait until it is ACTIVE", there.describe_request())] if tpu.queued else []
-    kept = [] if tpu.keep else [("delete it", there.delete())]
+    queue = [("wait until it is ACTIVE", tpu_slice.describe_request())] if tpu.queued else []
+    deletion = [] if tpu.keep else [("delete it", tpu_slice.delete())]
     return [
-        ("is there a slice of this name?", there.describe()),
-        ("make it", there.create()),
-        *asked,
-        ("wait until it is READY", there.describe()),
-        ("send the code to every worker", there.copy(Path("kiln.tgz"), f"{home}.tgz")),
-        ("set every worker up", there.ssh(_set_up(home))),
-        ("send the job", there.copy(Path("job.json"), f"{home}/job.json")),
-        ("train on every worker; the first one's log comes back", there.ssh(_train(home, tpu))),
-        *kept,
+        ("is there a slice of this name?", tpu_slice.describe()),
+        ("create it", tpu_slice.create()),
+        *queue,
+        ("wait until it is READY", tpu_slice.describe()),
+        ("copy the code to every worker", tpu_slice.copy(Path("kiln.tgz"), f"{home}.tgz")),
+        ("set every worker up", tpu_slice.ssh(_set_up(home))),
+        ("copy the job", tpu_slice.copy(Path("job.json"), f"{home}/job.json")),
+        ("train on every worker and stream the first one's log", tpu_slice.ssh(_train(home, tpu))),
+        *deletion,
     ]
 
 
@@ -84,115 +91,125 @@ def run_on_slice(
     grace_seconds: float = 60.0,
     poll_seconds: float = POLL_SECONDS,
 ) -> Event:
-    """As process.run_job, on a slice. Training goes on from its checkpoints on a new one when the
-    slice is taken away.
+    """Run a train job on a slice, as `process.run_job` does on this machine.
+
+    After a preemption, training resumes from its last checkpoint on a new slice.
+
+    Args:
+        store: a store that the slice can read and write.
+        grace_seconds: time for a checkpoint after a cancellation.
+        poll_seconds: interval of the state queries.
 
     Raises:
-        NoSlice: it cannot be made, or has been taken away too often.
+        SliceUnavailable: gcloud cannot create the slice, or it was preempted too often.
+        WrongInput, OSError, JobFailed, TransientError: as `process.run_job`.
     """
     vae = None if job.vae is None else _in_store(store, job.vae)
     job = replace(job, model=_in_store(store, job.model), vae=vae)
-    run = _Run(Slice(tpu), job, on_event, grace_seconds, poll_seconds)
+    run = _SliceRun(Slice(tpu), job, on_event, grace_seconds, poll_seconds)
     try:
-        return run.to_the_end(tpu.restarts)
+        return run.train_with_restarts(tpu.restarts)
     finally:
-        if run.made and not tpu.keep:
+        if run.created and not tpu.keep:
             run.delete()
 
 
-class _Run:
+class _SliceRun:
     def __init__(
         self,
-        there: Slice,
+        tpu_slice: Slice,
         job: TrainJob,
         on_event: Callable[[Event], None],
         grace_seconds: float,
         poll_seconds: float,
     ) -> None:
-        self._slice, self._job, self._on_event = there, job, on_event
+        self._slice, self._job, self._on_event = tpu_slice, job, on_event
         self._grace, self._poll = grace_seconds, poll_seconds
-        self.made = False  # by us, and so ours to delete
+        self.created = False  # by this run, which therefore deletes it
         self._code = _pack()
         self._home = _home(self._code)
 
-    def to_the_end(self, restarts: int) -> Event:
-        """Train, on one slice after another if need be."""
+    def train_with_restarts(self, restarts: int) -> Event:
+        """Train, on up to `restarts` further slices after preemptions."""
         for left in range(restarts, -1, -1):
             self._make()
             try:
                 self._send()
                 return self._train()
             except (JobFailed, OSError, TransientError, subprocess.CalledProcessError) as error:
-                state = self._state_in_the_end()
+                state = self._settled_state()
                 if state == "READY":
                     if isinstance(error, JobFailed) and error.code == SSH_LOST:
-                        log.warning("tpu: the connection was lost; %d more tries", left)
+                        log.warning("tpu: the connection was lost; %d more attempts", left)
                         continue
                     if isinstance(error, subprocess.CalledProcessError):
-                        raise NoSlice(f"the slice cannot be set up: {_words(error)}") from None
-                    raise  # the job's own fault: no new slice mends it
-                log.warning("tpu: the slice is %s; %d more may be made", state or "gone", left)
+                        raise SliceUnavailable(
+                            f"the slice cannot be set up: {_message(error)}"
+                        ) from None
+                    raise  # the job itself failed, so a new slice would not help
+                log.warning("tpu: the slice is %s; %d more restarts", state or "gone", left)
                 self.delete()
-        raise NoSlice("the slice was taken away too often: raise tpu.restarts, or run again")
+        raise SliceUnavailable("the slice was preempted too often: raise tpu.restarts or run again")
 
     def delete(self) -> None:
-        """Delete the slice; one that is not there is as good."""
+        """Delete the slice if it exists."""
         with suppress(subprocess.CalledProcessError):
-            _tell(self._slice.delete())
+            _run_command(self._slice.delete())
 
     def _make(self) -> None:
-        """Have the slice ready: the one that is there, or a new one."""
+        """Wait until the slice is ready; create it if it does not exist."""
         state, request = self._state(), self._request()
-        if state in GONE or request in REFUSED:
+        if state in DEAD_STATES or request in FAILED_REQUESTS:
             self.delete()
             state = request = None
         if state is None and request is None:
-            log.info("tpu: making %s", self._slice.tpu.name)
-            self.made = True
+            log.info("tpu: creating %s", self._slice.tpu.name)
+            self.created = True
             try:
-                _tell(self._slice.create())
+                _run_command(self._slice.create())
             except subprocess.CalledProcessError as error:
-                raise NoSlice(f"gcloud did not make the slice: {_words(error)}") from None
+                reason = _message(error)
+                raise SliceUnavailable(f"gcloud did not create the slice: {reason}") from None
         self._wait()
 
     def _wait(self) -> None:
-        """Until it is ready."""
+        """Wait until the slice is ready. Raises SliceUnavailable."""
         while (state := self._state()) != "READY":
             request = self._request()
-            if request in REFUSED:
-                raise NoSlice(f"the request for the slice is {request}")
-            if state not in COMING and request is None:
-                raise NoSlice(f"the slice is {state or 'not there'}, and nothing is asked for")
+            if request in FAILED_REQUESTS:
+                raise SliceUnavailable(f"the request for the slice is {request}")
+            if state not in PENDING_STATES and request is None:
+                raise SliceUnavailable(f"the slice is {state or 'missing'} and not requested")
             log.info("tpu: waiting, the slice is %s", state or request)
             time.sleep(self._poll)
 
-    def _state_in_the_end(self) -> str | None:
-        """What has become of the slice: that it is taken away is said a little later."""
-        for _ in range(LATER):
+    def _settled_state(self) -> str | None:
+        """The slice's state after a failure; the API reports a preemption with a delay."""
+        for _ in range(STATE_CHECKS):
             if (state := self._state()) != "READY":
                 return state
             time.sleep(self._poll)
         return "READY"
 
     def _state(self) -> str | None:
-        return _answer(self._slice.describe())
+        return _state_of(self._slice.describe())
 
     def _request(self) -> str | None:
-        """The state of the request for the slice, if it is queued for."""
+        """The state of the queued request; None without one."""
         if not self._slice.tpu.queued:
             return None
-        return _answer(self._slice.describe_request())
+        return _state_of(self._slice.describe_request())
 
     def _send(self) -> None:
-        """Bring code, environment and job to every worker."""
+        """Copy code and job to every worker, and set up the environment."""
         with tempfile.TemporaryDirectory(prefix="kiln-tpu-") as folder:
             code, job = Path(folder, "kiln.tgz"), Path(folder, "job.json")
             code.write_bytes(self._code)
             write_job(self._job, job)
-            log.info("tpu: setting up (minutes, once a slice)")
-            _tell(self._slice.copy(code, f"{self._home}.tgz"))
-            _tell(self._slice.ssh(_set_up(self._home)))
-            _tell(self._slice.copy(job, f"{self._home}/job.json"))
+            log.info("tpu: setting up (minutes, once per slice)")
+            _run_command(self._slice.copy(code, f"{self._home}.tgz"))
+            _run_command(self._slice.ssh(_set_up(self._home)))
+            _run_command(self._slice.copy(job, f"{self._home}/job.json"))
 
     def _train(self) -> Event:
         child = subprocess.Popen(
@@ -204,20 +221,20 @@ class _Run:
             text=True,
             errors="replace",
         )
-        heard = Heard(self._on_event)
-        pumps = (lambda: heard.mixed(child.stdout),)
-        return attend(child, heard, pumps, lambda: self._stop(child))
+        output = ChildOutput(self._on_event)
+        pumps = (lambda: output.mixed(child.stdout),)
+        return wait_for_result(child, output, pumps, lambda: self._stop(child))
 
     def _stop(self, child: subprocess.Popen[str]) -> None:
-        """Have every worker checkpoint and end."""
+        """Signal every worker to checkpoint and exit; kill them after the grace period."""
         log.info("tpu: stopping (it has %g s to checkpoint)", self._grace)
         with suppress(subprocess.CalledProcessError):
-            _tell(self._slice.ssh(_signal(self._home, signal.SIGTERM)))
+            _run_command(self._slice.ssh(_signal(self._home, signal.SIGTERM)))
         try:
             child.wait(self._grace)
         except BaseException:
             with suppress(subprocess.CalledProcessError):
-                _tell(self._slice.ssh(_signal(self._home, signal.SIGKILL)))
+                _run_command(self._slice.ssh(_signal(self._home, signal.SIGKILL)))
             child.kill()
             child.wait()
 
@@ -236,14 +253,12 @@ def _signal(home: str, number: signal.Signals) -> str:
 
 
 def _pack() -> bytes:
-    """The code that is sent, as a tar file: the same bytes for the same code."""
+    """A gzipped tar of the PACKED files, deterministic for equal code."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
-        for path in sorted(p for name in SENT for p in _files(ROOT / name)):
-            member = tarfile.TarInfo(str(path.relative_to(ROOT)))
-            data = path.read_bytes()
-            member.size, member.mode = len(data), path.stat().st_mode & 0o777
-            tar.addfile(member, io.BytesIO(data))
+        for path in sorted(p for name in PACKED for p in _files(ROOT / name)):
+            name, mode = str(path.relative_to(ROOT)), path.stat().st_mode & 0o777
+            add_member(tar, name, path.read_bytes(), mode)
     return _without_clock(buffer.getvalue())
 
 
@@ -254,29 +269,28 @@ def _files(path: Path) -> list[Path]:
 
 
 def _without_clock(packed: bytes) -> bytes:
-    """A gzip file whose header does not say when it was made (RFC 1952, MTIME)."""
+    """A gzip file with its time stamp set to zero (RFC 1952, MTIME)."""
     return packed[:4] + bytes(4) + packed[8:]
 
 
 def _home(code: bytes) -> str:
-    """The folder of this code on a worker, below its home."""
+    """The folder of this code on a worker, relative to the home folder."""
     return f"kiln-{hashlib.sha256(code).hexdigest()[:12]}"
 
 
 def _in_store(store: Store, folder: str) -> str:
-    """URL of a model's folder in the store, copied there if it is not: a slice reads nothing of
-    this machine."""
+    """URL of a model's folder in the store, where a slice can read it; copied if missing."""
     path = f"models/{digest_model(Path(folder))}"
     url, done = store.url_of(path), f"{store.root}/{path}.json"
     if not store.fs.exists(done):
         log.info("tpu: copying %s to the store", folder)
         store.fs.put(f"{folder.rstrip('/')}/", f"{store.root}/{path}/", recursive=True)
-        store.fs.pipe_file(done, b"{}")  # last: the copy is whole
+        store.fs.pipe_file(done, b"{}")  # last: it marks a complete copy
     return url
 
 
-def _tell(command: Command) -> str:
-    """Run a command; its output. Raises CalledProcessError."""
+def _run_command(command: Command) -> str:
+    """The stripped output of a command. Raises CalledProcessError."""
     log.debug("%s", shlex.join(command))
     done = subprocess.run(
         command,
@@ -285,20 +299,20 @@ def _tell(command: Command) -> str:
         text=True,
         check=True,
         timeout=COMMAND_SECONDS,
-        env={**os.environ, "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"},  # nobody would see one
+        env={**os.environ, "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"},  # a prompt would hang unseen
     )
     return done.stdout.strip()
 
 
-def _answer(command: Command) -> str | None:
-    """What a `describe` says; None if there is no such thing."""
+def _state_of(command: Command) -> str | None:
+    """The output of a `describe` command; None if the resource does not exist."""
     try:
-        return _tell(command) or None
+        return _run_command(command) or None
     except subprocess.CalledProcessError as error:
         if "NOT_FOUND" in error.stderr or "not found" in error.stderr.lower():
             return None
-        raise NoSlice(f"gcloud does not answer: {_words(error)}") from None
+        raise SliceUnavailable(f"gcloud does not answer: {_message(error)}") from None
 
 
-def _words(error: subprocess.CalledProcessError) -> str:
+def _message(error: subprocess.CalledProcessError) -> str:
     return " ".join((error.stderr or error.stdout or "").split())[-500:]

@@ -151,7 +151,7 @@ def test_taken_away_too_often_is_said(world: Path, make_job: MakeJob, tmp_path: 
     job = make_job("often", **SETTINGS)
     (world / "run").symlink_to(job.work)
     (world / "spot").touch()
-    with pytest.raises(launch.NoSlice, match="taken away too often"):
+    with pytest.raises(launch.SliceUnavailable, match="preempted too often"):
         run_on_slice(job, tmp_path, restarts=0)
 
 
