@@ -1,4 +1,4 @@
-"""Batches padded to one size, so that a program compiled once serves each of them."""
+"""Pad batches to a fixed number of rows, so that one compiled program serves every batch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from numpy.typing import NDArray
 from runtimes.contract import StepBatch
 
 
-def filled_up(count: int, devices: int) -> int:
-    """So many rows, or as few more as give each device as many."""
+def padded_rows(count: int, devices: int) -> int:
+    """The smallest multiple of `devices` that is at least `count`."""
     return -(-count // devices) * devices
 
 
-def repeat_last(array: NDArray[Any], rows: int) -> NDArray[Any]:
-    """An array [B, ...] with its last row repeated, up to `rows`: what is of one size is one
-    program."""
+def pad_rows(array: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Repeat the last row of an array [B, ...] until it has `rows` rows.
+
+    An array that already has `rows` rows or more is copied unchanged.
+    """
     return np.concatenate([array, np.repeat(array[-1:], max(0, rows - len(array)), axis=0)])
 
 
-def filled(batch: StepBatch, rows: int, devices: int) -> StepBatch:
-    """A batch of at most `rows` samples with the last one repeated, up to as many for each
-    device."""
-    rows = filled_up(max(rows, len(batch.timesteps)), devices)
+def pad_batch(batch: StepBatch, rows: int, devices: int) -> StepBatch:
+    """Repeat the last sample of a batch until every device has the same number of rows.
+
+    Args:
+        rows: least number of rows of the padded batch.
+        devices: devices that share the rows; the padded number is a multiple of it.
+    """
+    rows = padded_rows(max(rows, len(batch.timesteps)), devices)
     names = ("noisy_latents", "timesteps", "target", "weight")
-    conditioning = {name: repeat_last(array, rows) for name, array in batch.conditioning.items()}
-    arrays: dict[str, Any] = {name: repeat_last(getattr(batch, name), rows) for name in names}
+    conditioning = {name: pad_rows(array, rows) for name, array in batch.conditioning.items()}
+    arrays: dict[str, Any] = {name: pad_rows(getattr(batch, name), rows) for name in names}
     return replace(batch, conditioning=conditioning, **arrays)

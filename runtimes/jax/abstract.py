@@ -23,7 +23,7 @@ from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.plan import Request
 from runtimes.jax.step import Step
-from runtimes.jax.weights import trained_names, without_effect
+from runtimes.jax.weights import names_without_gradient, trained_names
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
 from runtimes.objective.noise_scheduler import read_schedule
@@ -63,7 +63,7 @@ class AbstractStep:
         state = self._state()
         untouched = frozenset[str]()
         if self._settings.train_text_encoder:
-            untouched = without_effect(self._counter.network, self._network, self._batch)
+            untouched = names_without_gradient(self._counter.network, self._network, self._batch)
         predict = as_function(self._network, training=True)
         step = Step(predict, self._settings, self._mesh, self._names, untouched)
         batch = self._stacked()
@@ -86,7 +86,7 @@ class AbstractStep:
     def _state(self) -> dict[str, dict[str, ShapeDtypeStruct]]:
         def shape(parameter: torch.Tensor) -> ShapeDtypeStruct:
             size = tuple(parameter.shape)
-            return ShapeDtypeStruct(size, jnp.float32, sharding=self._mesh.shared(size))
+            return ShapeDtypeStruct(size, jnp.float32, sharding=self._mesh.array_sharding(size))
 
         groups = ["weights", "exp_avg", "exp_avg_sq"]
         groups += ["ema"] if self._settings.ema_decay is not None else []
@@ -100,7 +100,7 @@ class AbstractStep:
             name: ShapeDtypeStruct(
                 tuple(tensor.shape),
                 half if tensor.is_floating_point() else jnp.int32,
-                sharding=self._mesh.whole,
+                sharding=self._mesh.replicated,
             )
             for name, tensor in tensors
             if name not in trained
@@ -110,7 +110,7 @@ class AbstractStep:
         """A global batch: its micro-batches, each with the share of every host."""
         local = self._mesh.count // self._hosts
         rows, parts = -(-self._size // local) * local * self._hosts, self.micro_batches
-        spread: NamedSharding = self._mesh.rows(axis=1)
+        spread: NamedSharding = self._mesh.row_sharding(axis=1)
 
         def shape(array: Any) -> ShapeDtypeStruct:
             return ShapeDtypeStruct((parts, rows, *array.shape[2:]), array.dtype, sharding=spread)

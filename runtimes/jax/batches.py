@@ -12,7 +12,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from runtimes.contract import EXACT, StepBatch
-from runtimes.data.padding import filled
+from runtimes.data.padding import pad_batch
 from runtimes.jax.mesh import Mesh
 
 Stacked = dict[str, Any]
@@ -28,7 +28,7 @@ def stack(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked
     count = len(batch.timesteps)
     size = min(size or count, count)
     parts = -(-count // size)
-    rows = mesh.padded(size)
+    rows = mesh.padded_rows(size)
     # Where a sample goes: micro-batches are filled in order, what is left over repeats the first.
     places = np.zeros((parts, rows), np.int64)
     weight = np.zeros((parts, rows), np.float32)
@@ -48,12 +48,12 @@ def stack(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked
     }
 
 
-def put(stacked: Stacked, mesh: Mesh) -> Stacked:
+def shard_stacked(stacked: Stacked, mesh: Mesh) -> Stacked:
     """On the devices, which share the rows of each micro-batch."""
-    return dict(jax.tree.map(lambda array: mesh.put_rows(array, axis=1), stacked))
+    return dict(jax.tree.map(lambda array: mesh.shard_rows(array, axis=1), stacked))
 
 
-def held_out(
+def held_out_errors(
     errors: Callable[..., Array], arrays: Any, batch: StepBatch, rows: int, mesh: Mesh, dtype: Any
 ) -> NDArray[np.float32]:
     """The mean squared error of each sample [B] of a batch that every process has.
@@ -62,7 +62,7 @@ def held_out(
         errors: step.errors of a network, compiled.
         rows: samples that a batch has at most; it is filled up to as many, to be one program.
     """
-    whole = filled(batch, rows, mesh.count)
+    whole = pad_batch(batch, rows, mesh.count)
     stacked = stack(whole, None, mesh, dtype)
-    micro = jax.tree.map(lambda array: mesh.put_all_rows(array[0]), stacked)
+    micro = jax.tree.map(lambda array: mesh.shard_global_rows(array[0]), stacked)
     return mesh.fetch(errors(arrays, jnp.uint32(0), micro))[: len(batch.timesteps)]

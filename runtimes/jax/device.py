@@ -131,7 +131,7 @@ def join(ranks: Ranks, hosts: Agreement, device: str) -> None:
     )
 
 
-def part(ranks: Ranks, hosts: Agreement) -> None:
+def shut_down(ranks: Ranks, hosts: Agreement) -> None:
     """Undo `join`, in all processes: the first, which the others are connected to, after them."""
     if not ranks.first:
         jax.distributed.shutdown()

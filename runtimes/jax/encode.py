@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtimes.data.padding import filled_up, repeat_last
+from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.families import Family
 from runtimes.jax.bridge import as_function
 from runtimes.jax.device import start
@@ -30,7 +30,7 @@ class Encoder(encoder.Encoder):
     picture's bits do not depend on what came before."""
 
     def __init__(self, job: EncodeJob) -> None:
-        self._kept, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
+        self._compile_cache, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
         vae = None if job.vae is None else Path(job.vae)
         super().__init__(Path(job.model), vae, device="cpu", dtype=job.dtype)
         self._batch_size = job.batch_size
@@ -41,7 +41,7 @@ class Encoder(encoder.Encoder):
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         mean, logvar = self._moments(self._batch_size, pixels)
-        self._kept.keep()
+        self._compile_cache.keep()
         return mean, logvar
 
     def texts(
@@ -68,8 +68,8 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
 
     def run(rows: int, *given: NDArray[Any]) -> list[Float32]:
         count = len(given[0])
-        whole = filled_up(max(rows, count), mesh.local)
-        sent = [mesh.put_rows(repeat_last(array, whole)) for array in given]
+        whole = padded_rows(max(rows, count), mesh.local)
+        sent = [mesh.shard_rows(pad_rows(array, whole)) for array in given]
         return [mesh.fetch(found)[:count] for found in call(arrays, jnp.uint32(0), *sent)]
 
     return run

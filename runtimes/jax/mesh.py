@@ -16,8 +16,8 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from runtimes.data.padding import filled_up
-from runtimes.spmd.sharding import AXES, cut, mesh_shape
+from runtimes.data.padding import padded_rows
+from runtimes.spmd.sharding import AXES, mesh_shape, shard_axes
 
 
 class Mesh:
@@ -41,38 +41,38 @@ class Mesh:
         # Not jax.make_mesh, which splits no physical axis of most TPUs: four of a 4x4, say.
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         self.mesh = jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
-        self.whole = NamedSharding(self.mesh, PartitionSpec())
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
-    def shared(self, shape: Sequence[int]) -> NamedSharding:
+    def array_sharding(self, shape: Sequence[int]) -> NamedSharding:
         """How an array of that shape is cut."""
-        return NamedSharding(self.mesh, PartitionSpec(*cut(shape, self.fsdp)))
+        return NamedSharding(self.mesh, PartitionSpec(*shard_axes(shape, self.fsdp)))
 
-    def rows(self, axis: int) -> NamedSharding:
+    def row_sharding(self, axis: int) -> NamedSharding:
         """An array whose rows, along `axis`, are shared by all devices."""
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
 
-    def padded(self, count: int) -> int:
+    def padded_rows(self, count: int) -> int:
         """Rows that this process must give for so many, so that all its devices have as many."""
-        return filled_up(count, self.local)
+        return padded_rows(count, self.local)
 
-    def put(self, array: NDArray[Any]) -> Array:
+    def shard(self, array: NDArray[Any]) -> Array:
         """A whole array on the devices, each taking its part."""
-        return self._put(array, self.shared(array.shape))
+        return self._put(array, self.array_sharding(array.shape))
 
-    def put_whole(self, array: NDArray[Any]) -> Array:
+    def replicate(self, array: NDArray[Any]) -> Array:
         """A whole array on every device."""
-        return self._put(array, self.whole)
+        return self._put(array, self.replicated)
 
     def _put(self, array: NDArray[Any], spread: NamedSharding) -> Array:
         return jax.make_array_from_callback(array.shape, spread, lambda index: array[index])
 
-    def put_rows(self, array: NDArray[Any], axis: int = 0) -> Array:
+    def shard_rows(self, array: NDArray[Any], axis: int = 0) -> Array:
         """This process's rows of an array, along `axis`, on its devices."""
-        return jax.make_array_from_process_local_data(self.rows(axis), array)
+        return jax.make_array_from_process_local_data(self.row_sharding(axis), array)
 
-    def put_all_rows(self, array: NDArray[Any]) -> Array:
+    def shard_global_rows(self, array: NDArray[Any]) -> Array:
         """An array that every process has, its rows shared by all devices."""
-        return self._put(array, self.rows(0))
+        return self._put(array, self.row_sharding(0))
 
     def fetch(self, array: Array) -> NDArray[Any]:
         """A copy of a whole array, put together from its parts. Every process calls it alike."""

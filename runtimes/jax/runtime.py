@@ -17,28 +17,28 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput, later
-from runtimes.jax.batches import Stacked, held_out, put, stack
+from runtimes.jax.batches import Stacked, held_out_errors, shard_stacked, stack
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.device import (
     check,
     describe,
     join,
     memory_bytes,
-    part,
     peak_flops,
+    shut_down,
     start,
     versions,
 )
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.step import Arrays, Step, errors, gathered, numbers_of
+from runtimes.jax.step import Arrays, Step, errors, gather_weights, step_scalars
 from runtimes.jax.weights import (
     check_state,
-    fresh_state,
     frozen_arrays,
+    initial_state,
+    names_without_gradient,
     trained_names,
-    without_effect,
 )
-from runtimes.models.dropout import drops
+from runtimes.models.dropout import has_dropout
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
@@ -47,7 +47,7 @@ from runtimes.objective.random import Stream, generator
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import meet
+from runtimes.spmd.agree import join_hosts
 
 __all__ = ["TheRuntime"]
 
@@ -64,17 +64,19 @@ class TheRuntime:
         self._job, self._settings = job, Train(**job.train)
         check(self._settings)
         ranks = self._ranks = Ranks.here()
-        self._hosts = meet(ranks)
+        self._hosts = join_hosts(ranks)
         self.draws_together = ranks.world > 1
         join(ranks, self._hosts, self._settings.device)
-        self._kept = start(self._settings.device, job.compiled, self._settings.compute_dtype)
+        self._compile_cache = start(
+            self._settings.device, job.compiled, self._settings.compute_dtype
+        )
         self.device = describe()
         self._mesh = Mesh(self._settings.fsdp)
         network = load_network(job, self._settings)
         self._counter = FlopCounter(network)
         self._constants = network.constants() if self._settings.method == "full" else {}
-        self._drops = drops(network)
-        self._state = fresh_state(network, self._settings, self._mesh)
+        self._has_dropout = has_dropout(network)
+        self._state = initial_state(network, self._settings, self._mesh)
         self._names = trained_names(network)
         half = getattr(torch, self._settings.compute_dtype)
         self._frozen = frozen_arrays(network, self._mesh, half)
@@ -84,11 +86,11 @@ class TheRuntime:
         predict = as_function(network, training=False)
         self._errors = jax.jit(partial(errors, predict))
         self._working = jax.jit(
-            lambda weights: gathered(weights, self._mesh, self._settings.compute_dtype)
+            lambda weights: gather_weights(weights, self._mesh, self._settings.compute_dtype)
         )
 
     def put(self, batch: StepBatch) -> StepBatch:
-        return replace(batch, on_device=put(self._stack(batch), self._mesh))
+        return replace(batch, on_device=shard_stacked(self._stack(batch), self._mesh))
 
     def _stack(self, batch: StepBatch) -> Stacked:
         dtype = jnp.dtype(self._settings.compute_dtype)
@@ -97,13 +99,13 @@ class TheRuntime:
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         if self._compiled_step is None:
             self._compiled_step = self._compile(batch)
-        stacked = batch.on_device or put(self._stack(batch), self._mesh)
+        stacked = batch.on_device or shard_stacked(self._stack(batch), self._mesh)
         self._state, figures = self._compiled_step(
             self._state,
             self._frozen,
             stacked,
             self._seeds(batch.step, len(stacked["weight"])),
-            numbers_of(self._step, learning_rate, self._settings),
+            step_scalars(self._step, learning_rate, self._settings),
             np.float32(batch.denominator),
         )
         self._step += 1
@@ -112,14 +114,14 @@ class TheRuntime:
     def _compile(self, batch: StepBatch) -> Any:
         untouched = frozenset[str]()
         if self._settings.train_text_encoder:
-            untouched = without_effect(self._counter.network, self._network, batch)
+            untouched = names_without_gradient(self._counter.network, self._network, batch)
         predict = as_function(self._network, training=True)
         step = Step(predict, self._settings, self._mesh, self._names, untouched)
         return step.compiled(self._state)
 
     def _seeds(self, step: int, count: int) -> NDArray[np.uint32]:
         """Of what each micro-batch drops, if anything is dropped."""
-        if not self._drops:
+        if not self._has_dropout:
             return np.zeros(count, np.uint32)
         rngs = (generator(self._settings.seed, Stream.DROPOUT, step, n) for n in range(count))
         return np.array([rng.integers(2**32) for rng in rngs], np.uint32)
@@ -146,7 +148,7 @@ class TheRuntime:
             yield
 
     def state(self) -> State:
-        self._kept.keep()
+        self._compile_cache.keep()
         state: State = {}
         for group, arrays in self._state.items():
             for name, array in arrays.items():
@@ -161,7 +163,7 @@ class TheRuntime:
         check_state(state, self._state)
         for group, arrays in self._state.items():
             for name in arrays:
-                arrays[name] = self._mesh.put(state[group][name])
+                arrays[name] = self._mesh.shard(state[group][name])
         self._step = step
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
@@ -179,7 +181,9 @@ class TheRuntime:
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         dtype = jnp.dtype(self._settings.compute_dtype)
-        return held_out(self._errors, self._averaged(), batch, self._share, self._mesh, dtype)
+        return held_out_errors(
+            self._errors, self._averaged(), batch, self._share, self._mesh, dtype
+        )
 
     def _averaged(self) -> Arrays:
         """The network's arrays in the compute dtype, averaged if an average is kept."""
@@ -188,7 +192,7 @@ class TheRuntime:
 
     def part(self) -> None:
         if self._ranks.world > 1:
-            part(self._ranks, self._hosts)
+            shut_down(self._ranks, self._hosts)
 
     def memory_bytes(self) -> int:
         return memory_bytes()

@@ -20,7 +20,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from runtimes.contract import EXACT
-from runtimes.data.padding import filled_up, repeat_last
+from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.jax.bridge import as_function
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays
@@ -31,7 +31,7 @@ from runtimes.models.schedulers import make_scheduler
 from runtimes.models.text_encoding import encode_ids, join_t5
 from runtimes.objective.noise_scheduler import read_config
 from runtimes.pipeline_folder.describe import vae_path
-from runtimes.sample.conditioning import Start, Starts, is_guided, table_of
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner, is_guided, sampler_table
 from runtimes.sample.tabulated_scheduler import Table
 
 Float32 = NDArray[np.float32]
@@ -69,7 +69,7 @@ class Sampler:
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
         self._decoder = as_function(decoder, training=False)
         self._jit_decode = jax.jit(self._decode)
-        self._own_scheduler = make_scheduler(read_config(folder / "scheduler"))
+        self._pipeline_scheduler = make_scheduler(read_config(folder / "scheduler"))
         self._network: Network | None = None
 
     def use(self, network: Network, scheduler: Any = None) -> None:
@@ -77,8 +77,8 @@ class Sampler:
 
         What was compiled for another of the same architecture serves for this one.
         """
-        self._scheduler = self._own_scheduler if scheduler is None else scheduler
-        if self._network is not None and alike(network, self._network):
+        self._scheduler = self._pipeline_scheduler if scheduler is None else scheduler
+        if self._network is not None and same_architecture(network, self._network):
             return
         self._network = network
         self._predict = as_function(network, training=False)
@@ -96,11 +96,11 @@ class Sampler:
             sampler: as GenerateJob.sampler.
         """
         assert self._network is not None  # one is in use
-        table = table_of(self._scheduler, sampler, self._network.family)
+        table = sampler_table(self._scheduler, sampler, self._network.family)
         texts = self._encoder.texts
         if self._network.text_encoders:
             texts = partial(self._texts, arrays)
-        starts = Starts(self._encoder.info, texts, self._images).of(
+        starts = Conditioner(self._encoder.info, texts, self._images).batches(
             prompts,
             sampler,
             first=first,
@@ -123,9 +123,9 @@ class Sampler:
         return Encoder(*self._folders, device="cpu")
 
     def _start(
-        self, arrays: Arrays, start: Start, table: Table, sampler: Mapping[str, Any]
+        self, arrays: Arrays, start: ConditionedNoise, table: Table, sampler: Mapping[str, Any]
     ) -> Array:
-        put = self._mesh.put_all_rows
+        put = self._mesh.shard_global_rows
         conditioning = {
             name: put(array if name in EXACT else array.astype(self._dtype))
             for name, array in start.conditioning.items()
@@ -199,9 +199,9 @@ class Sampler:
         below them T5's by the host's."""
         count = len(captions)
         ids = self._encoder.input_ids(captions).astype(np.int32)
-        ids = repeat_last(ids, filled_up(count, self._mesh.count))
+        ids = pad_rows(ids, padded_rows(count, self._mesh.count))
         named = {f"network.{name}": array for name, array in arrays.items()}
-        found = self._jit_encode(named, jnp.uint32(0), self._mesh.put_all_rows(ids))
+        found = self._jit_encode(named, jnp.uint32(0), self._mesh.shard_global_rows(ids))
         states, pooled = (
             None
             if array is None
@@ -214,7 +214,7 @@ class Sampler:
         return states.numpy(), None if pooled is None else pooled.numpy()
 
 
-def alike(one: Network, other: Network) -> bool:
+def same_architecture(one: Network, other: Network) -> bool:
     """Whether two networks are the same function of their arrays."""
     first, second = (
         {name: str(part.config) for name, part in network.named_children()}

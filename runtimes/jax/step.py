@@ -26,7 +26,7 @@ Arrays = dict[str, Array]
 Groups = dict[str, Arrays]
 
 
-def numbers_of(step: int, learning_rate: float, settings: Train) -> NDArray[np.float32]:
+def step_scalars(step: int, learning_rate: float, settings: Train) -> NDArray[np.float32]:
     """What step `step` (from 0) has of its own: see `Step`."""
     beta1, beta2 = settings.adam_betas
     numbers = (
@@ -60,10 +60,10 @@ class Step:
         The state's memory is reused for the next one; of it only shapes are looked at here.
         """
         spread = jax.tree.map(lambda array: array.sharding, state)
-        out = (spread, self.mesh.whole)
-        return jax.jit(self._take, donate_argnums=0, out_shardings=out)
+        out = (spread, self.mesh.replicated)
+        return jax.jit(self._run, donate_argnums=0, out_shardings=out)
 
-    def _take(
+    def _run(
         self,
         state: Groups,
         frozen: Arrays,
@@ -77,10 +77,10 @@ class Step:
             frozen: the network's other arrays, by its names.
             batch: see batches.py.
             seeds: of what is dropped, one a micro-batch.
-            numbers: see `numbers_of`.
+            numbers: see `step_scalars`.
             samples: in the global batch.
         """
-        weights = gathered(state["weights"], self.mesh, self.settings.compute_dtype)
+        weights = gather_weights(state["weights"], self.mesh, self.settings.compute_dtype)
         trained = self._sharded(state["weights"])
 
         def gradient(micro: Any) -> tuple[Array, Arrays]:
@@ -109,11 +109,11 @@ class Step:
     def _sharded(self, weights: Arrays) -> Callable[[Arrays], Arrays]:
         """Has gradients cut as the weights are: each device adds up its own part."""
 
-        def cut(name: str, gradient: Array) -> Array:
-            spread = self.mesh.shared(weights[name].shape)
+        def constrain(name: str, gradient: Array) -> Array:
+            spread = self.mesh.array_sharding(weights[name].shape)
             return jax.lax.with_sharding_constraint(gradient.astype(jnp.float32), spread)
 
-        return lambda gradients: {name: cut(name, array) for name, array in gradients.items()}
+        return lambda gradients: {name: constrain(name, array) for name, array in gradients.items()}
 
     def _update(self, state: Groups, gradients: Arrays, numbers: Array) -> tuple[Groups, Array]:
         settings = self.settings
@@ -142,14 +142,14 @@ class Step:
         return found, norm
 
 
-def gathered(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:
+def gather_weights(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:
     """Whole copies of the masters on every device, in the compute dtype: made once a step.
 
     Said explicitly; else GSPMD may cut the convolutions instead.
     """
     half = jnp.dtype(dtype)
     return {
-        name: jax.lax.with_sharding_constraint(array.astype(half), mesh.whole)
+        name: jax.lax.with_sharding_constraint(array.astype(half), mesh.replicated)
         for name, array in weights.items()
     }
 

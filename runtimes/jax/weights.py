@@ -23,14 +23,14 @@ def trained_names(network: Network) -> dict[str, str]:
     return {name: own[id(parameter)] for name, parameter in network.trained().items()}
 
 
-def fresh_state(network: Network, settings: Train, mesh: Mesh) -> Groups:
+def initial_state(network: Network, settings: Train, mesh: Mesh) -> Groups:
     """Float32 masters, and an optimizer that has seen nothing."""
     trained = {name: to_numpy(p) for name, p in network.trained().items()}
-    state = {"weights": {name: mesh.put(array) for name, array in trained.items()}}
+    state = {"weights": {name: mesh.shard(array) for name, array in trained.items()}}
     for group in ("exp_avg", "exp_avg_sq"):
-        state[group] = {n: mesh.put(np.zeros(a.shape, np.float32)) for n, a in trained.items()}
+        state[group] = {n: mesh.shard(np.zeros(a.shape, np.float32)) for n, a in trained.items()}
     if settings.ema_decay is not None:
-        state["ema"] = {name: mesh.put(array) for name, array in trained.items()}
+        state["ema"] = {name: mesh.shard(array) for name, array in trained.items()}
     return state
 
 
@@ -69,7 +69,7 @@ def _put(tensor: torch.Tensor, mesh: Mesh, dtype: torch.dtype) -> Array:
         array = array.astype(jnp.dtype(str(dtype).removeprefix("torch.")))
     elif array.dtype == np.int64:
         array = array.astype(np.int32)  # JAX has no other, unless it is told to
-    return mesh.put_whole(array)
+    return mesh.replicate(array)
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
@@ -87,7 +87,9 @@ def check_state(given: State, wanted: Groups) -> None:
                 raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
 
 
-def without_effect(counted: torch.nn.Module, network: Network, batch: StepBatch) -> frozenset[str]:
+def names_without_gradient(
+    counted: torch.nn.Module, network: Network, batch: StepBatch
+) -> frozenset[str]:
     """State's names of what is trained without an effect on the loss, such as the last layer of a
     text encoder whose penultimate states are taken. PyTorch's optimizers leave it alone.
 

@@ -11,7 +11,7 @@ import mindspore as ms
 
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
-from runtimes.hosts.ascend import cann_version, lacking
+from runtimes.hosts.ascend import cann_version, missing_components
 from runtimes.process.memory import peak_of_process
 from runtimes.process.ranks import Ranks, launched
 
@@ -67,7 +67,7 @@ def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
     if max(number, ranks.local_world - 1) >= there:
         raise WrongInput(
             f"device {name}: {max(number + 1, ranks.local_world)} NPUs are wanted, MindSpore finds "
-            f"{there} here ({'; '.join(lacking()) or 'npu-smi info lists them'})"
+            f"{there} here ({'; '.join(missing_components()) or 'npu-smi info lists them'})"
         )
     return "Ascend", number
 
@@ -148,5 +148,5 @@ def probe() -> Probe:
     """What this runtime finds here; no device is opened."""
     there = count_npus()
     npus = [f"ascend:{n} ({ms.hal.get_device_name(n, 'Ascend')})" for n in range(there)]
-    without = "; ".join(lacking()) or "MindSpore finds none"
+    without = "; ".join(missing_components()) or "MindSpore finds none"
     return Probe(True, [*npus, "cpu" if there else f"cpu (no NPU: {without})"], versions())

@@ -12,7 +12,7 @@ from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
-from runtimes.encode.tokenize import Tokens, check_vocabulary
+from runtimes.encode.tokenize import LockedTokenizers, check_vocabulary
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
@@ -55,7 +55,7 @@ class Encoder:
             encoder = load_text_encoder(model_folder, part, dtype)
             self.tokenizers[name] = _tokenizer(model_folder / name, encoder.config.vocab_size)
             self.text_encoders[part] = encoder
-        self._tokens = Tokens()
+        self._tokens = LockedTokenizers()
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Moments of the posterior of pictures [B, 3, H, W] in -1..1: mean and log-variance.

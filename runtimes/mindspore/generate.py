@@ -19,13 +19,18 @@ from runtimes.families import detect_family
 from runtimes.families.unet_inputs import NOTHING, Extras, all_hidden, asked_scores
 from runtimes.mindspore.encode import Encoder
 from runtimes.mindspore.inputs import Inputs, tensor
-from runtimes.mindspore.lora import lay_over
-from runtimes.mindspore.models import attend_by, load_denoiser, load_text_encoder
+from runtimes.mindspore.lora import merge_adapters
+from runtimes.mindspore.models import load_denoiser, load_text_encoder, set_flash_attention
 from runtimes.mindspore.network import Network
 from runtimes.objective.noise_scheduler import chosen, read_config
 from runtimes.pipeline_folder.describe import read_config as read_index
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.sample.start import more_of, own_parts, own_scheduler, starts
+from runtimes.sample.start import (
+    load_trained_components,
+    load_trained_scheduler,
+    noise_batches,
+    optional_arguments,
+)
 
 #: What MindSpore says where a device lacks an operator, or one for a type.
 NO_KERNEL = re.compile(
@@ -85,12 +90,12 @@ class Sampler:
         scheduler = chosen(self._pipe.scheduler, sampler, make_scheduler)
         self._pipe.register_modules(scheduler=scheduler)
         unet = getattr(self._pipe, self._family.denoiser)
-        for batch in starts(
+        for batch in noise_batches(
             prompts, sampler, self._family, unet.config, self._pipe.vae_scale_factor, first=first
         ):
             size = (batch.height, batch.width)
             try:
-                with shown_more(unet, self._encoder, sampler, size):
+                with extra_inputs(unet, self._encoder, sampler, size):
                     drawn = self._pipe(
                         batch.prompts,
                         height=batch.height,
@@ -100,7 +105,7 @@ class Sampler:
                         latents=tensor(batch.noise).astype(self._dtype),
                         generator=batch.rngs,
                         output_type="np",
-                        **more_of(sampler, len(batch.prompts)),
+                        **optional_arguments(sampler, len(batch.prompts)),
                     )[0]
             except (RuntimeError, TypeError) as error:
                 raise self._no_kernel(error) from error
@@ -119,7 +124,7 @@ class Sampler:
 
 
 @contextmanager
-def shown_more(
+def extra_inputs(
     unet: Any, encoder: Encoder, sampler: dict[str, Any], size: tuple[int, int]
 ) -> Iterator[None]:
     """As runtimes/torch/generate.py: within, what a UNet sees beside text is given to it too."""
@@ -162,7 +167,7 @@ class ThePipeline:
 
     def take(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, flash=self._flash)
-        self._scheduler = own_scheduler(drawing, make_scheduler)
+        self._scheduler = load_trained_scheduler(drawing, make_scheduler)
         self.encodes_text = self._network.encodes_text
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
@@ -195,14 +200,14 @@ def load_network(drawing: Drawing, model: Path, dtype: ms.Type, *, flash: bool =
             part = load_denoiser(folder)
         else:
             part = load_text_encoder(model, name, folder=folder)
-        lay_over(name, part, adapters)
+        merge_adapters(name, part, adapters)
         return part
 
-    parts = own_parts(drawing, model, load)
+    parts = load_trained_components(drawing, model, load)
     network = Network(family, parts)
     network.cast(dtype)
     for part in parts.values():
-        attend_by(part, flash=flash)
+        set_flash_attention(part, flash=flash)
     return network.set_train(False)
 
 

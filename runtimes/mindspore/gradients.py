@@ -22,15 +22,15 @@ class Gradients:
 
     def __init__(self, network: Network, weights: Sequence[Parameter], settings: MindSpore) -> None:
         backward = _Backward(network, weights)
-        self._take: Callable[..., Any] = backward
+        self._value_and_grad: Callable[..., Any] = backward
         if settings.mode == "graph":
             backend = {"O2": {"backend": "GE"}}.get(settings.jit_level)
             options = backend or {"jit_level": settings.jit_level}
-            self._take = ms.jit(backward.construct, **options)
+            self._value_and_grad = ms.jit(backward.construct, **options)
         self._add = ms.jit(_Add().construct)
 
     def __call__(self, inputs: Inputs, scale: Tensor) -> list[Tensor]:
-        loss, gradients = self._take(inputs.target, inputs.share, scale, *inputs.seen)
+        loss, gradients = self._value_and_grad(inputs.target, inputs.share, scale, *inputs.seen)
         return [loss, *gradients]
 
     def add(self, sums: list[Tensor], part: list[Tensor]) -> list[Tensor]:

@@ -57,7 +57,7 @@ def add_adapters(
             put(parameter, parameter.asnumpy() * 0)
 
 
-def lay_over(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
+def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
     """Merge adapters into the weights of a part, in float32.
 
     Raises:

@@ -26,7 +26,7 @@ class DynamicLossScale:
         self.updates = 0
         self._since = 0  # steps since it changed
 
-    def take(self, grad_norm: float) -> bool:
+    def update(self, grad_norm: float) -> bool:
         """Whether a step is to be skipped, whose gradients have this norm; the scale follows.
 
         A norm that is no number even at the least scale is nothing that scaling cures: the step is

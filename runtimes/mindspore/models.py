@@ -110,11 +110,11 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise WrongInput(f"{folder} does not load: {reason}") from None
-    attend_by(vae, flash=flash)
+    set_flash_attention(vae, flash=flash)
     return vae.set_train(False)
 
 
-def attend_by(part: Any, *, flash: bool) -> None:
+def set_flash_attention(part: Any, *, flash: bool) -> None:
     """Have attention computed by Ascend's fused operator, or as it is written.
 
     In float32 it is always as written: the operator knows half precision alone, and mindone would
@@ -125,7 +125,7 @@ def attend_by(part: Any, *, flash: bool) -> None:
         part.enable_flash_sdp(flash)
 
 
-def fresh_denoiser(base: Path, config: dict[str, Any], seed: int) -> Any:
+def random_init_denoiser(base: Path, config: dict[str, Any], seed: int) -> Any:
     """A denoiser that has learnt nothing, as mindone initialises it: by the seed alone, for one
     version of MindSpore.
 

@@ -14,10 +14,10 @@ from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.unet_inputs import Extras
 from runtimes.mindspore.lora import add_adapters
 from runtimes.mindspore.models import (
-    fresh_denoiser,
     load_denoiser,
     load_text_encoder,
     named_weights,
+    random_init_denoiser,
 )
 from runtimes.mindspore.texts import encode_ids
 from runtimes.pipeline_folder.denoiser_config import job_config
@@ -60,7 +60,7 @@ class Network(nn.Cell):
         denoiser = folder / family.denoiser
         config = job_config(job, settings)
         if settings.init == "random":
-            unet = fresh_denoiser(denoiser, config, settings.seed)
+            unet = random_init_denoiser(denoiser, config, settings.seed)
         else:
             unet = load_denoiser(denoiser, dtype, config, settings.seed)
         parts = {family.denoiser: unet}
@@ -97,7 +97,7 @@ class Network(nn.Cell):
             if parameter.requires_grad
         }
 
-    def reached(self, name: str) -> bool:
+    def receives_gradient(self, name: str) -> bool:
         """Whether a gradient reaches the weight that State has by that name."""
         part, _, rest = name.partition(".")
         if not part.startswith("text_encoder"):

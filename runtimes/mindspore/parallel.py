@@ -27,10 +27,10 @@ HALF = 2**16
 STARTED = "MS_ROLE"
 
 
-class Alone:
+class SingleProcess:
     """One process."""
 
-    def total(self, arrays: Sequence[Tensor]) -> list[Tensor]:
+    def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
         """The sums of arrays over all processes."""
         return list(arrays)
 
@@ -43,14 +43,14 @@ class Alone:
         return number
 
 
-class Data(Alone):
+class DataParallel(SingleProcess):
     """Each process takes its share of a batch, and updates everything alike."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._first = ranks.first
         self._sum = ops.AllReduce(ops.ReduceOp.SUM)
 
-    def total(self, arrays: Sequence[Tensor]) -> list[Tensor]:
+    def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
         for bucket in _buckets(arrays):
             flat = ops.concat([array.astype(ms.float32).reshape(-1) for array in bucket])
@@ -72,7 +72,7 @@ class Data(Alone):
         return int(high) * HALF + int(low)
 
 
-def open_parallel(ranks: Ranks) -> Alone:
+def open_parallel(ranks: Ranks) -> SingleProcess:
     """Meet the other processes, if there are any. Call it once the device is open.
 
     Raises:
@@ -80,7 +80,7 @@ def open_parallel(ranks: Ranks) -> Alone:
         WrongInput: others meet than were to.
     """
     if ranks.world == 1:
-        return Alone()
+        return SingleProcess()
     if STARTED not in os.environ:
         meeting = {
             "MS_WORKER_NUM": str(ranks.world),
@@ -98,7 +98,7 @@ def open_parallel(ranks: Ranks) -> Alone:
         raise TimeoutError(errno.ETIMEDOUT, words) from None
     if communication.get_group_size() != ranks.world:
         raise WrongInput(f"{communication.get_group_size()} processes met, not {ranks.world}")
-    return Data(ranks)
+    return DataParallel(ranks)
 
 
 def _start_scheduler() -> None:

@@ -53,9 +53,9 @@ class TheRuntime:
         self._parallel = open_parallel(ranks)
         # mindone is imported only now: it takes the operators as the device has left them.
         from runtimes.mindspore.gradients import Gradients
-        from runtimes.mindspore.models import attend_by
+        from runtimes.mindspore.models import set_flash_attention
         from runtimes.mindspore.network import Network
-        from runtimes.mindspore.update import Update, copied
+        from runtimes.mindspore.update import Update, float32_copy
 
         given = self._settings
         self._dtype = getattr(ms, given.compute_dtype)
@@ -63,11 +63,11 @@ class TheRuntime:
         computed = network.trained()
         masters = computed
         if given.method == "full" and given.compute_dtype != "float32":
-            masters = {name: copied(f"master.{name}", p) for name, p in computed.items()}
+            masters = {name: float32_copy(f"master.{name}", p) for name, p in computed.items()}
             network.cast(self._dtype)
         for part in network.parts.values():
-            attend_by(part, flash=given.mindspore.flash_attention)
-        reached = [name for name in computed if network.reached(name)]
+            set_flash_attention(part, flash=given.mindspore.flash_attention)
+        reached = [name for name in computed if network.receives_gradient(name)]
         self._network = network.set_train(True)
         self._gradients = Gradients(network, [computed[n] for n in reached], given.mindspore)
         self._update = Update(masters, computed, reached, given)
@@ -84,7 +84,7 @@ class TheRuntime:
         for inputs in batch.on_device or self._inputs(batch):
             part = self._gradients(inputs, scale)
             sums = self._gradients.add(sums, part) if sums else part
-        loss, *gradients = self._parallel.total(sums)
+        loss, *gradients = self._parallel.sum_over_ranks(sums)
         norm, skipped = self._update.apply(gradients, learning_rate)
         return StepOutput(loss, norm, overflowed=skipped)
 

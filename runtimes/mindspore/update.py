@@ -50,7 +50,7 @@ class Update:
         self._second = {n: _zeros(f"exp_avg_sq.{n}", p) for n, p in masters.items()}
         self._average: dict[str, Parameter] = {}
         if settings.ema_decay is not None:
-            self._average = {n: copied(f"ema.{n}", p) for n, p in masters.items()}
+            self._average = {n: float32_copy(f"ema.{n}", p) for n, p in masters.items()}
         text_rate = settings.text_encoder_lr or settings.learning_rate
         shares = {True: text_rate / settings.learning_rate, False: 1.0}
         self._groups = []
@@ -86,7 +86,7 @@ class Update:
         inverse = _number(1 / scale.value)
         norm = self._norm(inverse, *gradients)
         # Only a loss scale has to wait for the device.
-        skipped = scale.take(float(norm) if given.compute_dtype == "float16" else 0.0)
+        skipped = scale.update(float(norm) if given.compute_dtype == "float16" else 0.0)
         if not skipped:
             for places, share, update in self._groups:
                 part = [gradients[place] for place in places]
@@ -268,7 +268,7 @@ def _number(value: float) -> Tensor:
     return Tensor(value, ms.float32)
 
 
-def copied(name: str, parameter: Parameter) -> Parameter:
+def float32_copy(name: str, parameter: Parameter) -> Parameter:
     """A float32 copy of a parameter under another name."""
     array = parameter.astype(ms.float32).asnumpy().copy()
     return Parameter(Tensor(array), name=name, requires_grad=False)

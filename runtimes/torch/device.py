@@ -14,13 +14,13 @@ import torch
 from configs.training import Hpu, Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import gaudi
-from runtimes.hosts.ascend import count_npus, lacking, torch_npu_version
+from runtimes.hosts.ascend import count_npus, missing_components, torch_npu_version
 from runtimes.models.precision import check_precision
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.memory import peak_of_process
 from runtimes.process.ranks import Ranks
 from runtimes.torch import hpu, npu
-from runtimes.torch.device_kind import Chip
+from runtimes.torch.device_kind import DeviceKind
 from runtimes.torch.optimizers import check_optimizer
 
 ALONE = Ranks()
@@ -86,9 +86,9 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     return torch.device(kind) if number is None else torch.device(kind, int(number))
 
 
-def open_chip(
+def open_device(
     name: str, ranks: Ranks = ALONE, settings: Hpu | None = None, compiled: str | None = None
-) -> Chip:
+) -> DeviceKind:
     """The device of that name, see choose_device, with what its kind wants.
 
     Args:
@@ -99,15 +99,15 @@ def open_chip(
         WrongInput: it is not there, or does not go with the settings.
     """
     if not name.startswith("hpu"):
-        return Chip(choose_device(name, ranks))
+        return DeviceKind(choose_device(name, ranks))
     settings = settings or Hpu()
-    kept = hpu.load(settings, compiled)
+    compile_cache = hpu.load(settings, compiled)
     choose_device(name, ranks)
     if number := name.partition(":")[2]:
         hpu.choose_module(int(number))
     if ranks.world > 1:
         hpu.load_hccl()
-    return hpu.Gaudi(settings, kept)
+    return hpu.Gaudi(settings, compile_cache)
 
 
 def prepare(job: Job | EncodeJob) -> None:
@@ -158,7 +158,7 @@ def probe() -> Probe:
     """What this runtime finds here. NPUs and Gaudis are told of as the driver shows them, not
     opened."""
     devices = [describe(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
-    if torch_npu_version() is not None and not lacking():
+    if torch_npu_version() is not None and not missing_components():
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
     if gaudi.bridge_version() is not None:
         bridge = f"habana_frameworks {gaudi.bridge_version()}"

@@ -1,5 +1,5 @@
 """What a kind of device wants done around the shared code. Most want nothing: a kind that does
-derives a class from this one, and `open_chip` (device.py) gives it."""
+derives a class from this one, and `open_device` (device.py) gives it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from configs.training import Train
 
 
-class Chip:
+class DeviceKind:
     """A device, with the places at which a kind of its own may step in."""
 
     compile_backend = "inductor"  # of torch.compile
-    takes_batches_ahead = True  # from another thread, while it computes
-    fills_batches = False  # whether batches of pictures are filled up, so that each is one program
-    autocast_keeps_casts = True
+    prefetches_batches = True  # from another thread, while it computes
+    pads_batches = False  # whether batches of pictures are filled up, so that each is one program
+    autocast_caches_casts = True
     foreach: bool | None = True  # of clipping: whether PyTorch does lists of tensors at once there
 
     def __init__(self, device: torch.device) -> None:
@@ -26,24 +26,26 @@ class Chip:
     def check(self, settings: Train) -> None:
         """Raise WrongInput for train settings that do not go with the device."""
 
-    def prepare(self, denoiser: Any) -> None:
+    def prepare_training(self, denoiser: Any) -> None:
         """Before a denoiser that is on the device is trained."""
 
-    def prepare_drawing(self, denoiser: Any) -> None:
+    def prepare_sampling(self, denoiser: Any) -> None:
         """Before a denoiser that is on the device draws; its weights will stay as they are."""
 
-    def clip(self, parameters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
+    def clip_grad_norm(
+        self, parameters: Sequence[torch.Tensor], most: float
+    ) -> torch.Tensor | None:
         """Clip gradients to an L2 norm and return what it was; None leaves that to others."""
         return None
 
-    def number(self, value: float) -> float | torch.Tensor:
+    def scalar(self, value: float) -> float | torch.Tensor:
         """A number that changes from step to step, as the device takes it."""
         return value
 
-    def cut(self) -> None:
+    def mark_step(self) -> None:
         """Here a part of a step ends."""
 
-    def keep(self) -> None:
+    def save_compiled(self) -> None:
         """Keep what was compiled; no step is being taken."""
 
     def figures(self) -> dict[str, float]:

@@ -27,9 +27,9 @@ from runtimes.pipeline_folder.describe import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.network import load_network
-from runtimes.sample.start import more_of, own_scheduler, starts
-from runtimes.torch.device import make_deterministic, open_chip
-from runtimes.torch.device_kind import Chip
+from runtimes.sample.start import load_trained_scheduler, noise_batches, optional_arguments
+from runtimes.torch.device import make_deterministic, open_device
+from runtimes.torch.device_kind import DeviceKind
 from runtimes.torch.npu import attend
 
 
@@ -44,7 +44,7 @@ class Sampler:
         self,
         folder: Path,
         parts: dict[str, Any],
-        chip: Chip,
+        device_kind: DeviceKind,
         dtype: torch.dtype = torch.float32,
         vae: Path | None = None,
     ) -> None:
@@ -73,7 +73,8 @@ class Sampler:
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise WrongInput(f"model {folder}: the pipeline does not load: {reason}") from None
-        self._pipe, self._chip = pipe.to(chip.device), chip
+        self._pipe = pipe.to(device_kind.device)
+        self._device_kind = device_kind
         self._pipe.set_progress_bar_config(disable=True)
         swapped = ("scheduler", *family.clip_encoders)
         self._own = {name: getattr(pipe, name) for name in swapped}
@@ -93,12 +94,12 @@ class Sampler:
         self._pipe.register_modules(scheduler=chosen(self._pipe.scheduler, sampler, make_scheduler))
         family, denoiser = self._family, getattr(self._pipe, self._family.denoiser)
         scale, pictures = self._pipe.vae_scale_factor, list[NDArray[np.uint8]]()
-        rows = sampler["batch_size"] if self._chip.fills_batches else 0
+        rows = sampler["batch_size"] if self._device_kind.pads_batches else 0
         numbering = {"first": first, "rows": rows}
-        for batch in starts(prompts, sampler, family, denoiser.config, scale, **numbering):
+        for batch in noise_batches(prompts, sampler, family, denoiser.config, scale, **numbering):
             later = [torch.Generator().manual_seed(int(r.integers(2**63))) for r in batch.rngs]
             size = (batch.height, batch.width)
-            with shown_more(denoiser, self._pipe.vae, sampler, size):
+            with extra_inputs(denoiser, self._pipe.vae, sampler, size):
                 drawn = self._pipe(
                     batch.prompts,
                     height=batch.height,
@@ -110,19 +111,19 @@ class Sampler:
                     ),
                     generator=later,
                     callback_on_step_end=self._after_step,
-                    **more_of(sampler, len(batch.prompts)),
+                    **optional_arguments(sampler, len(batch.prompts)),
                     **self._more,
                 ).images
             pictures += [np.asarray(picture) for picture in drawn[: batch.count]]
         return np.stack(pictures)
 
     def _after_step(self, *told: Any) -> dict[str, Any]:
-        self._chip.cut()
+        self._device_kind.mark_step()
         return {}
 
 
 @contextmanager
-def shown_more(
+def extra_inputs(
     denoiser: Any, vae: Any, sampler: dict[str, Any], size: tuple[int, int]
 ) -> Iterator[None]:
     """Within, a text-to-image pipeline also passes a denoiser's other inputs
@@ -136,7 +137,7 @@ def shown_more(
         yield
         return
     device = denoiser.device
-    blank = blank_latents(vae, size).to(device) if extras.inpainting else None
+    blank = fully_masked_latents(vae, size).to(device) if extras.inpainting else None
     scores = torch.tensor(asked_scores(sampler), device=device) if extras.aesthetic_score else None
 
     def more(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -156,7 +157,7 @@ def shown_more(
         handle.remove()
 
 
-def blank_latents(vae: Any, size: tuple[int, int]) -> torch.Tensor:
+def fully_masked_latents(vae: Any, size: tuple[int, int]) -> torch.Tensor:
     """`all_hidden` of one picture of a size [1, 1 + C, h, w]."""
     config, dtype = vae.config, vae.dtype
     grey = torch.zeros(1, config.in_channels, *size, device=vae.device)
@@ -172,8 +173,8 @@ class ThePipeline:
 
     def __init__(self, job: GenerateJob) -> None:
         make_deterministic()
-        self._chip = open_chip(job.device, compiled=job.compiled)
-        self._device, self._dtype = self._chip.device, getattr(torch, job.dtype)
+        self._device_kind = open_device(job.device, compiled=job.compiled)
+        self._device, self._dtype = self._device_kind.device, getattr(torch, job.dtype)
         self._model, self._settings = Path(job.model), job.sampler
         self._vae = None if job.vae is None else Path(job.vae)
         self._sampler: Sampler | None = None
@@ -181,18 +182,20 @@ class ThePipeline:
     def take(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, self._device)
         attend(self._network.denoiser, self._device)
-        self._chip.prepare_drawing(self._network.denoiser)
-        self._scheduler = own_scheduler(drawing, make_scheduler)
+        self._device_kind.prepare_sampling(self._network.denoiser)
+        self._scheduler = load_trained_scheduler(drawing, make_scheduler)
         self.encodes_text = bool(self._network.text_encoders)
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
         if self._sampler is None:  # with encoders of its own: the next model may have none
             denoiser = {self._network.family.denoiser: self._network.denoiser}
-            self._sampler = Sampler(self._model, denoiser, self._chip, self._dtype, self._vae)
+            self._sampler = Sampler(
+                self._model, denoiser, self._device_kind, self._dtype, self._vae
+            )
         own = {} if self._scheduler is None else {"scheduler": self._scheduler}
         self._sampler.use(dict(self._network.named_children()) | own)
         drawn = self._sampler.draw(prompts, self._settings, first=first)
-        self._chip.keep()
+        self._device_kind.save_compiled()
         return drawn
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
@@ -201,4 +204,4 @@ class ThePipeline:
             return inputs.errors(self._network).cpu().numpy()
 
     def compile_seconds(self) -> float:
-        return self._chip.compile_seconds()
+        return self._device_kind.compile_seconds()

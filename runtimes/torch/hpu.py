@@ -20,9 +20,9 @@ import torch
 
 from configs.training import Hpu, Train
 from runtimes.contract import WrongInput
-from runtimes.hosts.gaudi import bridge_version, lacking
+from runtimes.hosts.gaudi import bridge_version, missing_components
 from runtimes.process.compile_cache import Compiled
-from runtimes.torch.device_kind import Chip
+from runtimes.torch.device_kind import DeviceKind
 
 LAZY = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
@@ -42,15 +42,15 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> Compiled:
     """
     settings = settings or Hpu()
     if bridge_version() is None:
-        raise WrongInput(f"device hpu: {'; '.join(lacking())}")
-    kept = _kept(compiled)
+        raise WrongInput(f"device hpu: {'; '.join(missing_components())}")
+    compile_cache = _compile_cache(compiled)
     if BRIDGE not in sys.modules:  # which reads these when it is imported
         os.environ.setdefault(LAZY, "0")
         if settings.mode is not None:
             os.environ[LAZY] = str(int(settings.mode == "lazy"))
-        if kept.path is not None:
+        if compile_cache.path is not None:
             size = settings.recipe_cache_megabytes
-            os.environ.setdefault(RECIPES, f"{kept.path},false,{size},false")
+            os.environ.setdefault(RECIPES, f"{compile_cache.path},false,{size},false")
     try:
         import_module(f"{BRIDGE}.core")
         import_module(f"{BRIDGE}.hpu")
@@ -59,18 +59,18 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> Compiled:
     # It asserts that it was built for this PyTorch.
     except (ImportError, RuntimeError, OSError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200]
-        missing = "; ".join(lacking())
+        missing = "; ".join(missing_components())
         raise WrongInput(
             f"device hpu: habana_frameworks does not load: {reason}"
             + (f" ({missing})" if missing else "")
         ) from None
     if settings.mode not in (None, mode()):
         raise WrongInput(f"train.hpu.mode: {settings.mode}: this process is in mode {mode()}")
-    return kept
+    return compile_cache
 
 
 @cache
-def _kept(compiled: str | None) -> Compiled:
+def _compile_cache(compiled: str | None) -> Compiled:
     return Compiled(compiled, f"hpu-{bridge_version()}")
 
 
@@ -120,19 +120,21 @@ def check(settings: Train) -> None:
         )
 
 
-class Gaudi(Chip):
+class Gaudi(DeviceKind):
     """One Gaudi, its bridge loaded."""
 
     compile_backend = "hpu_backend"
-    fills_batches = True
+    pads_batches = True
     foreach = None
 
-    def __init__(self, settings: Hpu, kept: Compiled) -> None:
+    def __init__(self, settings: Hpu, compile_cache: Compiled) -> None:
         super().__init__(torch.device("hpu"))
-        self._settings, self._kept, self._lazy = settings, kept, mode() == "lazy"
-        self.takes_batches_ahead = not self._lazy  # operators are collected by one thread
+        self._settings = settings
+        self._compile_cache = compile_cache
+        self._lazy = mode() == "lazy"
+        self.prefetches_batches = not self._lazy  # operators are collected by one thread
         # A graph that was recorded must not read casts that the next step makes anew.
-        self.autocast_keeps_casts = not settings.graphs
+        self.autocast_caches_casts = not settings.graphs
         self._clippers: dict[float, Any] = {}
         self._core = import_module(f"{BRIDGE}.core")
         self._hpu = import_module(f"{BRIDGE}.hpu")
@@ -140,22 +142,24 @@ class Gaudi(Chip):
     def check(self, settings: Train) -> None:
         check(settings)
 
-    def prepare(self, denoiser: Any) -> None:
+    def prepare_training(self, denoiser: Any) -> None:
         if self._settings.graphs:
             cacher = self._hpu.ModuleCacher(max_graphs=self._settings.max_graphs)
             cacher(model=denoiser, inplace=True, allow_unused_input=True)
 
-    def prepare_drawing(self, denoiser: Any) -> None:
+    def prepare_sampling(self, denoiser: Any) -> None:
         if self._lazy:
-            denoiser.register_forward_pre_hook(_own_timestep, with_kwargs=True)
+            denoiser.register_forward_pre_hook(_copy_timestep, with_kwargs=True)
             self._hpu.wrap_in_hpu_graph(denoiser)
-            denoiser.register_forward_hook(_own_output)
+            denoiser.register_forward_hook(_copy_output)
         else:  # its forward alone: hooks come and go with each batch of drawings
             denoiser.forward = torch.compile(
                 denoiser.forward, backend=self.compile_backend, dynamic=False
             )
 
-    def clip(self, parameters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
+    def clip_grad_norm(
+        self, parameters: Sequence[torch.Tensor], most: float
+    ) -> torch.Tensor | None:
         """By FusedClipNorm; in lazy mode it would only cut the graph once more."""
         if self._lazy or not self._settings.fused:
             return None
@@ -165,15 +169,15 @@ class Gaudi(Chip):
         clipper = self._clippers[most]
         return None if clipper is None else clipper.clip_norm(parameters).reshape(())
 
-    def number(self, value: float) -> torch.Tensor:
+    def scalar(self, value: float) -> torch.Tensor:
         return _on_device(value)
 
-    def cut(self) -> None:
+    def mark_step(self) -> None:
         if self._lazy:
             self._core.mark_step()
 
-    def keep(self) -> None:
-        self._kept.keep()
+    def save_compiled(self) -> None:
+        self._compile_cache.keep()
 
     def figures(self) -> dict[str, float]:
         """Programs compiled so far and the seconds for it, and the memory there is."""
@@ -198,7 +202,7 @@ class Gaudi(Chip):
         return metrics.metric_global("graph_compilation")
 
 
-def _own_timestep(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _copy_timestep(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Of a table of timesteps each is a view of its own, and where a view lies is part of what HPU
     graphs are told apart by: as a copy they are one graph."""
     if len(given) > 1:
@@ -206,7 +210,7 @@ def _own_timestep(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return given, {**named, "timestep": named["timestep"].clone()}
 
 
-def _own_output(_: Any, given: tuple[Any, ...], output: Any) -> Any:
+def _copy_output(_: Any, given: tuple[Any, ...], output: Any) -> Any:
     """A copy: the next replay writes over what this one gave, which schedulers of several steps
     keep."""
     if isinstance(output, tuple):
@@ -214,7 +218,7 @@ def _own_output(_: Any, given: tuple[Any, ...], output: Any) -> Any:
     return type(output)(**{name: one.clone() for name, one in output.items()})
 
 
-def counts_on_host(settings: Train) -> bool:
+def counts_steps_on_host(settings: Train) -> bool:
     """Whether the optimizer that `adamw` gives counts its steps in Python."""
     return settings.hpu.fused and _fused("optimizers", "FusedAdamW") is not None
 
@@ -224,7 +228,7 @@ def adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimize
     PyTorch's with its numbers on the device. In lazy mode a step of either is a graph of its own.
     """
     like = {"betas": settings.adam_betas, "eps": settings.adam_epsilon}
-    if counts_on_host(settings):
+    if counts_steps_on_host(settings):
         kind = _as_pytorch(_fused("optimizers", "FusedAdamW"))
         return kind(groups, decay=settings.weight_decay, weight_decay=0.0, **like)
     return _OnDevice(

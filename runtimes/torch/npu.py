@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from runtimes.contract import WrongInput
-from runtimes.hosts.ascend import lacking
+from runtimes.hosts.ascend import missing_components
 
 
 def load() -> None:
@@ -16,7 +16,7 @@ def load() -> None:
         import torch_npu  # noqa: F401  # registers the device
     except (ImportError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        missing = "; ".join(lacking())
+        missing = "; ".join(missing_components())
         raise WrongInput(
             f"device npu: torch_npu does not load: {reason}" + (f" ({missing})" if missing else "")
         ) from None

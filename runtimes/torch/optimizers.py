@@ -54,7 +54,7 @@ class Optimizer:
         for parameter in self._parameters.values():
             self._torch.state[parameter]["step"] = self._count(step, parameter)
 
-    def memory(self) -> dict[str, Tensors]:
+    def state_tensors(self) -> dict[str, Tensors]:
         """What it remembers, live: group -> parameter's name -> tensor."""
         found: dict[str, Tensors] = {}
         for group in self._memory:
@@ -76,7 +76,7 @@ class _Kind:
 def _kind(settings: Train, device: torch.device) -> _Kind:
     kind = _KINDS[settings.optimizer]
     if device.type == "hpu" and settings.optimizer == "adamw":
-        count = _count if hpu.counts_on_host(settings) else _count_on_device
+        count = _count if hpu.counts_steps_on_host(settings) else _count_on_device
         return replace(kind, make=hpu.adamw, count=count)
     if device.type == "npu" and settings.optimizer == "adamw":
         return replace(kind, count=_count_on_host)  # which is read at every step

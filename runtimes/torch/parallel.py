@@ -36,7 +36,7 @@ BACKENDS = {
 Masters = dict[str, torch.nn.Parameter]
 
 
-class Alone:
+class SingleProcess:
     """One process that holds everything; the others' base."""
 
     world = 1
@@ -63,20 +63,20 @@ class Alone:
         """The L2 norm of all gradients, from that of this process's."""
         return norm
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all processes."""
         return value
 
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """An array of master `name`'s shape, whole, on every process."""
         return tensor
 
-    def share(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What this process holds of a whole array of master `name`'s shape."""
         return tensor
 
 
-class Data(Alone):
+class DataParallel(SingleProcess):
     """Every process holds everything and updates it alike."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -102,12 +102,12 @@ class Data(Alone):
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._replica.no_sync()
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
         return value
 
 
-class Sharded(Data):
+class FullySharded(DataParallel):
     """Every process holds a share of every array: rows, as torch.chunk cuts them."""
 
     sharded = True
@@ -148,9 +148,9 @@ class Sharded(Data):
             array.grad = None
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return self.total(norm.square()).sqrt()
+        return self.sum_over_ranks(norm.square()).sqrt()
 
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         like = self._arrays[name]
         array = DTensor.from_local(
             tensor.detach(),
@@ -162,19 +162,19 @@ class Sharded(Data):
         )
         return array.full_tensor()
 
-    def share(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         parts = tensor.chunk(self.world)
         return parts[self._rank] if self._rank < len(parts) else tensor[:0]
 
 
-def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
+def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> SingleProcess:
     """Meet the other processes, if there are any.
 
     Raises:
         WrongInput: the settings do not go together with several processes.
     """
     if ranks.world == 1:
-        return Alone()
+        return SingleProcess()
     if settings.fsdp not in (1, "all", ranks.world):
         raise WrongInput(
             f"train.fsdp: {settings.fsdp} is not for runtime torch with {ranks.world} processes: "
@@ -189,7 +189,7 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
         torch.get_device_module(device).set_device(device)
     # gloo is for what lies on the host, which NCCL and HCCL cannot pass on.
     join(ranks, BACKENDS.get(device.type, "gloo"))
-    return Sharded(ranks, device) if settings.fsdp != 1 else Data(ranks)
+    return FullySharded(ranks, device) if settings.fsdp != 1 else DataParallel(ranks)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput
-from runtimes.models.dropout import drops, seed_dropout
+from runtimes.models.dropout import has_dropout, seed_dropout
 from runtimes.models.flop_count import FlopCounter, peak_flops
 from runtimes.models.micro_batches import Inputs, micro_batches, sender
 from runtimes.models.network import Network
@@ -29,7 +29,7 @@ from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.device import (
     describe,
     make_deterministic,
-    open_chip,
+    open_device,
     peak_bytes,
     probe,
     versions,
@@ -56,9 +56,11 @@ class TheRuntime:
         ranks = Ranks.here()
         self._rank = ranks.rank
         self.draws_together = ranks.world > 1 and self._settings.fsdp != 1
-        self._chip = open_chip(self._settings.device, ranks, self._settings.hpu, job.compiled)
-        self._chip.check(self._settings)
-        self._device = self._chip.device
+        self._device_kind = open_device(
+            self._settings.device, ranks, self._settings.hpu, job.compiled
+        )
+        self._device_kind.check(self._settings)
+        self._device = self._device_kind.device
         self._parallel = open_parallel(self._settings, ranks, self._device)
         self._agreement = Agreement(ranks.world)
         self.device = describe(self._device)
@@ -70,25 +72,25 @@ class TheRuntime:
             keep_channels_last(network)
         network.train()
         attend(network.denoiser, self._device)
-        self._drops = drops(network)
+        self._has_dropout = has_dropout(network)
         self._network = network
-        self._chip.prepare(network.denoiser)
+        self._device_kind.prepare_training(network.denoiser)
         if self._settings.compile:
-            network.denoiser.compile(backend=self._chip.compile_backend)
+            network.denoiser.compile(backend=self._device_kind.compile_backend)
         self._forward = self._parallel.wrap(network)
         masters = self._parallel.masters()
-        self._update = Update(masters, self._settings, self._parallel, self._chip)
-        self._chip.cut()
+        self._update = Update(masters, self._settings, self._parallel, self._device_kind)
+        self._device_kind.mark_step()
 
     def put(self, batch: StepBatch) -> StepBatch:
-        if not self._chip.takes_batches_ahead:
+        if not self._device_kind.prefetches_batches:
             return batch
         return replace(batch, on_device=list(self._inputs(batch)))
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         loss = torch.zeros((), device=self._device)
         for inputs in batch.on_device or self._inputs(batch):
-            if self._drops:
+            if self._has_dropout:
                 seed_dropout(self._settings.seed, batch.step, inputs.first, self._rank)
             with self._parallel.accumulating(last=inputs.last):
                 with self._autocast():
@@ -98,9 +100,9 @@ class TheRuntime:
                 (part * self._parallel.world).backward()
             loss += part.detach()
             if not inputs.last:
-                self._chip.cut()
+                self._device_kind.mark_step()
         self._parallel.gather_gradients()
-        return StepOutput(self._parallel.total(loss), self._update.apply(learning_rate))
+        return StepOutput(self._parallel.sum_over_ranks(loss), self._update.apply(learning_rate))
 
     def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
         return micro_batches(batch, self._settings.micro_batch_size, sender(self._device))
@@ -123,7 +125,7 @@ class TheRuntime:
         return tracing(Path(folder), self._device)
 
     def state(self) -> State:
-        self._chip.keep()
+        self._device_kind.save_compiled()
         state = self._update.state()
         constants = self._network.constants()
         if state and constants and self._settings.method == "full":
@@ -132,7 +134,7 @@ class TheRuntime:
 
     def restore(self, state: State, step: int) -> None:
         self._update.restore(state, step)
-        self._chip.cut()
+        self._device_kind.mark_step()
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         from runtimes.torch.generate import Sampler  # pipelines are slow to import
@@ -140,7 +142,7 @@ class TheRuntime:
         if self._sampler is None:
             vae = None if self._job.vae is None else Path(self._job.vae)
             model, parts = Path(self._job.model), dict(self._network.named_children())
-            self._sampler = Sampler(model, parts, self._chip, vae=vae)
+            self._sampler = Sampler(model, parts, self._device_kind, vae=vae)
             changed = trained_scheduler(model / "scheduler", self._settings)
             if changed is not None:
                 self._sampler.use({"scheduler": make_scheduler(changed)})
@@ -169,7 +171,7 @@ class TheRuntime:
         return peak_bytes(self._device)
 
     def figures(self) -> dict[str, float]:
-        return self._chip.figures()
+        return self._device_kind.figures()
 
     def pipeline(self, job: GenerateJob) -> Pipeline:
         from runtimes.torch.generate import ThePipeline
@@ -183,5 +185,5 @@ class TheRuntime:
             self._device.type,
             dtype if enabled else None,
             enabled=enabled,
-            cache_enabled=self._chip.autocast_keeps_casts,
+            cache_enabled=self._device_kind.autocast_caches_casts,
         )

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.contract import State, WrongInput
-from runtimes.torch.device_kind import Chip
+from runtimes.torch.device_kind import DeviceKind
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
-from runtimes.torch.parallel import Alone
+from runtimes.torch.parallel import SingleProcess
 
 
 class Update:
@@ -31,12 +31,12 @@ class Update:
         self,
         parameters: Parameters,
         settings: Train,
-        parallel: Alone | None = None,
-        chip: Chip | None = None,
+        parallel: SingleProcess | None = None,
+        device_kind: DeviceKind | None = None,
     ) -> None:
         self._parameters, self._settings = parameters, settings
-        self._parallel = parallel or Alone()
-        self._chip = chip or Chip(torch.device("cpu"))
+        self._parallel = parallel or SingleProcess()
+        self._device_kind = device_kind or DeviceKind(torch.device("cpu"))
         self._masters: list[torch.Tensor] = list(parameters.values())
         self._optimizer = Optimizer(parameters, settings)
         self._average: list[torch.Tensor] | None = None
@@ -50,22 +50,22 @@ class Update:
         self._optimizer.step(learning_rate)
         if self._average is not None and self._settings.ema_decay is not None:
             decay = min(self._settings.ema_decay, (1 + self._step) / (10 + self._step))
-            share: Any = self._chip.number(1 - decay)
+            share: Any = self._device_kind.scalar(1 - decay)
             if isinstance(share, torch.Tensor):
                 share = [share] * len(self._average)
             with torch.no_grad():
                 torch._foreach_lerp_(self._average, self._masters, share)
-        self._chip.cut()
+        self._device_kind.mark_step()
         self._step += 1
         return norm
 
     def _clip(self) -> torch.Tensor:
         most = self._settings.max_grad_norm
-        norm = None if most is None else self._chip.clip(self._masters, most)
+        norm = None if most is None else self._device_kind.clip_grad_norm(self._masters, most)
         if norm is not None:
             return norm
         gradients = [p.grad for p in self._masters if p.grad is not None]
-        foreach = self._chip.foreach
+        foreach = self._device_kind.foreach
         norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
         norm = self._parallel.total_norm(norm)
         if most is not None and not _surely_below(most, norm):
@@ -96,7 +96,7 @@ class Update:
         state: State = {}
         for group, tensors in self._tensors().items():
             for name, tensor in tensors.items():
-                whole = self._parallel.whole(name, tensor)
+                whole = self._parallel.gather_full(name, tensor)
                 if self._parallel.first:
                     state.setdefault(group, {})[name] = _copy(whole)
         return state
@@ -108,7 +108,7 @@ class Update:
             if given.keys() != tensors.keys():
                 raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
             for name, tensor in tensors.items():
-                share = self._parallel.share(name, torch.from_numpy(given[name]))
+                share = self._parallel.local_shard(name, torch.from_numpy(given[name]))
                 if share.shape != tensor.shape:
                     raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
                 with torch.no_grad():
@@ -118,7 +118,7 @@ class Update:
 
     def _tensors(self) -> dict[str, Tensors]:
         groups = {"weights": {name: p.detach() for name, p in self._parameters.items()}}
-        groups |= self._optimizer.memory()
+        groups |= self._optimizer.state_tensors()
         if self._average is not None:
             groups["ema"] = dict(zip(self._parameters, self._average, strict=True))
         return groups

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 import torch_xla
 
-from runtimes.data.padding import repeat_last
+from runtimes.data.padding import pad_rows
 from runtimes.models import encoder
 from runtimes.models.encoder import Float32
 from runtimes.pipeline_folder.describe import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.xla.device import start
-from runtimes.xla.graph import keep_whole
+from runtimes.xla.graph import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
 
 
@@ -34,14 +34,14 @@ class Encoder(encoder.Encoder):
             vae,
             device=torch_xla.device(),
             dtype=dtype,
-            send=mesh.put_rows,
+            send=mesh.shard_rows,
             fetch=mesh.fetch_rows,
         )
-        keep_whole(self.vae)
-        self._pictures, self._captions = mesh.whole(batch_size), mesh.whole(TEXT_BATCH)
+        replace_nearest_upsampling(self.vae)
+        self._pictures, self._captions = mesh.padded_rows(batch_size), mesh.padded_rows(TEXT_BATCH)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        mean, logvar = super().images(repeat_last(pixels, self._pictures))
+        mean, logvar = super().images(pad_rows(pixels, self._pictures))
         return mean[: len(pixels)], logvar[: len(pixels)]
 
     def texts(
@@ -52,21 +52,21 @@ class Encoder(encoder.Encoder):
         return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
 
 
-class KeptEncoder(Encoder):
+class CachedEncoder(Encoder):
     """One whose programs are kept."""
 
     def __init__(self, job: EncodeJob) -> None:
-        self._compiled = start(job.device, job.compiled)
+        self._compile_cache = start(job.device, job.compiled)
         vae = None if job.vae is None else Path(job.vae)
         mesh = Mesh(fsdp=1, hosts=1)
         super().__init__(Path(job.model), mesh, job.batch_size, job.dtype, vae)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         found = super().images(pixels)
-        self._compiled.keep()
+        self._compile_cache.keep()
         return found
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
     """The encoders of a job. Raises WrongInput."""
-    return KeptEncoder(job)
+    return CachedEncoder(job)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from torch_xla.utils.checkpoint import checkpoint
 
 
-def keep_whole(model: torch.nn.Module) -> None:
+def replace_nearest_upsampling(model: torch.nn.Module) -> None:
     """Have a model enlarge by copying rows and columns: on a CPU, XLA lacks the gradient of
     `upsample_nearest2d`."""
     for module in model.modules():

@@ -19,8 +19,8 @@ from torch_xla.core import xla_model as xm
 from torch_xla.distributed import spmd
 
 from runtimes.contract import WrongInput
-from runtimes.data.padding import filled_up
-from runtimes.spmd.sharding import AXES, cut, mesh_shape
+from runtimes.data.padding import padded_rows
+from runtimes.spmd.sharding import AXES, mesh_shape, shard_axes
 
 Spec = tuple[Any, ...]
 
@@ -52,11 +52,11 @@ class Mesh:
                 "train.global_batch_size or micro_batch_size"
             )
 
-    def whole(self, rows: int) -> int:
+    def padded_rows(self, rows: int) -> int:
         """So many rows, or as few more as give each device of this host as many."""
-        return filled_up(rows, self.local)
+        return padded_rows(rows, self.local)
 
-    def put_rows(self, array: NDArray[Any]) -> torch.Tensor:
+    def shard_rows(self, array: NDArray[Any]) -> torch.Tensor:
         """An array [B, ...] of this host's rows on the devices, which share those of all hosts."""
         rows: Spec = (AXES, *(None for _ in array.shape[1:]))
         spec = spmd.ShardingSpec(self.mesh, rows, minibatch=self._hosts > 1)
@@ -64,19 +64,19 @@ class Mesh:
         (sent,) = xm.send_cpu_data_to_device([tensor], self._device, spec)
         return sent
 
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor) -> torch.Tensor:
         """A whole array on the devices, shared along `fsdp` where that is possible."""
-        return self._share(tensor.to(self._device))
+        return self._mark_sharding(tensor.to(self._device))
 
-    def place(self, module: torch.nn.Module) -> None:
+    def shard_module(self, module: torch.nn.Module) -> None:
         """Put a module's parameters and buffers on the devices, as `put` does."""
         module.to(self._device)
         for tensor in (*module.parameters(), *module.buffers()):
-            self._share(tensor)
+            self._mark_sharding(tensor)
 
-    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _mark_sharding(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say how an array is spread: it is sent no sooner than that is known."""
-        spmd.mark_sharding(tensor, self.mesh, cut(tensor.shape, self._fsdp))
+        spmd.mark_sharding(tensor, self.mesh, shard_axes(tensor.shape, self._fsdp))
         return tensor
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from torch_xla.debug import profiler
 
 from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput, later
-from runtimes.data.padding import filled
-from runtimes.models.dropout import drops, seed_dropout
+from runtimes.data.padding import pad_batch
+from runtimes.models.dropout import has_dropout, seed_dropout
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.micro_batches import Inputs, micro_batches
 from runtimes.models.network import Network
@@ -26,9 +26,9 @@ from runtimes.objective.noise_scheduler import trained_scheduler
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import meet
+from runtimes.spmd.agree import join_hosts
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
-from runtimes.xla.graph import keep_whole, recompute
+from runtimes.xla.graph import recompute, replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.update import Update
 
@@ -46,9 +46,9 @@ class TheRuntime:
         self._job, self._settings = job, Train(**job.train)
         check(self._settings)
         ranks = Ranks.here()
-        self._compiled = start(self._settings.device, job.compiled)
+        self._compile_cache = start(self._settings.device, job.compiled)
         self.device = describe()
-        self._hosts, self._rank = meet(ranks), ranks.rank
+        self._hosts, self._rank = join_hosts(ranks), ranks.rank
         self.draws_together = ranks.world > 1
         self._mesh = Mesh(self._settings.fsdp, ranks.world)
         self._share = self._settings.global_batch_size // ranks.world
@@ -57,13 +57,13 @@ class TheRuntime:
         plain = self._settings.model_copy(update={"gradient_checkpointing": False})
         network = Network.load(job, plain)
         self._counter = FlopCounter(network)
-        keep_whole(network)
+        replace_nearest_upsampling(network)
         if self._settings.gradient_checkpointing:
             for part in network.children():
                 recompute(part, torch_xla.device())
-        self._mesh.place(network)
+        self._mesh.shard_module(network)
         self._network = network.train()
-        self._drops = drops(network)
+        self._has_dropout = has_dropout(network)
         self._update = Update(network.trained(), self._settings, self._mesh)
         torch_xla.sync()
 
@@ -73,7 +73,7 @@ class TheRuntime:
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         losses = []
         for inputs in batch.on_device or self._inputs(batch):
-            if self._drops:
+            if self._has_dropout:
                 # The same on every host: they run one program.
                 seed_dropout(self._settings.seed, batch.step, inputs.first, rank=0)
                 torch_xla.manual_seed(torch.initial_seed() % 2**63)
@@ -87,7 +87,7 @@ class TheRuntime:
         return later(lambda: list(self._mesh.fetch(figures).tolist()))
 
     def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
-        return micro_batches(batch, self._settings.micro_batch_size, self._mesh.put_rows)
+        return micro_batches(batch, self._settings.micro_batch_size, self._mesh.shard_rows)
 
     def flops(self, batch: StepBatch) -> float | None:
         whole = self._counter.of(batch)
@@ -114,7 +114,7 @@ class TheRuntime:
             profiler.stop_trace()
 
     def state(self) -> State:
-        self._compiled.keep()
+        self._compile_cache.keep()
         state = self._update.state()
         constants = self._network.constants()
         if constants and self._settings.method == "full":
@@ -137,9 +137,9 @@ class TheRuntime:
             return self._sampler.draw(prompts, sampler, first=0)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        count, whole = len(batch.timesteps), filled(batch, self._share, self._mesh.local)
+        count, whole = len(batch.timesteps), pad_batch(batch, self._share, self._mesh.local)
         with self._evaluating(), torch.no_grad():
-            inputs = Inputs(whole, self._mesh.put_rows)
+            inputs = Inputs(whole, self._mesh.shard_rows)
             return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
 
     @contextmanager

@@ -20,7 +20,7 @@ from runtimes.contract import EXACT
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise_scheduler import read_config
-from runtimes.sample.conditioning import Start, Starts, is_guided, table_of
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner, is_guided, sampler_table
 from runtimes.sample.tabulated_scheduler import Table
 from runtimes.xla.encode import Encoder
 from runtimes.xla.mesh import Mesh
@@ -45,15 +45,15 @@ class Sampler:
     ) -> None:
         self._mesh, self._dtype = mesh, getattr(torch, dtype)
         self._encoder = Encoder(folder, mesh, 1, dtype, vae)
-        self._starts = Starts(self._encoder.info, self._texts, self._encoder.images)
-        self._own_scheduler = make_scheduler(read_config(folder / "scheduler"))
+        self._conditioner = Conditioner(self._encoder.info, self._texts, self._encoder.images)
+        self._pipeline_scheduler = make_scheduler(read_config(folder / "scheduler"))
 
     def use(self, network: Network, scheduler: Any = None) -> None:
         """Draw with a network from now on, and with its scheduler if it has one of its own."""
         self._network: Any = network
-        self._scheduler = self._own_scheduler if scheduler is None else scheduler
+        self._scheduler = self._pipeline_scheduler if scheduler is None else scheduler
 
-    def leave(self) -> None:
+    def release_network(self) -> None:
         """Let go of the network."""
         self._network = None
 
@@ -70,8 +70,8 @@ class Sampler:
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
         """As `draw`, in 0 to 1."""
         family, guidance = self._network.family, sampler["guidance_scale"]
-        table, guided = table_of(self._scheduler, sampler, family), is_guided(family, sampler)
-        starts = self._starts.of(
+        table, guided = sampler_table(self._scheduler, sampler, family), is_guided(family, sampler)
+        starts = self._conditioner.batches(
             prompts,
             sampler,
             first=first,
@@ -88,13 +88,15 @@ class Sampler:
 
     def _sent(self, name: str, array: Float32) -> torch.Tensor:
         """Sizes stay as they are: half precision loses integers above 2048."""
-        sent = self._mesh.put_rows(array)
+        sent = self._mesh.shard_rows(array)
         return sent if name in EXACT else sent.to(self._dtype)
 
-    def _denoise(self, start: Start, table: Table, guidance: float, guided: bool) -> Float32:
+    def _denoise(
+        self, start: ConditionedNoise, table: Table, guidance: float, guided: bool
+    ) -> Float32:
         """Pictures [B, H, W, 3] in 0 to 1."""
         conditioning = {name: self._sent(name, array) for name, array in start.conditioning.items()}
-        latents = self._mesh.put_rows(start.noise) * table.start
+        latents = self._mesh.shard_rows(start.noise) * table.start
         before = torch.zeros_like(latents)
         for timestep, row in zip(table.timesteps, table.rows, strict=True):
             numbers = torch.tensor([timestep, *row, guidance]).to(latents.device)

@@ -29,13 +29,13 @@ class Update:
         self._second = {name: self._zeros(p) for name, p in parameters.items()}
         self._average: dict[str, torch.Tensor] = {}
         if settings.ema_decay is not None:
-            self._average = {n: mesh.put(mesh.fetch(p).clone()) for n, p in parameters.items()}
+            self._average = {n: mesh.shard(mesh.fetch(p).clone()) for n, p in parameters.items()}
         text_rate = settings.text_encoder_lr or settings.learning_rate
         self._text_share = text_rate / settings.learning_rate
         self._step = 0
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return self._mesh.put(torch.zeros(like.shape, dtype=torch.float32))
+        return self._mesh.shard(torch.zeros(like.shape, dtype=torch.float32))
 
     @torch.no_grad()
     def apply(self, learning_rate: float) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Update:
             for name, tensor in tensors.items():
                 if given[name].shape != tuple(tensor.shape):
                     raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
-                tensor.data = self._mesh.put(torch.from_numpy(given[name]))
+                tensor.data = self._mesh.shard(torch.from_numpy(given[name]))
         self._step = step
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -207,7 +207,7 @@ from runtimes.torch import device, generate, runtime
 from configs.training import Hpu
 device.choose_device("auto"); device.free_memory()
 unasked = "habana_frameworks.torch" in sys.modules
-chip = device.open_chip("hpu:3", settings=Hpu(), compiled=sys.argv[1])
+chip = device.open_device("hpu:3", settings=Hpu(), compiled=sys.argv[1])
 names = ("PT_HPU_RECIPE_CACHE_CONFIG", "HLS_MODULE_ID", "PT_HPU_LAZY_MODE")
 print(json.dumps([unasked, str(chip.device), *map(os.environ.get, names)]))
 """
