@@ -10,6 +10,7 @@ latents x and the denoiser's output m for the input `row.scale * x`, a step comp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import Any
@@ -83,6 +84,35 @@ def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = No
         timesteps=np.asarray(scheduler.timesteps, np.float32),
         rows=np.array([astuple(row) for row in rows], np.float32),
     )
+
+
+def guide(unconditional: Any, conditional: Any, guidance_scale: Any) -> Any:
+    """Classifier-free guidance (arXiv 2207.12598), as the diffusers pipelines compute it.
+
+    Args:
+        unconditional: the denoiser's output [B, C, h, w] without caption; an array of any library.
+        conditional: the denoiser's output [B, C, h, w] with caption.
+        guidance_scale: scalar; 1 is no guidance.
+    """
+    return unconditional + guidance_scale * (conditional - unconditional)
+
+
+def scheduler_step(latents: Any, previous: Any, output: Any, row: Sequence[Any]) -> tuple[Any, Any]:
+    """One step of a tabulated scheduler, with the equations of the module docstring.
+
+    Args:
+        latents: noisy latents x [B, C, h, w]; an array of any library.
+        previous: x0 of the previous step [B, C, h, w]; zeros in the first step.
+        output: m, the denoiser's output [B, C, h, w] for the input `row.scale * x`.
+        row: the 6 coefficients of Row, in order.
+
+    Returns:
+        The next latents and x0, both [B, C, h, w].
+    """
+    _, x0_x, x0_m, next_x, next_x0, next_before = row
+    predicted_original = x0_x * latents + x0_m * output
+    following = next_x * latents + next_x0 * predicted_original + next_before * previous
+    return following, predicted_original
 
 
 def _predicted_original(kind: str, alpha: float, sigma: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Encode pictures and captions on the devices of runtime torch."""
+"""Encode images and captions on the devices of runtime torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtimes.torch.device_kind import DeviceKind
 
 
 class PaddedEncoder(Encoder):
-    """One that fills batches up to one size, so that they are one program, which is kept."""
+    """An encoder that pads every batch to one size and saves the compiled program."""
 
     def __init__(self, job: EncodeJob, device_kind: DeviceKind, vae: Path | None) -> None:
         super().__init__(Path(job.model), vae, device=device_kind.device, dtype=job.dtype)
@@ -30,14 +30,14 @@ class PaddedEncoder(Encoder):
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
     ) -> tuple[Float32, Float32 | None]:
-        more = [""] * (TEXT_BATCH - len(captions))
-        states, pooled = super().texts([*captions, *more], clip)
+        padding = [""] * (TEXT_BATCH - len(captions))
+        states, pooled = super().texts([*captions, *padding], clip)
         return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """The encoders of a job. Raises WrongInput."""
-    make_deterministic()  # a rebuilt shard must have the bytes it had
+    """Open the encoders of a job. Raises WrongInput."""
+    make_deterministic()  # a rebuilt shard must have identical bytes
     vae = None if job.vae is None else Path(job.vae)
     device_kind = open_device(job.device, compiled=job.compiled)
     if device_kind.pads_batches:

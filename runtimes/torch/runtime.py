@@ -1,4 +1,4 @@
-"""The PyTorch runtime: forward, backward and update of a diffusers denoiser on CPU, GPU or NPU."""
+"""The PyTorch runtime: trains diffusers denoisers on CPU, CUDA, Ascend and Gaudi."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from runtimes.torch.device import (
     probe,
     versions,
 )
-from runtimes.torch.npu import attend
+from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
 from runtimes.torch.update import Update
@@ -43,11 +43,11 @@ __all__ = ["TheRuntime", "probe"]
 
 
 class TheRuntime:
-    """See base.Runtime for what each method promises."""
+    """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
         self.versions, self.draws_together = versions(), False
-        self._sampler: Any = None  # generate.Sampler, once a sample is asked for
+        self._sampler: Any = None  # generate.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
         self._job, self._settings = job, Train(**job.train)
@@ -71,7 +71,7 @@ class TheRuntime:
         if layout == torch.channels_last:
             keep_channels_last(network)
         network.train()
-        attend(network.denoiser, self._device)
+        enable_npu_attention(network.denoiser, self._device)
         self._has_dropout = has_dropout(network)
         self._network = network
         self._device_kind.prepare_training(network.denoiser)
@@ -96,7 +96,7 @@ class TheRuntime:
                 with self._autocast():
                     errors = inputs.errors(self._forward)
                 part = (inputs.weight * errors).sum() / batch.denominator
-                # Gradients are averaged over the processes where their sum is wanted.
+                # DDP and FSDP average gradients over processes; the step needs their sum.
                 (part * self._parallel.world).backward()
             loss += part.detach()
             if not inputs.last:
@@ -150,13 +150,14 @@ class TheRuntime:
             return self._sampler.draw(prompts, sampler, first=0)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        with self._evaluating(), torch.no_grad():  # what is gathered must stay fit for training
+        # Not inference_mode: FSDP trains with the tensors that it gathers here.
+        with self._evaluating(), torch.no_grad():
             errors = Inputs(batch, sender(self._device)).errors(self._network)
         return errors.cpu().numpy()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within, the network has its average, if one is kept, and drops nothing."""
+        """Within the context, the network has its EMA weights, if any, and no dropout."""
         self._network.eval()
         try:
             with self._update.averaged(), self._autocast():
@@ -165,7 +166,7 @@ class TheRuntime:
             self._network.train()
 
     def part(self) -> None:
-        pass  # each may end on its own
+        pass  # no process has to wait for the others
 
     def memory_bytes(self) -> int:
         return peak_bytes(self._device)

@@ -1,4 +1,4 @@
-"""Encode pictures and captions on XLA devices: rows shared by all, batches of one size."""
+"""Encode images and captions on XLA devices, in padded batches sharded over all devices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from runtimes.xla.mesh import Mesh
 
 
 class Encoder(encoder.Encoder):
-    """See models/encoder.py.
+    """The encoder of models/encoder.py on XLA devices.
 
     Args:
-        batch_size: pictures to which every batch is filled up, so that it is one program, and a
-            picture's bits do not depend on what came before.
+        folder: local diffusers pipeline folder.
+        mesh: devices that share the rows of a batch.
+        batch_size: images to which every batch is padded. All batches then run one program, so the
+            bits of an image do not depend on the size of its batch.
+        dtype: of the weights.
+        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
     """
 
     def __init__(
@@ -47,13 +51,13 @@ class Encoder(encoder.Encoder):
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
     ) -> tuple[Float32, Float32 | None]:
-        more = [""] * (self._captions - len(captions))
-        states, pooled = super().texts([*captions, *more], clip)
+        padding = [""] * (self._captions - len(captions))
+        states, pooled = super().texts([*captions, *padding], clip)
         return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
 
 
 class CachedEncoder(Encoder):
-    """One whose programs are kept."""
+    """An encoder that saves its compiled programs to the cache."""
 
     def __init__(self, job: EncodeJob) -> None:
         self._compile_cache = start(job.device, job.compiled)
@@ -62,11 +66,11 @@ class CachedEncoder(Encoder):
         super().__init__(Path(job.model), mesh, job.batch_size, job.dtype, vae)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        found = super().images(pixels)
+        moments = super().images(pixels)
         self._compile_cache.keep()
-        return found
+        return moments
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """The encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises WrongInput."""
     return CachedEncoder(job)

@@ -1,4 +1,4 @@
-"""Draw prompts and take held-out losses on XLA devices, for one model after another."""
+"""Sample images and compute held-out losses on XLA devices, for a sequence of models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runtimes.xla.sampler import Sampler
 
 
 class ThePipeline:
-    """See base.Pipeline for what each method promises."""
+    """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob) -> None:
         self._compile_cache = start(job.device, job.compiled)
@@ -36,7 +36,7 @@ class ThePipeline:
         self._network: Any = None
 
     def take(self, drawing: Drawing) -> None:
-        self._network = None  # its memory is wanted
+        self._network = None  # frees the previous model's memory before the next one is loaded
         if self._sampler is not None:
             self._sampler.release_network()
         network = load_network(drawing, Path(self._job.model), self._dtype, torch.device("cpu"))
@@ -58,8 +58,8 @@ class ThePipeline:
     @torch.no_grad()
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         count, rows = len(batch.timesteps), min(LOSS_BATCH, self._job.sampler["batch_size"])
-        whole = pad_batch(batch, rows, self._mesh.local)
-        inputs = Inputs(whole, self._mesh.shard_rows, dtype=self._dtype)
+        padded = pad_batch(batch, rows, self._mesh.local)
+        inputs = Inputs(padded, self._mesh.shard_rows, dtype=self._dtype)
         return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
 
     def compile_seconds(self) -> float:

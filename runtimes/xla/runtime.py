@@ -1,4 +1,4 @@
-"""The PyTorch/XLA runtime: one compiled step for each shape of batches, over all devices."""
+"""The PyTorch/XLA runtime: one compiled step per batch shape, over all devices."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = ["TheRuntime"]
 
 
 class TheRuntime:
-    """See base.Runtime for what each method promises."""
+    """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
         self.versions, self.draws_together = versions(), False
-        self._sampler: Any = None  # sampler.Sampler, once a sample is asked for
+        self._sampler: Any = None  # sampler.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
         self._job, self._settings = job, Train(**job.train)
@@ -74,7 +74,7 @@ class TheRuntime:
         losses = []
         for inputs in batch.on_device or self._inputs(batch):
             if self._has_dropout:
-                # The same on every host: they run one program.
+                # Rank 0 on every host: SPMD hosts run one program and must draw equal masks.
                 seed_dropout(self._settings.seed, batch.step, inputs.first, rank=0)
                 torch_xla.manual_seed(torch.initial_seed() % 2**63)
             with self._autocast():
@@ -83,7 +83,7 @@ class TheRuntime:
             loss.backward()
             losses.append(loss.detach())
         figures = torch.stack([torch.stack(losses).sum(), self._update.apply(learning_rate)])
-        torch_xla.sync()  # starts the step; nothing waits for it
+        torch_xla.sync()  # starts the step and does not wait for it
         return later(lambda: list(self._mesh.fetch(figures).tolist()))
 
     def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
@@ -144,7 +144,7 @@ class TheRuntime:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within, the network has its average, if one is kept, and drops nothing."""
+        """Within the context, the network has its EMA weights, if any, and no dropout."""
         self._network.eval()
         try:
             with self._update.averaged(), self._autocast():
@@ -153,7 +153,7 @@ class TheRuntime:
             self._network.train()
 
     def part(self) -> None:
-        pass  # each may end on its own
+        pass  # no process has to wait for the others
 
     def memory_bytes(self) -> int:
         return memory_bytes()
