@@ -1,4 +1,4 @@
-"""The runtime's own step with shapes in place of arrays: to compile it where it cannot run."""
+"""The training step with abstract arrays (shapes and dtypes), to compile it without devices."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ from runtimes.pipeline_folder.describe import describe_encoders, read_config
 
 
 class AbstractStep:
-    """A step of a request on given devices.
+    """The training step of a request on a list of devices.
 
     Args:
-        hosts: processes that the devices belong to, each with its share of a batch.
+        request: model, settings and resolution.
+        settings: of the request, parsed.
+        devices: of a topology; they need not exist.
+        hosts: number of processes; each one supplies its share of a batch.
     """
 
     def __init__(self, request: Request, settings: Train, devices: list[Any], hosts: int) -> None:
@@ -59,7 +62,7 @@ class AbstractStep:
         self.parameters = sum(p.numel() for p in network.trained().values())
 
     def lower(self) -> Any:
-        """The step, ready to be compiled."""
+        """The lowered step; call `compile()` on it."""
         state = self._state()
         untouched = frozenset[str]()
         if self._settings.train_text_encoder:
@@ -72,11 +75,11 @@ class AbstractStep:
         return step.compiled(state).trace(*given).lower(lowering_platforms=(self._mesh.platform,))
 
     def flops_per_image(self) -> float | None:
-        """Of forward and backward, none counted twice."""
+        """FLOPs of a forward and backward pass per image, without recomputation."""
         return self._counter.of(self._batch)
 
     def argument_bytes(self) -> int:
-        """On each device."""
+        """Bytes of all arguments per device."""
         leaves = jax.tree.leaves((self._state(), self._frozen(), self._stacked()))
         return sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -107,7 +110,7 @@ class AbstractStep:
         }
 
     def _stacked(self) -> dict[str, Any]:
-        """A global batch: its micro-batches, each with the share of every host."""
+        """Abstract arrays of a global batch, stacked as by jax/batches.py, rows of all hosts."""
         local = self._mesh.count // self._hosts
         rows, parts = -(-self._size // local) * local * self._hosts, self.micro_batches
         spread: NamedSharding = self._mesh.row_sharding(axis=1)
@@ -120,7 +123,7 @@ class AbstractStep:
 
 
 def sample_batch(request: Request, family: Family, extras: Extras, *, text: bool) -> StepBatch:
-    """One sample of the shapes that a request's latents will have."""
+    """A batch of one zero sample with the shapes of a request's latents and conditioning."""
     vae = None if request.vae is None else Path(request.vae)
     info = describe_encoders(Path(request.model), vae)
     side = request.resolution // info["vae_scale_factor"]
@@ -129,7 +132,7 @@ def sample_batch(request: Request, family: Family, extras: Extras, *, text: bool
     sample = LatentSample(latents[0], latents[0], bytes(32), square, (0, 0), square, False, (0,))
     pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
     ids = None
-    if text:  # of CLIP alone: SD3's tokens are T5's as well
+    if text:  # only CLIP encoders are trained; `info["tokens"]` of SD3 includes T5's tokens
         clip = read_config(Path(request.model) / family.clip_encoders[0] / "config.json")
         rows = clip["max_position_embeddings"]
         ids = np.zeros((len(family.clip_encoders), rows), np.int32)

@@ -1,4 +1,4 @@
-"""Encode pictures and captions by JAX: rows shared by all devices, batches of one size."""
+"""Encode images and captions by JAX, in padded batches sharded over all devices."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from runtimes.process.job import EncodeJob
 
 
 class Encoder(encoder.Encoder):
-    """See models/encoder.py. Every batch is filled up to one size, so that it is one program, and a
-    picture's bits do not depend on what came before."""
+    """The encoder of models/encoder.py, compiled by JAX.
+
+    Every batch is padded to one size and runs one program, so the bits of an image do not depend on
+    the size of its batch.
+    """
 
     def __init__(self, job: EncodeJob) -> None:
         self._compile_cache, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
@@ -57,26 +60,30 @@ class Encoder(encoder.Encoder):
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """The encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises WrongInput."""
     return Encoder(job)
 
 
 def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
-    """A module on the devices, as a function of arrays [B, ...] of the host, filled up to so many
-    rows, to such arrays."""
+    """Move a module to the devices and compile it.
+
+    Returns:
+        A function of the number of rows to pad to, and of the module's inputs as host arrays
+        [B, ...]. It returns the module's outputs as host arrays [B, ...].
+    """
     arrays, call = move(module, mesh), jax.jit(as_function(module, training=False))
 
     def run(rows: int, *given: NDArray[Any]) -> list[Float32]:
         count = len(given[0])
-        whole = padded_rows(max(rows, count), mesh.local)
-        sent = [mesh.shard_rows(pad_rows(array, whole)) for array in given]
+        padded = padded_rows(max(rows, count), mesh.local)
+        sent = [mesh.shard_rows(pad_rows(array, padded)) for array in given]
         return [mesh.fetch(found)[:count] for found in call(arrays, jnp.uint32(0), *sent)]
 
     return run
 
 
 class _Moments(torch.nn.Module):
-    """A VAE, called to encode."""
+    """A VAE whose forward pass returns the mean and log-variance [B, C, h, w] f32 of latents."""
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
@@ -88,7 +95,7 @@ class _Moments(torch.nn.Module):
 
 
 class _Embeds(torch.nn.Module):
-    """A pipeline's text encoders."""
+    """Text encoders whose forward pass returns prompt embeddings and, if any, pooled ones."""
 
     def __init__(self, family: Family, clip: list[Any], t5: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Draw prompts and take held-out losses by JAX, for one model after another."""
+"""Sample images and compute held-out losses by JAX, for a sequence of models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from runtimes.sample.start import load_trained_scheduler
 
 
 class ThePipeline:
-    """See base.Pipeline for what each method promises."""
+    """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob) -> None:
         self._compile_cache = start(job.device, job.compiled, job.dtype)
@@ -38,7 +38,7 @@ class ThePipeline:
         self._network: Network | None = None
 
     def take(self, drawing: Drawing) -> None:
-        self._arrays: Arrays = {}  # their memory is wanted
+        self._arrays: Arrays = {}  # frees the previous model's memory before the next one is loaded
         half = getattr(torch, self._job.dtype)
         network = load_network(drawing, Path(self._job.model), half, torch.device("cpu"))
         self._arrays = frozen_arrays(network, self._mesh, half)
@@ -54,7 +54,7 @@ class ThePipeline:
         if self._sampler is None:
             vae = None if job.vae is None else Path(job.vae)
             self._sampler = Sampler(Path(job.model), self._mesh, job.dtype, vae)
-        assert self._network is not None  # a model has been taken
+        assert self._network is not None, "call `take` first"
         self._sampler.use(self._network, self._scheduler)
         drawn = self._sampler.draw(self._arrays, prompts, job.sampler, first=first)
         self._compile_cache.keep()

@@ -1,4 +1,4 @@
-"""The JAX runtime: one compiled step for each shape of batches, over all devices."""
+"""The JAX runtime: one compiled step per batch shape, over all devices."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ __all__ = ["TheRuntime"]
 
 
 class TheRuntime:
-    """See base.Runtime for what each method promises."""
+    """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
         self.versions, self.draws_together = versions(), False
-        self._sampler: Any = None  # sampler.Sampler, once a sample is asked for
+        self._sampler: Any = None  # sampler.Sampler, constructed by the first call of `sample`
         self._compiled_step: Any = None
 
     def load(self, job: TrainJob) -> None:
@@ -120,7 +120,7 @@ class TheRuntime:
         return step.compiled(self._state)
 
     def _seeds(self, step: int, count: int) -> NDArray[np.uint32]:
-        """Of what each micro-batch drops, if anything is dropped."""
+        """Dropout seed of each micro-batch [count]; zeros without dropout."""
         if not self._has_dropout:
             return np.zeros(count, np.uint32)
         rngs = (generator(self._settings.seed, Stream.DROPOUT, step, n) for n in range(count))
@@ -186,7 +186,7 @@ class TheRuntime:
         )
 
     def _averaged(self) -> Arrays:
-        """The network's arrays in the compute dtype, averaged if an average is kept."""
+        """The network's arrays in the compute dtype, with EMA weights if there is an EMA."""
         weights = self._working(self._state.get("ema", self._state["weights"]))
         return self._frozen | {self._names[name]: array for name, array in weights.items()}
 
@@ -204,7 +204,7 @@ class TheRuntime:
 
 
 def load_network(job: TrainJob, settings: Train) -> Network:
-    """What is trained, on the CPU, ready to be made a function. Raises WrongInput."""
+    """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises WrongInput."""
     network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": False}))
     if settings.gradient_checkpointing:
         for part in network.children():

@@ -1,4 +1,4 @@
-"""Loss and gradients of a micro batch, operator by operator or as one compiled graph."""
+"""Loss and gradients of a micro-batch, in PyNative mode or as one compiled graph."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from runtimes.mindspore.network import Network
 
 
 class Gradients:
-    """Call it with inputs: the loss, unscaled, then the gradients of `scale` times the loss.
+    """Computes the unscaled loss, then the gradients of `scale` times the loss.
 
     Args:
-        weights: what they are taken of.
+        network: trained network.
+        weights: parameters to differentiate, in the order of the gradients.
+        settings: PyNative or graph mode, and the level of compilation.
     """
 
     def __init__(self, network: Network, weights: Sequence[Parameter], settings: MindSpore) -> None:
@@ -34,7 +36,7 @@ class Gradients:
         return [loss, *gradients]
 
     def add(self, sums: list[Tensor], part: list[Tensor]) -> list[Tensor]:
-        """The sums of a loss and gradients so far and those of one more micro batch, in float32."""
+        """Add the loss and gradients of one micro-batch to the sums, in float32."""
         return list(self._add(*sums, *part))
 
 

@@ -27,12 +27,19 @@ A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 def add_adapters(
     part: str, model: nn.Cell, lora: Lora, seed: int, attention: Sequence[str] = ()
 ) -> None:
-    """Freeze a part of the pipeline and put fresh float32 adapters beside its layers.
+    """Freeze a component and add float32 LoRA adapters (arXiv 2106.09685) to its layers.
 
-    They change nothing yet: `up` is zero.
+    The adapted model initially computes the same as the base: `up` is zero.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        lora: rank, alpha, dropout and targets.
+        seed: initializes `down`.
+        attention: name suffixes of attention layers (families/family.py).
 
     Raises:
-        WrongInput: the targets name no layer.
+        WrongInput: the targets match no layer, or one target's name is a suffix of another's.
     """
     chosen = choose_layers(part, _layers(model), lora, attention)
     config = LoraConfig(
@@ -43,7 +50,7 @@ def add_adapters(
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}
-    if adapted != set(chosen):  # a name that is the end of another's
+    if adapted != set(chosen):  # mindone's PEFT matches targets by the suffix of a layer's name
         odd = min(adapted ^ set(chosen))
         raise WrongInput(
             f"train.lora.target_modules: {odd} of the {part} cannot be told from others"
@@ -58,10 +65,15 @@ def add_adapters(
 
 
 def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
-    """Merge adapters into the weights of a part, in float32.
+    """Merge adapters into the float32 weights of a component.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        adapters: stored layer name to adapter.
 
     Raises:
-        WrongInput: they are for layers that it does not have, or of another size.
+        WrongInput: the component lacks an adapted layer, or the layer has another shape.
     """
     parameters, layers = named_weights(model), _layers(model)
     for name, adapter in adapters.items():

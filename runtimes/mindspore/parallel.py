@@ -1,7 +1,7 @@
-"""Several processes at one run, each with all weights: how their gradients come together.
+"""Data parallelism over processes with replicated weights.
 
-They meet as `msrun` has them meet: a scheduler tells each where the others are. Where msrun has
-started this process, the scheduler is there; otherwise the first process starts it.
+Processes find each other through MindSpore's scheduler, a rendezvous server. msrun starts it; in a
+run without msrun, rank 0 does.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from mindspore import Tensor, communication, ops
 from runtimes.contract import WrongInput
 from runtimes.process.ranks import Ranks
 
-#: Bytes of gradients that are sent at a time: many small ones cost a round trip each.
+#: Bytes of gradients per all-reduce: a bucket saves one round trip per small array.
 BUCKET = 64 * 2**20
-#: Numbers up to its square are exact when they are sent as two float32.
+#: Base of the two float32 digits of an integer; integers below its square are exact.
 HALF = 2**16
-#: What msrun sets for each process.
+#: Environment variable that msrun sets for each process.
 STARTED = "MS_ROLE"
 
 
 class SingleProcess:
-    """One process."""
+    """A run with one process; base class of the parallel run."""
 
     def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of arrays over all processes."""
+        """Sum arrays over all processes, as float32."""
         return list(arrays)
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so."""
+        """Whether `flag` is true on any process."""
         return flag
 
     def broadcast(self, number: int) -> int:
-        """The first process's number."""
+        """Rank 0's number, on every process."""
         return number
 
 
 class DataParallel(SingleProcess):
-    """Each process takes its share of a batch, and updates everything alike."""
+    """Each process computes its share of a batch, and the same update."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._first = ranks.first
@@ -66,18 +66,20 @@ class DataParallel(SingleProcess):
         return self._agree(number if self._first else 0)
 
     def _agree(self, number: int) -> int:
-        """The sum of all processes' numbers, in two halves: a CPU sums float32 alone."""
+        """Sum integers over all processes, as two digits: a CPU all-reduces float32 only."""
         halves = Tensor(np.array(divmod(number, HALF), np.float32))
         high, low = self._sum(halves).asnumpy().tolist()
         return int(high) * HALF + int(low)
 
 
 def open_parallel(ranks: Ranks) -> SingleProcess:
-    """Meet the other processes, if there are any. Call it once the device is open.
+    """Join the process group of the run, if it has several processes.
+
+    Call it after the device is opened.
 
     Raises:
-        TimeoutError: they do not meet.
-        WrongInput: others meet than were to.
+        TimeoutError: a process did not join in time.
+        WrongInput: the number of processes differs from the job's.
     """
     if ranks.world == 1:
         return SingleProcess()
@@ -102,17 +104,17 @@ def open_parallel(ranks: Ranks) -> SingleProcess:
 
 
 def _start_scheduler() -> None:
-    """Its standard input is a pipe from us, which ends with us."""
+    """Start the scheduler with a pipe as standard input, which closes when this process ends."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "runtimes.mindspore.rendezvous"],
         env={**os.environ, STARTED: "MS_SCHED"},
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # what it has to complain of is for our log
+        stdout=subprocess.DEVNULL,  # its errors go to this process's standard error
     )
     _SCHEDULERS.append(process)
 
 
-#: Held for all of this process's life, as their pipes must be.
+#: References that keep the pipes open until this process ends.
 _SCHEDULERS: list[subprocess.Popen[bytes]] = []
 
 

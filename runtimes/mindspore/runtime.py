@@ -1,4 +1,4 @@
-"""The MindSpore runtime: forward, backward and update of mindone's models on Ascend or CPU."""
+"""The MindSpore runtime: trains mindone's models on Ascend or CPU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["TheRuntime"]
 
 
 class TheRuntime:
-    """See base.Runtime for what each method promises."""
+    """Implements contract.Runtime."""
 
-    draws_together = False  # each process holds all weights
+    draws_together = False  # weights are replicated, so rank 0 samples alone
 
     def __init__(self, events: Events) -> None:
         self.versions = versions()
         self._events = events
-        self._sampler: Any = None  # generate.Sampler, once a sample is asked for
+        self._sampler: Any = None  # generate.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
         self._job, self._settings = job, Train(**job.train)
@@ -51,7 +51,7 @@ class TheRuntime:
         self._target = start(self._settings.device, ranks)
         self.device = describe()
         self._parallel = open_parallel(ranks)
-        # mindone is imported only now: it takes the operators as the device has left them.
+        # mindone binds operators at import, and opening a CPU replaces some (device.py).
         from runtimes.mindspore.gradients import Gradients
         from runtimes.mindspore.models import set_flash_attention
         from runtimes.mindspore.network import Network
@@ -141,7 +141,7 @@ class TheRuntime:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within, the network has its average, if one is kept, and drops nothing."""
+        """Within the context, the network has its EMA weights, if any, and no dropout."""
         self._network.set_train(False)
         try:
             with self._update.averaged():
@@ -150,7 +150,7 @@ class TheRuntime:
             self._network.set_train(True)
 
     def part(self) -> None:
-        pass  # each may end on its own
+        pass  # no process has to wait for the others
 
     def memory_bytes(self) -> int:
         return memory_bytes()

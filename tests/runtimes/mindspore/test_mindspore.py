@@ -233,7 +233,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "adafactor is not for runtime mindspore": {"optimizer": "adafactor"},
     "dora and dropout are not": {"method": "lora", "lora": {"dropout": 0.1}},
     "fsdp: all is not": {"fsdp": "all", "processes": 2},
-    "O2 is CANN's": {"mindspore": {"mode": "graph", "jit_level": "O2"}},
+    "O2 needs CANN": {"mindspore": {"mode": "graph", "jit_level": "O2"}},
     "MindSpore finds 0 here": {"device": "ascend"},
     "'cuda' is not for runtime mindspore": {"device": "cuda"},
 }
