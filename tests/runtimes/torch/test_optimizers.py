@@ -114,7 +114,7 @@ def test_what_has_no_gradient_is_left_alone() -> None:
 
 def test_eight_bits_need_a_gpu(make_job: MakeJob) -> None:
     job = make_job(optimizer="adamw_8bit")
-    with pytest.raises(WrongInput, match="adamw_8bit needs a CUDA device; take adamw or adafactor"):
+    with pytest.raises(WrongInput, match="adamw_8bit needs a CUDA device; set adamw or adafactor"):
         TheRuntime(None).load(job)  # type: ignore[arg-type]
 
 
