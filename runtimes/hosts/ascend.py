@@ -45,7 +45,7 @@ def missing_components() -> list[str]:
     """Requirements of an NPU that this machine does not meet, each with its remedy."""
     found = []
     if not count_npus():
-        found.append("no driver (there is no /dev/davinci0): deploy/ascend says which")
+        found.append("no driver (/dev/davinci0 is absent): install the one in deploy/ascend")
     if cann_version() is None:
         found.append("no CANN: install it, and source its set_env.sh")
     return found

@@ -41,7 +41,7 @@ def missing_components() -> list[str]:
     """Requirements of a Gaudi that this machine does not meet, each with its remedy."""
     found = []
     if not count_hpus():
-        found.append("no driver (there is no Gaudi in /sys/class/accel): deploy/gaudi says which")
+        found.append("no driver (no Gaudi in /sys/class/accel): install the one in deploy/gaudi")
     if bridge_version() is None:
-        found.append("no habana_frameworks: take Intel's container (deploy/gaudi)")
+        found.append("no habana_frameworks: use Intel's container (deploy/gaudi)")
     return found

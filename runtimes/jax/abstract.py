@@ -45,7 +45,9 @@ class AbstractStep:
         jax.config.update("jax_default_matmul_precision", exact)
         plain = settings.model_copy(update={"gradient_checkpointing": False})
         network = Network.without_weights(Path(request.model), plain, request.denoiser_config)
-        self._settings, self._network, self._hosts = settings, network, hosts
+        self._settings = settings
+        self._network = network
+        self._hosts = hosts
         self._mesh = Mesh(settings.fsdp, devices)
         self._counter = FlopCounter(network)
         extras = Extras.of(network.denoiser.config)

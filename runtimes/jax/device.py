@@ -35,7 +35,7 @@ def check_rules(settings: Train) -> None:
     """Raise WrongInput for train settings that this runtime supports on no machine."""
     check_precision(settings)
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime jax, adamw is")
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime jax: set adamw")
     if settings.compile:
         raise WrongInput("train.compile is for runtime torch: this one compiles every step")
 
@@ -61,9 +61,9 @@ def start(name: str, compiled: str | None, dtype: str) -> Compiled:
         found = jax.default_backend()
     except RuntimeError as error:
         words = " ".join(str(error).split())[:300]
-        raise WrongInput(f"device {name}: JAX finds none on this machine: {words}") from None
+        raise WrongInput(f"device {name}: JAX finds no such device here: {words}") from None
     if name != "auto" and found != {"cuda": "gpu"}.get(name, name):
-        raise WrongInput(f"device {name}: this process has opened {found} already")
+        raise WrongInput(f"device {name}: this process has already opened {found}")
     if not _compiling:
         jax.monitoring.register_event_duration_secs_listener(_count)
         _compiling.append(0.0)
@@ -92,7 +92,7 @@ def _check_processes(device: str, count: int) -> None:
         raise WrongInput("train.processes: one process has all TPU chips of a machine: leave it 1")
     if 0 < _gpus() < count:
         raise WrongInput(
-            f"{count} processes want a GPU each, this machine has {_gpus()}: lower "
+            f"{count} processes need one GPU each, this machine has {_gpus()}: lower "
             "train.processes, or set device cpu"
         )
 

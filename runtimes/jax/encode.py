@@ -87,7 +87,8 @@ class _Moments(torch.nn.Module):
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
-        self.vae, self.dtype = vae, vae.dtype
+        self.vae = vae
+        self.dtype = vae.dtype
 
     def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
         posterior = self.vae.encode(pixels.to(self.dtype)).latent_dist
@@ -99,7 +100,9 @@ class _Embeds(torch.nn.Module):
 
     def __init__(self, family: Family, clip: list[Any], t5: Any) -> None:
         super().__init__()
-        self.family, self.clip, self.t5 = family, torch.nn.ModuleList(clip), t5
+        self.family = family
+        self.clip = torch.nn.ModuleList(clip)
+        self.t5 = t5
 
     def forward(
         self, ids: torch.Tensor, t5_ids: torch.Tensor | None = None

@@ -33,7 +33,8 @@ class ThePipeline:
 
     def __init__(self, job: GenerateJob) -> None:
         self._compile_cache = start(job.device, job.compiled, job.dtype)
-        self._job, self._mesh = job, Mesh(fsdp=1)
+        self._job = job
+        self._mesh = Mesh(fsdp=1)
         self._sampler: Sampler | None = None
         self._network: Network | None = None
 

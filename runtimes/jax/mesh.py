@@ -57,13 +57,13 @@ class Mesh:
 
     def shard(self, array: NDArray[Any]) -> Array:
         """Copy a full array to the devices, sharded along `fsdp`."""
-        return self._put(array, self.array_sharding(array.shape))
+        return self._distribute(array, self.array_sharding(array.shape))
 
     def replicate(self, array: NDArray[Any]) -> Array:
         """Copy a full array to every device."""
-        return self._put(array, self.replicated)
+        return self._distribute(array, self.replicated)
 
-    def _put(self, array: NDArray[Any], spread: NamedSharding) -> Array:
+    def _distribute(self, array: NDArray[Any], spread: NamedSharding) -> Array:
         return jax.make_array_from_callback(array.shape, spread, lambda index: array[index])
 
     def shard_rows(self, array: NDArray[Any], axis: int = 0) -> Array:
@@ -77,7 +77,7 @@ class Mesh:
 
     def shard_global_rows(self, array: NDArray[Any]) -> Array:
         """Shard the rows of an array that every process has over all devices."""
-        return self._put(array, self.row_sharding(0))
+        return self._distribute(array, self.row_sharding(0))
 
     def fetch(self, array: Array) -> NDArray[Any]:
         """Copy a full array to the host; a collective call of all processes."""

@@ -109,7 +109,7 @@ def _devices(where: Slice) -> tuple[str, list[Any]]:
     if find_spec("libtpu") is None:
         if where.chips > MOST_VIRTUAL:
             raise WrongInput(
-                f"topology {where.name}: for so many chips libtpu is needed: make setup-plan"
+                f"topology {where.name}: {where.chips} chips need libtpu: make setup-plan"
             )
         flag = f"--xla_force_host_platform_device_count={where.chips}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"

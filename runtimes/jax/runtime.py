@@ -56,12 +56,14 @@ class TheRuntime:
     """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.draws_together = versions(), False
+        self.versions = versions()
+        self.draws_together = False
         self._sampler: Any = None  # sampler.Sampler, constructed by the first call of `sample`
         self._compiled_step: Any = None
 
     def load(self, job: TrainJob) -> None:
-        self._job, self._settings = job, Train(**job.train)
+        self._job = job
+        self._settings = Train(**job.train)
         check(self._settings)
         ranks = self._ranks = Ranks.here()
         self._hosts = join_hosts(ranks)
@@ -82,7 +84,8 @@ class TheRuntime:
         self._frozen = frozen_arrays(network, self._mesh, half)
         share = self._settings.global_batch_size // ranks.world
         self._share = min(self._settings.micro_batch_size or share, share)
-        self._network, self._step = network, 0
+        self._network = network
+        self._step = 0
         predict = as_function(network, training=False)
         self._errors = jax.jit(partial(errors, predict))
         self._working = jax.jit(

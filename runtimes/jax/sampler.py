@@ -135,12 +135,12 @@ class Sampler:
     def _sample(
         self, arrays: Arrays, batch: ConditionedNoise, table: Table, sampler: Mapping[str, Any]
     ) -> Array:
-        put = self._mesh.shard_global_rows
+        to_devices = self._mesh.shard_global_rows
         conditioning = {
-            name: put(array if name in EXACT else array.astype(self._dtype))
+            name: to_devices(array if name in EXACT else array.astype(self._dtype))
             for name, array in batch.conditioning.items()
         }
-        latents = put(batch.noise * np.float32(table.start))
+        latents = to_devices(batch.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
         assert self._network is not None, "call `use` first"
         guided = is_guided(self._network.family, sampler)

@@ -55,19 +55,19 @@ def move(
         dtype: of floating-point arrays; None keeps each array's dtype.
         but: names to leave out.
     """
-    put: dict[int, Array] = {}  # by tensor id: tied weights have two names and one array
+    moved: dict[int, Array] = {}  # by tensor id: tied weights have two names and one array
     arrays: dict[str, Array] = {}
     parameters = module.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
         if name not in but:
-            if id(tensor) not in put:
-                put[id(tensor)] = _put(tensor, mesh, dtype or tensor.dtype)
-            arrays[name] = put[id(tensor)]
+            if id(tensor) not in moved:
+                moved[id(tensor)] = _replicate(tensor, mesh, dtype or tensor.dtype)
+            arrays[name] = moved[id(tensor)]
     module.to("meta")
     return arrays
 
 
-def _put(tensor: torch.Tensor, mesh: Mesh, dtype: torch.dtype) -> Array:
+def _replicate(tensor: torch.Tensor, mesh: Mesh, dtype: torch.dtype) -> Array:
     array = to_numpy(tensor) if tensor.is_floating_point() else tensor.cpu().numpy()
     if tensor.is_floating_point():
         array = array.astype(jnp.dtype(str(dtype).removeprefix("torch.")))

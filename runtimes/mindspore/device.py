@@ -26,7 +26,7 @@ def check(settings: Train) -> None:
     on_cpu = choose(settings.device, ranks)[0] == "CPU"
     name = "runtime mindspore"
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}, adamw is")
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}: set adamw")
     if settings.compile:
         raise WrongInput(f"train.compile is for runtime torch: {name} has train.mindspore.mode")
     if settings.fsdp != 1 and ranks.world > 1:
@@ -79,10 +79,12 @@ def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
         return "CPU", 0
     number = ranks.local_rank if match["number"] is None else int(match["number"])
     if ranks.world > 1 and match["number"] is not None:
-        raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or ascend")
+        raise WrongInput(
+            f"device {name} is one device for {ranks.world} processes: set auto or ascend"
+        )
     if max(number, ranks.local_world - 1) >= there:
         raise WrongInput(
-            f"device {name}: {max(number + 1, ranks.local_world)} NPUs are wanted, MindSpore finds "
+            f"device {name}: {max(number + 1, ranks.local_world)} NPUs are needed, MindSpore finds "
             f"{there} here ({'; '.join(missing_components()) or 'npu-smi info lists them'})"
         )
     return "Ascend", number
@@ -109,7 +111,7 @@ def start(name: str, ranks: Ranks = ALONE) -> str:
 def _open(target: str, number: int) -> None:
     current = ms.get_context("device_target") if _OPEN else target
     if current != target:
-        raise WrongInput(f"this process has opened {current}: {target} needs another one")
+        raise WrongInput(f"this process has opened {current}: {target} needs a new process")
     if not _OPEN:
         ms.set_device(target, number)
         ms.set_context(mode=ms.PYNATIVE_MODE)

@@ -48,7 +48,8 @@ class Encoder:
         self.info = describe_encoders(model_folder, vae_folder)
         self._dtype = dtype
         self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
-        self.tokenizers, self.text_encoders = dict[str, Any](), dict[str, Any]()
+        self.tokenizers = dict[str, Any]()
+        self.text_encoders = dict[str, Any]()
         self._family = family_named(self.info["family"])
         for text_encoder in self._family.clip:
             part, name = text_encoder.component, text_encoder.tokenizer

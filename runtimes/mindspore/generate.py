@@ -65,7 +65,8 @@ class Sampler:
         flash: bool = True,
     ) -> None:
         family, index = detect_family(folder), read_index(folder / "model_index.json")
-        self._dtype, self._family = dtype, family
+        self._dtype = dtype
+        self._family = family
         self._encoder = encoder = Encoder(folder, vae, dtype, flash=flash)
         built: dict[str, Any] = {"scheduler": make_scheduler(read_config(folder / "scheduler"))}
         built |= encoder.tokenizers | encoder.text_encoders | {"vae": encoder.vae}
@@ -133,8 +134,8 @@ class Sampler:
         name, target = type(self._pipe.scheduler).__name__, ms.get_context("device_target")
         words = str(error).strip().splitlines()[0]
         return WrongInput(
-            f"MindSpore's {target} lacks an operator that drawing with {name} takes ({words}): "
-            "another scheduler may do without"
+            f"MindSpore's {target} lacks an operator of the scheduler {name} ({words}): "
+            "choose another scheduler"
         )
 
 
@@ -184,7 +185,8 @@ class ThePipeline:
     """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob) -> None:
-        self._model, self._settings = Path(job.model), job.sampler
+        self._model = Path(job.model)
+        self._settings = job.sampler
         self._dtype = getattr(ms, job.dtype)
         self._flash = job.flash_attention
         self._vae = None if job.vae is None else Path(job.vae)

@@ -19,7 +19,7 @@ from runtimes.adapters.lora import (
     state_name,
 )
 from runtimes.contract import WrongInput
-from runtimes.mindspore.models import named_weights, put
+from runtimes.mindspore.models import named_weights, set_parameter
 
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
@@ -53,15 +53,16 @@ def add_adapters(
     if adapted != set(chosen):  # mindone's PEFT matches targets by the suffix of a layer's name
         odd = min(adapted ^ set(chosen))
         raise WrongInput(
-            f"train.lora.target_modules: {odd} of the {part} cannot be told from others"
+            f"train.lora.target_modules: {odd} of the {part} is ambiguous: the name of one layer "
+            "ends with the name of another"
         )
     for name, parameter in model.parameters_and_names():
         parameter.requires_grad = name.endswith((A, B))
         if name.endswith(A):
             stored = state_name(part, name.removesuffix(A))
-            put(parameter, initial_down(seed, stored, parameter.shape))
+            set_parameter(parameter, initial_down(seed, stored, parameter.shape))
         elif name.endswith(B):
-            put(parameter, parameter.asnumpy() * 0)
+            set_parameter(parameter, parameter.asnumpy() * 0)
 
 
 def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
@@ -81,7 +82,7 @@ def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -
             raise WrongInput(f"the adapters are for another model: the {part} here has no {name}")
         weight = parameters[f"{name}.weight"]
         try:
-            put(weight, adapter.merged(weight.asnumpy()))
+            set_parameter(weight, adapter.merged(weight.asnumpy()))
         except ValueError:
             raise WrongInput(f"the adapters are for another model: {name} differs") from None
 

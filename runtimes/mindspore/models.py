@@ -192,7 +192,7 @@ def _fill(
     given = {n: array.shape for n, array in arrays.items() if not n.endswith("position_ids")}
     check_fit(files[0], shapes, given)
     for name, parameter in parameters.items():
-        put(parameter, arrays[name], dtype)
+        set_parameter(parameter, arrays[name], dtype)
 
 
 def named_weights(model: nn.Cell) -> dict[str, Parameter]:
@@ -204,6 +204,6 @@ def named_weights(model: nn.Cell) -> dict[str, Parameter]:
     return found
 
 
-def put(parameter: Parameter, array: Any, dtype: ms.Type = ms.float32) -> None:
+def set_parameter(parameter: Parameter, array: Any, dtype: ms.Type = ms.float32) -> None:
     """Set the value and dtype of a parameter."""
     parameter.set_data(Tensor(array).astype(dtype))

@@ -38,12 +38,14 @@ class Network(nn.Cell):
     def __init__(self, family: Family, parts: dict[str, nn.Cell]) -> None:
         super().__init__(auto_prefix=False)
         check_family("mindspore", family.name)
-        self.family, self.parts = family, parts
+        self.family = family
+        self.parts = parts
         self.pooled = "pooled_prompt_embeds" in family.inputs
         self.penultimate = family.clip_states == "penultimate"
         self.denoiser = parts[family.denoiser]
         extras = Extras.of(self.denoiser.config)
-        self.paints, self.scored = extras.inpainting, extras.aesthetic_score
+        self.inpaints = extras.inpainting
+        self.has_aesthetic_score = extras.aesthetic_score
         names = [name for name in family.clip_encoders if name in parts]
         self.encodes_text = bool(names)
         self.text_encoders = nn.CellList([parts[name] for name in names], auto_prefix=False)
@@ -93,7 +95,11 @@ class Network(nn.Cell):
         if "input_ids" in given:
             others = [name for name in inputs if not name.endswith("_embeds")]
             inputs = ["input_ids", "dropped", *others]
-        return inputs + ["inpainting"] * self.paints + ["aesthetic_score"] * self.scored
+        if self.inpaints:
+            inputs.append("inpainting")
+        if self.has_aesthetic_score:
+            inputs.append("aesthetic_score")
+        return inputs
 
     def trained(self) -> dict[str, Parameter]:
         """Trained parameters by their keys in State."""
@@ -124,10 +130,12 @@ class Network(nn.Cell):
             conditioning: [B, ...] each, in the order of `self.conditioning`.
         """
         score = None
-        if self.scored:
+        if self.has_aesthetic_score:
             score, conditioning = conditioning[-1], conditioning[:-1]
-        if self.paints:
+        if self.inpaints:
             noisy_latents = ops.cat((noisy_latents, conditioning[-1]), axis=1)
+        # `conditioning` is (input_ids, dropped, ...) with trained text encoders; without them it is
+        # (prompt_embeds, ...) or (prompt_embeds, pooled_prompt_embeds, add_time_ids, ...).
         states, added = conditioning[0], None
         if self.encodes_text:
             states, pooled = self.encode(conditioning[0], conditioning[1])

@@ -96,10 +96,12 @@ def open_parallel(ranks: Ranks) -> SingleProcess:
         communication.init()
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        words = f"the processes of the run do not meet: {reason}"
+        words = f"not all processes of the run have connected: {reason}"
         raise TimeoutError(errno.ETIMEDOUT, words) from None
     if communication.get_group_size() != ranks.world:
-        raise WrongInput(f"{communication.get_group_size()} processes met, not {ranks.world}")
+        raise WrongInput(
+            f"{communication.get_group_size()} processes have connected, the job has {ranks.world}"
+        )
     return DataParallel(ranks)
 
 

@@ -44,7 +44,8 @@ class TheRuntime:
         self._sampler: Any = None  # generate.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
-        self._job, self._settings = job, Train(**job.train)
+        self._job = job
+        self._settings = Train(**job.train)
         ranks = Ranks.here()
         self._rank = ranks.rank
         check(self._settings)

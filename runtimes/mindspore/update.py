@@ -44,10 +44,12 @@ class Update:
     def __init__(
         self, masters: Parameters, computed: Parameters, reached: Sequence[str], settings: Train
     ) -> None:
-        self._settings, self._step = settings, 0
+        self._settings = settings
+        self._step = 0
         half = settings.compute_dtype == "float16"
         self.loss_scale = DynamicLossScale(settings.loss_scale if half else None)
-        self._masters, self._computed = dict(masters), dict(computed)
+        self._masters = dict(masters)
+        self._computed = dict(computed)
         self._first = {n: _zeros(f"exp_avg.{n}", p) for n, p in masters.items()}
         self._second = {n: _zeros(f"exp_avg_sq.{n}", p) for n, p in masters.items()}
         self._average: dict[str, Parameter] = {}
@@ -189,7 +191,9 @@ class _AdamW(nn.Cell):
         settings: Train,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.masters, self.first, self.second = masters, first, second
+        self.masters = masters
+        self.first = first
+        self.second = second
         self.beta1, self.beta2 = (_number(beta) for beta in settings.adam_betas)
         self.most = settings.max_grad_norm
         self.each = ops.HyperMap()
@@ -215,7 +219,8 @@ class _CastMasters(nn.Cell):
 
     def __init__(self, halves: ParameterTuple, masters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.halves, self.masters = halves, masters
+        self.halves = halves
+        self.masters = masters
         self.each = ops.HyperMap()
 
     def construct(self) -> Any:
@@ -225,7 +230,8 @@ class _CastMasters(nn.Cell):
 class _Average(nn.Cell):
     def __init__(self, averages: ParameterTuple, masters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.averages, self.masters = averages, masters
+        self.averages = averages
+        self.masters = masters
         self.each = ops.HyperMap()
 
     def construct(self, share: Tensor) -> Any:

@@ -59,7 +59,8 @@ class Encoder:
         self.family = family_named(self.info["family"])
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
-        self._send, self._fetch = sender(self.device) if send is None else send, fetch
+        self._send = sender(self.device) if send is None else send
+        self._fetch = fetch
         try:
             self._load_vae(vae_path(model_folder, vae_folder))
             self._load_texts(model_folder)

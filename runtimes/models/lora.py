@@ -55,7 +55,8 @@ def add_adapters(
     if adapted.keys() != set(chosen):  # PEFT matches targets by the suffix of a layer's name
         odd = min(adapted.keys() ^ set(chosen))
         raise WrongInput(
-            f"train.lora.target_modules: {odd} of the {part} cannot be told from others"
+            f"train.lora.target_modules: {odd} of the {part} is ambiguous: the name of one layer "
+            "ends with the name of another"
         )
     for name, layer in adapted.items():
         _initialize(f"{part}.{stored_name(part, name)}", layer, seed)

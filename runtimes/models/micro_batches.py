@@ -60,10 +60,12 @@ class Inputs:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         part = slice(first, end)
-        self.first, self.last = first, end in (None, len(batch.timesteps))
+        self.first = first
+        self.last = end in (None, len(batch.timesteps))
         self.noisy_latents = send(batch.noisy_latents[part]).to(dtype)
         self.timesteps = send(batch.timesteps[part])
-        self.target, self.weight = send(batch.target[part]), send(batch.weight[part])
+        self.target = send(batch.target[part])
+        self.weight = send(batch.weight[part])
         self.conditioning = {
             name: send(array[part]) if name in EXACT else send(array[part]).to(dtype)
             for name, array in batch.conditioning.items()

@@ -69,7 +69,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
             compiled = pipeline.compile_seconds() - before
             seconds.append(time.perf_counter() - since - compiled)
             compiling += compiled
-            _keep(pictures, numbers, out, job, first)
+            _save_images(pictures, numbers, out, job, first)
             done += len(numbers)
             events.emit("drawn", done=done, total=total)
         if wanted:
@@ -117,7 +117,7 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
     )
 
 
-def _keep(
+def _save_images(
     pictures: NDArray[np.uint8], numbers: range, out: Path, job: GenerateJob, first: int
 ) -> None:
     for row, (number, picture) in enumerate(zip(numbers, pictures, strict=True)):
@@ -125,8 +125,8 @@ def _keep(
         if not path.exists():
             png, text = io.BytesIO(), PngInfo()
             if job.words is not None:
-                said = {"prompt": job.prompts[number], "noise": first + row, **job.words}
-                text.add_itxt(PNG_KEY, json.dumps(said, ensure_ascii=False))
+                parameters = {"prompt": job.prompts[number], "noise": first + row, **job.words}
+                text.add_itxt(PNG_KEY, json.dumps(parameters, ensure_ascii=False))
             Image.fromarray(picture).save(png, "png", pnginfo=text)
             _write(path, png.getvalue())
 

@@ -67,7 +67,9 @@ def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = No
     """
     name = type(scheduler).__name__
     if name not in _ROWS:
-        raise WrongInput(f"the scheduler {name} has no table (there are: {', '.join(_ROWS)})")
+        raise WrongInput(
+            f"the scheduler {name} has no table of coefficients (supported: {', '.join(_ROWS)})"
+        )
     for option in _REFUSED:
         if scheduler.config.get(option):
             raise WrongInput(f"the scheduler {name} with {option} has no table: turn it off")

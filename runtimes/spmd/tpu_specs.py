@@ -71,12 +71,12 @@ def parse_slice(name: str) -> Slice:
     kind, _, size = name.partition("-")
     kind = _ALIASES.get(kind, kind)
     if kind not in TPU_SPECS:
-        raise WrongInput(f"topology {name}: no such TPU (there are: {', '.join(TPU_SPECS)})")
+        raise WrongInput(f"topology {name}: no such TPU (known: {', '.join(TPU_SPECS)})")
     chip = TPU_SPECS[kind]
     sizes = {prod(shape) * chip.cores: shape for shape in chip.shapes}
     if not size.isdigit() or int(size) not in sizes:
         known = ", ".join(f"{kind}-{count}" for count in sizes)
-        raise WrongInput(f"topology {name}: no such slice (there are: {known})")
+        raise WrongInput(f"topology {name}: no such slice (known: {known})")
     return Slice(name, kind, sizes[int(size)])
 
 

@@ -64,7 +64,7 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     known = "auto, cpu, cuda[:N], npu[:N] or hpu[:N]"
     match = _NAME.fullmatch(name)
     if match is None:
-        raise WrongInput(f"device {name!r} is not for this runtime ({known})")
+        raise WrongInput(f"device {name!r} is not for runtime torch ({known})")
     kind, number = match["kind"], match["number"]
     if kind == "auto":
         kind = "cuda" if torch.cuda.device_count() else "cpu"
@@ -76,10 +76,12 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         hpu.load()
     words, there = ACCELERATORS[kind], torch.get_device_module(kind).device_count()
     if ranks.world > 1 and number is not None:
-        raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or {kind}")
+        raise WrongInput(
+            f"device {name} is one device for {ranks.world} processes: set auto or {kind}"
+        )
     if ranks.world > 1 and ranks.local_world > there:
         raise WrongInput(
-            f"{ranks.local_world} processes want one {words} device each, "
+            f"{ranks.local_world} processes need one {words} device each, "
             f"this machine has {there}: lower train.processes, or set device cpu"
         )
     if int(number or 0) >= there:

@@ -20,7 +20,8 @@ class PaddedEncoder(Encoder):
 
     def __init__(self, job: EncodeJob, device_kind: DeviceKind, vae: Path | None) -> None:
         super().__init__(Path(job.model), vae, device=device_kind.device, dtype=job.dtype)
-        self._device_kind, self._pictures = device_kind, job.batch_size
+        self._device_kind = device_kind
+        self._pictures = job.batch_size
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         mean, logvar = super().images(pad_rows(pixels, self._pictures))

@@ -194,8 +194,10 @@ class ThePipeline:
     def __init__(self, job: GenerateJob) -> None:
         make_deterministic()
         self._device_kind = open_device(job.device, compiled=job.compiled)
-        self._device, self._dtype = self._device_kind.device, getattr(torch, job.dtype)
-        self._model, self._settings = Path(job.model), job.sampler
+        self._device = self._device_kind.device
+        self._dtype = getattr(torch, job.dtype)
+        self._model = Path(job.model)
+        self._settings = job.sampler
         self._vae = None if job.vae is None else Path(job.vae)
         self._sampler: Sampler | None = None
 

@@ -103,7 +103,7 @@ def choose_module(number: int) -> None:
 def check(settings: Train) -> None:
     """Raise WrongInput for train settings that Gaudi does not support."""
     if settings.fsdp != 1:
-        raise WrongInput("train.fsdp: {settings.fsdp} is not for device hpu: set 1")
+        raise WrongInput(f"train.fsdp: {settings.fsdp} is not for device hpu: set 1")
     if settings.optimizer == "adafactor":
         raise WrongInput(
             "train.optimizer: adafactor is not for device hpu: its scalars would recompile every "

@@ -98,7 +98,8 @@ class DataParallel(SingleProcess):
     """Replicated weights: every process computes the same update."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.world, self.first = ranks.world, ranks.first
+        self.world = ranks.world
+        self.first = ranks.first
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
         """Wrap the network in DistributedDataParallel.
@@ -203,8 +204,8 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Single
         )
     if settings.fsdp != 1 and settings.optimizer != "adamw":
         raise WrongInput(
-            f"train.optimizer {settings.optimizer} needs whole arrays: with train.fsdp "
-            "it must be adamw"
+            f"train.optimizer {settings.optimizer} does not support sharded weights: set "
+            "adamw, or train.fsdp to 1"
         )
     if device.index is not None:
         torch.get_device_module(device).set_device(device)

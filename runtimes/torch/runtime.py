@@ -46,11 +46,13 @@ class TheRuntime:
     """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.draws_together = versions(), False
+        self.versions = versions()
+        self.draws_together = False
         self._sampler: Any = None  # generate.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
-        self._job, self._settings = job, Train(**job.train)
+        self._job = job
+        self._settings = Train(**job.train)
         check_precision(self._settings)
         make_deterministic()
         ranks = Ranks.here()

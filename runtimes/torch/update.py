@@ -40,7 +40,8 @@ class Update:
         parallel: SingleProcess | None = None,
         device_kind: DeviceKind | None = None,
     ) -> None:
-        self._parameters, self._settings = parameters, settings
+        self._parameters = parameters
+        self._settings = settings
         self._parallel = parallel or SingleProcess()
         self._device_kind = device_kind or DeviceKind(torch.device("cpu"))
         self._masters: list[torch.Tensor] = list(parameters.values())

@@ -40,7 +40,7 @@ def check(settings: Train) -> None:
             "train.fsdp sets how many share each array"
         )
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla, adamw is")
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla: set adamw")
     if settings.compile:
         raise WrongInput("train.compile is for runtime torch: this one compiles every step")
 

@@ -42,7 +42,8 @@ class Encoder(encoder.Encoder):
             fetch=mesh.fetch_rows,
         )
         replace_nearest_upsampling(self.vae)
-        self._pictures, self._captions = mesh.padded_rows(batch_size), mesh.padded_rows(TEXT_BATCH)
+        self._pictures = mesh.padded_rows(batch_size)
+        self._captions = mesh.padded_rows(TEXT_BATCH)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         mean, logvar = super().images(pad_rows(pixels, self._pictures))

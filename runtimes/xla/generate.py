@@ -30,7 +30,8 @@ class ThePipeline:
 
     def __init__(self, job: GenerateJob) -> None:
         self._compile_cache = start(job.device, job.compiled)
-        self._job, self._dtype = job, getattr(torch, job.dtype)
+        self._job = job
+        self._dtype = getattr(torch, job.dtype)
         self._mesh = Mesh(fsdp=1, hosts=Ranks.here().world)
         self._sampler: Sampler | None = None
         self._network: Any = None

@@ -42,7 +42,9 @@ class Mesh:
         self.mesh = spmd.Mesh(np.arange(self.count), shape, AXES)
         spmd.set_global_mesh(self.mesh)
         self.local = self.count // hosts  # devices of this host
-        self._fsdp, self._hosts, self._device = shape[1], hosts, torch_xla.device()
+        self._fsdp = shape[1]
+        self._hosts = hosts
+        self._device = torch_xla.device()
 
     def check_rows(self, count: int) -> None:
         """Raise WrongInput if a host's rows of a batch do not divide evenly over its devices."""

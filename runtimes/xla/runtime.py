@@ -39,16 +39,19 @@ class TheRuntime:
     """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.draws_together = versions(), False
+        self.versions = versions()
+        self.draws_together = False
         self._sampler: Any = None  # sampler.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
-        self._job, self._settings = job, Train(**job.train)
+        self._job = job
+        self._settings = Train(**job.train)
         check(self._settings)
         ranks = Ranks.here()
         self._compile_cache = start(self._settings.device, job.compiled)
         self.device = describe()
-        self._hosts, self._rank = join_hosts(ranks), ranks.rank
+        self._hosts = join_hosts(ranks)
+        self._rank = ranks.rank
         self.draws_together = ranks.world > 1
         self._mesh = Mesh(self._settings.fsdp, ranks.world)
         self._share = self._settings.global_batch_size // ranks.world

@@ -17,7 +17,7 @@ def test_a_machine_without_anything() -> None:
     assert (gaudi.count_hpus(), gaudi.driver_version(), gaudi.bridge_version()) == (0, None, None)
     assert [words.split(" (")[0] for words in gaudi.missing_components()] == [
         "no driver",
-        "no habana_frameworks: take Intel's container",
+        "no habana_frameworks: use Intel's container",
     ]
 
 

@@ -233,5 +233,5 @@ def test_habana_frameworks_is_imported_when_asked_and_its_recipes_lie_in_the_sto
 
 
 def test_without_it_the_message_says_what_to_install() -> None:
-    with pytest.raises(WrongInput, match=r"device hpu: .*take Intel's container \(deploy/gaudi\)"):
+    with pytest.raises(WrongInput, match=r"device hpu: .*use Intel's container \(deploy/gaudi\)"):
         choose_device("hpu")
