@@ -12,7 +12,7 @@ from configs.schema import RuntimeName
 from configs.urls import without_secrets
 from flows.runner import ServerAway, check_server, configured_server
 from runtimes.hosts import gaudi
-from runtimes.hosts.ascend import cann_version, count_npus, lacking, torch_npu_version
+from runtimes.hosts.ascend import cann_version, count_npus, missing_components, torch_npu_version
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 
@@ -58,13 +58,13 @@ def _findings() -> dict[str, Any]:
             "npus": count_npus(),
             "cann": cann_version(),
             "torch_npu": torch_npu_version(),
-            "lacking": lacking(),
+            "lacking": missing_components(),
         },
         "gaudi": {
             "hpus": gaudi.count_hpus(),
             "driver": gaudi.driver_version(),
             "habana_frameworks": gaudi.bridge_version(),
-            "lacking": gaudi.lacking(),
+            "lacking": gaudi.missing_components(),
         },
         "problems": problems,
     }

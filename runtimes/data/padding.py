@@ -1,4 +1,4 @@
-"""Padding of batches to one size, so that a compiled program serves every batch."""
+"""Pad batches to a fixed number of rows, so that one compiled program serves every batch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from numpy.typing import NDArray
 from runtimes.contract import StepBatch
 
 
-def round_up(count: int, devices: int) -> int:
-    """`count` rounded up to a multiple of `devices`."""
+def padded_rows(count: int, devices: int) -> int:
+    """The smallest multiple of `devices` that is at least `count`."""
     return -(-count // devices) * devices
 
 
-def repeat_last(array: NDArray[Any], rows: int) -> NDArray[Any]:
-    """An array [B, ...] padded to at least `rows` rows with copies of its last row."""
+def pad_rows(array: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Repeat the last row of an array [B, ...] until it has `rows` rows.
+
+    An array that already has `rows` rows or more is copied unchanged.
+    """
     return np.concatenate([array, np.repeat(array[-1:], max(0, rows - len(array)), axis=0)])
 
 
 def pad_batch(batch: StepBatch, rows: int, devices: int) -> StepBatch:
-    """A batch padded to at least `rows` samples, and to a multiple of `devices`.
+    """Repeat the last sample of a batch until every device has the same number of rows.
 
-    Copies of the last sample fill the batch; the caller must ignore their results.
+    Args:
+        rows: least number of rows of the padded batch.
+        devices: devices that share the rows; the padded number is a multiple of it.
     """
-    rows = round_up(max(rows, len(batch.timesteps)), devices)
+    rows = padded_rows(max(rows, len(batch.timesteps)), devices)
     names = ("noisy_latents", "timesteps", "target", "weight")
-    conditioning = {name: repeat_last(array, rows) for name, array in batch.conditioning.items()}
-    arrays: dict[str, Any] = {name: repeat_last(getattr(batch, name), rows) for name in names}
+    conditioning = {name: pad_rows(array, rows) for name, array in batch.conditioning.items()}
+    arrays: dict[str, Any] = {name: pad_rows(getattr(batch, name), rows) for name in names}
     return replace(batch, conditioning=conditioning, **arrays)

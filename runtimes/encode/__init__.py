@@ -1,1 +1,1 @@
-"""Encode pictures and captions in a process of its own, and tokenize captions."""
+"""Tokenize captions, and serve encoders to other processes."""

@@ -1,7 +1,7 @@
-"""Encoders in a process of their own, for those who run in another environment: calls come in, and
-arrays go out, over a socket.
+"""Serve encoders over a socket to a process in another Python environment.
 
-A message is two frames: JSON, and a safetensors file with the arrays (of every NumPy, old or new).
+A message is two frames: JSON, then a safetensors file with the arrays. Both sides can read
+safetensors whatever their NumPy versions are; pickled arrays would need compatible versions.
 """
 
 from __future__ import annotations
@@ -22,21 +22,28 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def send(connection: Connection, facts: dict[str, Any], arrays: Arrays | None = None) -> None:
-    """Send one message."""
-    whole = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
-    frames = (json.dumps(facts).encode(), save(whole))  # both are fit to be sent, or none is
+    """Send one message: the JSON object `facts` and named arrays."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    # Both frames are serialized before the first is sent: an error must not leave half a message.
+    frames = (json.dumps(facts).encode(), save(contiguous))
     for frame in frames:
         connection.send_bytes(frame)
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], Arrays]:
-    """The next message. Raises EOFError once the other side is gone."""
+    """Receive one message. Raises EOFError when the peer has closed the socket."""
     facts = json.loads(connection.recv_bytes())
     return dict(facts), load(connection.recv_bytes())
 
 
 def serve(descriptor: int) -> None:
-    """Open the encoders that the first message names, then answer until the socket ends."""
+    """Open the encoders of the first message (an EncodeJob), then answer calls.
+
+    The server returns when the peer closes the socket.
+
+    Args:
+        descriptor: file descriptor of the connected socket.
+    """
     with Connection(descriptor) as connection:
         try:
             encoder = open_encoder(EncodeJob(**receive(connection)[0]))

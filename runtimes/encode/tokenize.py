@@ -1,4 +1,4 @@
-"""Captions to token ids by the tokenizers of transformers, whichever runtime encodes them."""
+"""Tokenize captions with the tokenizers of transformers, for every runtime."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
 
-#: Tokens that spell any text: CLIP's byte alphabet. Fewer means that a vocabulary was not read.
-LEAST_VOCABULARY = 256
+#: Size of CLIP's byte alphabet. A tokenizer with no more tokens has loaded without its vocabulary.
+MIN_VOCABULARY = 256
 
 
 def check_vocabulary(name: str, tokenizer: Any, vocabulary: int) -> None:
-    """Raise WrongInput for a tokenizer that is not that of a text encoder of so many tokens.
+    """Raise WrongInput if a tokenizer's vocabulary does not match its text encoder.
 
-    transformers 5 may read no vocabulary and say nothing; every caption would be the same.
+    transformers 5 can load a tokenizer without a vocabulary and without an error. All captions
+    would then have the same token ids.
+
+    Args:
+        name: of the tokenizer, for the message.
+        tokenizer: of transformers.
+        vocabulary: `vocab_size` of the text encoder's config.
     """
-    if not LEAST_VOCABULARY < len(tokenizer) <= vocabulary:
+    if not MIN_VOCABULARY < len(tokenizer) <= vocabulary:
         raise WrongInput(f"{name} has {len(tokenizer)} tokens, its text encoder {vocabulary}")
 
 
-class Tokens:
-    """Tokenizers keep padding and truncation as state, which threads must not share."""
+class LockedTokenizers:
+    """Calls tokenizers under a lock: padding and truncation are state of a fast tokenizer."""
 
     def __init__(self) -> None:
         self._tokenizing = threading.Lock()
@@ -33,7 +39,11 @@ class Tokens:
     def ids(
         self, tokenizer: Any, captions: Sequence[str], length: int | None = None
     ) -> NDArray[np.int64]:
-        """Token ids [K, T] of captions, padded and truncated to a length, or the tokenizer's."""
+        """Token ids [K, T] int64 of K captions, padded and truncated to T tokens.
+
+        Args:
+            length: T; None is the tokenizer's `model_max_length`.
+        """
         with self._tokenizing:
             found = tokenizer(
                 list(captions),
@@ -45,6 +55,6 @@ class Tokens:
         return np.asarray(found.input_ids, np.int64)
 
     def counts(self, tokenizer: Any, captions: Sequence[str]) -> list[int]:
-        """Tokens of each caption before truncation, with marks."""
+        """Number of tokens of each caption before truncation, special tokens included."""
         with self._tokenizing:
             return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]

@@ -1,1 +1,1 @@
-"""What a machine with Ascend NPUs or Gaudis has installed."""
+"""Installed drivers and software of hosts with Ascend NPUs or Gaudi accelerators."""

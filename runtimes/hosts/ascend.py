@@ -1,5 +1,7 @@
-"""What an Ascend host has: driver, CANN, torch_npu. Files and metadata are looked at; nothing is
-imported or opened."""
+"""Detect the driver, CANN and torch_npu of an Ascend host.
+
+Detection reads files and package metadata only: it imports no package and opens no device.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,20 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-#: Where CANN is, unless ASCEND_HOME_PATH says so (its set_env.sh does).
+#: Default folder of CANN; ASCEND_HOME_PATH, which CANN's set_env.sh exports, overrides it.
 TOOLKIT = Path("/usr/local/Ascend/ascend-toolkit/latest")
 DEVICES = Path("/dev")
-#: `toolkit_running_version=[7.6.0.1.220:8.0.0]`, an inner version before the one of the release, or
-#: `version=8.0.0`.
+#: Matches `version=8.0.0`, and the release 8.0.0 in `toolkit_running_version=[7.6.0.1.220:8.0.0]`.
 _VERSION = re.compile(r"^\w*version=\[?(?:[^:\]\n]*:)?(\d[\w.-]*)", re.MULTILINE)
 
 
 def count_npus() -> int:
-    """NPUs that the driver shows."""
+    """Number of NPUs that the driver lists in /dev."""
     return sum(path.name[len("davinci") :].isdigit() for path in DEVICES.glob("davinci[0-9]*"))
 
 
 def cann_version() -> str | None:
-    """The version of CANN's toolkit; `unknown` where it does not say, None where there is none."""
+    """Version of the CANN toolkit; `unknown` if no version file exists, None without CANN."""
     home = Path(os.environ.get("ASCEND_HOME_PATH") or TOOLKIT)
     if not home.is_dir():
         return None
@@ -33,18 +34,18 @@ def cann_version() -> str | None:
 
 
 def torch_npu_version() -> str | None:
-    """The version of torch_npu in this environment, if it is installed."""
+    """Version of the installed torch_npu, or None."""
     try:
         return version("torch_npu")
     except PackageNotFoundError:
         return None
 
 
-def lacking() -> list[str]:
-    """What an NPU takes and this machine lacks, and what to do about it."""
+def missing_components() -> list[str]:
+    """Requirements of an NPU that this machine does not meet, each with its remedy."""
     found = []
     if not count_npus():
-        found.append("no driver (there is no /dev/davinci0): deploy/ascend says which")
+        found.append("no driver (/dev/davinci0 is absent): install the one in deploy/ascend")
     if cann_version() is None:
         found.append("no CANN: install it, and source its set_env.sh")
     return found

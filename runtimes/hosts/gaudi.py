@@ -1,26 +1,28 @@
-"""What a Gaudi host has: driver, devices, Intel's PyTorch bridge. Files and metadata are looked at;
-nothing is imported or opened."""
+"""Detect the driver, devices and Intel's PyTorch bridge of a Gaudi host.
+
+Detection reads files and package metadata only: it imports no package and opens no device.
+"""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-#: Of the kernel: accelerators, and the habanalabs driver's module.
+#: Folders of the Linux kernel: accelerator devices, and the module of the habanalabs driver.
 DEVICES = Path("/sys/class/accel")
 MODULE = Path("/sys/module/habanalabs")
-VENDOR = "0x1da3"  # Habana Labs, in PCI's list
+VENDOR = "0x1da3"  # PCI vendor ID of Habana Labs
 BRIDGE = "habana-torch-plugin"
 
 
 def count_hpus() -> int:
-    """Gaudis that the driver shows."""
+    """Number of Gaudi accelerators that the driver lists."""
     vendors = (path / "device/vendor" for path in DEVICES.glob("accel[0-9]*"))
     return sum(path.is_file() and path.read_text().strip() == VENDOR for path in vendors)
 
 
 def driver_version() -> str | None:
-    """The version of the habanalabs driver; `unknown` where it does not say, None without one."""
+    """Version of the habanalabs driver; `unknown` without a version file, None without a driver."""
     if not MODULE.is_dir():
         return None
     path = MODULE / "version"
@@ -28,18 +30,18 @@ def driver_version() -> str | None:
 
 
 def bridge_version() -> str | None:
-    """The version of Intel's PyTorch bridge in this environment, which is the Gaudi software's."""
+    """Version of Intel's PyTorch bridge, equal to the Gaudi software version; None if absent."""
     try:
         return version(BRIDGE)
     except PackageNotFoundError:
         return None
 
 
-def lacking() -> list[str]:
-    """What a Gaudi takes and this machine lacks, and what to do about it."""
+def missing_components() -> list[str]:
+    """Requirements of a Gaudi that this machine does not meet, each with its remedy."""
     found = []
     if not count_hpus():
-        found.append("no driver (there is no Gaudi in /sys/class/accel): deploy/gaudi says which")
+        found.append("no driver (no Gaudi in /sys/class/accel): install the one in deploy/gaudi")
     if bridge_version() is None:
-        found.append("no habana_frameworks: take Intel's container (deploy/gaudi)")
+        found.append("no habana_frameworks: use Intel's container (deploy/gaudi)")
     return found

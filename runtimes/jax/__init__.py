@@ -1,5 +1,7 @@
-"""The JAX runtime: TPU, GPU and CPU; diffusers' own modules, compiled whole and sharded."""
+"""The JAX runtime: TPU, GPU and CPU. It compiles diffusers' PyTorch modules through torchax."""
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA says much that is not about the job
+os.environ.setdefault(
+    "TF_CPP_MIN_LOG_LEVEL", "2"
+)  # hides XLA's warnings, which do not concern the job

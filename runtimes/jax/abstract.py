@@ -1,4 +1,4 @@
-"""The runtime's own step with shapes in place of arrays: to compile it where it cannot run."""
+"""The training step with abstract arrays (shapes and dtypes), to compile it without devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.plan import Request
 from runtimes.jax.step import Step
-from runtimes.jax.weights import trained_names, without_effect
+from runtimes.jax.weights import names_without_gradient, trained_names
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
 from runtimes.objective.noise_scheduler import read_schedule
@@ -31,10 +31,13 @@ from runtimes.pipeline_folder.describe import describe_encoders, read_config
 
 
 class AbstractStep:
-    """A step of a request on given devices.
+    """The training step of a request on a list of devices.
 
     Args:
-        hosts: processes that the devices belong to, each with its share of a batch.
+        request: model, settings and resolution.
+        settings: of the request, parsed.
+        devices: of a topology; they need not exist.
+        hosts: number of processes; each one supplies its share of a batch.
     """
 
     def __init__(self, request: Request, settings: Train, devices: list[Any], hosts: int) -> None:
@@ -42,7 +45,9 @@ class AbstractStep:
         jax.config.update("jax_default_matmul_precision", exact)
         plain = settings.model_copy(update={"gradient_checkpointing": False})
         network = Network.without_weights(Path(request.model), plain, request.denoiser_config)
-        self._settings, self._network, self._hosts = settings, network, hosts
+        self._settings = settings
+        self._network = network
+        self._hosts = hosts
         self._mesh = Mesh(settings.fsdp, devices)
         self._counter = FlopCounter(network)
         extras = ExtraInputs.from_config(network.denoiser.config)
@@ -59,11 +64,11 @@ class AbstractStep:
         self.parameters = sum(p.numel() for p in network.trained().values())
 
     def lower(self) -> Any:
-        """The step, ready to be compiled."""
+        """The lowered step; call `compile()` on it."""
         state = self._state()
         untouched = frozenset[str]()
         if self._settings.train_text_encoder:
-            untouched = without_effect(self._counter.network, self._network, self._batch)
+            untouched = names_without_gradient(self._counter.network, self._network, self._batch)
         predict = as_function(self._network, training=True)
         step = Step(predict, self._settings, self._mesh, self._names, untouched)
         batch = self._stacked()
@@ -72,11 +77,11 @@ class AbstractStep:
         return step.compiled(state).trace(*given).lower(lowering_platforms=(self._mesh.platform,))
 
     def flops_per_image(self) -> float | None:
-        """Of forward and backward, none counted twice."""
+        """FLOPs of a forward and backward pass per image, without recomputation."""
         return self._counter.of(self._batch)
 
     def argument_bytes(self) -> int:
-        """On each device."""
+        """Bytes of all arguments per device."""
         leaves = jax.tree.leaves((self._state(), self._frozen(), self._stacked()))
         return sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -86,7 +91,7 @@ class AbstractStep:
     def _state(self) -> dict[str, dict[str, ShapeDtypeStruct]]:
         def shape(parameter: torch.Tensor) -> ShapeDtypeStruct:
             size = tuple(parameter.shape)
-            return ShapeDtypeStruct(size, jnp.float32, sharding=self._mesh.shared(size))
+            return ShapeDtypeStruct(size, jnp.float32, sharding=self._mesh.array_sharding(size))
 
         groups = ["weights", "exp_avg", "exp_avg_sq"]
         groups += ["ema"] if self._settings.ema_decay is not None else []
@@ -100,17 +105,17 @@ class AbstractStep:
             name: ShapeDtypeStruct(
                 tuple(tensor.shape),
                 half if tensor.is_floating_point() else jnp.int32,
-                sharding=self._mesh.whole,
+                sharding=self._mesh.replicated,
             )
             for name, tensor in tensors
             if name not in trained
         }
 
     def _stacked(self) -> dict[str, Any]:
-        """A global batch: its micro-batches, each with the share of every host."""
+        """Abstract arrays of a global batch, stacked as by jax/batches.py, rows of all hosts."""
         local = self._mesh.count // self._hosts
         rows, parts = -(-self._size // local) * local * self._hosts, self.micro_batches
-        spread: NamedSharding = self._mesh.rows(axis=1)
+        spread: NamedSharding = self._mesh.row_sharding(axis=1)
 
         def shape(array: Any) -> ShapeDtypeStruct:
             return ShapeDtypeStruct((parts, rows, *array.shape[2:]), array.dtype, sharding=spread)
@@ -120,7 +125,7 @@ class AbstractStep:
 
 
 def sample_batch(request: Request, family: Family, extras: ExtraInputs, *, text: bool) -> StepBatch:
-    """One sample of the shapes that a request's latents will have."""
+    """A batch of one zero sample with the shapes of a request's latents and conditioning."""
     vae = None if request.vae is None else Path(request.vae)
     info = describe_encoders(Path(request.model), vae)
     side = request.resolution // info["vae_scale_factor"]
@@ -129,7 +134,7 @@ def sample_batch(request: Request, family: Family, extras: ExtraInputs, *, text:
     sample = LatentSample(latents[0], latents[0], bytes(32), square, (0, 0), square, False, (0,))
     pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
     ids = None
-    if text:  # of CLIP alone: SD3's tokens are T5's as well
+    if text:  # only CLIP encoders are trained; `info["tokens"]` of SD3 includes T5's tokens
         clip = read_config(Path(request.model) / family.clip_encoders[0] / "config.json")
         rows = clip["max_position_embeddings"]
         ids = np.zeros((len(family.clip_encoders), rows), np.int32)

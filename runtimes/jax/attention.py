@@ -17,12 +17,17 @@ def attend(
     scale: float,
     dropping: tuple[Array, float] | None = None,
 ) -> Array:
-    """What queries [B, H, T, D] take from values [B, H, S, D].
+    """Attention output [B, H, T, D] in the dtype of `value`.
 
     Args:
-        mask: added to the logits [B, H, T, S], or false where nothing is to be taken.
-        causal: each query sees keys up to its own place.
-        dropping: a random key, and the share of the weights that is dropped.
+        query: [B, H, T, D].
+        key: [B, H, S, D].
+        value: [B, H, S, D].
+        mask: broadcastable to the logits [B, H, T, S]; added to them or, if boolean, False
+            excludes a key.
+        causal: whether a query attends only to keys up to its own position.
+        scale: factor of the logits.
+        dropping: PRNG key and dropout probability of the attention weights.
     """
     wide = jnp.float32
     logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=wide) * scale

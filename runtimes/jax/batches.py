@@ -1,4 +1,4 @@
-"""A batch as the compiled step takes it: micro-batches of one size, one below the other."""
+"""Stack a batch into micro-batches of one size, as inputs of the compiled step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,26 @@ Stacked = dict[str, Any]
 
 
 def stack(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked:
-    """Arrays [n, B, ...] of n micro-batches, with `weight` 0 for rows that only fill them up.
+    """Stack this process's batch into n micro-batches of B rows, padded with rows of weight 0.
 
     Args:
-        size: samples of this process in a micro-batch; None is all of it.
-        dtype: of latents and conditioning.
+        batch: this process's share of the global batch.
+        size: samples per micro-batch; None is the whole batch.
+        mesh: B is a multiple of its local device count.
+        dtype: of latents and of all conditioning that is not in contract.EXACT.
+
+    Returns:
+        noisy_latents: [n, B, C, h, w] `dtype`.
+        timesteps: [n, B].
+        target: [n, B, C, h, w] f32.
+        weight: [n, B] f32.
+        conditioning: keyword to [n, B, ...].
     """
     count = len(batch.timesteps)
     size = min(size or count, count)
     parts = -(-count // size)
-    rows = mesh.padded(size)
-    # Where a sample goes: micro-batches are filled in order, what is left over repeats the first.
+    rows = mesh.padded_rows(size)
+    # Sample index of each row. Padding rows repeat sample 0.
     places = np.zeros((parts, rows), np.int64)
     weight = np.zeros((parts, rows), np.float32)
     for part in range(parts):
@@ -48,21 +57,25 @@ def stack(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked
     }
 
 
-def put(stacked: Stacked, mesh: Mesh) -> Stacked:
-    """On the devices, which share the rows of each micro-batch."""
-    return dict(jax.tree.map(lambda array: mesh.put_rows(array, axis=1), stacked))
+def shard_stacked(stacked: Stacked, mesh: Mesh) -> Stacked:
+    """Copy stacked micro-batches to the devices, their rows sharded over all devices."""
+    return dict(jax.tree.map(lambda array: mesh.shard_rows(array, axis=1), stacked))
 
 
-def held_out(
+def held_out_errors(
     errors: Callable[..., Array], arrays: Any, batch: StepBatch, rows: int, mesh: Mesh, dtype: Any
 ) -> NDArray[np.float32]:
-    """The mean squared error of each sample [B] of a batch that every process has.
+    """Mean squared error per sample [B] f32 of a batch that every process has.
 
     Args:
-        errors: step.errors of a network, compiled.
-        rows: samples that a batch has at most; it is filled up to as many, to be one program.
+        errors: compiled `step.errors` of a network.
+        arrays: the network's, by their names in it.
+        batch: with at most `rows` samples.
+        rows: number of rows to which every batch is padded, to run one program.
+        mesh: devices that share the rows.
+        dtype: of latents and conditioning.
     """
-    whole = pad_batch(batch, rows, mesh.count)
-    stacked = stack(whole, None, mesh, dtype)
-    micro = jax.tree.map(lambda array: mesh.put_all_rows(array[0]), stacked)
+    padded = pad_batch(batch, rows, mesh.count)
+    stacked = stack(padded, None, mesh, dtype)
+    micro = jax.tree.map(lambda array: mesh.shard_global_rows(array[0]), stacked)
     return mesh.fetch(errors(arrays, jnp.uint32(0), micro))[: len(batch.timesteps)]

@@ -1,7 +1,7 @@
-"""PyTorch modules as functions of JAX arrays, by torchax. All that the runtime has of it is here.
+"""Convert PyTorch modules to functions of JAX arrays by torchax. Only this file imports torchax.
 
-A module is run while JAX traces: each of its operations becomes one of JAX. Weights go in as
-arrays, so gradients, compilation and sharding are JAX's own.
+JAX traces a call of the module, and torchax maps each PyTorch operation to JAX. Weights are array
+arguments, so JAX differentiates, compiles and shards the function.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from torch.nn import functional
 from runtimes.jax.attention import attend
 
 Arrays = Mapping[str, Any]
-#: In names of operators' overloads that PyTorch 2.13 has no more, and torchax 0.0.13 mentions.
+#: Parts of overload names that torchax 0.0.13 references and PyTorch 2.13 has removed.
 _GONE = ("dimname", "names")
 
 
 def as_function(module: torch.nn.Module, *, training: bool) -> Callable[..., Any]:
-    """`call(arrays, seed, *arguments)`: what the module gives, its parameters and buffers being
-    `arrays` by their names in it; what it drops in training depends on the seed alone.
+    """The module's forward pass as a pure function `call(arrays, seed, *arguments)`.
+
+    Args:
+        module: its own weights are not used by the function.
+        training: whether the module is in training mode, with dropout.
+
+    Returns:
+        A function of `arrays` (parameters and buffers by their names in the module), `seed` (u32,
+        determines the dropout masks) and the arguments of the module's forward method.
     """
 
     def call(arrays: Arrays, seed: Any, *arguments: Any) -> Any:
@@ -39,7 +46,7 @@ def as_function(module: torch.nn.Module, *, training: bool) -> Callable[..., Any
         with (
             environment,
             environment.override_property(prng=key),
-            torch.set_grad_enabled(training),  # diffusers asks before it recomputes
+            torch.set_grad_enabled(training),  # diffusers checkpoints only with gradients enabled
         ):
             found = torch.func.functional_call(module, weights, given)
         return environment.t2j_iso(found)
@@ -48,8 +55,7 @@ def as_function(module: torch.nn.Module, *, training: bool) -> Callable[..., Any
 
 
 def recompute(part: Any) -> None:
-    """Have a diffusers or transformers model forget a block's activations, and compute them again
-    in the backward pass."""
+    """Enable gradient checkpointing of each block of a component by jax.checkpoint."""
     part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_recomputed)
 
 
@@ -58,7 +64,7 @@ def _recomputed(block: Callable[..., Any], *arguments: Any) -> Any:
 
     @jax.checkpoint
     def call(key: Array, given: tuple[Any, ...]) -> Any:
-        # A key of its own: what is traced in here must not be seen outside.
+        # A separate key: a key that is split inside the checkpoint would leak a tracer.
         with environment.override_property(prng=key):
             return environment.t2j_iso(block(*environment.j2t_iso(given)))
 
@@ -68,8 +74,11 @@ def _recomputed(block: Callable[..., Any], *arguments: Any) -> Any:
 
 @cache
 def _environment() -> Any:
-    """torchax's, with better words for some operations. Opens JAX's devices."""
-    os.environ.setdefault("ENABLE_RUNTIME_UPTIME_TELEMETRY", "0")  # torchax would set it to 1
+    """torchax's environment, with faster definitions of some operations.
+
+    Constructing it initializes JAX's devices.
+    """
+    os.environ.setdefault("ENABLE_RUNTIME_UPTIME_TELEMETRY", "0")  # torchax's default is 1
     with _tolerant():
         import torchax
 
@@ -87,7 +96,7 @@ def _environment() -> Any:
 
 @contextmanager
 def _tolerant() -> Iterator[None]:
-    """Within, an operator's overload that is gone is a name that nothing matches."""
+    """Within the context, a removed operator overload resolves to a placeholder, not an error."""
     packet: Any = torch._ops.OpOverloadPacket
     given = packet.__getattr__
 
@@ -107,7 +116,7 @@ def _tolerant() -> Iterator[None]:
 
 
 def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of JAX arrays as one of torchax's tensors."""
+    """Convert a function of JAX arrays to a function of torchax tensors."""
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         environment = _environment()
@@ -125,7 +134,7 @@ def _group_norm(
     bias: Array | None = None,
     eps: float = 1e-5,
 ) -> Array:
-    """Of [B, C, ...], its statistics in float32 (torchax's loops over groups)."""
+    """Group norm of [B, C, ...] with float32 statistics, without torchax's loop over groups."""
     batch, channels, *rest = inputs.shape
     groups = inputs.reshape(batch, num_groups, channels // num_groups, *rest)
     normal = _normalized(groups, tuple(range(2, groups.ndim)), eps).reshape(inputs.shape)
@@ -140,7 +149,7 @@ def _layer_norm(
     bias: Array | None = None,
     eps: float = 1e-5,
 ) -> Array:
-    """Over the last axes, its statistics in float32."""
+    """Layer norm over the last axes with float32 statistics."""
     axes = tuple(range(inputs.ndim - len(normalized_shape), inputs.ndim))
     normal = _normalized(inputs, axes, eps)
     return _affine(normal, weight, bias, tuple(normalized_shape)).astype(inputs.dtype)
@@ -167,7 +176,7 @@ def _interpolate(
     mode: str = "nearest",
     **keywords: Any,
 ) -> torch.Tensor:
-    """Enlarging by whole factors copies rows and columns (torchax's gathers them one by one)."""
+    """Nearest upsampling by integer factors repeats rows and columns; torchax gathers each one."""
     height, width = inputs.shape[-2:]
     factor = scale_factor if isinstance(scale_factor, tuple | list) else (scale_factor,) * 2
     wanted = size if size is not None else (int(height * factor[0]), int(width * factor[1]))
@@ -194,9 +203,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Array:
-    """Of [B, heads, T, D]."""
+    """scaled_dot_product_attention of [B, H, T, D] by runtimes/jax/attention.py."""
     if enable_gqa:
-        raise NotImplementedError("attention whose heads share keys is not known to runtime jax")
+        raise NotImplementedError("runtime jax does not support grouped-query attention")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dropping = None
     if dropout_p > 0:

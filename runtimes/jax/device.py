@@ -1,4 +1,4 @@
-"""Which devices a job runs on, and what there is on this machine."""
+"""Open JAX's devices for a job, and list the devices of this machine."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ _compiling: list[float] = []  # seconds of each compilation
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime, or this machine, cannot serve."""
+    """Raise WrongInput for train settings that this runtime or this machine does not support."""
     _check_name(settings.device)
     check_rules(settings)
     _check_processes(settings.device, settings.processes)
 
 
 def check_rules(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime can serve nowhere."""
+    """Raise WrongInput for train settings that this runtime supports on no machine."""
     check_precision(settings)
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime jax, adamw is")
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime jax: set adamw")
     if settings.compile:
         raise WrongInput("train.compile is for runtime torch: this one compiles every step")
 
 
 def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
-    """Choose `auto`, `cpu`, `tpu` or `cuda`, and open it; all of its devices are used.
+    """Open all devices of platform `auto`, `cpu`, `tpu` or `cuda`.
 
     Args:
-        compiled: URL of the folder for compiled programs; None keeps none.
-        dtype: what is computed in. Where that is float32, products are as well.
+        name: of the platform.
+        compiled: URL of the folder of compiled programs; None disables the cache.
+        dtype: compute dtype. For float32, matrix products also have float32 precision; TPUs would
+            otherwise multiply in bfloat16.
 
     Raises:
-        WrongInput: there is no such device.
+        WrongInput: the platform is absent, or this process has opened another one.
     """
     _check_name(name)
     if name != "auto":
@@ -59,9 +61,9 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
         found = jax.default_backend()
     except RuntimeError as error:
         words = " ".join(str(error).split())[:300]
-        raise WrongInput(f"device {name}: JAX finds none on this machine: {words}") from None
+        raise WrongInput(f"device {name}: JAX finds no such device here: {words}") from None
     if name != "auto" and found != {"cuda": "gpu"}.get(name, name):
-        raise WrongInput(f"device {name}: this process has opened {found} already")
+        raise WrongInput(f"device {name}: this process has already opened {found}")
     if not _compiling:
         jax.monitoring.register_event_duration_secs_listener(_count)
         _compiling.append(0.0)
@@ -83,14 +85,14 @@ def _check_name(name: str) -> None:
 
 
 def _check_processes(device: str, count: int) -> None:
-    """Raise WrongInput if so many processes of this machine cannot share its devices."""
+    """Raise WrongInput if `count` processes cannot share the devices of this machine."""
     if count == 1 or device == "cpu":
         return
     if device == "tpu" or (device == "auto" and _has_tpu()):
         raise WrongInput("train.processes: one process has all TPU chips of a machine: leave it 1")
     if 0 < _gpus() < count:
         raise WrongInput(
-            f"{count} processes want a GPU each, this machine has {_gpus()}: lower "
+            f"{count} processes need one GPU each, this machine has {_gpus()}: lower "
             "train.processes, or set device cpu"
         )
 
@@ -104,24 +106,29 @@ def _has_cuda_plugin() -> bool:
 
 
 def _gpus() -> int:
-    """That JAX can use."""
+    """Number of GPUs that JAX can use."""
     return torch.cuda.device_count() if _has_cuda_plugin() else 0
 
 
 def join(ranks: Ranks, hosts: HostCollectives, device: str) -> None:
-    """Make one program's devices of those of all processes; before any is opened.
+    """Initialize jax.distributed, before any device is opened; `shut_down` ends it.
 
-    Where processes of one machine have GPUs, each takes one. See `part` for how it ends.
+    Several processes of a machine with GPUs use one GPU each.
+
+    Args:
+        ranks: this process and the number of processes.
+        hosts: broadcasts the coordinator's port.
+        device: name of the platform, as in `start`.
 
     Raises:
-        WrongInput: there are not enough.
+        WrongInput: this machine has fewer GPUs than processes.
     """
     if ranks.world == 1 or jax.distributed.is_initialized():
         return
     _check_processes(device, ranks.local_world)
     address = os.environ["MASTER_ADDR"]
     shared = ranks.local_world > 1 and device != "cpu" and _gpus() > 0
-    # Else a process that fails waits for minutes for those that are no more, and is then aborted.
+    # Without it, a failing process waits minutes for lost peers and is then aborted.
     jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(
         f"{address}:{hosts.broadcast(free_port() if ranks.first else 0)}",
@@ -131,8 +138,8 @@ def join(ranks: Ranks, hosts: HostCollectives, device: str) -> None:
     )
 
 
-def part(ranks: Ranks, hosts: HostCollectives) -> None:
-    """Undo `join`, in all processes: the first, which the others are connected to, after them."""
+def shut_down(ranks: Ranks, hosts: HostCollectives) -> None:
+    """Undo `join` in all processes. Rank 0, the coordinator, disconnects after the others."""
     if not ranks.first:
         jax.distributed.shutdown()
     hosts.any(False)
@@ -140,14 +147,14 @@ def part(ranks: Ranks, hosts: HostCollectives) -> None:
 
 
 def describe() -> str:
-    """The devices in words, such as `tpu v5p (8 devices)`; once they are open."""
+    """Name of the open devices for messages, such as `tpu v5p (8 devices)`."""
     platform, kind = jax.default_backend(), jax.devices()[0].device_kind
     name = platform if kind.lower() == platform else f"{platform} {kind}"
     return f"{name} ({jax.device_count()} devices)"
 
 
 def peak_flops(compute_dtype: str) -> float | None:
-    """Operations a second of one device, or None where that is not known."""
+    """Peak FLOP/s of one device at a compute dtype; None if it is unknown."""
     kind = jax.devices()[0].device_kind
     if jax.default_backend() == "gpu":
         return known_peak(kind, compute_dtype)
@@ -155,13 +162,13 @@ def peak_flops(compute_dtype: str) -> float | None:
 
 
 def memory_bytes() -> int:
-    """Most bytes in use so far: of the first device's memory or, on a CPU, of this process."""
+    """Peak bytes used on the first local device so far; on a CPU, by this process."""
     found = jax.local_devices()[0].memory_stats()
     return int(found["peak_bytes_in_use"]) if found else peak_rss()
 
 
 def compile_seconds() -> float:
-    """Time spent compiling, or reading what was compiled, since devices were opened."""
+    """Seconds spent on compilation, or on loading cached programs, since `start`."""
     return sum(_compiling)
 
 
@@ -171,12 +178,15 @@ def _count(event: str, duration_secs: float, **_: str | int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that numbers depend on."""
+    """Versions of the packages that affect numerical results."""
     return {n: version(n) for n in ("jax", "jaxlib", "torch", "torchax", "diffusers", "numpy")}
 
 
 def probe() -> Probe:
-    """What this runtime finds here; no device is opened, for that would take it from others."""
+    """Devices and versions of this machine.
+
+    No device is opened: an open TPU is not available to other processes.
+    """
     devices = []
     if _has_tpu():
         devices.append("tpu" if find_spec("libtpu") else "tpu (install libtpu to use it)")

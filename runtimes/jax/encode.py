@@ -1,4 +1,4 @@
-"""Encode pictures and captions by JAX: rows shared by all devices, batches of one size."""
+"""Encode images and captions by JAX, in padded batches sharded over all devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtimes.data.padding import repeat_last, round_up
+from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.families import Family
 from runtimes.jax.bridge import as_function
 from runtimes.jax.device import start
@@ -26,11 +26,14 @@ from runtimes.process.job import EncodeJob
 
 
 class Encoder(encoder.Encoder):
-    """See models/encoder.py. Every batch is filled up to one size, so that it is one program, and a
-    picture's bits do not depend on what came before."""
+    """The encoder of models/encoder.py, compiled by JAX.
+
+    Every batch is padded to one size and runs one program, so the bits of an image do not depend on
+    the size of its batch.
+    """
 
     def __init__(self, job: EncodeJob) -> None:
-        self._kept, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
+        self._compile_cache, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
         vae = None if job.vae is None else Path(job.vae)
         super().__init__(Path(job.model), vae, device="cpu", dtype=job.dtype)
         self._batch_size = job.batch_size
@@ -41,7 +44,7 @@ class Encoder(encoder.Encoder):
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         mean, logvar = self._moments(self._batch_size, pixels)
-        self._kept.upload()
+        self._compile_cache.upload()
         return mean, logvar
 
     def texts(
@@ -57,30 +60,35 @@ class Encoder(encoder.Encoder):
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """The encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises WrongInput."""
     return Encoder(job)
 
 
 def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
-    """A module on the devices, as a function of arrays [B, ...] of the host, filled up to so many
-    rows, to such arrays."""
+    """Move a module to the devices and compile it.
+
+    Returns:
+        A function of the number of rows to pad to, and of the module's inputs as host arrays
+        [B, ...]. It returns the module's outputs as host arrays [B, ...].
+    """
     arrays, call = move(module, mesh), jax.jit(as_function(module, training=False))
 
     def run(rows: int, *given: NDArray[Any]) -> list[Float32]:
         count = len(given[0])
-        whole = round_up(max(rows, count), mesh.local)
-        sent = [mesh.put_rows(repeat_last(array, whole)) for array in given]
+        padded = padded_rows(max(rows, count), mesh.local)
+        sent = [mesh.shard_rows(pad_rows(array, padded)) for array in given]
         return [mesh.fetch(found)[:count] for found in call(arrays, jnp.uint32(0), *sent)]
 
     return run
 
 
 class _Moments(torch.nn.Module):
-    """A VAE, called to encode."""
+    """A VAE whose forward pass returns the mean and log-variance [B, C, h, w] f32 of latents."""
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
-        self.vae, self.dtype = vae, vae.dtype
+        self.vae = vae
+        self.dtype = vae.dtype
 
     def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
         posterior = self.vae.encode(pixels.to(self.dtype)).latent_dist
@@ -88,11 +96,13 @@ class _Moments(torch.nn.Module):
 
 
 class _Embeds(torch.nn.Module):
-    """A pipeline's text encoders."""
+    """Text encoders whose forward pass returns prompt embeddings and, if any, pooled ones."""
 
     def __init__(self, family: Family, clip: list[Any], t5: Any) -> None:
         super().__init__()
-        self.family, self.clip, self.t5 = family, torch.nn.ModuleList(clip), t5
+        self.family = family
+        self.clip = torch.nn.ModuleList(clip)
+        self.t5 = t5
 
     def forward(
         self, ids: torch.Tensor, t5_ids: torch.Tensor | None = None

@@ -1,7 +1,7 @@
-"""The mesh of devices: how batches and arrays are spread over it.
+"""The device mesh: shard batches and arrays over it, and gather arrays from it.
 
-It has two axes. All devices share a batch; those along `fsdp` share every array as well, so that
-weights, moments and average take a part of the memory on each (GSPMD, arXiv 2105.04663).
+The mesh has axes `data` and `fsdp`. Batches are sharded over both; weights, moments and EMA are
+sharded over `fsdp` (GSPMD, arXiv 2105.04663).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from runtimes.data.padding import round_up
-from runtimes.spmd.sharding import AXES, cut, mesh_shape
+from runtimes.data.padding import padded_rows
+from runtimes.spmd.sharding import AXES, mesh_shape, shard_axes
 
 
 class Mesh:
     """Devices of all processes.
 
     Args:
-        fsdp: how many share each array.
-        devices: all there are, if None.
+        fsdp: number of devices that share each array.
+        devices: of the mesh; None is all devices.
 
     Raises:
         WrongInput: `fsdp` does not divide the number of devices.
@@ -38,44 +38,49 @@ class Mesh:
         self.fsdp = shape[1]
         self.platform = devices[0].platform
         self.local = sum(device.process_index == jax.process_index() for device in devices)
-        # Not jax.make_mesh, which splits no physical axis of most TPUs: four of a 4x4, say.
+        # jax.make_mesh cannot split a physical axis of most TPUs, such as fsdp 4 on 4x4 chips.
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         self.mesh = jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
-        self.whole = NamedSharding(self.mesh, PartitionSpec())
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
-    def shared(self, shape: Sequence[int]) -> NamedSharding:
-        """How an array of that shape is cut."""
-        return NamedSharding(self.mesh, PartitionSpec(*cut(shape, self.fsdp)))
+    def array_sharding(self, shape: Sequence[int]) -> NamedSharding:
+        """Sharding of an array of a shape along `fsdp`, see spmd/sharding.py."""
+        return NamedSharding(self.mesh, PartitionSpec(*shard_axes(shape, self.fsdp)))
 
-    def rows(self, axis: int) -> NamedSharding:
-        """An array whose rows, along `axis`, are shared by all devices."""
+    def row_sharding(self, axis: int) -> NamedSharding:
+        """Sharding of an array whose rows, along `axis`, are divided over all devices."""
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
 
-    def padded(self, count: int) -> int:
-        """Rows that this process must give for so many, so that all its devices have as many."""
-        return round_up(count, self.local)
+    def padded_rows(self, count: int) -> int:
+        """The smallest multiple of this process's device count that is at least `count`."""
+        return padded_rows(count, self.local)
 
-    def put(self, array: NDArray[Any]) -> Array:
-        """A whole array on the devices, each taking its part."""
-        return self._put(array, self.shared(array.shape))
+    def shard(self, array: NDArray[Any]) -> Array:
+        """Copy a full array to the devices, sharded along `fsdp`."""
+        return self._distribute(array, self.array_sharding(array.shape))
 
-    def put_whole(self, array: NDArray[Any]) -> Array:
-        """A whole array on every device."""
-        return self._put(array, self.whole)
+    def replicate(self, array: NDArray[Any]) -> Array:
+        """Copy a full array to every device."""
+        return self._distribute(array, self.replicated)
 
-    def _put(self, array: NDArray[Any], spread: NamedSharding) -> Array:
+    def _distribute(self, array: NDArray[Any], spread: NamedSharding) -> Array:
         return jax.make_array_from_callback(array.shape, spread, lambda index: array[index])
 
-    def put_rows(self, array: NDArray[Any], axis: int = 0) -> Array:
-        """This process's rows of an array, along `axis`, on its devices."""
-        return jax.make_array_from_process_local_data(self.rows(axis), array)
+    def shard_rows(self, array: NDArray[Any], axis: int = 0) -> Array:
+        """Shard the array of all processes over all devices.
 
-    def put_all_rows(self, array: NDArray[Any]) -> Array:
-        """An array that every process has, its rows shared by all devices."""
-        return self._put(array, self.rows(0))
+        Args:
+            array: this process's rows along `axis`.
+            axis: dimension of the rows.
+        """
+        return jax.make_array_from_process_local_data(self.row_sharding(axis), array)
+
+    def shard_global_rows(self, array: NDArray[Any]) -> Array:
+        """Shard the rows of an array that every process has over all devices."""
+        return self._distribute(array, self.row_sharding(0))
 
     def fetch(self, array: Array) -> NDArray[Any]:
-        """A copy of a whole array, put together from its parts. Every process calls it alike."""
+        """Copy a full array to the host; a collective call of all processes."""
         if array.is_fully_addressable:
             return np.array(array)
         return np.array(multihost_utils.process_allgather(array, tiled=True))

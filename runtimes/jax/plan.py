@@ -1,7 +1,7 @@
-"""What a training step takes on a TPU slice, found by compiling it for that slice, without a TPU.
+"""Estimate memory and FLOPs of a training step by compiling it for a TPU slice, without a TPU.
 
-`python -P -m runtimes.jax.plan REQUEST.json` prints one JSON object, a Plan. libtpu's compiler does
-it where libtpu can be imported; else XLA's for the CPU, over as many virtual devices.
+`python -P -m runtimes.jax.plan REQUEST.json` prints one JSON object, a Plan. The compiler is that
+of libtpu if it can be imported, else XLA for the CPU with one virtual device per chip.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from runtimes.contract import WrongInput
 from runtimes.spmd.tpu_specs import Slice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-#: What libtpu says of a program that is too large: the bytes that it takes, arguments included,
-#: whatever the second form calls them.
+#: libtpu's out-of-memory messages, with the program's bytes. Both figures include arguments, though
+#: the second message says "temporaries".
 REFUSALS = (
     re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm"),
     re.compile(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM"),
 )
-#: Of virtual devices: what a compiler can still be asked for in reasonable time.
+#: Most virtual CPU devices for which a step compiles in reasonable time.
 MOST_VIRTUAL = 16
 
 
 @dataclass(frozen=True)
 class Request:
-    """Which step, on which slice."""
+    """A training step and the TPU slice to compile it for."""
 
     model: str  # local folder of the base pipeline; its configs are enough
     train: dict[str, Any]  # configs.training.Train, dumped
@@ -46,22 +46,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes. Bytes and FLOPs are of one chip and one step, if not said otherwise.
+    """Cost of a step. Bytes and FLOPs are per chip and step unless a field says otherwise.
 
-    Of several micro-batches, each counts as one step would: the update is a small part of it.
+    FLOPs and seconds of a step with n micro-batches are n times those of one micro-batch with the
+    update. The error is small, since the update is a small part.
     """
 
     compiler: str  # such as libtpu 0.0.42
     arguments: int  # bytes of weights, optimizer, average and batch
     temporaries: int  # bytes of activations, gradients, gathered weights (refused: all else)
-    total: int  # bytes of all that there is at once; 0 where it is not known
-    flops: float  # done, what is recomputed included
+    total: int  # peak bytes; 0 if unknown
+    flops: float  # executed FLOPs, recomputation included
     bytes_accessed: float
-    optimal_seconds: float | None  # a step, as the compiler estimates it
-    flops_per_image: float | None  # forward and backward, none counted twice
-    parameters: int  # that are trained
-    seconds: float  # that planning took
-    fits: bool  # as far as the compiler says: it refuses what does not
+    optimal_seconds: float | None  # per step, the compiler's estimate
+    flops_per_image: float | None  # forward and backward, without recomputation
+    parameters: int  # number of trained parameters
+    seconds: float  # duration of planning
+    fits: bool  # whether the compiler accepted the program's memory
 
 
 def plan(request: Request) -> Plan:
@@ -69,7 +70,7 @@ def plan(request: Request) -> Plan:
     since = time.monotonic()
     where, settings = parse_slice(request.topology), Train(**request.train)
     compiler, devices = _devices(where)
-    # These open JAX, which is set up by now.
+    # These modules initialize JAX, so _devices must have set the environment before.
     from runtimes.jax.abstract import AbstractStep
     from runtimes.jax.device import check_rules
 
@@ -78,7 +79,7 @@ def plan(request: Request) -> Plan:
     refused = ""
     try:
         compiled: Any = step.lower().compile()
-    except Exception as error:  # of jaxlib, which has no type of its own for it
+    except Exception as error:  # jaxlib has no exception type for out of memory
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         compiled, refused = None, str(error)
@@ -88,7 +89,7 @@ def plan(request: Request) -> Plan:
     else:
         memory, costs = _memory(compiled.memory_analysis()), dict(compiled.cost_analysis() or {})
     optimal = costs.get("optimal_seconds", -1.0)
-    # XLA counts a loop's body once; on the CPU there is none (step.py).
+    # XLA's cost analysis counts a loop body once. On a CPU, step.py unrolls the loop.
     times = 1 if devices[0].platform == "cpu" else step.micro_batches
     return Plan(
         compiler=compiler,
@@ -104,15 +105,15 @@ def plan(request: Request) -> Plan:
 
 
 def _devices(where: Slice) -> tuple[str, list[Any]]:
-    """A compiler's name, and the devices that it compiles for."""
+    """Name of the compiler, and the devices to compile for."""
     if find_spec("libtpu") is None:
         if where.chips > MOST_VIRTUAL:
             raise WrongInput(
-                f"topology {where.name}: for so many chips libtpu is needed: make setup-plan"
+                f"topology {where.name}: {where.chips} chips need libtpu: make setup-plan"
             )
         flag = f"--xla_force_host_platform_device_count={where.chips}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    # There is no TPU to look for, to ask for, or to keep from others who plan.
+    # No TPU is used: skip libtpu's lock file and its metadata queries.
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
@@ -122,7 +123,7 @@ def _devices(where: Slice) -> tuple[str, list[Any]]:
     if find_spec("libtpu") is None:
         return f"XLA for the CPU (jaxlib {version('jaxlib')})", jax.devices()
     options: dict[str, Any] = {}
-    if where.hosts == 1:  # else of 2x2 chips each
+    if where.hosts == 1:  # libtpu's default is 2x2 chips per host
         options["chips_per_host_bounds"] = (*where.shape, 1)[:3]
     if where.kind == "v4":
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device
@@ -132,14 +133,15 @@ def _devices(where: Slice) -> tuple[str, list[Any]]:
 
 def _memory(found: Any) -> dict[str, int]:
     arguments, temporaries = found.argument_size_in_bytes, found.temp_size_in_bytes
-    fresh = found.output_size_in_bytes - found.alias_size_in_bytes  # the state's is used again
+    # Donated state is aliased: its outputs reuse the memory of the arguments.
+    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
     code = found.generated_code_size_in_bytes
-    total = arguments + temporaries + fresh + code
+    total = arguments + temporaries + outputs + code
     return {"arguments": arguments, "temporaries": temporaries, "total": total}
 
 
 def _refused(words: str, arguments: int) -> dict[str, int]:
-    """The memory of a program that a compiler refuses, as far as its words tell."""
+    """Memory of a program that the compiler refused, from its error message."""
     found = next(filter(None, (pattern.search(words) for pattern in REFUSALS)), None)
     if found is None:
         return {"arguments": arguments, "temporaries": 0, "total": 0}
@@ -148,7 +150,7 @@ def _refused(words: str, arguments: int) -> dict[str, int]:
 
 
 def main(path: str) -> int:
-    """Print the plan of a request, or why there is none."""
+    """Print the plan of a request, or its error, as one JSON object."""
     request = Request(**json.loads(Path(path).read_text(encoding="utf-8")))
     try:
         print(json.dumps(asdict(plan(request))))

@@ -1,4 +1,4 @@
-"""The JAX runtime: one compiled step for each shape of batches, over all devices."""
+"""The JAX runtime: one compiled step per batch shape, over all devices."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput, lazy_output
-from runtimes.jax.batches import Stacked, held_out, put, stack
+from runtimes.jax.batches import Stacked, held_out_errors, shard_stacked, stack
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.device import (
     check,
     describe,
     join,
     memory_bytes,
-    part,
     peak_flops,
+    shut_down,
     start,
     versions,
 )
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.step import Arrays, Step, errors, gathered, numbers_of
+from runtimes.jax.step import Arrays, Step, errors, gather_weights, step_scalars
 from runtimes.jax.weights import (
     check_state,
-    fresh_state,
     frozen_arrays,
+    initial_state,
+    names_without_gradient,
     trained_names,
-    without_effect,
 )
-from runtimes.models.dropout import drops
+from runtimes.models.dropout import has_dropout
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
@@ -47,48 +47,53 @@ from runtimes.objective.random import Stream, generator
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import meet
+from runtimes.spmd.agree import join_hosts
 
 __all__ = ["TheRuntime"]
 
 
 class TheRuntime:
-    """See base.Runtime for what each method promises."""
+    """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.samples_collectively = versions(), False
-        self._sampler: Any = None  # sampler.Sampler, once a sample is asked for
+        self.versions = versions()
+        self.samples_collectively = False
+        self._sampler: Any = None  # sampler.Sampler, constructed by the first call of `sample`
         self._compiled_step: Any = None
 
     def load(self, job: TrainJob) -> None:
-        self._job, self._settings = job, Train(**job.train)
+        self._job = job
+        self._settings = Train(**job.train)
         check(self._settings)
         ranks = self._ranks = Ranks.here()
-        self._hosts = meet(ranks)
+        self._hosts = join_hosts(ranks)
         self.samples_collectively = ranks.world > 1
         join(ranks, self._hosts, self._settings.device)
-        self._kept = start(self._settings.device, job.compiled, self._settings.compute_dtype)
+        self._compile_cache = start(
+            self._settings.device, job.compiled, self._settings.compute_dtype
+        )
         self.device = describe()
         self._mesh = Mesh(self._settings.fsdp)
         network = load_network(job, self._settings)
         self._counter = FlopCounter(network)
         self._constants = network.constants() if self._settings.method == "full" else {}
-        self._drops = drops(network)
-        self._state = fresh_state(network, self._settings, self._mesh)
+        self._has_dropout = has_dropout(network)
+        self._state = initial_state(network, self._settings, self._mesh)
         self._names = trained_names(network)
         half = getattr(torch, self._settings.compute_dtype)
         self._frozen = frozen_arrays(network, self._mesh, half)
         share = self._settings.global_batch_size // ranks.world
         self._share = min(self._settings.micro_batch_size or share, share)
-        self._network, self._step = network, 0
+        self._network = network
+        self._step = 0
         predict = as_function(network, training=False)
         self._errors = jax.jit(partial(errors, predict))
         self._working = jax.jit(
-            lambda weights: gathered(weights, self._mesh, self._settings.compute_dtype)
+            lambda weights: gather_weights(weights, self._mesh, self._settings.compute_dtype)
         )
 
     def put(self, batch: StepBatch) -> StepBatch:
-        return replace(batch, on_device=put(self._stack(batch), self._mesh))
+        return replace(batch, on_device=shard_stacked(self._stack(batch), self._mesh))
 
     def _stack(self, batch: StepBatch) -> Stacked:
         dtype = jnp.dtype(self._settings.compute_dtype)
@@ -97,13 +102,13 @@ class TheRuntime:
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         if self._compiled_step is None:
             self._compiled_step = self._compile(batch)
-        stacked = batch.on_device or put(self._stack(batch), self._mesh)
+        stacked = batch.on_device or shard_stacked(self._stack(batch), self._mesh)
         self._state, figures = self._compiled_step(
             self._state,
             self._frozen,
             stacked,
             self._seeds(batch.step, len(stacked["weight"])),
-            numbers_of(self._step, learning_rate, self._settings),
+            step_scalars(self._step, learning_rate, self._settings),
             np.float32(batch.denominator),
         )
         self._step += 1
@@ -112,14 +117,14 @@ class TheRuntime:
     def _compile(self, batch: StepBatch) -> Any:
         untouched = frozenset[str]()
         if self._settings.train_text_encoder:
-            untouched = without_effect(self._counter.network, self._network, batch)
+            untouched = names_without_gradient(self._counter.network, self._network, batch)
         predict = as_function(self._network, training=True)
         step = Step(predict, self._settings, self._mesh, self._names, untouched)
         return step.compiled(self._state)
 
     def _seeds(self, step: int, count: int) -> NDArray[np.uint32]:
-        """Of what each micro-batch drops, if anything is dropped."""
-        if not self._drops:
+        """Dropout seed of each micro-batch [count]; zeros without dropout."""
+        if not self._has_dropout:
             return np.zeros(count, np.uint32)
         rngs = (generator(self._settings.seed, Stream.DROPOUT, step, n) for n in range(count))
         return np.array([rng.integers(2**32) for rng in rngs], np.uint32)
@@ -146,7 +151,7 @@ class TheRuntime:
             yield
 
     def state(self) -> State:
-        self._kept.upload()
+        self._compile_cache.upload()
         state: State = {}
         for group, arrays in self._state.items():
             for name, array in arrays.items():
@@ -161,7 +166,7 @@ class TheRuntime:
         check_state(state, self._state)
         for group, arrays in self._state.items():
             for name in arrays:
-                arrays[name] = self._mesh.put(state[group][name])
+                arrays[name] = self._mesh.shard(state[group][name])
         self._step = step
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
@@ -179,16 +184,18 @@ class TheRuntime:
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         dtype = jnp.dtype(self._settings.compute_dtype)
-        return held_out(self._errors, self._averaged(), batch, self._share, self._mesh, dtype)
+        return held_out_errors(
+            self._errors, self._averaged(), batch, self._share, self._mesh, dtype
+        )
 
     def _averaged(self) -> Arrays:
-        """The network's arrays in the compute dtype, averaged if an average is kept."""
+        """The network's arrays in the compute dtype, with EMA weights if there is an EMA."""
         weights = self._working(self._state.get("ema", self._state["weights"]))
         return self._frozen | {self._names[name]: array for name, array in weights.items()}
 
     def shutdown(self) -> None:
         if self._ranks.world > 1:
-            part(self._ranks, self._hosts)
+            shut_down(self._ranks, self._hosts)
 
     def memory_bytes(self) -> int:
         return memory_bytes()
@@ -200,7 +207,7 @@ class TheRuntime:
 
 
 def load_network(job: TrainJob, settings: Train) -> Network:
-    """What is trained, on the CPU, ready to be made a function. Raises WrongInput."""
+    """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises WrongInput."""
     network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": False}))
     if settings.gradient_checkpointing:
         for part in network.children():

@@ -1,8 +1,8 @@
-"""Sampling as one program: all steps of the scheduler, guidance and the VAE, over all devices.
+"""Sampling as one compiled program: all scheduler steps, guidance and the VAE, on all devices.
 
-The scheduler's numbers are data (sample/tabulated_scheduler.py), and batches are padded to one
-size: the program of the first batch serves all. On a CPU, where XLA runs convolutions within a loop
-slowly, each step is a program.
+The scheduler's coefficients are inputs of the program (sample/tabulated_scheduler.py), and batches
+are padded to one size, so one program serves every batch. On a CPU each step is a separate program,
+because XLA runs convolutions within a loop slowly there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
-from runtimes.data.padding import repeat_last, round_up
+from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.jax.bridge import as_function
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays
@@ -31,23 +31,27 @@ from runtimes.models.schedulers import make_scheduler
 from runtimes.models.text_encoding import encode_ids, join_t5
 from runtimes.objective.noise_scheduler import read_config
 from runtimes.pipeline_folder.describe import vae_path
-from runtimes.sample.conditioning import Start, Starts, is_guided, table_of
-from runtimes.sample.tabulated_scheduler import Table
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner, is_guided, sampler_table
+from runtimes.sample.tabulated_scheduler import Table, guide, scheduler_step
 
 Float32 = NDArray[np.float32]
 
 
 class Sampler:
-    """A pipeline's encoders, VAE and scheduler around a network.
+    """Samples images with a network and a pipeline's encoders, VAE and scheduler.
 
-    Captions are encoded on the host, unless the network has text encoders of its own.
+    Captions are encoded on the host, except by text encoders that were trained with the network.
 
     Args:
-        dtype: of the network's arrays and of the VAE, unless that is not to be in half precision.
-        whole: whether all steps are one program; None is so but on a CPU.
+        folder: local diffusers pipeline folder.
+        mesh: devices that share the rows of a batch.
+        dtype: of the network's arrays and of the VAE. A VAE with `force_upcast` computes in float32
+            where `dtype` is float16.
+        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        whole: whether all steps are one program; None is True except on a CPU.
 
     Raises:
-        WrongInput: a part of the pipeline is missing or does not load.
+        WrongInput: a component is missing or cannot be loaded.
     """
 
     def __init__(
@@ -59,7 +63,8 @@ class Sampler:
         *,
         whole: bool | None = None,
     ) -> None:
-        self._mesh, self._dtype = mesh, jnp.dtype(dtype)
+        self._mesh = mesh
+        self._dtype = jnp.dtype(dtype)
         self._whole = mesh.platform != "cpu" if whole is None else whole
         self._encoder = Encoder(folder, vae, device="cpu")
         self._folders = folder, vae
@@ -69,16 +74,16 @@ class Sampler:
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
         self._decoder = as_function(decoder, training=False)
         self._jit_decode = jax.jit(self._decode)
-        self._own_scheduler = make_scheduler(read_config(folder / "scheduler"))
+        self._pipeline_scheduler = make_scheduler(read_config(folder / "scheduler"))
         self._network: Network | None = None
 
     def use(self, network: Network, scheduler: Any = None) -> None:
-        """Draw with a network from now on, and with its scheduler if it has one of its own.
+        """Set the network, and its scheduler; None selects the pipeline's scheduler.
 
-        What was compiled for another of the same architecture serves for this one.
+        Programs of an earlier network with the same architecture are reused.
         """
-        self._scheduler = self._own_scheduler if scheduler is None else scheduler
-        if self._network is not None and alike(network, self._network):
+        self._scheduler = self._pipeline_scheduler if scheduler is None else scheduler
+        if self._network is not None and same_architecture(network, self._network):
             return
         self._network = network
         self._predict = as_function(network, training=False)
@@ -89,18 +94,23 @@ class Sampler:
     def draw(
         self, arrays: Arrays, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> NDArray[np.uint8]:
-        """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
+        """Sample one image per prompt, in batches of `batch_size`.
 
         Args:
-            arrays: the network's, by its names.
+            arrays: the network's parameters and buffers, by their names in it.
+            prompts: N prompts.
             sampler: as GenerateJob.sampler.
+            first: number of the first image; it selects the noise stream.
+
+        Returns:
+            Images [N, H, W, 3] uint8.
         """
-        assert self._network is not None  # one is in use
-        table = table_of(self._scheduler, sampler, self._network.family)
+        assert self._network is not None, "call `use` first"
+        table = sampler_table(self._scheduler, sampler, self._network.family)
         texts = self._encoder.texts
         if self._network.text_encoders:
             texts = partial(self._texts, arrays)
-        starts = Starts(self._encoder.info, texts, self._images).of(
+        batches = Conditioner(self._encoder.info, texts, self._images).batches(
             prompts,
             sampler,
             first=first,
@@ -108,31 +118,31 @@ class Sampler:
             multiple=self._mesh.count,
         )
         pictures = list[NDArray[np.uint8]]()
-        for start in starts:
-            drawn = self._mesh.fetch(self._start(arrays, start, table, sampler))
-            pictures += list(drawn[: start.count])
+        for batch in batches:
+            drawn = self._mesh.fetch(self._sample(arrays, batch, table, sampler))
+            pictures += list(drawn[: batch.count])
         return np.stack(pictures)
 
     def _images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        """Mean and log-variance of pictures."""
+        """Mean and log-variance [B, C, h, w] of images, computed on the host."""
         return self._host_encoder.images(pixels)
 
     @cached_property
     def _host_encoder(self) -> Encoder:
-        """With a VAE of its own: the other's weights have gone to the devices."""
+        """A second encoder: the weights of the VAE in `_encoder` were moved to the devices."""
         return Encoder(*self._folders, device="cpu")
 
-    def _start(
-        self, arrays: Arrays, start: Start, table: Table, sampler: Mapping[str, Any]
+    def _sample(
+        self, arrays: Arrays, batch: ConditionedNoise, table: Table, sampler: Mapping[str, Any]
     ) -> Array:
-        put = self._mesh.put_all_rows
+        to_devices = self._mesh.shard_global_rows
         conditioning = {
-            name: put(array if name in UNCAST else array.astype(self._dtype))
-            for name, array in start.conditioning.items()
+            name: to_devices(array if name in UNCAST else array.astype(self._dtype))
+            for name, array in batch.conditioning.items()
         }
-        latents = put(start.noise * np.float32(table.start))
+        latents = to_devices(batch.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
-        assert self._network is not None  # one is in use
+        assert self._network is not None, "call `use` first"
         guided = is_guided(self._network.family, sampler)
         given = conditioning, np.float32(sampler["guidance_scale"])
         if self._whole:
@@ -169,23 +179,34 @@ class Sampler:
         *,
         guided: bool,
     ) -> tuple[Array, Array]:
-        """From noisy latents, and the picture foreseen before, to the next ones."""
-        latents, before = carry
-        t, scale, x0_x, x0_m, next_x, next_x0, next_before = row
-        inputs = (latents * scale).astype(self._dtype)
+        """One sampling step.
+
+        Args:
+            arrays: the network's.
+            carry: noisy latents, and the predicted original of the previous step; both are
+                [B, C, h, w] f32.
+            row: [7] f32, the timestep and the 6 coefficients of Row.
+            conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
+            guidance: guidance scale, a f32 scalar.
+            guided: whether to apply classifier-free guidance.
+
+        Returns:
+            The next carry.
+        """
+        latents, previous = carry
+        timestep, *coefficients = row
+        inputs = (latents * coefficients[0]).astype(self._dtype)
         if guided:
             inputs = jnp.repeat(inputs, 2, axis=0)
-        timesteps = jnp.full(len(inputs), t)
-        found = self._predict(arrays, jnp.uint32(0), inputs, timesteps, conditioning)
-        found = found.astype(jnp.float32)
+        timesteps = jnp.full(len(inputs), timestep)
+        output = self._predict(arrays, jnp.uint32(0), inputs, timesteps, conditioning)
+        output = output.astype(jnp.float32)
         if guided:
-            without, found = found[0::2], found[1::2]
-            found = without + guidance * (found - without)
-        foreseen = x0_x * latents + x0_m * found
-        return next_x * latents + next_x0 * foreseen + next_before * before, foreseen
+            output = guide(output[0::2], output[1::2], guidance)
+        return scheduler_step(latents, previous, output, coefficients)
 
     def _decode(self, vae: Arrays, latents: Array) -> Array:
-        """Pictures [B, H, W, 3] uint8 of latents."""
+        """Decode latents [B, C, h, w] f32 to images [B, H, W, 3] uint8."""
         info = self._encoder.info
         scale = jnp.asarray(info["latents_std"] or 1.0) / info["scaling_factor"]
         shift = jnp.asarray(info["latents_mean"] or 0.0) + info["shift_factor"]
@@ -195,13 +216,16 @@ class Sampler:
         return jnp.round(levels).astype(jnp.uint8).transpose(0, 2, 3, 1)
 
     def _texts(self, arrays: Arrays, captions: list[str]) -> tuple[Float32, Float32 | None]:
-        """Prompt embeddings [B, T, D] and pooled ones [B, P]: CLIP's by the network's encoders, and
-        below them T5's by the host's."""
+        """Prompt embeddings [B, T, D] f32 and pooled embeddings [B, P] f32 or None.
+
+        The network's trained encoders compute CLIP's embeddings on the devices; T5 runs on the
+        host.
+        """
         count = len(captions)
         ids = self._encoder.input_ids(captions).astype(np.int32)
-        ids = repeat_last(ids, round_up(count, self._mesh.count))
+        ids = pad_rows(ids, padded_rows(count, self._mesh.count))
         named = {f"network.{name}": array for name, array in arrays.items()}
-        found = self._jit_encode(named, jnp.uint32(0), self._mesh.put_all_rows(ids))
+        found = self._jit_encode(named, jnp.uint32(0), self._mesh.shard_global_rows(ids))
         states, pooled = (
             None
             if array is None
@@ -214,8 +238,11 @@ class Sampler:
         return states.numpy(), None if pooled is None else pooled.numpy()
 
 
-def alike(one: Network, other: Network) -> bool:
-    """Whether two networks are the same function of their arrays."""
+def same_architecture(one: Network, other: Network) -> bool:
+    """Whether two networks have the same components with the same configs.
+
+    They are then the same function of their arrays, so they can share compiled programs.
+    """
     first, second = (
         {name: str(part.config) for name, part in network.named_children()}
         for network in (one, other)
@@ -224,7 +251,7 @@ def alike(one: Network, other: Network) -> bool:
 
 
 class _Decoder(torch.nn.Module):
-    """A VAE, called to decode."""
+    """A VAE whose forward pass decodes latents [B, C, h, w] to images [B, 3, H, W]."""
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
@@ -235,7 +262,7 @@ class _Decoder(torch.nn.Module):
 
 
 class _TextEncoders(torch.nn.Module):
-    """A network, called to encode token ids [B, n, T]."""
+    """A network whose forward pass encodes token ids [B, n, T] by its text encoders."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()

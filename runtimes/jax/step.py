@@ -1,13 +1,12 @@
-"""The training step, as one function from state and batch to the next state.
+"""The training step as one compiled function from state and batch to the next state.
 
-It is compiled whole: forward, backward, clipping, AdamW (arXiv 1711.05101, as torch.optim.AdamW)
-and the weight average. What changes from step to step (rates, bias corrections, the average's
-decay) goes in as data, so that all steps are one program.
+It computes forward, backward, clipping, AdamW (arXiv 1711.05101, as torch.optim.AdamW) and EMA.
+Numbers that change with each step (learning rate, bias corrections, EMA decay) are inputs, so all
+steps run one program.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,32 +19,36 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.jax.mesh import Mesh
+from runtimes.update.rule import bias_corrections, ema_decay_at, text_encoder_factor
 
 Arrays = dict[str, Array]
-#: Group -> State's names -> arrays.
+#: Group of State (such as `exp_avg`) to State's key to array.
 Groups = dict[str, Arrays]
 
 
-def numbers_of(step: int, learning_rate: float, settings: Train) -> NDArray[np.float32]:
-    """What step `step` (from 0) has of its own: see `Step`."""
-    beta1, beta2 = settings.adam_betas
-    numbers = (
-        learning_rate,
-        learning_rate / (1 - beta1 ** (step + 1)),
-        math.sqrt(1 - beta2 ** (step + 1)),
-        min(settings.ema_decay or 0.0, (1 + step) / (10 + step)),
-    )
+def step_scalars(step: int, learning_rate: float, settings: Train) -> NDArray[np.float32]:
+    """The scalars [4] f32 of step `step` (from 0), inputs of the compiled step.
+
+    They are learning rate, bias-corrected step size, sqrt(1 - beta2^t) and EMA decay.
+    """
+    first, second_root = bias_corrections(settings.adam_betas, step + 1)
+    decay = ema_decay_at(step, settings.ema_decay or 0.0)
+    numbers = (learning_rate, learning_rate / first, second_root, decay)
     return np.array(numbers, np.float32)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of some network with some settings.
+    """The training step of a network.
 
     Args:
-        predict: `(arrays, seed, noisy latents, timesteps, conditioning)` -> prediction.
-        names: State's names of what is trained -> the network's, which `predict` wants.
-        untouched: of those, the ones that the loss does not depend on: they do not decay either.
+        predict: `(arrays, seed, noisy_latents, timesteps, conditioning)` to the prediction
+            [B, C, h, w].
+        settings: learning rates, AdamW, clipping, EMA and compute dtype.
+        mesh: of the devices.
+        names: State's key of each trained parameter to its name in `predict`'s arrays.
+        untouched: keys of parameters without gradient; like torch.optim, the step leaves them
+            unchanged, without weight decay.
     """
 
     predict: Callable[..., Array]
@@ -55,15 +58,19 @@ class Step:
     untouched: frozenset[str] = frozenset()
 
     def compiled(self, state: Mapping[str, Mapping[str, Any]]) -> Any:
-        """`(state, frozen, batch, seeds, numbers, samples)` -> `(state, [loss, norm])`, jitted.
+        """The jitted step `(state, frozen, batch, seeds, numbers, samples) -> (state, figures)`.
 
-        The state's memory is reused for the next one; of it only shapes are looked at here.
+        `figures` [2] f32 are the loss and the gradient norm before clipping. The state is donated:
+        its memory is reused for the next state.
+
+        Args:
+            state: arrays, or abstract arrays, with their shardings.
         """
         spread = jax.tree.map(lambda array: array.sharding, state)
-        out = (spread, self.mesh.whole)
-        return jax.jit(self._take, donate_argnums=0, out_shardings=out)
+        out = (spread, self.mesh.replicated)
+        return jax.jit(self._run, donate_argnums=0, out_shardings=out)
 
-    def _take(
+    def _run(
         self,
         state: Groups,
         frozen: Arrays,
@@ -72,15 +79,21 @@ class Step:
         numbers: Array,
         samples: Array,
     ) -> tuple[Groups, Array]:
-        """
+        """Compute the gradients of all micro-batches and update the state.
+
         Args:
-            frozen: the network's other arrays, by its names.
-            batch: see batches.py.
-            seeds: of what is dropped, one a micro-batch.
-            numbers: see `numbers_of`.
-            samples: in the global batch.
+            state: groups weights, exp_avg, exp_avg_sq and, if set, ema; f32 by State's keys.
+            frozen: untrained arrays by their names in the network, compute dtype.
+            batch: n micro-batches of B rows, see batches.stack: noisy_latents [n, B, C, h, w]
+                compute dtype, timesteps [n, B], target [n, B, C, h, w] f32, weight [n, B] f32.
+            seeds: [n] u32, dropout seed of each micro-batch.
+            numbers: [4] f32, see `step_scalars`.
+            samples: size of the global batch, the denominator of the loss.
+
+        Returns:
+            The next state, and [loss, gradient norm] f32.
         """
-        weights = gathered(state["weights"], self.mesh, self.settings.compute_dtype)
+        weights = gather_weights(state["weights"], self.mesh, self.settings.compute_dtype)
         trained = self._sharded(state["weights"])
 
         def gradient(micro: Any) -> tuple[Array, Arrays]:
@@ -94,7 +107,7 @@ class Step:
             loss, sums = gradient(jax.tree.map(lambda array: array[0], (batch, seeds)))
         else:
             zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["weights"]))
-            # On a CPU, convolutions within a loop are slower by an order of magnitude or two.
+            # On a CPU, XLA runs convolutions in a loop 10 to 100 times slower.
             unroll = len(seeds) if self.mesh.platform == "cpu" else 1
             (loss, sums), _ = jax.lax.scan(accumulate, zeros, (batch, seeds), unroll=unroll)
         gradients = jax.tree.map(lambda array: array / samples, sums)
@@ -102,18 +115,18 @@ class Step:
         return state, jnp.stack([loss / samples, norm])
 
     def _loss(self, weights: Arrays, frozen: Arrays, micro: dict[str, Any], seed: Array) -> Array:
-        """Sum of the samples' weighted errors."""
+        """Sum of the weighted errors of a micro-batch's samples."""
         arrays = frozen | {self.names[name]: array for name, array in weights.items()}
         return jnp.sum(micro["weight"] * errors(self.predict, arrays, seed, micro))
 
     def _sharded(self, weights: Arrays) -> Callable[[Arrays], Arrays]:
-        """Has gradients cut as the weights are: each device adds up its own part."""
+        """A function that shards gradients as the weights: each device sums its own shard."""
 
-        def cut(name: str, gradient: Array) -> Array:
-            spread = self.mesh.shared(weights[name].shape)
+        def constrain(name: str, gradient: Array) -> Array:
+            spread = self.mesh.array_sharding(weights[name].shape)
             return jax.lax.with_sharding_constraint(gradient.astype(jnp.float32), spread)
 
-        return lambda gradients: {name: cut(name, array) for name, array in gradients.items()}
+        return lambda gradients: {name: constrain(name, array) for name, array in gradients.items()}
 
     def _update(self, state: Groups, gradients: Arrays, numbers: Array) -> tuple[Groups, Array]:
         settings = self.settings
@@ -123,13 +136,12 @@ class Step:
         if settings.max_grad_norm is not None:
             factor = jnp.minimum(settings.max_grad_norm / (norm + 1e-6), 1.0)
         (beta1, beta2), found = settings.adam_betas, {group: dict(state[group]) for group in state}
-        text_rate = settings.text_encoder_lr or settings.learning_rate
+        text_share = text_encoder_factor(settings)
         for name, gradient in gradients.items():
             if name in self.untouched:
                 continue
             gradient = gradient * factor
-            text = name.startswith("text_encoder")
-            share = text_rate / settings.learning_rate if text else 1.0
+            share = text_share if name.startswith("text_encoder") else 1.0
             first, second = state["exp_avg"][name], state["exp_avg_sq"][name]
             first = first + (1 - beta1) * (gradient - first)
             second = beta2 * second + (1 - beta2) * jnp.square(gradient)
@@ -142,20 +154,20 @@ class Step:
         return found, norm
 
 
-def gathered(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:
-    """Whole copies of the masters on every device, in the compute dtype: made once a step.
+def gather_weights(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:
+    """Gather the masters to every device in the compute dtype, once per step.
 
-    Said explicitly; else GSPMD may cut the convolutions instead.
+    The sharding constraint is explicit because GSPMD may otherwise partition the convolutions.
     """
     half = jnp.dtype(dtype)
     return {
-        name: jax.lax.with_sharding_constraint(array.astype(half), mesh.whole)
+        name: jax.lax.with_sharding_constraint(array.astype(half), mesh.replicated)
         for name, array in weights.items()
     }
 
 
 def errors(predict: Callable[..., Array], arrays: Arrays, seed: Array, micro: Any) -> Array:
-    """Mean squared error of each sample [B], in float32."""
+    """Mean squared error per sample [B] f32, without loss weights."""
     given = micro["noisy_latents"], micro["timesteps"], micro["conditioning"]
     prediction = predict(arrays, seed, *given).astype(jnp.float32)
     return jnp.square(prediction - micro["target"]).mean(axis=(1, 2, 3))

@@ -1,4 +1,4 @@
-"""A network's arrays on the devices: what is trained, its optimizer's memory, and the rest."""
+"""A network's arrays on the devices: trained parameters, optimizer state and frozen arrays."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from runtimes.models.network import Network
 
 
 def trained_names(network: Network) -> dict[str, str]:
-    """State's names of what is trained -> the network's own."""
+    """State's key of each trained parameter to its name in the network."""
     own = {id(parameter): name for name, parameter in network.named_parameters()}
     return {name: own[id(parameter)] for name, parameter in network.trained().items()}
 
 
-def fresh_state(network: Network, settings: Train, mesh: Mesh) -> Groups:
-    """Float32 masters, and an optimizer that has seen nothing."""
+def initial_state(network: Network, settings: Train, mesh: Mesh) -> Groups:
+    """Initial State on the devices: float32 masters, zero moments and, if set, the EMA."""
     trained = {name: to_numpy(p) for name, p in network.trained().items()}
-    state = {"weights": {name: mesh.put(array) for name, array in trained.items()}}
+    state = {"weights": {name: mesh.shard(array) for name, array in trained.items()}}
     for group in ("exp_avg", "exp_avg_sq"):
-        state[group] = {n: mesh.put(np.zeros(a.shape, np.float32)) for n, a in trained.items()}
+        state[group] = {n: mesh.shard(np.zeros(a.shape, np.float32)) for n, a in trained.items()}
     if settings.ema_decay is not None:
-        state["ema"] = {name: mesh.put(array) for name, array in trained.items()}
+        state["ema"] = {name: mesh.shard(array) for name, array in trained.items()}
     return state
 
 
 def frozen_arrays(network: Network, mesh: Mesh, dtype: torch.dtype) -> Arrays:
-    """What is not trained, whole on every device: frozen weights, tables of positions."""
+    """Untrained weights and buffers, replicated on every device in `dtype`."""
     return move(network, mesh, dtype, but=frozenset(trained_names(network).values()))
 
 
@@ -45,31 +45,35 @@ def move(
     dtype: torch.dtype | None = None,
     but: frozenset[str] = frozenset(),
 ) -> Arrays:
-    """A module's arrays by their names in it, whole on every device; its own are given up.
+    """Move a module's parameters and buffers to every device, by their names in the module.
+
+    The module's own tensors become `meta` tensors, which frees their memory.
 
     Args:
-        dtype: of those that hold no integers; None leaves each its own.
-        but: names that are left out.
+        module: on the CPU.
+        mesh: of the devices.
+        dtype: of floating-point arrays; None keeps each array's dtype.
+        but: names to leave out.
     """
-    put: dict[int, Array] = {}  # one that has two names is there once
+    moved: dict[int, Array] = {}  # by tensor id: tied weights have two names and one array
     arrays: dict[str, Array] = {}
     parameters = module.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
         if name not in but:
-            if id(tensor) not in put:
-                put[id(tensor)] = _put(tensor, mesh, dtype or tensor.dtype)
-            arrays[name] = put[id(tensor)]
+            if id(tensor) not in moved:
+                moved[id(tensor)] = _replicate(tensor, mesh, dtype or tensor.dtype)
+            arrays[name] = moved[id(tensor)]
     module.to("meta")
     return arrays
 
 
-def _put(tensor: torch.Tensor, mesh: Mesh, dtype: torch.dtype) -> Array:
+def _replicate(tensor: torch.Tensor, mesh: Mesh, dtype: torch.dtype) -> Array:
     array = to_numpy(tensor) if tensor.is_floating_point() else tensor.cpu().numpy()
     if tensor.is_floating_point():
         array = array.astype(jnp.dtype(str(dtype).removeprefix("torch.")))
     elif array.dtype == np.int64:
-        array = array.astype(np.int32)  # JAX has no other, unless it is told to
-    return mesh.put_whole(array)
+        array = array.astype(np.int32)  # JAX has no int64 without jax_enable_x64
+    return mesh.replicate(array)
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
@@ -77,7 +81,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
 
 
 def check_state(given: State, wanted: Groups) -> None:
-    """Raise WrongInput if a state is of another model."""
+    """Raise WrongInput if a State has other keys or shapes than this model."""
     for group, arrays in wanted.items():
         found = given.get(group, {})
         if found.keys() != arrays.keys():
@@ -87,13 +91,18 @@ def check_state(given: State, wanted: Groups) -> None:
                 raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
 
 
-def without_effect(counted: torch.nn.Module, network: Network, batch: StepBatch) -> frozenset[str]:
-    """State's names of what is trained without an effect on the loss, such as the last layer of a
-    text encoder whose penultimate states are taken. PyTorch's optimizers leave it alone.
+def names_without_gradient(
+    counted: torch.nn.Module, network: Network, batch: StepBatch
+) -> frozenset[str]:
+    """State's keys of trained parameters on which the loss does not depend.
+
+    An example is the last layer of a text encoder with penultimate hidden states. PyTorch's
+    optimizers skip parameters without gradient, and the compiled step must do the same.
 
     Args:
         counted: a copy of the network on `meta`.
-        batch: whose shapes are asked for.
+        network: the trained network.
+        batch: its shapes are used.
     """
 
     def empty(array: NDArray[Any]) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""The MindSpore runtime: Ascend NPU, and MindSpore's CPU backend, with the models of mindone.
+"""The MindSpore runtime: Ascend NPUs and CPU, with the models of mindone.
 
-mindone's modules take MindSpore's operators as they are when they are imported, so nothing here
-imports it before a device has been opened (device.py).
+mindone binds MindSpore's operators at import, so it must be imported after a device is opened
+(device.py), which may replace operators.
 """
 
 import os
 import tempfile
 
-# Read by these libraries when they are imported: what they would say is not about the job.
-os.environ.setdefault("GLOG_v", "3")  # MindSpore's: errors only
+# These libraries read the variables at import. Their warnings do not concern the user's job.
+os.environ.setdefault("GLOG_v", "3")  # MindSpore logs errors only
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-# Where a graph that does not compile is written down; by default that is the working folder.
+# Folder for dumps of graphs that fail to compile; the default is the working directory.
 os.environ.setdefault("MS_OM_PATH", tempfile.gettempdir())

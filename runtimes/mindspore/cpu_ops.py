@@ -1,6 +1,6 @@
-"""Operators of `mint` that MindSpore has no CPU kernel for (or, for exp, a rough one), by others.
+"""CPU replacements for `mint` operators that lack a CPU kernel, or an accurate one (exp).
 
-mindone calls `mint` throughout. On Ascend, and for a model on it, nothing of this is used.
+mindone calls `mint` throughout. The replacements are not used on Ascend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, ops
 
 
 def route() -> None:
-    """Put them in place. Call it before mindone is imported; once is enough, more does no harm."""
+    """Replace operators of `mint`. Call it before mindone is imported; it is idempotent."""
     for name, function in _MINT.items():
         setattr(mint, name, function)
     for name, function in _FUNCTIONAL.items():
@@ -23,7 +23,7 @@ def route() -> None:
 
 
 def route_models() -> None:
-    """Put in place what mindone reaches by another way. Call it once mindone is imported."""
+    """Replace operators in mindone's own modules. It imports mindone, so call `route` first."""
     from mindone.diffusers.models import activations
 
     activations.GEGLU.construct = _geglu
@@ -43,8 +43,10 @@ def _linspace(start: float, end: float, steps: int, *, dtype: Any = None) -> Ten
 
 
 def _exp(input: Tensor) -> Tensor:
-    """In float64: the float32 kernel is five units off in the last place, which at timestep 1000
-    moves the embedding's sines by half a thousandth."""
+    """exp in float64. The float32 kernel has an error of 5 ulp.
+
+    At timestep 1000 that changes the sines of the timestep embedding by 5e-4.
+    """
     return ops.exp(input.astype(ms.float64)).astype(input.dtype)
 
 
@@ -95,7 +97,7 @@ def _repeat_interleave(
 
 def _norm(input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
     if p not in (2, "fro"):
-        raise NotImplementedError(f"norm of order {p} has no kernel on a CPU here")
+        raise NotImplementedError(f"norm of order {p} has no CPU replacement: use order 2")
     return ops.norm(input, None, dim, keepdim)
 
 
@@ -179,7 +181,7 @@ class _Embedding(mint.nn.Embedding):
 
 
 def _geglu(self: Any, hidden_states: Tensor) -> Tensor:
-    """GEGLU's, whose Tensor.chunk has no kernel in graph mode."""
+    """GEGLU.construct with `split`: Tensor.chunk has no CPU kernel in graph mode."""
     hidden_states = self.proj(hidden_states)
     hidden_states, gate = ops.split(hidden_states, hidden_states.shape[-1] // 2, -1)
     return hidden_states * self.gelu(gate)

@@ -1,4 +1,4 @@
-"""Which device a job runs on, and what there is on this machine."""
+"""Open the device of a job, and list the devices of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mindspore as ms
 
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
-from runtimes.hosts.ascend import cann_version, lacking
+from runtimes.hosts.ascend import cann_version, missing_components
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks, launched
 
@@ -20,13 +20,13 @@ ALONE = Ranks()
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime, or this machine, cannot serve."""
+    """Raise WrongInput for train settings that this runtime or this machine does not support."""
     count = settings.processes
     ranks = Ranks.here() if launched() else Ranks(world=count, local_world=count)
     on_cpu = choose(settings.device, ranks)[0] == "CPU"
     name = "runtime mindspore"
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}, adamw is")
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}: set adamw")
     if settings.compile:
         raise WrongInput(f"train.compile is for runtime torch: {name} has train.mindspore.mode")
     if settings.fsdp != 1 and ranks.world > 1:
@@ -36,24 +36,40 @@ def check(settings: Train) -> None:
     if on_cpu:
         precision(settings.compute_dtype, "CPU", "train.mixed_precision")
     if on_cpu and settings.mindspore.jit_level == "O2" and settings.mindspore.mode == "graph":
-        raise WrongInput("train.mindspore.jit_level: O2 is CANN's, on Ascend: take O0 or O1")
+        raise WrongInput("train.mindspore.jit_level: O2 needs CANN, on Ascend: set O0 or O1")
 
 
 def precision(dtype: str, target: str, setting: str) -> ms.Type:
-    """MindSpore's type of that name. Raises WrongInput if the device does not have it."""
+    """MindSpore's dtype of a name.
+
+    Args:
+        dtype: float32, bfloat16 or float16.
+        target: CPU or Ascend.
+        setting: name of the setting, for the message.
+
+    Raises:
+        WrongInput: the device does not support the dtype.
+    """
     if target == "CPU" and dtype == "bfloat16":
         raise WrongInput(f"{setting}: MindSpore has bfloat16 on Ascend, not on a CPU")
     return getattr(ms, dtype)
 
 
 def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
-    """The device that `auto`, `cpu`, `ascend` or `ascend:N` is: CPU or Ascend, and its number.
+    """Select the device of this process.
 
-    `auto` is an Ascend NPU when there is one, else the CPU; each process of a machine has an NPU of
-    its own.
+    `auto` selects an Ascend NPU if available, else the CPU. With several processes, each one has
+    its own NPU, numbered by its local rank.
+
+    Args:
+        name: `auto`, `cpu`, `ascend` or `ascend:N`.
+        ranks: this process and the number of processes.
+
+    Returns:
+        MindSpore's device target (CPU or Ascend), and the device's number.
 
     Raises:
-        WrongInput: it is not there, or there are fewer than processes.
+        WrongInput: the device is absent, or this machine has fewer NPUs than processes.
     """
     match = NAME.fullmatch(name)
     if match is None or (match["kind"] != "ascend" and match["number"]):
@@ -63,24 +79,27 @@ def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
         return "CPU", 0
     number = ranks.local_rank if match["number"] is None else int(match["number"])
     if ranks.world > 1 and match["number"] is not None:
-        raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or ascend")
+        raise WrongInput(
+            f"device {name} is one device for {ranks.world} processes: set auto or ascend"
+        )
     if max(number, ranks.local_world - 1) >= there:
         raise WrongInput(
-            f"device {name}: {max(number + 1, ranks.local_world)} NPUs are wanted, MindSpore finds "
-            f"{there} here ({'; '.join(lacking()) or 'npu-smi info lists them'})"
+            f"device {name}: {max(number + 1, ranks.local_world)} NPUs are needed, MindSpore finds "
+            f"{there} here ({'; '.join(missing_components()) or 'npu-smi info lists them'})"
         )
     return "Ascend", number
 
 
 def start(name: str, ranks: Ranks = ALONE) -> str:
-    """Open the device that `choose` finds, for all of this process's life; mindone may be imported
-    once this has returned.
+    """Open the device that `choose` selects, for the lifetime of this process.
+
+    mindone may be imported after this call only.
 
     Returns:
-        CPU or Ascend.
+        MindSpore's device target, CPU or Ascend.
 
     Raises:
-        WrongInput: it is not there, or another one is open.
+        WrongInput: the device is absent, or this process has opened another one.
     """
     target, number = choose(name, ranks)
     _open(target, number)
@@ -92,7 +111,7 @@ def start(name: str, ranks: Ranks = ALONE) -> str:
 def _open(target: str, number: int) -> None:
     current = ms.get_context("device_target") if _OPEN else target
     if current != target:
-        raise WrongInput(f"this process has opened {current}: {target} needs another one")
+        raise WrongInput(f"this process has opened {current}: {target} needs a new process")
     if not _OPEN:
         ms.set_device(target, number)
         ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -100,28 +119,28 @@ def _open(target: str, number: int) -> None:
         _OPEN.append(target)
 
 
-_OPEN: list[str] = []  # the device that this process has opened, if any
+_OPEN: list[str] = []  # device target that this process has opened; at most one element
 
 
 def _prepare_cpu() -> None:
     from runtimes.mindspore.cpu_ops import route, route_models
 
-    # Without it operators wait for each other across threads: 10 to 50 times slower.
+    # Asynchronous launch synchronizes threads for each operator: it is 10 to 50 times slower.
     ms.runtime.launch_blocking()
     route()
     route_models()
 
 
 def count_npus() -> int:
-    """Ascend NPUs that MindSpore can use."""
+    """Number of Ascend NPUs that MindSpore can use."""
     try:
         return int(ms.hal.device_count("Ascend")) if ms.hal.is_available("Ascend") else 0
-    except (RuntimeError, ValueError, KeyError):  # a build for CPUs only
+    except (RuntimeError, ValueError, KeyError):  # a CPU-only build of MindSpore
         return 0
 
 
 def describe() -> str:
-    """The open device in words, such as `ascend:0 (Ascend910B2)`."""
+    """Name of the open device for messages, such as `ascend:0 (Ascend910B2)`."""
     if _OPEN == ["Ascend"]:
         number = ms.get_context("device_id")
         return f"ascend:{number} ({ms.hal.get_device_name(number, 'Ascend')})"
@@ -131,22 +150,22 @@ def describe() -> str:
 
 
 def memory_bytes() -> int:
-    """Most bytes in use so far: of the device's memory or, on a CPU, of this process."""
+    """Peak bytes allocated on the device so far; on a CPU, peak bytes of this process."""
     if _OPEN == ["Ascend"]:
         return int(ms.runtime.max_memory_allocated())
     return peak_rss()
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that numbers depend on."""
+    """Versions of the packages that affect numerical results."""
     found = {name: version(name) for name in ("mindspore", "mindone", "numpy")}
     cann = cann_version()
     return found | ({"cann": cann} if cann else {})
 
 
 def probe() -> Probe:
-    """What this runtime finds here; no device is opened."""
+    """Devices and versions of this machine; no device is opened."""
     there = count_npus()
     npus = [f"ascend:{n} ({ms.hal.get_device_name(n, 'Ascend')})" for n in range(there)]
-    without = "; ".join(lacking()) or "MindSpore finds none"
+    without = "; ".join(missing_components()) or "MindSpore finds none"
     return Probe(True, [*npus, "cpu" if there else f"cpu (no NPU: {without})"], versions())

@@ -1,4 +1,4 @@
-"""Encode pictures and captions with a pipeline's VAE and text encoders, without its denoiser."""
+"""Encode images and captions with a pipeline's VAE and text encoders, without its denoiser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
-from runtimes.encode.tokenize import Tokens, check_vocabulary
+from runtimes.encode.tokenize import LockedTokenizers, check_vocabulary
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
@@ -22,17 +22,17 @@ Float32 = NDArray[np.float32]
 
 
 class Encoder:
-    """See contract.PipelineEncoder. Call it once the device is open.
+    """Implements contract.PipelineEncoder. Construct it after the device is opened.
 
     Args:
-        model_folder: local diffusers pipeline folder, of a family that network.py knows.
-        vae_folder: an AutoencoderKL in place of the pipeline's own.
-        dtype: float32, bfloat16 or float16; a VAE that says `force_upcast` stays float32 in half
-            precision, as in diffusers.
-        flash: as models.load_vae.
+        model_folder: local diffusers pipeline folder of a family that this runtime supports.
+        vae_folder: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
+            config computes in float32 where `dtype` is float16.
+        flash: whether the VAE uses fused attention, see models.load_vae.
 
     Raises:
-        WrongInput: weights are missing or do not fit.
+        WrongInput: weights are missing, damaged or do not match their config.
     """
 
     def __init__(
@@ -48,27 +48,34 @@ class Encoder:
         self.info = describe_encoders(model_folder, vae_folder)
         self._dtype = dtype
         self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
-        self.tokenizers, self.text_encoders = dict[str, Any](), dict[str, Any]()
+        self.tokenizers = dict[str, Any]()
+        self.text_encoders = dict[str, Any]()
         self._family = family_named(self.info["family"])
         for text_encoder in self._family.clip:
             part, name = text_encoder.component, text_encoder.tokenizer
             encoder = load_text_encoder(model_folder, part, dtype)
             self.tokenizers[name] = _tokenizer(model_folder / name, encoder.config.vocab_size)
             self.text_encoders[part] = encoder
-        self._tokens = Tokens()
+        self._tokens = LockedTokenizers()
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        """Moments of the posterior of pictures [B, 3, H, W] in -1..1: mean and log-variance.
+        """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
 
-        Both are [B, C, h, w] f32, unscaled. Diverged pictures come back as NaN or infinity.
+        Numerical overflow in half precision is returned as NaN or infinity.
+
+        Args:
+            pixels: images [B, 3, H, W] f32 in -1..1.
         """
         batch = Tensor(pixels).astype(self.vae.dtype)
         moments = self.vae.encode(batch, return_dict=False)[0].astype(ms.float32)
         mean, logvar = ops.split(moments, moments.shape[1] // 2, 1)
-        return mean.asnumpy(), np.clip(logvar.asnumpy(), -30.0, 20.0)  # as diffusers clips it
+        return mean.asnumpy(), np.clip(logvar.asnumpy(), -30.0, 20.0)  # as diffusers
 
     def texts(self, captions: Sequence[str]) -> tuple[Float32, Float32 | None]:
-        """Prompt embeddings [K, T, D] and, but for SD 1 and 2, pooled ones [K, P]; f32."""
+        """Prompt embeddings [K, T, D] f32 and pooled embeddings [K, P] f32 of K captions.
+
+        SD 1 and 2 have no pooled embeddings: the second value is None.
+        """
         from runtimes.mindspore.texts import encode_ids
 
         ids = Tensor(self.input_ids(captions))
@@ -78,17 +85,17 @@ class Encoder:
         return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
-        """Token ids [K, n, T] of captions, padded and truncated, by each of n tokenizers."""
+        """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
         rows = [self._tokens.ids(t, captions) for t in self.tokenizers.values()]
         return np.stack(rows, axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """Tokens of each caption before truncation, with marks."""
+        """Number of tokens of each caption before truncation, special tokens included."""
         return self._tokens.counts(next(iter(self.tokenizers.values())), captions)
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """The encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises WrongInput."""
     dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
     start(job.device)
     vae = None if job.vae is None else Path(job.vae)

@@ -1,4 +1,4 @@
-"""Draw prompts with mindone's pipelines, and take held-out losses, for one model after another."""
+"""Sample images with mindone's pipelines and compute held-out losses, for a sequence of models."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ from runtimes.families.unet_inputs import (
 )
 from runtimes.mindspore.encode import Encoder
 from runtimes.mindspore.inputs import Inputs, tensor
-from runtimes.mindspore.lora import lay_over
-from runtimes.mindspore.models import attend_by, load_denoiser, load_text_encoder
+from runtimes.mindspore.lora import merge_adapters
+from runtimes.mindspore.models import load_denoiser, load_text_encoder, set_flash_attention
 from runtimes.mindspore.network import Network
 from runtimes.objective.noise_scheduler import read_config, sampling_scheduler
 from runtimes.pipeline_folder.describe import read_config as read_index
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.sample.start import more_of, own_parts, own_scheduler, starts
+from runtimes.sample.start import (
+    load_trained_components,
+    load_trained_scheduler,
+    noise_batches,
+    optional_arguments,
+)
 
-#: What MindSpore says where a device lacks an operator, or one for a type.
+#: MindSpore's errors for an operator, or an operator and dtype, that the device does not support.
 NO_KERNEL = re.compile(
     r"kernel \S+ unregistered|unsupported op|only supports? Ascend|select \w+ (operator|kernel)",
     re.IGNORECASE,
@@ -40,10 +45,19 @@ NO_KERNEL = re.compile(
 
 
 class Sampler:
-    """A pipeline around given parts. Start noise is drawn on the host, so every chip starts alike.
+    """A diffusers pipeline of mindone with replaceable components.
+
+    Initial noise is drawn on the host, so it is the same on every device.
+
+    Args:
+        folder: local diffusers pipeline folder.
+        parts: component name to model; other components are loaded from the folder.
+        dtype: of the loaded components.
+        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        flash: whether the VAE uses fused attention.
 
     Raises:
-        WrongInput: a part of the pipeline is missing or does not load.
+        WrongInput: a component is missing or cannot be loaded.
     """
 
     def __init__(
@@ -56,29 +70,36 @@ class Sampler:
         flash: bool = True,
     ) -> None:
         family, index = detect_family(folder), read_index(folder / "model_index.json")
-        self._dtype, self._family = dtype, family
+        self._dtype = dtype
+        self._family = family
         self._encoder = encoder = Encoder(folder, vae, dtype, flash=flash)
         built: dict[str, Any] = {"scheduler": make_scheduler(read_config(folder / "scheduler"))}
         built |= encoder.tokenizers | encoder.text_encoders | {"vae": encoder.vae}
         options = dict(family.pipeline_options)
         if "force_zeros_for_empty_prompt" in index:
             options["force_zeros_for_empty_prompt"] = index["force_zeros_for_empty_prompt"]
-        self._own = {name: built[name] for name in ("scheduler", *family.clip_encoders)}
+        self._defaults = {name: built[name] for name in ("scheduler", *family.clip_encoders)}
         self._pipe = getattr(diffusers, family.pipelines[0])(**{**built, **parts}, **options)
         self._pipe.set_progress_bar_config(disable=True)
         if "add_time_ids" in family.inputs:
             _keep_sizes_exact(self._pipe)
 
     def use(self, parts: Mapping[str, Any]) -> None:
-        """Put other parts into the pipeline; where none is given it has its own again."""
-        self._pipe.register_modules(**{**self._own, **parts})
+        """Replace components of the pipeline; those not in `parts` are reset to the pipeline's."""
+        self._pipe.register_modules(**{**self._defaults, **parts})
 
     def draw(
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> NDArray[np.uint8]:
-        """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
+        """Sample one image per prompt, in batches of `batch_size`.
 
-        `sampler` is as in GenerateJob.
+        Args:
+            prompts: N prompts.
+            sampler: as GenerateJob.sampler.
+            first: number of the first image; it selects the noise stream.
+
+        Returns:
+            Images [N, H, W, 3] uint8.
         """
         drawn = list(self.draw_floats(prompts, sampler, first=first))
         return (np.concatenate(drawn) * 255).round().astype(np.uint8)
@@ -86,16 +107,16 @@ class Sampler:
     def draw_floats(
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> Iterator[NDArray[np.float32]]:
-        """The same in 0..1, batch after batch."""
+        """Yield the images of each batch [B, H, W, 3] f32 in 0..1; arguments as for `draw`."""
         scheduler = sampling_scheduler(self._pipe.scheduler, sampler, make_scheduler)
         self._pipe.register_modules(scheduler=scheduler)
         unet = getattr(self._pipe, self._family.denoiser)
-        for batch in starts(
+        for batch in noise_batches(
             prompts, sampler, self._family, unet.config, self._pipe.vae_scale_factor, first=first
         ):
             size = (batch.height, batch.width)
             try:
-                with shown_more(unet, self._encoder, sampler, size):
+                with extra_inputs(unet, self._encoder, sampler, size):
                     drawn = self._pipe(
                         batch.prompts,
                         height=batch.height,
@@ -105,29 +126,39 @@ class Sampler:
                         latents=tensor(batch.noise).astype(self._dtype),
                         generator=batch.rngs,
                         output_type="np",
-                        **more_of(sampler, len(batch.prompts)),
+                        **optional_arguments(sampler, len(batch.prompts)),
                     )[0]
             except (RuntimeError, TypeError) as error:
                 raise self._no_kernel(error) from error
             yield np.asarray(drawn, np.float32)
 
     def _no_kernel(self, error: Exception) -> Exception:
-        """What an operator that the device lacks means to who chose the scheduler."""
+        """WrongInput with a remedy if the device lacks an operator, else `error` itself."""
         if not NO_KERNEL.search(str(error)):
             return error
         name, target = type(self._pipe.scheduler).__name__, ms.get_context("device_target")
         words = str(error).strip().splitlines()[0]
         return WrongInput(
-            f"MindSpore's {target} lacks an operator that drawing with {name} takes ({words}): "
-            "another scheduler may do without"
+            f"MindSpore's {target} lacks an operator of the scheduler {name} ({words}): "
+            "choose another scheduler"
         )
 
 
 @contextmanager
-def shown_more(
+def extra_inputs(
     unet: Any, encoder: Encoder, sampler: dict[str, Any], size: tuple[int, int]
 ) -> Iterator[None]:
-    """As runtimes/torch/generate.py: within, what a UNet sees beside text is given to it too."""
+    """Within the context, the pipeline passes the UNet's extra inputs, as in torch/generate.py.
+
+    The extra inputs (families/unet_inputs.py) are an inpainting mask that hides the whole image,
+    and the requested aesthetic score.
+
+    Args:
+        unet: a forward pre-hook adds the inputs.
+        encoder: its VAE encodes the masked image.
+        sampler: as GenerateJob.sampler.
+        size: (height, width) of the images, in pixels.
+    """
     extras = ExtraInputs.from_config(unet.config)
     if extras == NO_EXTRA_INPUTS:
         yield
@@ -143,7 +174,7 @@ def shown_more(
         if hidden is not None:
             seen = tensor(np.repeat(hidden, len(latents), axis=0)).astype(latents.dtype)
             given = (ops.cat((latents, seen), axis=1), *given[1:])
-        if scores:  # rows without caption come first
+        if scores:  # with guidance, the unconditional rows come first
             asked = np.repeat(np.array(scores, np.float32), len(latents) // len(scores))
             named = {**named, "class_labels": tensor(asked)}
         return given, named
@@ -156,10 +187,11 @@ def shown_more(
 
 
 class ThePipeline:
-    """See base.Pipeline for what each method promises."""
+    """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob) -> None:
-        self._model, self._settings = Path(job.model), job.sampler
+        self._model = Path(job.model)
+        self._settings = job.sampler
         self._dtype = getattr(ms, job.dtype)
         self._flash = job.flash_attention
         self._vae = None if job.vae is None else Path(job.vae)
@@ -167,12 +199,13 @@ class ThePipeline:
 
     def load(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, flash=self._flash)
-        self._scheduler = own_scheduler(drawing, make_scheduler)
+        self._scheduler = load_trained_scheduler(drawing, make_scheduler)
         self.encodes_text = self._network.encodes_text
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
         parts = self._network.parts
-        if self._sampler is None:  # with encoders of its own: the next model may have none
+        # The sampler loads its own text encoders: the next model may not have trained ones.
+        if self._sampler is None:
             name = self._network.family.denoiser
             own = {name: parts[name]}
             self._sampler = Sampler(self._model, own, self._dtype, self._vae, flash=self._flash)
@@ -189,9 +222,12 @@ class ThePipeline:
 
 
 def load_network(drawing: Drawing, model: Path, dtype: ms.Type, *, flash: bool = True) -> Network:
-    """The model's own parts: its denoiser, and its text encoders if they were trained too.
+    """Load the denoiser of a drawing and its trained text encoders, for inference in `dtype`.
 
     Adapters are merged in float32 before the weights are cast.
+
+    Raises:
+        WrongInput: weights or adapters are missing, damaged or of another architecture.
     """
     family = detect_family(model)
 
@@ -200,19 +236,23 @@ def load_network(drawing: Drawing, model: Path, dtype: ms.Type, *, flash: bool =
             part = load_denoiser(folder)
         else:
             part = load_text_encoder(model, name, folder=folder)
-        lay_over(name, part, adapters)
+        merge_adapters(name, part, adapters)
         return part
 
-    parts = own_parts(drawing, model, load)
+    parts = load_trained_components(drawing, model, load)
     network = Network(family, parts)
     network.cast(dtype)
     for part in parts.values():
-        attend_by(part, flash=flash)
+        set_flash_attention(part, flash=flash)
     return network.set_train(False)
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:
-    """The scheduler of the class that a config names. Raises WrongInput."""
+    """Construct the scheduler of the class `_class_name` in a config.
+
+    Raises:
+        WrongInput: mindone has no scheduler of that name.
+    """
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None) if name.endswith("Scheduler") else None
     if kind is None:
@@ -221,7 +261,7 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
 
 
 def _keep_sizes_exact(pipe: Any) -> None:
-    """Have sizes in float32, which in half precision would lose integers above 2048."""
+    """Make a pipeline compute `add_time_ids` in float32: float16 rounds integers above 2048."""
     made = pipe._get_add_time_ids
 
     def exact(*arguments: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Loss and gradients of a micro batch, operator by operator or as one compiled graph."""
+"""Loss and gradients of a micro-batch, in PyNative mode or as one compiled graph."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from runtimes.mindspore.network import Network
 
 
 class Gradients:
-    """Call it with inputs: the loss, unscaled, then the gradients of `scale` times the loss.
+    """Computes the unscaled loss, then the gradients of `scale` times the loss.
 
     Args:
-        weights: what they are taken of.
+        network: trained network.
+        weights: parameters to differentiate, in the order of the gradients.
+        settings: PyNative or graph mode, and the level of compilation.
     """
 
     def __init__(self, network: Network, weights: Sequence[Parameter], settings: MindSpore) -> None:
         backward = _Backward(network, weights)
-        self._take: Callable[..., Any] = backward
+        self._value_and_grad: Callable[..., Any] = backward
         if settings.mode == "graph":
             backend = {"O2": {"backend": "GE"}}.get(settings.jit_level)
             options = backend or {"jit_level": settings.jit_level}
-            self._take = ms.jit(backward.construct, **options)
+            self._value_and_grad = ms.jit(backward.construct, **options)
         self._add = ms.jit(_Add().construct)
 
     def __call__(self, inputs: Inputs, scale: Tensor) -> list[Tensor]:
-        loss, gradients = self._take(inputs.target, inputs.share, scale, *inputs.seen)
+        loss, gradients = self._value_and_grad(inputs.target, inputs.share, scale, *inputs.seen)
         return [loss, *gradients]
 
     def add(self, sums: list[Tensor], part: list[Tensor]) -> list[Tensor]:
-        """The sums of a loss and gradients so far and those of one more micro batch, in float32."""
+        """Add the loss and gradients of one micro-batch to the sums, in float32."""
         return list(self._add(*sums, *part))
 
 

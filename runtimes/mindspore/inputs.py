@@ -1,4 +1,4 @@
-"""A batch as MindSpore's tensors, a part of it for each forward pass."""
+"""Split a batch into micro-batches of MindSpore tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from runtimes.mindspore.network import Network
 
 
 class Inputs:
-    """Samples `first` to `end` of a batch.
+    """One micro-batch: samples `first` to `end` (exclusive) of a batch.
+
+    Args:
+        batch: this rank's batch on the host.
+        network: orders the conditioning.
+        dtype: of the latents and of all conditioning that is not in contract.EXACT.
+        first: index of the first sample.
+        end: index after the last sample; None is the end of the batch.
 
     Attributes:
-        seen: what the network takes: noisy latents, timesteps and conditioning.
-        target: [B, C, h, w] f32.
-        share: of each sample in the step's loss [B] f32.
+        seen: arguments of the network: noisy latents [B, C, h, w], timesteps [B] and the
+            conditioning [B, ...] in the order of Network.conditioning.
+        target: [B, C, h, w] f32, the objective's regression target.
+        share: [B] f32, each sample's loss weight divided by the global batch size.
     """
 
     def __init__(
@@ -33,7 +41,7 @@ class Inputs:
     ) -> None:
         part = slice(first, end)
         self.first = first
-        # Cast on the host: an operator would be the device's, amid those of the step before.
+        # Cast on the host: a cast on the device would wait behind the previous step's operators.
         kind = ms.dtype_to_nptype(dtype)
         latents = tensor(batch.noisy_latents[part].astype(kind))
         given = batch.conditioning
@@ -46,11 +54,11 @@ class Inputs:
         self.share = tensor(batch.weight[part] / np.float32(batch.denominator))
 
     def errors(self, network: Network) -> Tensor:
-        """Mean squared error of each sample [B], in float32."""
+        """Mean squared error per sample [B] f32, without loss weights."""
         return squared_errors(network(*self.seen), self.target)
 
     def to_device(self) -> Inputs:
-        """The same, on its way to the NPU; the host goes on meanwhile."""
+        """Start an asynchronous copy to the NPU; returns self."""
         self.seen = tuple(array.move_to("Ascend", blocking=False) for array in self.seen)
         self.target = self.target.move_to("Ascend", blocking=False)
         self.share = self.share.move_to("Ascend", blocking=False)
@@ -60,16 +68,16 @@ class Inputs:
 def micro_batches(
     batch: StepBatch, size: int | None, network: Network, dtype: ms.Type
 ) -> Iterator[Inputs]:
-    """The parts of a batch that one forward pass takes at once; None is all of it."""
+    """Yield micro-batches of at most `size` samples; None is the whole batch."""
     for first, end in batch.micro_batches(size):
         yield Inputs(batch, network, dtype, first, end)
 
 
 def squared_errors(prediction: Tensor, target: Tensor) -> Tensor:
-    """Of each sample [B] the mean over the rest, in float32."""
+    """Mean squared error per sample [B] f32 of [B, C, h, w] arrays."""
     return ops.square(prediction.astype(ms.float32) - target).mean((1, 2, 3))
 
 
 def tensor(array: NDArray[Any]) -> Tensor:
-    """A tensor with a copy of an array."""
+    """A tensor with a contiguous copy of an array."""
     return Tensor(np.ascontiguousarray(array))

@@ -19,7 +19,7 @@ from runtimes.adapters.lora import (
     state_name,
 )
 from runtimes.contract import WrongInput
-from runtimes.mindspore.models import named_weights, put
+from runtimes.mindspore.models import named_weights, set_parameter
 
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
@@ -27,12 +27,19 @@ A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 def add_adapters(
     part: str, model: nn.Cell, lora: Lora, seed: int, attention: Sequence[str] = ()
 ) -> None:
-    """Freeze a part of the pipeline and put fresh float32 adapters beside its layers.
+    """Freeze a component and add float32 LoRA adapters (arXiv 2106.09685) to its layers.
 
-    They change nothing yet: `up` is zero.
+    The adapted model initially computes the same as the base: `up` is zero.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        lora: rank, alpha, dropout and targets.
+        seed: initializes `down`.
+        attention: name suffixes of attention layers (families/family.py).
 
     Raises:
-        WrongInput: the targets name no layer.
+        WrongInput: the targets match no layer, or one target's name is a suffix of another's.
     """
     chosen = choose_layers(part, _layers(model), lora, attention)
     config = LoraConfig(
@@ -43,25 +50,31 @@ def add_adapters(
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}
-    if adapted != set(chosen):  # a name that is the end of another's
+    if adapted != set(chosen):  # mindone's PEFT matches targets by the suffix of a layer's name
         odd = min(adapted ^ set(chosen))
         raise WrongInput(
-            f"train.lora.target_modules: {odd} of the {part} cannot be told from others"
+            f"train.lora.target_modules: {odd} of the {part} is ambiguous: the name of one layer "
+            "ends with the name of another"
         )
     for name, parameter in model.parameters_and_names():
         parameter.requires_grad = name.endswith((A, B))
         if name.endswith(A):
             stored = state_name(part, name.removesuffix(A))
-            put(parameter, initial_down(seed, stored, parameter.shape))
+            set_parameter(parameter, initial_down(seed, stored, parameter.shape))
         elif name.endswith(B):
-            put(parameter, parameter.asnumpy() * 0)
+            set_parameter(parameter, parameter.asnumpy() * 0)
 
 
-def lay_over(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
-    """Merge adapters into the weights of a part, in float32.
+def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
+    """Merge adapters into the float32 weights of a component.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        adapters: stored layer name to adapter.
 
     Raises:
-        WrongInput: they are for layers that it does not have, or of another size.
+        WrongInput: the component lacks an adapted layer, or the layer has another shape.
     """
     parameters, layers = named_weights(model), _layers(model)
     for name, adapter in adapters.items():
@@ -69,7 +82,7 @@ def lay_over(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None
             raise WrongInput(f"the adapters are for another model: the {part} here has no {name}")
         weight = parameters[f"{name}.weight"]
         try:
-            put(weight, adapter.merged(weight.asnumpy()))
+            set_parameter(weight, adapter.merged(weight.asnumpy()))
         except ValueError:
             raise WrongInput(f"the adapters are for another model: {name} differs") from None
 

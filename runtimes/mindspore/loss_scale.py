@@ -1,5 +1,8 @@
-"""The loss scale of float16: gradients too small for its range are multiplied up before they are
-computed, and divided again in float32 (arXiv 1710.03740, section 3.2)."""
+"""Dynamic loss scaling for float16 (arXiv 1710.03740, section 3.2).
+
+The loss is multiplied by a scale, so that small gradients do not underflow in float16. The
+gradients are divided by the scale in float32.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,37 @@ import numpy as np
 from artifacts.safetensors import Arrays
 from configs.training import LossScale
 
-#: Below it an overflow is no matter of scale any more.
+#: Smallest scale. An overflow at this scale is not caused by loss scaling.
 LEAST = 1.0
 
 
 class DynamicLossScale:
-    """A scale that follows what the gradients bear.
+    """A loss scale that halves at an overflow and doubles after a run of finite gradients.
+
+    Args:
+        settings: initial scale and steps between doublings; None disables scaling.
 
     Attributes:
-        value: a power of two times where it started; 1 without scaling.
-        updates: optimizer steps that were not skipped, which bias corrections count.
+        value: the scale, the initial scale times a power of two; 1 without scaling.
+        updates: number of optimizer steps that were not skipped, for bias corrections.
     """
 
     def __init__(self, settings: LossScale | None) -> None:
         self._settings = settings
         self.value = 1.0 if settings is None else settings.initial
         self.updates = 0
-        self._since = 0  # steps since it changed
+        self._since = 0  # steps since the scale last changed
 
-    def take(self, grad_norm: float) -> bool:
-        """Whether a step is to be skipped, whose gradients have this norm; the scale follows.
+    def update(self, grad_norm: float) -> bool:
+        """Adapt the scale to the gradients of a step.
 
-        A norm that is no number even at the least scale is nothing that scaling cures: the step is
-        not skipped, so that the run notices that it has diverged.
+        An overflow at the smallest scale is not skipped: the loop then detects the divergence.
+
+        Args:
+            grad_norm: L2 norm of the step's gradients, NaN or infinite at an overflow.
+
+        Returns:
+            Whether the optimizer must skip the step.
         """
         if self._settings is None:
             self.updates += 1
@@ -45,14 +56,17 @@ class DynamicLossScale:
         return False
 
     def state(self) -> Arrays:
-        """As a group of State; nothing without scaling."""
+        """The group `loss_scale` of State: arrays [1] f32; empty without scaling."""
         if self._settings is None:
             return {}
         numbers = {"value": self.value, "updates": self.updates, "since": self._since}
         return {name: np.array([number], np.float32) for name, number in numbers.items()}
 
     def restore(self, arrays: Arrays, step: int) -> None:
-        """Continue as after `step` steps; from a run without scaling, with a scale of its own."""
+        """Restore the group that was saved after `step` steps.
+
+        An empty group, of a run without scaling, keeps the initial scale.
+        """
         self.updates, self._since = step, 0
         if arrays and self._settings is not None:
             self.value = float(arrays["value"][0])

@@ -1,4 +1,4 @@
-"""Load the parts of a diffusers folder as mindone's models, with nothing left to chance."""
+"""Load components of a diffusers pipeline folder as mindone models, with checked weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TEXTS = {
     "CLIPTextModel": CLIPTextModel,
     "CLIPTextModelWithProjection": CLIPTextModelWithProjection,
 }
-#: What MindSpore's own layers, of which mindone's text encoders are made, call their weights.
+#: Weight names of MindSpore's layers, which mindone's text encoders use, to PyTorch's names.
 _STORED = {"embedding_table": "weight", "gamma": "weight", "beta": "bias"}
 
 
@@ -42,18 +42,20 @@ def load_denoiser(
     config: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Any:
-    """The UNet in `folder`, whatever precision it is stored in.
+    """Load a UNet and cast its weights to `dtype`.
 
     Args:
-        config: of one that sees more than the folder's (see families/unet_inputs.py).
-        seed: of the weights that it gains for that.
+        folder: the UNet's folder in the pipeline.
+        dtype: of the weights, whatever their stored precision is.
+        config: config of a UNet with extra inputs (families/unet_inputs.py); None is the folder's.
+        seed: initializes the weights of the extra inputs.
 
     Raises:
-        WrongInput: a file is missing or damaged, or the weights are not those of the config.
+        WrongInput: a file is missing or damaged, or the weights do not match the config.
     """
     path = folder / "config.json"
     config = read_config(path) if config is None else config
-    with no_init_parameters():  # no time spent on weights that are replaced at once
+    with no_init_parameters():  # skips the random initialization of weights
         model = _denoiser(path, config)
     _fill(
         model,
@@ -72,13 +74,16 @@ def load_text_encoder(
     dtype: ms.Type = ms.float32,
     folder: Path | None = None,
 ) -> Any:
-    """A CLIP text encoder of a pipeline, of the class that its model_index.json names.
+    """Load a CLIP text encoder, in evaluation mode.
 
     Args:
-        folder: where its weights are, if not in the pipeline's own folder of it.
+        model_folder: the diffusers pipeline; its model_index.json names the encoder's class.
+        part: component name, such as `text_encoder_2`.
+        dtype: of the weights.
+        folder: folder of trained weights; None is the pipeline's own folder.
 
     Raises:
-        WrongInput: its weights are missing or damaged, or not those of its config.
+        WrongInput: weights are missing or damaged, or do not match their config.
     """
     folder = folder or model_folder / part
     config = CLIPTextConfig(**read_config(folder / "config.json"))
@@ -89,13 +94,15 @@ def load_text_encoder(
 
 
 def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -> Any:
-    """An AutoencoderKL; in float32 if it says that it overflows in half precision.
+    """Load an AutoencoderKL, in float32 if its config has `force_upcast` and `dtype` is float16.
 
     Args:
-        flash: whether attention in half precision is the device's fused one, where it has one.
+        folder: of the VAE.
+        dtype: of the weights.
+        flash: whether to use the device's fused attention in half precision.
 
     Raises:
-        WrongInput: it does not load.
+        WrongInput: the VAE cannot be loaded.
     """
     config = read_config(folder / "config.json")
     upcast = dtype == ms.float16 and config.get("force_upcast", True)
@@ -110,30 +117,33 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise WrongInput(f"{folder} does not load: {reason}") from None
-    attend_by(vae, flash=flash)
+    set_flash_attention(vae, flash=flash)
     return vae.set_train(False)
 
 
-def attend_by(part: Any, *, flash: bool) -> None:
-    """Have attention computed by Ascend's fused operator, or as it is written.
+def set_flash_attention(part: Any, *, flash: bool) -> None:
+    """Select Ascend's fused attention operator, or mindone's unfused attention.
 
-    In float32 it is always as written: the operator knows half precision alone, and mindone would
-    round to it without a word.
+    float32 always uses unfused attention. The fused operator supports half precision only, and
+    mindone would silently cast float32 to float16.
     """
     if hasattr(part, "enable_flash_sdp"):  # mindone's diffusers models
         part.set_flash_attention_force_cast_dtype(None)
         part.enable_flash_sdp(flash)
 
 
-def fresh_denoiser(base: Path, config: dict[str, Any], seed: int) -> Any:
-    """A denoiser that has learnt nothing, as mindone initialises it: by the seed alone, for one
-    version of MindSpore.
+def random_init_denoiser(base: Path, config: dict[str, Any], seed: int) -> Any:
+    """Construct a UNet with mindone's random initialization.
+
+    With the same version of MindSpore, the weights depend on the seed alone.
 
     Args:
-        base: the folder of the base's denoiser.
+        base: folder of the base pipeline's denoiser, for messages.
+        config: diffusers config of the UNet.
+        seed: of the initialization.
 
     Raises:
-        WrongInput: it is no denoiser's config.
+        WrongInput: the config does not describe a UNet.
     """
     ms.set_seed(seed % 2**32)
     return _denoiser(base / "config.json", config)
@@ -157,7 +167,19 @@ def _fill(
     dtype: ms.Type,
     more: Callable[[Arrays], Arrays] = lambda arrays: Arrays(),
 ) -> None:
-    """Give a part of the pipeline a folder's weights, and what they lack. Raises WrongInput."""
+    """Load a folder's weights into a component.
+
+    Args:
+        model: the component, changed in place.
+        part: component name.
+        folder: of the weight files.
+        stem: file name of the weights without variant and extension.
+        dtype: of the parameters.
+        more: returns additional weights for those of the folder.
+
+    Raises:
+        WrongInput: a file is missing or damaged, or the weights do not match the model.
+    """
     files, arrays = weight_files(folder, stem), Arrays()
     for path in files:
         try:
@@ -170,11 +192,11 @@ def _fill(
     given = {n: array.shape for n, array in arrays.items() if not n.endswith("position_ids")}
     check_fit(files[0], shapes, given)
     for name, parameter in parameters.items():
-        put(parameter, arrays[name], dtype)
+        set_parameter(parameter, arrays[name], dtype)
 
 
 def named_weights(model: nn.Cell) -> dict[str, Parameter]:
-    """A model's parameters by the names that diffusers and transformers have for them."""
+    """A model's parameters by their names in diffusers and transformers."""
     found = {}
     for name, parameter in model.parameters_and_names():
         owner, _, last = name.rpartition(".")
@@ -182,6 +204,6 @@ def named_weights(model: nn.Cell) -> dict[str, Parameter]:
     return found
 
 
-def put(parameter: Parameter, array: Any, dtype: ms.Type = ms.float32) -> None:
-    """Give a parameter a value and a precision."""
+def set_parameter(parameter: Parameter, array: Any, dtype: ms.Type = ms.float32) -> None:
+    """Set the value and dtype of a parameter."""
     parameter.set_data(Tensor(array).astype(dtype))

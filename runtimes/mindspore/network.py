@@ -1,4 +1,4 @@
-"""What is trained, as one cell: the denoiser, and the text encoders if they are trained too."""
+"""The trained network: a UNet and, where they are trained, its CLIP text encoders."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.mindspore.lora import add_adapters
 from runtimes.mindspore.models import (
-    fresh_denoiser,
     load_denoiser,
     load_text_encoder,
     named_weights,
+    random_init_denoiser,
 )
 from runtimes.mindspore.texts import encode_ids
 from runtimes.pipeline_folder.denoiser_config import job_config
@@ -26,20 +26,26 @@ from runtimes.registry import check_family
 
 
 class Network(nn.Cell):
-    """Predicts from noisy latents, timesteps and conditioning.
+    """A UNet with its trained text encoders.
 
-    Parameters are named by the part and the name within it, as State wants them.
+    Parameter names begin with the component name, as the keys of State do.
+
+    Args:
+        family: of the pipeline.
+        parts: component name, such as `unet`, to cell.
     """
 
     def __init__(self, family: Family, parts: dict[str, nn.Cell]) -> None:
         super().__init__(auto_prefix=False)
         check_family("mindspore", family.name)
-        self.family, self.parts = family, parts
+        self.family = family
+        self.parts = parts
         self.pooled = "pooled_prompt_embeds" in family.inputs
         self.penultimate = family.clip_states == "penultimate"
         self.denoiser = parts[family.denoiser]
         extras = ExtraInputs.from_config(self.denoiser.config)
-        self.paints, self.scored = extras.inpainting, extras.aesthetic_score
+        self.inpaints = extras.inpainting
+        self.has_aesthetic_score = extras.aesthetic_score
         names = [name for name in family.clip_encoders if name in parts]
         self.encodes_text = bool(names)
         self.text_encoders = nn.CellList([parts[name] for name in names], auto_prefix=False)
@@ -49,9 +55,12 @@ class Network(nn.Cell):
 
     @classmethod
     def load(cls, job: TrainJob, settings: Train) -> Network:
-        """The parts that the settings train. Raises WrongInput.
+        """Load the trained components.
 
-        Weights that adapters are laid over are in the compute precision, all others in float32.
+        Trained weights are float32; base weights under adapters have the compute dtype.
+
+        Raises:
+            WrongInput: weights are missing, damaged or do not match their config.
         """
         folder = Path(job.model)
         family = detect_family(folder)
@@ -60,7 +69,7 @@ class Network(nn.Cell):
         denoiser = folder / family.denoiser
         config = job_config(job, settings)
         if settings.init == "random":
-            unet = fresh_denoiser(denoiser, config, settings.seed)
+            unet = random_init_denoiser(denoiser, config, settings.seed)
         else:
             unet = load_denoiser(denoiser, dtype, config, settings.seed)
         parts = {family.denoiser: unet}
@@ -75,21 +84,25 @@ class Network(nn.Cell):
         return cls(family, parts)
 
     def cast(self, dtype: ms.Type) -> None:
-        """Put all weights into a precision."""
+        """Cast all weights to a dtype, in place."""
         for part in self.parts.values():
             for parameter in part.get_parameters():
                 parameter.set_dtype(dtype)
 
     def conditioning(self, given: dict[str, Any]) -> list[str]:
-        """The names of a batch's conditioning, in the order in which `construct` takes it."""
+        """Names of a batch's conditioning, in the order of `construct`'s arguments."""
         inputs = list(self.family.inputs)
         if "input_ids" in given:
             others = [name for name in inputs if not name.endswith("_embeds")]
             inputs = ["input_ids", "dropped", *others]
-        return inputs + ["inpainting"] * self.paints + ["aesthetic_score"] * self.scored
+        if self.inpaints:
+            inputs.append("inpainting")
+        if self.has_aesthetic_score:
+            inputs.append("aesthetic_score")
+        return inputs
 
     def trained(self) -> dict[str, Parameter]:
-        """What the optimizer holds, by the names that State has."""
+        """Trained parameters by their keys in State."""
         return {
             state_name(part, name): parameter
             for part, cell in self.parts.items()
@@ -97,8 +110,11 @@ class Network(nn.Cell):
             if parameter.requires_grad
         }
 
-    def reached(self, name: str) -> bool:
-        """Whether a gradient reaches the weight that State has by that name."""
+    def receives_gradient(self, name: str) -> bool:
+        """Whether the loss depends on the trained parameter of a State key.
+
+        The last layers of a text encoder with penultimate hidden states receive no gradient.
+        """
         part, _, rest = name.partition(".")
         if not part.startswith("text_encoder"):
             return True
@@ -106,12 +122,20 @@ class Network(nn.Cell):
         return not rest.startswith(self.family.unused_text_weights(part, layers))
 
     def construct(self, noisy_latents: Tensor, timesteps: Tensor, *conditioning: Tensor) -> Tensor:
-        """The denoiser's prediction [B, C, h, w]."""
+        """The UNet's prediction [B, C, h, w].
+
+        Args:
+            noisy_latents: [B, C, h, w].
+            timesteps: [B].
+            conditioning: [B, ...] each, in the order of `self.conditioning`.
+        """
         score = None
-        if self.scored:
+        if self.has_aesthetic_score:
             score, conditioning = conditioning[-1], conditioning[:-1]
-        if self.paints:
+        if self.inpaints:
             noisy_latents = ops.cat((noisy_latents, conditioning[-1]), axis=1)
+        # `conditioning` is (input_ids, dropped, ...) with trained text encoders; without them it is
+        # (prompt_embeds, ...) or (prompt_embeds, pooled_prompt_embeds, add_time_ids, ...).
         states, added = conditioning[0], None
         if self.encodes_text:
             states, pooled = self.encode(conditioning[0], conditioning[1])
@@ -129,7 +153,12 @@ class Network(nn.Cell):
         )[0]
 
     def encode(self, ids: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Embeddings [B, T, D] and pooled ones [B, P] of token ids; zeros where `dropped` is 1."""
+        """Prompt embeddings [B, T, D] and pooled embeddings [B, P] or None of token ids.
+
+        Args:
+            ids: [B, n, T], one row of tokens per text encoder.
+            dropped: [B]; 1 replaces the embeddings by zeros.
+        """
         states, pooled = encode_ids(self.penultimate, self.text_encoders, ids)
         kept = (1 - dropped).astype(states.dtype)
         states = states * kept.reshape((-1, 1, 1))
@@ -139,7 +168,7 @@ class Network(nn.Cell):
 
 
 def _recompute(part: nn.Cell) -> None:
-    """Have a part's blocks forget their activations and compute them again in the backward pass."""
+    """Enable gradient checkpointing of a component's blocks."""
     blocks = repeated_blocks()
     for _, cell in part.cells_and_names():
         if type(cell).__name__ in blocks:

@@ -1,7 +1,7 @@
-"""Several processes at one run, each with all weights: how their gradients come together.
+"""Data parallelism over processes with replicated weights.
 
-They meet as `msrun` has them meet: a scheduler tells each where the others are. Where msrun has
-started this process, the scheduler is there; otherwise the first process starts it.
+Processes find each other through MindSpore's scheduler, a rendezvous server. msrun starts it; in a
+run without msrun, rank 0 does.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from mindspore import Tensor, communication, ops
 from runtimes.contract import WrongInput
 from runtimes.process.ranks import Ranks
 
-#: Bytes of gradients that are sent at a time: many small ones cost a round trip each.
+#: Bytes of gradients per all-reduce: a bucket saves one round trip per small array.
 BUCKET = 64 * 2**20
-#: Numbers up to its square are exact when they are sent as two float32.
+#: Base of the two float32 digits of an integer; integers below its square are exact.
 HALF = 2**16
-#: What msrun sets for each process.
+#: Environment variable that msrun sets for each process.
 STARTED = "MS_ROLE"
 
 
-class Alone:
-    """One process."""
+class SingleProcess:
+    """A run with one process; base class of the parallel run."""
 
-    def total(self, arrays: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of arrays over all processes."""
+    def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
+        """Sum arrays over all processes, as float32."""
         return list(arrays)
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so."""
+        """Whether `flag` is true on any process."""
         return flag
 
     def broadcast(self, number: int) -> int:
-        """The first process's number."""
+        """Rank 0's number, on every process."""
         return number
 
 
-class Data(Alone):
-    """Each process takes its share of a batch, and updates everything alike."""
+class DataParallel(SingleProcess):
+    """Each process computes its share of a batch, and the same update."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._first = ranks.first
         self._sum = ops.AllReduce(ops.ReduceOp.SUM)
 
-    def total(self, arrays: Sequence[Tensor]) -> list[Tensor]:
+    def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
         for bucket in _buckets(arrays):
             flat = ops.concat([array.astype(ms.float32).reshape(-1) for array in bucket])
@@ -66,21 +66,23 @@ class Data(Alone):
         return self._agree(number if self._first else 0)
 
     def _agree(self, number: int) -> int:
-        """The sum of all processes' numbers, in two halves: a CPU sums float32 alone."""
+        """Sum integers over all processes, as two digits: a CPU all-reduces float32 only."""
         halves = Tensor(np.array(divmod(number, HALF), np.float32))
         high, low = self._sum(halves).asnumpy().tolist()
         return int(high) * HALF + int(low)
 
 
-def open_parallel(ranks: Ranks) -> Alone:
-    """Meet the other processes, if there are any. Call it once the device is open.
+def open_parallel(ranks: Ranks) -> SingleProcess:
+    """Join the process group of the run, if it has several processes.
+
+    Call it after the device is opened.
 
     Raises:
-        TimeoutError: they do not meet.
-        WrongInput: others meet than were to.
+        TimeoutError: a process did not join in time.
+        WrongInput: the number of processes differs from the job's.
     """
     if ranks.world == 1:
-        return Alone()
+        return SingleProcess()
     if STARTED not in os.environ:
         meeting = {
             "MS_WORKER_NUM": str(ranks.world),
@@ -94,25 +96,27 @@ def open_parallel(ranks: Ranks) -> Alone:
         communication.init()
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        words = f"the processes of the run do not meet: {reason}"
+        words = f"not all processes of the run have connected: {reason}"
         raise TimeoutError(errno.ETIMEDOUT, words) from None
     if communication.get_group_size() != ranks.world:
-        raise WrongInput(f"{communication.get_group_size()} processes met, not {ranks.world}")
-    return Data(ranks)
+        raise WrongInput(
+            f"{communication.get_group_size()} processes have connected, the job has {ranks.world}"
+        )
+    return DataParallel(ranks)
 
 
 def _start_scheduler() -> None:
-    """Its standard input is a pipe from us, which ends with us."""
+    """Start the scheduler with a pipe as standard input, which closes when this process ends."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "runtimes.mindspore.rendezvous"],
         env={**os.environ, STARTED: "MS_SCHED"},
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # what it has to complain of is for our log
+        stdout=subprocess.DEVNULL,  # its errors go to this process's standard error
     )
     _SCHEDULERS.append(process)
 
 
-#: Held for all of this process's life, as their pipes must be.
+#: References that keep the pipes open until this process ends.
 _SCHEDULERS: list[subprocess.Popen[bytes]] = []
 
 

@@ -1,4 +1,4 @@
-"""A trace of some steps, for MindStudio Insight or chrome://tracing."""
+"""Trace steps with MindSpore's profiler, for MindStudio Insight or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mindspore import profiler
 
 
 def tracing(folder: str, target: str) -> AbstractContextManager[None]:
-    """Trace what is done within, into files below a local folder."""
+    """Trace the context to files below a local folder."""
     kinds = [profiler.ProfilerActivity.CPU]
     if target == "Ascend":
         kinds.append(profiler.ProfilerActivity.NPU)

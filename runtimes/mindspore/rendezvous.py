@@ -1,6 +1,6 @@
-"""Where the processes of a run find each other: `python -P -m runtimes.mindspore.rendezvous`.
+"""MindSpore's scheduler process, a rendezvous: `python -P -m runtimes.mindspore.rendezvous`.
 
-msrun starts one itself; without msrun the first process of a run does (parallel.py).
+msrun starts its own; in a run without msrun, rank 0 starts this one (parallel.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 
 
 def serve() -> None:
-    """Until all of them have left."""
+    """Serve until all processes of the run have disconnected."""
     import mindspore as ms
 
     ms.set_device("CPU")
@@ -19,7 +19,7 @@ def serve() -> None:
 
 
 def _end_with_parent() -> None:
-    """When the process that started this one is no more, its end of our standard input closes."""
+    """End with the parent process: its end of the standard input pipe closes when it ends."""
     sys.stdin.read()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""The MindSpore runtime: forward, backward and update of mindone's models on Ascend or CPU."""
+"""The MindSpore runtime: trains mindone's models on Ascend or CPU."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ __all__ = ["TheRuntime"]
 
 
 class TheRuntime:
-    """See base.Runtime for what each method promises."""
+    """Implements contract.Runtime."""
 
-    samples_collectively = False  # each process holds all weights
+    samples_collectively = False  # weights are replicated, so rank 0 samples alone
 
     def __init__(self, events: Events) -> None:
         self.versions = versions()
         self._events = events
-        self._sampler: Any = None  # generate.Sampler, once a sample is asked for
+        self._sampler: Any = None  # generate.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
-        self._job, self._settings = job, Train(**job.train)
+        self._job = job
+        self._settings = Train(**job.train)
         ranks = Ranks.here()
         self._rank = ranks.rank
         check(self._settings)
         self._target = start(self._settings.device, ranks)
         self.device = describe()
         self._parallel = open_parallel(ranks)
-        # mindone is imported only now: it takes the operators as the device has left them.
+        # mindone binds operators at import, and opening a CPU replaces some (device.py).
         from runtimes.mindspore.gradients import Gradients
-        from runtimes.mindspore.models import attend_by
+        from runtimes.mindspore.models import set_flash_attention
         from runtimes.mindspore.network import Network
-        from runtimes.mindspore.update import Update, copied
+        from runtimes.mindspore.update import Update, float32_copy
 
         given = self._settings
         self._dtype = getattr(ms, given.compute_dtype)
@@ -63,11 +64,11 @@ class TheRuntime:
         computed = network.trained()
         masters = computed
         if given.method == "full" and given.compute_dtype != "float32":
-            masters = {name: copied(f"master.{name}", p) for name, p in computed.items()}
+            masters = {name: float32_copy(f"master.{name}", p) for name, p in computed.items()}
             network.cast(self._dtype)
         for part in network.parts.values():
-            attend_by(part, flash=given.mindspore.flash_attention)
-        reached = [name for name in computed if network.reached(name)]
+            set_flash_attention(part, flash=given.mindspore.flash_attention)
+        reached = [name for name in computed if network.receives_gradient(name)]
         self._network = network.set_train(True)
         self._gradients = Gradients(network, [computed[n] for n in reached], given.mindspore)
         self._update = Update(masters, computed, reached, given)
@@ -84,7 +85,7 @@ class TheRuntime:
         for inputs in batch.on_device or self._inputs(batch):
             part = self._gradients(inputs, scale)
             sums = self._gradients.add(sums, part) if sums else part
-        loss, *gradients = self._parallel.total(sums)
+        loss, *gradients = self._parallel.sum_over_ranks(sums)
         norm, skipped = self._update.apply(gradients, learning_rate)
         return StepOutput(loss, norm, overflowed=skipped)
 
@@ -141,7 +142,7 @@ class TheRuntime:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within, the network has its average, if one is kept, and drops nothing."""
+        """Within the context, the network has its EMA weights, if any, and no dropout."""
         self._network.set_train(False)
         try:
             with self._update.averaged():
@@ -150,7 +151,7 @@ class TheRuntime:
             self._network.set_train(True)
 
     def shutdown(self) -> None:
-        pass  # each may end on its own
+        pass  # no process has to wait for the others
 
     def memory_bytes(self) -> int:
         return memory_bytes()

@@ -1,4 +1,4 @@
-"""From token ids to text conditioning, as models/text_encoding.py does it; gradients flow."""
+"""Differentiable text encoding, as in models/text_encoding.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from mindspore import Tensor, ops
 def encode_ids(
     penultimate: bool, models: Sequence[Any], ids: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Hidden states [B, T, D] and pooled embeddings [B, P] or None, of token ids [B, n, T].
+    """Hidden states [B, T, D] and pooled embeddings [B, P] or None of token ids.
 
     Args:
-        penultimate: the states before the last layer, and pooled ones of the last model (SDXL);
-            otherwise those after the final norm of the only model (Stable Diffusion 1 and 2).
+        penultimate: True returns the hidden states before the last layer of all encoders, and the
+            last encoder's pooled embeddings (SDXL). False returns the states after the final norm
+            of the only encoder (Stable Diffusion 1 and 2).
+        models: n CLIP encoders.
+        ids: [B, n, T], one row of tokens per encoder.
     """
     if not penultimate:
         return models[0](ids[:, 0], return_dict=False)[0], None

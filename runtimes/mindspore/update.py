@@ -1,4 +1,4 @@
-"""Clipping, AdamW and the weight average, as one compiled graph; state goes in and out.
+"""Gradient clipping, AdamW and EMA, as compiled graphs.
 
 The rule is that of torch.optim.AdamW (arXiv 1711.05101), by MindSpore's fused operator, which has
 no bias correction. With c1 = 1 - beta1^t and c2 = 1 - beta2^t,
@@ -11,7 +11,6 @@ for rate' = rate * sqrt(c2) / c1, eps' = eps * sqrt(c2), decay' = decay * rate /
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from configs.training import Train
 from runtimes.contract import State, WrongInput
 from runtimes.mindspore.loss_scale import DynamicLossScale
+from runtimes.update.rule import bias_corrections, ema_decay_at, text_encoder_factor
 
 Gradients = Sequence[Tensor]
 Parameters = Mapping[str, Parameter]
@@ -33,36 +33,40 @@ class Update:
     """AdamW on float32 masters, and their exponential moving average.
 
     Args:
-        masters: what is updated, in float32.
-        computed: what the network computes with, by the same names: the masters themselves, or
-            copies in half precision that follow them.
-        reached: names of those that gradients are given for, in their order. The others stay.
+        masters: float32 parameters to update, by State's keys.
+        computed: parameters of the network by the same keys: the masters themselves, or copies in
+            half precision that are recomputed from the masters after each update.
+        reached: keys of the parameters with gradients, in the gradients' order. The step leaves
+            other parameters unchanged.
+        settings: learning rates, AdamW, clipping, EMA and loss scale.
     """
 
     def __init__(
         self, masters: Parameters, computed: Parameters, reached: Sequence[str], settings: Train
     ) -> None:
-        self._settings, self._step = settings, 0
+        self._settings = settings
+        self._step = 0
         half = settings.compute_dtype == "float16"
         self.loss_scale = DynamicLossScale(settings.loss_scale if half else None)
-        self._masters, self._computed = dict(masters), dict(computed)
+        self._masters = dict(masters)
+        self._computed = dict(computed)
         self._first = {n: _zeros(f"exp_avg.{n}", p) for n, p in masters.items()}
         self._second = {n: _zeros(f"exp_avg_sq.{n}", p) for n, p in masters.items()}
         self._average: dict[str, Parameter] = {}
         if settings.ema_decay is not None:
-            self._average = {n: copied(f"ema.{n}", p) for n, p in masters.items()}
-        text_rate = settings.text_encoder_lr or settings.learning_rate
-        shares = {True: text_rate / settings.learning_rate, False: 1.0}
+            self._average = {n: float32_copy(f"ema.{n}", p) for n, p in masters.items()}
+        text_names = [n for n in reached if n.startswith("text_encoder")]
+        denoiser_names = [n for n in reached if not n.startswith("text_encoder")]
+        text_share = text_encoder_factor(settings)
         self._groups = []
-        for texts, share in shares.items():
-            names = [n for n in reached if n.startswith("text_encoder") == texts]
+        for names, share in ((text_names, text_share), (denoiser_names, 1.0)):
             if names:
                 places = [at for at, n in enumerate(reached) if n in set(names)]
                 self._groups.append((places, share, ms.jit(self._adam(names).construct)))
         self._norm = ms.jit(_Norm().construct)
         halves = [n for n, p in masters.items() if computed[n] is not p]
-        follow = _Follow(self._pick(computed, halves), self._pick(masters, halves))
-        self._follow = ms.jit(follow.construct) if halves else None
+        cast_masters = _CastMasters(self._pick(computed, halves), self._pick(masters, halves))
+        self._cast_masters = ms.jit(cast_masters.construct) if halves else None
         averaging = _Average(self._pick(self._average, masters), self._pick(masters, masters))
         self._averaging = ms.jit(averaging.construct) if self._average else None
 
@@ -79,38 +83,41 @@ class Update:
     def apply(self, gradients: Gradients, learning_rate: float) -> tuple[Tensor, bool]:
         """Clip the gradients of the scaled loss and update, or skip the step at an overflow.
 
+        Args:
+            gradients: of the scaled loss, in the order of `reached`.
+            learning_rate: of the denoiser.
+
         Returns:
-            The gradients' L2 norm before clipping, and whether the step was skipped.
+            The unscaled gradients' L2 norm before clipping, and whether the step was skipped.
         """
         scale, given = self.loss_scale, self._settings
         inverse = _number(1 / scale.value)
         norm = self._norm(inverse, *gradients)
-        # Only a loss scale has to wait for the device.
-        skipped = scale.take(float(norm) if given.compute_dtype == "float16" else 0.0)
+        # Only float16 reads the norm, which waits for the device.
+        skipped = scale.update(float(norm) if given.compute_dtype == "float16" else 0.0)
         if not skipped:
             for places, share, update in self._groups:
                 part = [gradients[place] for place in places]
                 update(norm, inverse, *self._numbers(learning_rate * share), *part)
-            if self._follow is not None:
-                self._follow()
+            if self._cast_masters is not None:
+                self._cast_masters()
         if self._averaging is not None:
             assert given.ema_decay is not None
-            decay = min(given.ema_decay, (1 + self._step) / (10 + self._step))
+            decay = ema_decay_at(self._step, given.ema_decay)
             self._averaging(_number(1 - decay))
         self._step += 1
         return norm, skipped
 
     def _numbers(self, rate: float) -> tuple[Tensor, ...]:
-        """rate', eps' and decay' of this step."""
-        (beta1, beta2), count = self._settings.adam_betas, self.loss_scale.updates
-        first, root = 1 - beta1**count, math.sqrt(1 - beta2**count)
+        """rate', eps' and decay' of this step, as in the module docstring."""
+        first, root = bias_corrections(self._settings.adam_betas, self.loss_scale.updates)
         decay = self._settings.weight_decay * first / root
         numbers = (rate * root / first, self._settings.adam_epsilon * root, decay)
         return tuple(_number(number) for number in numbers)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the network has the averaged weights, if an average is kept."""
+        """Within the context, the network has the EMA weights, if there is an EMA."""
         kept = {name: self._masters[name].asnumpy().copy() for name in self._average}
         for name, average in self._average.items():
             self._set(name, average.asnumpy())
@@ -127,7 +134,7 @@ class Update:
             _assign(computed, array)
 
     def state(self) -> State:
-        """Copies of everything that the next step depends on, but the step's number."""
+        """Copies of weights, moments, EMA and loss scale on the host, as float32 arrays."""
         state = {
             group: {name: p.asnumpy().copy() for name, p in parameters.items()}
             for group, parameters in self._groups_of_state().items()
@@ -136,7 +143,11 @@ class Update:
         return state | ({"loss_scale": scale} if scale else {})
 
     def restore(self, state: State, step: int) -> None:
-        """Continue as after `step` steps. Raises WrongInput if the state is of another model."""
+        """Restore a State that was saved after `step` steps.
+
+        Raises:
+            WrongInput: the State has other keys or shapes than this model.
+        """
         for group, parameters in self._groups_of_state().items():
             given = state.get(group, {})
             if given.keys() != parameters.keys():
@@ -180,7 +191,9 @@ class _AdamW(nn.Cell):
         settings: Train,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.masters, self.first, self.second = masters, first, second
+        self.masters = masters
+        self.first = first
+        self.second = second
         self.beta1, self.beta2 = (_number(beta) for beta in settings.adam_betas)
         self.most = settings.max_grad_norm
         self.each = ops.HyperMap()
@@ -201,12 +214,13 @@ class _AdamW(nn.Cell):
         return self.each(rule, self.masters, self.first, self.second, gradients)
 
 
-class _Follow(nn.Cell):
-    """Weights in half precision take their masters' values."""
+class _CastMasters(nn.Cell):
+    """Assigns the masters, cast to half precision, to the network's weights."""
 
     def __init__(self, halves: ParameterTuple, masters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.halves, self.masters = halves, masters
+        self.halves = halves
+        self.masters = masters
         self.each = ops.HyperMap()
 
     def construct(self) -> Any:
@@ -216,7 +230,8 @@ class _Follow(nn.Cell):
 class _Average(nn.Cell):
     def __init__(self, averages: ParameterTuple, masters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.averages, self.masters = averages, masters
+        self.averages = averages
+        self.masters = masters
         self.each = ops.HyperMap()
 
     def construct(self, share: Tensor) -> Any:
@@ -228,7 +243,7 @@ _adamw = ops.MultitypeFuncGraph("adamw")
 _cast = ops.MultitypeFuncGraph("cast")
 _lerp = ops.MultitypeFuncGraph("lerp")
 _fused = ops.AdamWeightDecay()
-_l2 = ops.L2Loss()  # half the sum of squares, in one operator
+_l2 = ops.L2Loss()  # half the sum of squares
 
 
 @_half_square.register("Tensor", "Tensor")
@@ -268,8 +283,8 @@ def _number(value: float) -> Tensor:
     return Tensor(value, ms.float32)
 
 
-def copied(name: str, parameter: Parameter) -> Parameter:
-    """A float32 copy of a parameter under another name."""
+def float32_copy(name: str, parameter: Parameter) -> Parameter:
+    """A float32 copy of a parameter, with another name and without gradient."""
     array = parameter.astype(ms.float32).asnumpy().copy()
     return Parameter(Tensor(array), name=name, requires_grad=False)
 
@@ -279,5 +294,5 @@ def _zeros(name: str, like: Parameter) -> Parameter:
 
 
 def _assign(parameter: Parameter, array: NDArray[np.float32]) -> None:
-    """In place: compiled graphs hold on to the parameter's memory."""
+    """Assign in place: compiled graphs refer to the parameter's memory."""
     ops.assign(parameter, Tensor(np.array(array, np.float32)).astype(parameter.dtype))

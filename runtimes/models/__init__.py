@@ -1,12 +1,12 @@
-"""The PyTorch modules that runtimes torch, xla and jax all run."""
+"""PyTorch models that runtimes torch, xla and jax share."""
 
 import os
 
-# Read by these libraries when they are imported: what they would say is not about the job.
+# diffusers and transformers read these at import. Their warnings do not concern the user's job.
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# Threads that spin while they wait for each other make steps of small models faster, and ten times
-# slower once anything else (the stage, another job) wants a core: they spin briefly, then sleep.
+# Spinning OpenMP threads make steps of small models faster, but ten times slower when another
+# process competes for a core. A short spin before sleeping keeps most of the gain.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,4 +1,4 @@
-"""Dropout that a resumed run repeats."""
+"""Reproducible dropout: a resumed run draws the same masks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from runtimes.objective.random import Stream, generator
 
 
-def drops(network: torch.nn.Module) -> bool:
-    """Whether a forward pass in training draws what to drop: adapters, or a base that says so."""
+def has_dropout(network: torch.nn.Module) -> bool:
+    """Whether a training forward pass draws dropout masks, in layers or in attention."""
     modules = list(network.modules())
     layers = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in modules)
     configs: list[Any] = [getattr(module, "config", None) for module in modules]
@@ -18,10 +18,13 @@ def drops(network: torch.nn.Module) -> bool:
 
 
 def seed_dropout(seed: int, step: int, first: int, rank: int) -> None:
-    """Fix what the next forward pass drops.
+    """Seed PyTorch's default generators for the dropout masks of the next forward pass.
 
     Args:
-        first: the first sample of the micro-batch, among those of this rank.
+        seed: of the run.
+        step: optimizer step, from 0.
+        first: index of the micro-batch's first sample within this rank's batch.
+        rank: of this process; each rank draws other masks.
     """
     rng = generator(seed, Stream.DROPOUT, step, first, rank)
     torch.manual_seed(int(rng.integers(2**63)))

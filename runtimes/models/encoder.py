@@ -1,4 +1,4 @@
-"""Encode pictures and captions with a pipeline's VAE and text encoders, without its denoiser."""
+"""Encode images and captions with a pipeline's VAE and text encoders, without its denoiser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from runtimes.contract import WrongInput
-from runtimes.encode.tokenize import Tokens, check_vocabulary
+from runtimes.encode.tokenize import LockedTokenizers, check_vocabulary
 from runtimes.families import family_named
 from runtimes.models.loading import SAFE, load_text_encoder
 from runtimes.models.micro_batches import Send, sender
@@ -30,18 +30,19 @@ Float32 = NDArray[np.float32]
 
 
 class Encoder:
-    """The encoders of a pipeline folder of a family known here, on one device.
+    """VAE, tokenizers and text encoders of a diffusers pipeline, on one device.
 
     Args:
-        model_folder: local diffusers pipeline folder.
-        vae_folder: an AutoencoderKL in place of the pipeline's own.
-        device: of PyTorch, which is open.
-        send, fetch: what puts arrays [B, ...] there and gets them back, if not in the ordinary way.
-        dtype: float32, bfloat16 or float16; a VAE that says `force_upcast` stays float32 in half
-            precision, as in diffusers.
+        model_folder: local diffusers pipeline folder of a registered family.
+        vae_folder: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        device: PyTorch device, already initialized.
+        send: copies a host array [B, ...] to the device; None is a plain copy.
+        fetch: copies a device tensor [B, ...] to the host.
+        dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
+            config computes in float32 where `dtype` is float16.
 
     Raises:
-        WrongInput: weights are missing or do not fit.
+        WrongInput: weights are missing, damaged or do not match their config.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Encoder:
         self.family = family_named(self.info["family"])
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
-        self._send, self._fetch = sender(self.device) if send is None else send, fetch
+        self._send = sender(self.device) if send is None else send
+        self._fetch = fetch
         try:
             self._load_vae(vae_path(model_folder, vae_folder))
             self._load_texts(model_folder)
@@ -81,7 +83,7 @@ class Encoder:
         if self.family.t5 is not None and has_t5(folder):
             self._t5 = self._load_text(T5TokenizerFast, folder, self.family.t5.component)
             self._t5_length = t5_length(folder)
-        self._tokens = Tokens()
+        self._tokens = LockedTokenizers()
 
     def _load_text(self, kind: Any, folder: Path, part: str) -> tuple[Any, Any]:
         model = load_text_encoder(folder, part, self.dtype).to(self.device).requires_grad_(False)
@@ -92,9 +94,12 @@ class Encoder:
 
     @torch.no_grad()
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        """Moments of the posterior of pictures [B, 3, H, W] in -1..1: mean and log-variance.
+        """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
 
-        Both are [B, C, h, w] f32, unscaled. Diverged pictures come back as NaN or infinity.
+        Numerical overflow in half precision is returned as NaN or infinity.
+
+        Args:
+            pixels: images [B, 3, H, W] f32 in -1..1.
         """
         batch = self._send(pixels).to(self._vae_dtype)
         posterior = self.vae.encode(batch).latent_dist
@@ -102,7 +107,7 @@ class Encoder:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Pictures [B, 3, H, W] in -1..1 of a denoiser's latents [B, C, h, w]."""
+        """Decode scaled latents [B, C, h, w] to images [B, 3, H, W] f32 in -1..1."""
         info = self.info
         latents = latents.to(self._vae_dtype) / info["scaling_factor"]
         if info["latents_mean"] is not None and info["latents_std"] is not None:
@@ -117,12 +122,15 @@ class Encoder:
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
     ) -> tuple[Float32, Float32 | None]:
-        """Prompt embeddings [K, T, D] and, but for SD 1 and 2, pooled ones [K, P]; f32.
+        """Prompt embeddings [K, T, D] f32 and pooled embeddings [K, P] f32 of K captions.
 
-        `clip` are text encoders, trained ones say, in place of the pipeline's own.
+        SD 1 and 2 have no pooled embeddings: the second value is None. The embeddings equal those
+        of the diffusers pipeline's `encode_prompt`, without the zeros that SD3 appends where T5 is
+        absent; the data loader appends them.
 
-        The same as `encode_prompt` of diffusers' pipelines, except that what SD3's has of zeros
-        where there is no T5 (rows below, columns to the right) is left out: a loader adds it.
+        Args:
+            captions: K prompts.
+            clip: CLIP encoders that replace the pipeline's, such as trained ones.
         """
         ids = self._send(self.input_ids(captions))
         models = clip or [model for _, model in self._clip]
@@ -133,7 +141,7 @@ class Encoder:
         return self._host(states), None if pooled is None else self._host(pooled)
 
     def t5(self, captions: Sequence[str]) -> Float32 | None:
-        """What `texts` has of T5 alone [K, T5, D], if there is one."""
+        """T5's hidden states [K, T, D] f32, or None where the pipeline has no T5."""
         with torch.no_grad():
             return None if self._t5 is None else self._host(self._t5_states(captions))
 
@@ -146,16 +154,19 @@ class Encoder:
         return self._fetch(tensor.float()).numpy()
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
-        """Token ids [K, n, T] of captions, padded and truncated, by each of n CLIP tokenizers."""
+        """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
         rows = [self._tokens.ids(t, captions) for t, _ in self._clip]
         return np.stack(rows, axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """Tokens of each caption before truncation, with marks, as the longest reader has them."""
+        """Number of tokens per caption before truncation, with special tokens.
+
+        T5's tokenizer counts where there is one, since it accepts the longest captions.
+        """
         return self._tokens.counts((self._t5 or self._clip[0])[0], captions)
 
 
 def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
-    """What a VAE computes in: float32 in place of float16 if its config says `force_upcast`."""
+    """Compute dtype of a VAE: float32 in place of float16 if its config has `force_upcast`."""
     upcast = dtype == torch.float16 and AutoencoderKL.load_config(folder).get("force_upcast", True)
     return torch.float32 if upcast else dtype

@@ -1,4 +1,4 @@
-"""What a step costs, counted; and what a chip can do, as its maker says."""
+"""Count the FLOPs of a training step; peak FLOP/s of GPUs from their data sheets."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runtimes.contract import StepBatch
 
-#: Name, as CUDA tells it -> TFLOP/s without sparsity in bfloat16 (tensor cores, accumulating in
-#: float32) and in float32 (no tensor cores: TF32 is off). From NVIDIA's data sheets of each
-#: product, sparse figures halved; of GeForce cards, from the white papers "Ada GPU architecture"
-#: (table 4), "GA102" (table 3) and "RTX Blackwell" (appendix A); of A10G, from AWS's G5 page.
-#: The first that matches counts.
+#: (pattern of CUDA's device name, bfloat16 TFLOP/s, float32 TFLOP/s); the first match applies.
+#: bfloat16 is dense, on tensor cores with float32 accumulation; float32 is without tensor cores,
+#: since TF32 is off. Sources: NVIDIA's data sheets, with sparse figures halved; for GeForce cards
+#: the white papers "Ada GPU architecture" (table 4), "GA102" (table 3) and "RTX Blackwell"
+#: (appendix A); for A10G the page of AWS's G5 instances.
 PEAKS: tuple[tuple[str, float | None, float], ...] = (
     (r"GB200", 2500.0, 80.0),
     (r"B200", 2250.0, 75.0),
@@ -45,10 +45,10 @@ log = logging.getLogger("kiln")
 
 
 class FlopCounter:
-    """Counts the multiplications and additions of a forward and a backward pass.
+    """Counts the FLOPs of a forward and a backward pass, without recomputation.
 
-    On a copy of the network without its weights (`meta` tensors): nothing is computed, and what
-    gradient checkpointing computes again is not counted.
+    It runs a copy of the network on `meta` tensors, so nothing is computed. The copy has no
+    gradient checkpointing.
     """
 
     def __init__(self, network: torch.nn.Module) -> None:
@@ -60,9 +60,9 @@ class FlopCounter:
         self._counted: dict[object, int | None] = {}
 
     def of(self, batch: StepBatch) -> float | None:
-        """Of one batch: those of a sample of its shape, which are counted once, times its size.
+        """FLOPs of a batch: those of one sample, counted once for each shape, times the batch size.
 
-        None for a network with an operation that cannot be done without weights.
+        None if an operation of the network does not run on `meta` tensors.
         """
         arrays = {"": batch.noisy_latents, **batch.conditioning}
         shapes = tuple((name, array.shape[1:]) for name, array in arrays.items())
@@ -90,7 +90,7 @@ class FlopCounter:
 
 
 def without_weights(network: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a network on the `meta` device, made without copying its arrays."""
+    """A copy of a network on the `meta` device; no weights are copied."""
     kept: dict[int, Any] = {}
     for parameter in network.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -101,14 +101,14 @@ def without_weights(network: torch.nn.Module) -> torch.nn.Module:
 
 
 def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
-    """Operations a second that a device can do, or None where that is not known."""
+    """Peak FLOP/s of a CUDA device at a compute dtype; None for other or unknown devices."""
     if device.type != "cuda":
         return None
     return known_peak(torch.cuda.get_device_name(device), compute_dtype)
 
 
 def known_peak(name: str, compute_dtype: str) -> float | None:
-    """That of the chip of that name, from `PEAKS`."""
+    """Peak FLOP/s from `PEAKS` of the GPU with a CUDA device name; None if it is unknown."""
     for pattern, half, single in PEAKS:
         if re.search(pattern, name):
             tera = half if compute_dtype == "bfloat16" else single

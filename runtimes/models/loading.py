@@ -1,4 +1,4 @@
-"""Load the parts of a diffusers folder that are trained or encode: all there, all of one shape."""
+"""Load the denoiser and text encoders of a diffusers pipeline folder, with checked weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtimes.families.unet_inputs import added_weights, source_weight_names
 from runtimes.pipeline_folder.describe import read_config, text_class
 from runtimes.pipeline_folder.weight_files import check_fit, weight_files, weight_variant
 
-#: Nothing is fetched and nothing is unpickled.
+#: Options of `from_pretrained` that forbid downloads and pickle files.
 SAFE = {"local_files_only": True, "use_safetensors": True}
 
 
@@ -27,14 +27,17 @@ def load_denoiser(
     config: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Any:
-    """The denoiser in `folder` on the CPU, whatever precision it is stored in.
+    """Load a denoiser to the CPU and cast its weights to `dtype`.
 
     Args:
-        config: of one that sees more than the folder's (see families/unet_inputs.py).
-        seed: of the weights that it gains for that.
+        folder: the denoiser's folder in the pipeline.
+        dtype: of the weights, whatever their stored precision is.
+        config: config of a denoiser with extra inputs (families/unet_inputs.py); None is the
+            folder's config.
+        seed: initializes the weights of the extra inputs.
 
     Raises:
-        WrongInput: a file is missing or damaged, or the weights are not those of the config.
+        WrongInput: a file is missing or damaged, or the weights do not match the config.
     """
     denoiser = empty_denoiser(folder, config)
     files = weight_files(folder)
@@ -51,10 +54,10 @@ def load_denoiser(
 
 
 def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
-    """The denoiser of a folder's config, or of another one, on the `meta` device.
+    """Construct a denoiser on the `meta` device from `config`, or else from the folder's config.
 
     Raises:
-        WrongInput: it is no denoiser's config.
+        WrongInput: the config does not describe a supported denoiser.
     """
     config = read_config(folder / "config.json") if config is None else config
     known = denoiser_classes()
@@ -65,14 +68,14 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
             f"{', '.join(known)})"
         )
     try:
-        with torch.device("meta"):  # no time spent on weights that are replaced at once
+        with torch.device("meta"):  # skips the random initialization of weights
             return getattr(diffusers, kind).from_config(config)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         raise WrongInput(f"{folder / 'config.json'}: not a denoiser's config: {error}") from None
 
 
 def empty_text_encoder(model_folder: Path, part: str) -> Any:
-    """A text encoder of a pipeline on the `meta` device, by its config. Raises WrongInput."""
+    """Construct a text encoder of a pipeline on the `meta` device. Raises WrongInput."""
     kind = getattr(transformers, text_class(model_folder, part))
     config = kind.config_class.from_dict(read_config(model_folder / part / "config.json"))
     with torch.device("meta"):
@@ -85,17 +88,20 @@ def load_text_encoder(
     dtype: torch.dtype = torch.float32,
     folder: Path | None = None,
 ) -> Any:
-    """A text encoder of a pipeline on the CPU, of the class that its model_index.json names.
+    """Load a text encoder to the CPU, in evaluation mode.
 
     Args:
-        folder: where its weights are, if not in the pipeline's own folder of it.
+        model_folder: the diffusers pipeline; its model_index.json names the encoder's class.
+        part: component name, such as `text_encoder_2`.
+        dtype: of the weights.
+        folder: folder of trained weights; None is the pipeline's own folder.
 
     Raises:
-        WrongInput: its weights are missing or damaged, or not those of its config.
+        WrongInput: weights are missing or damaged, or do not match their config.
     """
     folder = folder or model_folder / part
     kind = getattr(transformers, text_class(model_folder, part))
-    disable_progress_bar()  # loading is announced by the stage, not by transformers
+    disable_progress_bar()  # the stage reports loading
     try:
         model, loaded = kind.from_pretrained(
             folder,

@@ -23,15 +23,20 @@ from runtimes.contract import WrongInput
 def add_adapters(
     part: str, model: torch.nn.Module, lora: Lora, seed: int, attention: Sequence[str] = ()
 ) -> None:
-    """Freeze a part of the pipeline and put fresh float32 adapters beside its layers.
+    """Freeze a component and add float32 LoRA adapters (arXiv 2106.09685) to its layers.
 
-    They change nothing yet: `up` is zero, and DoRA's magnitudes are the lengths that there are.
+    The adapted model initially computes the same as the base: `up` is zero, and DoRA's magnitudes
+    (arXiv 2402.09353) are the norms of the base weights.
 
     Args:
-        attention: ends of the names of attention's layers (families/family.py).
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        lora: rank, alpha, dropout, targets and DoRA.
+        seed: initializes `down`.
+        attention: name suffixes of attention layers (families/family.py).
 
     Raises:
-        WrongInput: the targets name no layer.
+        WrongInput: the targets match no layer, or one target's name is a suffix of another's.
     """
     from peft import LoraConfig, inject_adapter_in_model  # seconds to import
 
@@ -44,24 +49,30 @@ def add_adapters(
         use_dora=lora.dora,
     )
     model.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):  # what PEFT draws is drawn again below
+    with torch.random.fork_rng(devices=[]):  # PEFT's initialization is replaced below
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     adapted = dict(_adapted(model))
-    if adapted.keys() != set(chosen):  # a name that is the end of another's
+    if adapted.keys() != set(chosen):  # PEFT matches targets by the suffix of a layer's name
         odd = min(adapted.keys() ^ set(chosen))
         raise WrongInput(
-            f"train.lora.target_modules: {odd} of the {part} cannot be told from others"
+            f"train.lora.target_modules: {odd} of the {part} is ambiguous: the name of one layer "
+            "ends with the name of another"
         )
     for name, layer in adapted.items():
-        _start(f"{part}.{stored_name(part, name)}", layer, seed)
+        _initialize(f"{part}.{stored_name(part, name)}", layer, seed)
 
 
 @torch.no_grad()
-def lay_over(part: str, model: torch.nn.Module, adapters: Mapping[str, Adapter]) -> None:
-    """Merge adapters into the weights of a part, in float32.
+def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, Adapter]) -> None:
+    """Merge adapters into the weights of a component; the sum is computed in float32.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        adapters: stored layer name to adapter.
 
     Raises:
-        WrongInput: they are for layers that it does not have, or of another size.
+        WrongInput: the component lacks an adapted layer, or the layer has another shape.
     """
     layers = {stored_name(part, n): m for n, m in model.named_modules() if _kind(m)}
     for name, adapter in adapters.items():
@@ -93,8 +104,8 @@ def _adapted(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def _start(name: str, layer: Any, seed: int) -> None:
-    """Give one layer's adapter its first values, in float32 whatever the base is kept in."""
+def _initialize(name: str, layer: Any, seed: int) -> None:
+    """Initialize one layer's adapter in float32, whatever the dtype of the base weights is."""
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     down.weight.data = torch.from_numpy(initial_down(seed, name, down.weight.shape))
     up.weight.data = torch.zeros_like(up.weight, dtype=torch.float32)

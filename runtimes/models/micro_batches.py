@@ -1,4 +1,4 @@
-"""A batch on its way to the device, a part of it for each forward pass."""
+"""Split a batch into micro-batches, and copy each one to the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Send = Callable[[NDArray[Any]], torch.Tensor]
 
 
 def sender(device: torch.device) -> Send:
-    """What sends arrays to a device; the host goes on meanwhile."""
+    """A function that copies a host array to a device, asynchronously through pinned memory."""
 
     def send(array: NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -26,17 +26,29 @@ def sender(device: torch.device) -> Send:
 
 
 def micro_batches(batch: StepBatch, size: int | None, send: Send) -> Iterator[Inputs]:
-    """The parts of a batch that one forward pass takes at once; None is all of it."""
+    """Yield micro-batches of at most `size` samples; None is the whole batch."""
     for first, end in batch.micro_batches(size):
         yield Inputs(batch, send, first, end)
 
 
 class Inputs:
-    """Samples `first` to `end` of a batch, on the device.
+    """One micro-batch on the device: samples `first` to `end` (exclusive) of a batch.
 
     Args:
-        send: puts an array there.
-        dtype: of the latents and the conditioning.
+        batch: this rank's batch on the host.
+        send: copies an array to the device.
+        first: index of the first sample.
+        end: index after the last sample; None is the end of the batch.
+        dtype: of the latents and of all conditioning that is not in `contract.EXACT`.
+
+    Attributes:
+        first: index of the first sample.
+        last: whether the micro-batch is the last one of the batch.
+        noisy_latents: [B, C, h, w], `dtype`.
+        timesteps: [B], as in StepBatch.
+        target: [B, C, h, w] f32, the objective's regression target.
+        weight: [B] f32, loss weight of each sample.
+        conditioning: keyword to [B, ...].
     """
 
     def __init__(
@@ -48,16 +60,18 @@ class Inputs:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         part = slice(first, end)
-        self.first, self.last = first, end in (None, len(batch.timesteps))
+        self.first = first
+        self.last = end in (None, len(batch.timesteps))
         self.noisy_latents = send(batch.noisy_latents[part]).to(dtype)
         self.timesteps = send(batch.timesteps[part])
-        self.target, self.weight = send(batch.target[part]), send(batch.weight[part])
+        self.target = send(batch.target[part])
+        self.weight = send(batch.weight[part])
         self.conditioning = {
             name: send(array[part]) if name in UNCAST else send(array[part]).to(dtype)
             for name, array in batch.conditioning.items()
         }
 
     def errors(self, network: Any) -> torch.Tensor:
-        """Mean squared error of each sample [B], in float32."""
+        """Mean squared error per sample [B] f32, without loss weights."""
         prediction = network(self.noisy_latents, self.timesteps, self.conditioning)
         return (prediction.float() - self.target).square().mean(dim=(1, 2, 3))

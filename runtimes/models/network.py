@@ -1,4 +1,4 @@
-"""What is trained, as one module: the denoiser, and the text encoders if they are trained too."""
+"""The trained network: a denoiser and, where they are trained, its CLIP text encoders."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from runtimes.models.loading import (
     load_text_encoder,
 )
 from runtimes.models.lora import add_adapters
-from runtimes.models.npu_formulas import keep_formulas
-from runtimes.models.random_init import fresh_denoiser
+from runtimes.models.npu_formulas import keep_diffusers_formulas
+from runtimes.models.random_init import random_init_denoiser
 from runtimes.models.text_encoding import encode_in_step
 from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
 from runtimes.pipeline_folder.describe import read_config
@@ -28,9 +28,13 @@ from runtimes.process.job import TrainJob
 
 
 class Network(torch.nn.Module):
-    """Predicts from noisy latents, timesteps and conditioning; its children are pipeline parts.
+    """A denoiser with its trained text encoders; each child module is a pipeline component.
 
-    A parameter's name is therefore the part and the name within it, as State wants it.
+    Parameter names therefore begin with the component name, as the keys of State do.
+
+    Args:
+        family: of the pipeline.
+        parts: component name, such as `unet`, to module.
     """
 
     def __init__(self, family: Family, parts: dict[str, torch.nn.Module]) -> None:
@@ -38,20 +42,23 @@ class Network(torch.nn.Module):
         self.family = family
         for name, part in parts.items():
             self.add_module(name, part)
-        keep_formulas(self)
+        keep_diffusers_formulas(self)
 
     @classmethod
     def load(cls, job: TrainJob, settings: Train) -> Network:
-        """The parts that the settings train, on the CPU. Raises WrongInput.
+        """Load the trained components to the CPU.
 
-        What is trained is in float32; what adapters are laid over, in the compute precision.
+        Trained weights are float32; base weights under adapters have the compute dtype.
+
+        Raises:
+            WrongInput: weights are missing, damaged or do not match their config.
         """
         folder = Path(job.model)
         family, dtype = detect_family(folder), _dtype(settings)
         base = folder / family.denoiser
         config = job_config(job, settings)
         if settings.init == "random":
-            denoiser = fresh_denoiser(config, settings.seed)
+            denoiser = random_init_denoiser(config, settings.seed)
         else:
             denoiser = load_denoiser(base, dtype, config, settings.seed)
         parts = {family.denoiser: denoiser}
@@ -64,8 +71,17 @@ class Network(torch.nn.Module):
     def without_weights(
         cls, folder: Path, settings: Train, denoiser_config: dict[str, Any] | None = None
     ) -> Network:
-        """The same from config files alone, in memory that nothing has been written to: to plan
-        with. Raises WrongInput.
+        """Construct the network from config files alone, with uninitialized weights.
+
+        Planning compiles a step with it, and needs shapes only.
+
+        Args:
+            folder: pipeline folder; its weight files may be absent.
+            settings: of the training run.
+            denoiser_config: replaces the folder's config, for training from scratch.
+
+        Raises:
+            WrongInput: a config is missing or does not describe a supported model.
         """
         family, dtype = detect_family(folder), _dtype(settings)
         base = folder / family.denoiser
@@ -90,25 +106,25 @@ class Network(torch.nn.Module):
         return cls(family, parts)
 
     def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
-        """Put everything on a device; weights of convolutions in a memory format."""
+        """Move the network to a device, with convolution weights in a memory format."""
         self.to(device, memory_format=memory_format)
         for name, parameter in self.named_parameters():
-            if "lora_" in name:  # PEFT's DoRA takes a view of them as matrices
+            if "lora_" in name:  # PEFT's DoRA calls .view on these weights
                 parameter.data = parameter.data.contiguous()
 
     @property
     def denoiser(self) -> Any:
-        """The diffusers model that predicts."""
+        """The diffusers denoiser: a UNet or a transformer."""
         return self.get_submodule(self.family.denoiser)
 
     @property
     def text_encoders(self) -> list[torch.nn.Module]:
-        """The CLIP encoders, if captions are encoded here, in the family's order."""
+        """The trained CLIP encoders in the family's order; empty if they are not trained."""
         children = dict(self.named_children())
         return [children[name] for name in self.family.clip_encoders if name in children]
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """What the optimizer updates, by the names that State has."""
+        """Trained parameters by their keys in State."""
         return {
             state_name(part, name): parameter
             for part, module in self.named_children()
@@ -117,7 +133,7 @@ class Network(torch.nn.Module):
         }
 
     def constants(self) -> dict[str, NDArray[np.float32]]:
-        """What the parts hold beside weights, such as a table of positions, by State's names."""
+        """Persistent buffers, such as position embeddings, as float32 arrays by State's keys."""
         return {
             f"{prefix}.{name}": buffer.float().cpu().numpy()
             for prefix, module in self.named_modules()
@@ -131,7 +147,15 @@ class Network(torch.nn.Module):
         timesteps: torch.Tensor,
         conditioning: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The denoiser's prediction [B, C, h, w]."""
+        """The denoiser's prediction [B, C, h, w].
+
+        Args:
+            noisy_latents: [B, C, h, w].
+            timesteps: [B], in the family's units.
+            conditioning: keyword to [B, ...], as Family.condition returns it. The trained text
+                encoders encode `input_ids`; `inpainting` has the mask and the masked image's
+                latents.
+        """
         if "input_ids" in conditioning:
             conditioning = encode_in_step(self.family, self.text_encoders, conditioning)
         if "inpainting" in conditioning:  # see families/unet_inputs.py
@@ -140,12 +164,12 @@ class Network(torch.nn.Module):
 
 
 def _dtype(settings: Train) -> torch.dtype:
-    """What weights are loaded in."""
+    """Dtype in which weights are loaded."""
     return torch.float32 if settings.method == "full" else getattr(torch, settings.compute_dtype)
 
 
 def _checkpoint(part: Any) -> None:
-    """Have a part forget its activations and compute them again in the backward pass."""
+    """Enable gradient checkpointing in a component."""
     if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
         part.enable_gradient_checkpointing()
     else:  # transformers

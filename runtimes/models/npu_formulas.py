@@ -1,4 +1,4 @@
-"""Keep diffusers' layers to their own formulas where torch_npu is installed."""
+"""Restore the formulas of diffusers' layers where torch_npu is installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from runtimes.hosts.ascend import torch_npu_version
 
 
-def keep_formulas(network: torch.nn.Module) -> None:
-    """Have diffusers' layers compute the same on an NPU as elsewhere, and elsewhere at all.
+def keep_diffusers_formulas(network: torch.nn.Module) -> None:
+    """Replace the forward methods of layers that diffusers specializes for torch_npu.
 
-    Wherever torch_npu is installed, they call operators of its own on whatever device they are on;
-    and GEGLU (arXiv 2002.05202) takes a GELU that is approximated by tanh.
+    If torch_npu is importable, GEGLU and RMSNorm of diffusers call its operators on every device,
+    and fail on a CPU. On an NPU, diffusers' GEGLU (arXiv 2002.05202) uses the tanh approximation of
+    GELU, which other devices do not.
     """
     if torch_npu_version() is None:
         return

@@ -1,4 +1,4 @@
-"""Precisions in which these modules train."""
+"""Compute dtypes that the shared PyTorch models support in training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from runtimes.contract import WrongInput
 
 
 def check_precision(settings: Train) -> None:
-    """Raise WrongInput for a precision that needs a loss scale."""
+    """Raise WrongInput for float16, which needs a loss scale."""
     if settings.compute_dtype == "float16":
         raise WrongInput("train.mixed_precision: fp16 is for runtime mindspore: set bf16")

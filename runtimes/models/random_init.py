@@ -1,4 +1,4 @@
-"""A denoiser that has learnt nothing, for training from scratch."""
+"""Randomly initialized denoisers, for training from scratch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from runtimes.contract import WrongInput
 
 
-def fresh_denoiser(config: Mapping[str, Any], seed: int) -> Any:
-    """A denoiser as diffusers initialises it, in float32 on the CPU.
+def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
+    """Construct a denoiser with diffusers' random initialization, in float32 on the CPU.
 
-    The weights depend on the seed alone, for one version of PyTorch: they are drawn by its
-    generator, in the order in which diffusers makes its layers.
+    With the same versions of PyTorch and diffusers, the weights depend on the seed alone.
 
     Raises:
-        WrongInput: it is no denoiser's config.
+        WrongInput: the config does not describe a denoiser.
     """
     try:
         kind = getattr(diffusers, config["_class_name"])

@@ -1,4 +1,4 @@
-"""Diffusers schedulers from their configs."""
+"""Construct diffusers schedulers from their configs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from runtimes.contract import WrongInput
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:
-    """The scheduler of the class that a config names. Raises WrongInput."""
+    """Construct the scheduler of the class `_class_name` in a config.
+
+    Raises:
+        WrongInput: diffusers has no scheduler of that name.
+    """
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
     if kind is None or not issubclass(kind, diffusers.SchedulerMixin):

@@ -1,4 +1,4 @@
-"""From token ids to text conditioning, as each family's pipeline does it; gradients flow."""
+"""Differentiable text encoding: token ids to the embeddings of each family's pipeline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from runtimes.families import Family
 def encode_ids(
     family: Family, models: Sequence[Any], ids: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What CLIP text encoders give for token ids [B, n, T], one of n rows for each of `models`.
+    """Encode token ids with CLIP text encoders.
+
+    Args:
+        family: selects the hidden layer, and the encoders that have pooled embeddings.
+        models: n CLIP encoders.
+        ids: [B, n, T], one row of tokens per encoder.
 
     Returns:
-        Hidden states [B, T, D], those of all encoders side by side, and pooled embeddings [B, P],
-        as `encode_prompt` of the family's diffusers pipeline; None where the family has none.
+        Hidden states [B, T, D] and pooled embeddings [B, P], both concatenated over encoders along
+        the last dimension as in the diffusers pipeline's `encode_prompt`; None where the family
+        has none.
     """
     states, pooled = [], []
     penultimate = family.clip_states == "penultimate"
@@ -27,28 +33,33 @@ def encode_ids(
             states.append(output.hidden_states[-2] if penultimate else output.last_hidden_state)
         if encoder.pooled is not None:
             pooled.append(getattr(output, encoder.pooled))
-    return _side_by_side(states), _side_by_side(pooled)
+    return _concatenate(states), _concatenate(pooled)
 
 
 def join_t5(states: torch.Tensor | None, t5_states: torch.Tensor) -> torch.Tensor:
-    """Prompt embeddings of CLIP's states [B, T, D], if any, and T5's below them [B, T5, D'].
+    """Concatenate CLIP's states [B, T, D] and T5's [B, T5, D'] along the sequence dimension.
 
-    CLIP's are widened with zeros, as in StableDiffusion3Pipeline.encode_prompt.
+    CLIP's states are padded to D' with zeros, as in StableDiffusion3Pipeline.encode_prompt.
     """
     if states is None:
         return t5_states
-    widened = torch.nn.functional.pad(states, (0, t5_states.shape[-1] - states.shape[-1]))
-    return torch.cat([widened, t5_states], dim=1)
+    padded = torch.nn.functional.pad(states, (0, t5_states.shape[-1] - states.shape[-1]))
+    return torch.cat([padded, t5_states], dim=1)
 
 
 def encode_in_step(
     family: Family, models: Sequence[Any], conditioning: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """A batch's conditioning with its `input_ids` encoded by `models`, for Family.arguments.
+    """Replace the `input_ids` of a batch's conditioning by embeddings of the trained encoders.
 
-    Takes `input_ids` [B, n, T], `dropped` [B] (1 where the embeddings are to be zeros) and, of a
-    T5, which is not trained, `t5_prompt_embeds` [B, T5, D]. Gives `prompt_embeds` and, where the
-    family has them, `pooled_prompt_embeds` in their place.
+    Args:
+        family: of the pipeline.
+        models: n trained CLIP encoders.
+        conditioning: `input_ids` [B, n, T], `dropped` [B] (1 replaces the embeddings by zeros) and,
+            with a frozen T5, `t5_prompt_embeds` [B, T5, D]; other keys are passed through.
+
+    Returns:
+        `prompt_embeds` [B, T, D] and, where the family has them, `pooled_prompt_embeds` [B, P].
     """
     given = dict(conditioning)
     ids, dropped = given.pop("input_ids"), given.pop("dropped")
@@ -64,7 +75,7 @@ def encode_in_step(
     return given
 
 
-def _side_by_side(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     if not tensors:
         return None
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)

@@ -1,1 +1,1 @@
-"""Draw pictures: start noise, conditioning, the sampler's numbers, and the generate job."""
+"""Image sampling: initial noise, conditioning, scheduler coefficients and the generate job."""

@@ -1,6 +1,4 @@
-"""A generate job, the same for every runtime: pictures and held-out losses of one model after
-another.
-"""
+"""The generate job of every runtime: images and held-out losses of a list of models."""
 
 from __future__ import annotations
 
@@ -29,20 +27,23 @@ from runtimes.process.job import Drawing, GenerateJob
 from runtimes.registry import open_runtime, prepare
 
 LOSS_BATCH = 32
-#: Under which a picture's PNG says how it was drawn, as others name it too.
+#: PNG text key of the sampling parameters; AUTOMATIC1111's web UI uses the same key.
 PNG_KEY = "parameters"
 
 
 def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
-    """Draw `<out>/00000.png`, ... and take `<out>/losses.json` for each of the job's drawings.
+    """Write `<out>/00000.png`, ... and `<out>/losses.json` for each drawing of the job.
 
-    What is there already is kept, so that an interrupted job goes on where it was.
+    Existing files are kept, so an interrupted job continues with the first missing batch.
 
-    Returns how many were drawn, and the seconds for it: `seconds` without `compile_seconds`, of
-    which `first_seconds` are the first batch's, in which more than compiling is done once.
+    Returns:
+        drawn: number of images written.
+        seconds: sampling time without compilation.
+        first_seconds: sampling time of the first batch, which includes one-time initialization.
+        compile_seconds: compilation time.
 
     Raises:
-        WrongInput: a model is not there or does not load, or the job's latents are not there.
+        WrongInput: a model or the job's latents are missing or cannot be loaded.
     """
     detect_family(Path(job.model))
     prepare(job)
@@ -68,7 +69,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
             compiled = pipeline.compile_seconds() - before
             seconds.append(time.perf_counter() - since - compiled)
             compiling += compiled
-            _keep(pictures, numbers, out, job, first)
+            _save_images(pictures, numbers, out, job, first)
             done += len(numbers)
             events.emit("drawn", done=done, total=total)
         if wanted:
@@ -84,8 +85,10 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
 
 
 def _missing(out: Path, job: GenerateJob) -> list[range]:
-    """The batches with a picture that is not there. Whole batches: a picture's last bits depend on
-    which others are drawn beside it."""
+    """Image numbers of each batch with a missing image.
+
+    A batch is sampled again as a whole: the last bits of an image depend on the other rows.
+    """
     size, count = job.sampler["batch_size"], len(job.prompts)
     batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
     return [b for b in batches if not all(_path(out, number).exists() for number in b)]
@@ -108,13 +111,13 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
         objective,
         samples=job.holdout["samples"],
         draws=job.holdout["draws"],
-        batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # what there is memory for
+        batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # the sampling batch fits in memory
         text_encoders=pipeline.encodes_text,
         extras=folder_extras(folder),
     )
 
 
-def _keep(
+def _save_images(
     pictures: NDArray[np.uint8], numbers: range, out: Path, job: GenerateJob, first: int
 ) -> None:
     for row, (number, picture) in enumerate(zip(numbers, pictures, strict=True)):
@@ -122,8 +125,8 @@ def _keep(
         if not path.exists():
             png, text = io.BytesIO(), PngInfo()
             if job.words is not None:
-                said = {"prompt": job.prompts[number], "noise": first + row, **job.words}
-                text.add_itxt(PNG_KEY, json.dumps(said, ensure_ascii=False))
+                parameters = {"prompt": job.prompts[number], "noise": first + row, **job.words}
+                text.add_itxt(PNG_KEY, json.dumps(parameters, ensure_ascii=False))
             Image.fromarray(picture).save(png, "png", pnginfo=text)
             _write(path, png.getvalue())
 

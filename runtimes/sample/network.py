@@ -1,4 +1,4 @@
-"""The network of a drawing: a model's denoiser, and text encoders that were trained with it."""
+"""Load the network of a drawing: its denoiser, and its text encoders where they were trained."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import torch
 
 from runtimes.families import detect_family
 from runtimes.models.loading import load_denoiser, load_text_encoder
-from runtimes.models.lora import lay_over
+from runtimes.models.lora import merge_adapters
 from runtimes.models.network import Network
 from runtimes.process.job import Drawing
-from runtimes.sample.start import own_parts
+from runtimes.sample.start import load_trained_components
 
 
 def load_network(
     drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device
 ) -> Network:
-    """The model's own parts: its denoiser, and its text encoders if they were trained too.
+    """The frozen network of a drawing, in evaluation mode, on `device` in `dtype`.
 
-    Adapters are merged in float32 before the weights are cast.
+    Adapters are merged in float32 before the weights are cast to `dtype`.
+
+    Raises:
+        WrongInput: weights or adapters are missing, damaged or of another architecture.
     """
     family = detect_family(model)
 
@@ -31,8 +34,9 @@ def load_network(
             part = load_denoiser(folder, first)
         else:
             part = load_text_encoder(model, name, first, folder)
-        lay_over(name, part, adapters)
-        return torch.nn.Module.to(part, dtype)  # diffusers' own warns of what it casts
+        merge_adapters(name, part, adapters)
+        # ModelMixin.to of diffusers logs a warning for every cast to half precision.
+        return torch.nn.Module.to(part, dtype)
 
-    network = Network(family, own_parts(drawing, model, load))
+    network = Network(family, load_trained_components(drawing, model, load))
     return network.to(device).requires_grad_(False).eval()

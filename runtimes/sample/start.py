@@ -1,4 +1,4 @@
-"""What the pictures of a GenerateJob are drawn with and start from, a batch at a time."""
+"""Initial noise and trained components of a GenerateJob."""
 
 from __future__ import annotations
 
@@ -19,28 +19,36 @@ from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.describe import describe_encoders
 from runtimes.process.job import Drawing
 
-#: A part's name, its folder and the adapters to be merged into it -> the part.
+#: Loads one component: (name, folder, adapters to merge by layer name) -> model.
 Load = Callable[[str, Path, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class Start:
-    """One batch of pictures."""
+class NoiseBatch:
+    """Prompts and initial noise of one batch of images."""
 
-    count: int  # pictures that are wanted
-    prompts: list[str]  # perhaps filled up with copies of the last
+    count: int  # images to return; the rows after them are padding
+    prompts: list[str]  # [B], padded with copies of the last prompt
     height: int  # pixels
-    width: int
-    noise: NDArray[np.float32]  # [N, C, h, w]
-    #: Each picture's own, for schedulers that draw noise at every step.
+    width: int  # pixels
+    noise: NDArray[np.float32]  # [B, C, h, w], standard normal
+    #: One generator per image, for schedulers that draw noise at every step.
     rngs: list[np.random.Generator]
 
 
-def own_parts(drawing: Drawing, model: Path, load: Load) -> dict[str, Any]:
-    """A model's own parts: its denoiser, and its text encoders if they were trained too.
+def load_trained_components(drawing: Drawing, model: Path, load: Load) -> dict[str, Any]:
+    """Load the denoiser of a drawing and the text encoders that were trained with it.
+
+    Args:
+        drawing: folders of trained components, and the LoRA file if there is one.
+        model: folder of the base pipeline, which supplies every untrained component.
+        load: loads one component and merges its adapters.
+
+    Returns:
+        Component name, such as `unet` or `text_encoder`, to model.
 
     Raises:
-        WrongInput: its adapters are of another model.
+        WrongInput: the adapters were trained for another architecture.
     """
     family = detect_family(model)
     adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
@@ -54,20 +62,29 @@ def own_parts(drawing: Drawing, model: Path, load: Load) -> dict[str, Any]:
     }
 
 
-def own_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], Any]) -> Any:
-    """The scheduler of a model trained over to other noise than the pipeline's, or None.
+def load_trained_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """The scheduler that a drawing replaces, or None where it keeps the pipeline's scheduler.
+
+    A drawing has its own scheduler when training changed the noise schedule or prediction type.
 
     Args:
-        make: makes one from its config.
+        make: constructs a scheduler from its diffusers config.
     """
     if "scheduler" not in drawing.parts:
         return None
     return make(read_config(Path(drawing.parts["scheduler"])))
 
 
-def more_of(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """What a pipeline of diffusers is asked besides, where it is: a prompt to lead away from, for
-    each of `count` pictures, and DDIM's eta."""
+def optional_arguments(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Optional keyword arguments of a diffusers pipeline that the sampler settings contain.
+
+    Args:
+        sampler: as GenerateJob.sampler.
+        count: images in the batch; each one gets the negative prompt.
+
+    Returns:
+        `negative_prompt` (list of `count` strings) and `eta` (DDIM, arXiv 2010.02502), where set.
+    """
     found: dict[str, Any] = {}
     if sampler.get("negative_prompt") is not None:
         found["negative_prompt"] = [sampler["negative_prompt"]] * count
@@ -77,21 +94,21 @@ def more_of(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None = None) -> None:
-    """Raise WrongInput for pixels that a model cannot draw.
+    """Raise WrongInput for an image size that a model does not support.
 
     Args:
-        asked: setting -> pixels; None is the model's own.
-        model: folder of its pipeline.
-        vae: of one in place of the pipeline's own.
+        asked: setting name to pixels; None stands for the model's default size.
+        model: folder of the diffusers pipeline.
+        vae: folder of a VAE that replaces the pipeline's VAE.
     """
-    # Diffusers' pipelines take multiples of 8 only, whatever the model would.
+    # Diffusers pipelines accept multiples of 8 only, even where the model accepts other sizes.
     step = math.lcm(8, describe_encoders(model, vae)["size_step"])
     for setting, pixels in asked.items():
         if (pixels or 0) % step:
             raise WrongInput(f"{setting}: {pixels} is not a multiple of {step}")
 
 
-def starts(
+def noise_batches(
     prompts: Sequence[str],
     sampler: Mapping[str, Any],
     family: Family,
@@ -100,14 +117,17 @@ def starts(
     *,
     first: int,
     rows: int = 0,
-) -> Iterator[Start]:
-    """Batches of `batch_size`; the first picture's noise is number `first`, whatever the batches.
+) -> Iterator[NoiseBatch]:
+    """Yield batches of `batch_size` prompts with their initial noise.
+
+    Image number n always has the same noise, so results do not depend on the batch size.
 
     Args:
-        sampler: as GenerateJob.sampler; a height or width of None is the model's own.
-        config: the denoiser's.
-        scale: pixels a side of a latent.
-        rows: that each batch is filled up to, with copies of its last prompt.
+        sampler: as GenerateJob.sampler; a height or width of None is the model's default.
+        config: diffusers config of the denoiser.
+        scale: image pixels per latent pixel, along one side (VAE scale factor).
+        first: number of the first image; it selects the noise stream.
+        rows: number of rows to which each batch is padded with copies of its last prompt.
     """
     own = family.sample_size(config) * scale
     height, width = (sampler.get(side) or own for side in ("height", "width"))
@@ -120,4 +140,4 @@ def starts(
         numbers = range(first + start, first + start + len(part))
         rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
         noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
-        yield Start(count, part, height, width, noise, rngs)
+        yield NoiseBatch(count, part, height, width, noise, rngs)

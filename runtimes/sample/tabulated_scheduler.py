@@ -1,15 +1,16 @@
-"""A diffusers scheduler as a table of numbers, for runtimes that compile the sampling step.
+"""Convert a diffusers scheduler to a table of coefficients, for runtimes that compile a step.
 
-With the numbers of a step given as data, every step of every picture is the same computation: with
-x the noisy latents and m what the denoiser gives for `row.scale * x`,
+The coefficients are inputs of the compiled step, so one program serves every step. With noisy
+latents x and the denoiser's output m for the input `row.scale * x`, a step computes
 
-    x0   = row.x0_x * x + row.x0_m * m                               the picture that is foreseen
-    next = row.next_x * x + row.next_x0 * x0 + row.next_before * x0 of the step before
+    x0   = row.x0_x * x + row.x0_m * m            the predicted original (pred_original_sample)
+    next = row.next_x * x + row.next_x0 * x0 + row.next_before * (x0 of the previous step)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,9 +32,9 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class Row:
-    """One step."""
+    """Coefficients of one sampling step; the module docstring gives the equations."""
 
-    scale: float
+    scale: float  # scales the denoiser's input (scale_model_input of diffusers)
     x0_x: float
     x0_m: float
     next_x: float
@@ -43,28 +44,32 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """All steps of a schedule."""
+    """Coefficients of all N steps of a scheduler."""
 
-    start: float  # what standard normal noise is multiplied by
-    timesteps: NDArray[np.float32]  # [N]
-    rows: NDArray[np.float32]  # [N, 6]: each a Row
+    start: float  # scales the initial standard normal noise (init_noise_sigma of diffusers)
+    timesteps: NDArray[np.float32]  # [N], in the denoiser's units
+    rows: NDArray[np.float32]  # [N, 6], the fields of Row in order
 
 
 def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = None) -> Table:
-    """The table of a diffusers scheduler.
+    """Tabulate the coefficients of a diffusers scheduler.
 
-    DDIM (arXiv 2010.02502, eta 0), Euler on sigmas (arXiv 2206.00364, without churn) and on flows,
-    DPM-Solver++ of order 1 and 2 in multistep form (arXiv 2211.01095).
+    Supported: DDIM (arXiv 2010.02502, eta 0), Euler on sigmas (arXiv 2206.00364, without churn) and
+    on flows, and multistep DPM-Solver++ of order 1 and 2 (arXiv 2211.01095).
 
     Args:
-        sigmas: noise levels [N] that the family's pipeline chooses, if it does.
+        scheduler: a diffusers scheduler; `set_timesteps` changes its state.
+        steps: number of inference steps N.
+        sigmas: noise levels [N], where the family's pipeline defines its own.
 
     Raises:
-        WrongInput: the scheduler is another, or has options that need more than such a table.
+        WrongInput: the scheduler or one of its options has no such table, or `steps` is invalid.
     """
     name = type(scheduler).__name__
     if name not in _ROWS:
-        raise WrongInput(f"the scheduler {name} has no table (there are: {', '.join(_ROWS)})")
+        raise WrongInput(
+            f"the scheduler {name} has no table of coefficients (supported: {', '.join(_ROWS)})"
+        )
     for option in _REFUSED:
         if scheduler.config.get(option):
             raise WrongInput(f"the scheduler {name} with {option} has no table: turn it off")
@@ -83,13 +88,42 @@ def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = No
     )
 
 
-def _foreseen(kind: str, alpha: float, sigma: float) -> tuple[float, float]:
-    """x0 = a x + b m, of x = alpha x0 + sigma eps."""
+def guide(unconditional: Any, conditional: Any, guidance_scale: Any) -> Any:
+    """Classifier-free guidance (arXiv 2207.12598), as the diffusers pipelines compute it.
+
+    Args:
+        unconditional: the denoiser's output [B, C, h, w] without caption; an array of any library.
+        conditional: the denoiser's output [B, C, h, w] with caption.
+        guidance_scale: scalar; 1 is no guidance.
+    """
+    return unconditional + guidance_scale * (conditional - unconditional)
+
+
+def scheduler_step(latents: Any, previous: Any, output: Any, row: Sequence[Any]) -> tuple[Any, Any]:
+    """One step of a tabulated scheduler, with the equations of the module docstring.
+
+    Args:
+        latents: noisy latents x [B, C, h, w]; an array of any library.
+        previous: x0 of the previous step [B, C, h, w]; zeros in the first step.
+        output: m, the denoiser's output [B, C, h, w] for the input `row.scale * x`.
+        row: the 6 coefficients of Row, in order.
+
+    Returns:
+        The next latents and x0, both [B, C, h, w].
+    """
+    _, x0_x, x0_m, next_x, next_x0, next_before = row
+    predicted_original = x0_x * latents + x0_m * output
+    following = next_x * latents + next_x0 * predicted_original + next_before * previous
+    return following, predicted_original
+
+
+def _predicted_original(kind: str, alpha: float, sigma: float) -> tuple[float, float]:
+    """Coefficients (a, b) of x0 = a x + b m, where x = alpha x0 + sigma eps."""
     if kind == "epsilon":
         if not alpha:
             raise WrongInput("prediction_type epsilon cannot be drawn from zero terminal SNR")
         return 1 / alpha, -sigma / alpha
-    if kind == "v_prediction":  # of alpha^2 + sigma^2 = 1
+    if kind == "v_prediction":  # arXiv 2202.00512; requires alpha^2 + sigma^2 = 1
         return alpha, -sigma
     if kind == "sample":
         return 0.0, 1.0
@@ -97,6 +131,7 @@ def _foreseen(kind: str, alpha: float, sigma: float) -> tuple[float, float]:
 
 
 def _ddim(scheduler: Any) -> list[Row]:
+    """Equation 12 of arXiv 2010.02502 with eta 0."""
     config, table = scheduler.config, scheduler.alphas_cumprod.double()
     stride = config.num_train_timesteps // scheduler.num_inference_steps
     rows = []
@@ -104,35 +139,36 @@ def _ddim(scheduler: Any) -> list[Row]:
         now = float(table[t])
         after = float(table[t - stride] if t >= stride else scheduler.final_alpha_cumprod)
         alpha, sigma = math.sqrt(now), math.sqrt(1 - now)
-        # eps = (x - alpha x0) / sigma goes on with the next level's sigma.
+        # The next x keeps eps = (x - alpha x0) / sigma, scaled by the next sigma.
         noise = math.sqrt(1 - after) / sigma
-        foreseen = _foreseen(config.prediction_type, alpha, sigma)
-        rows.append(Row(1.0, *foreseen, noise, math.sqrt(after) - noise * alpha))
+        predicted = _predicted_original(config.prediction_type, alpha, sigma)
+        rows.append(Row(1.0, *predicted, noise, math.sqrt(after) - noise * alpha))
     return rows
 
 
 def _euler(scheduler: Any) -> list[Row]:
-    """x = x0 + sigma eps, which the denoiser is given scaled to unit variance."""
+    """Euler steps on x = x0 + sigma eps; the denoiser's input is scaled to unit variance."""
     sigmas, rows = scheduler.sigmas.double().tolist(), []
     for now, after in pairwise(sigmas):
         scale = 1 / math.sqrt(now**2 + 1)
-        a, b = _foreseen(scheduler.config.prediction_type, scale, now * scale)
+        a, b = _predicted_original(scheduler.config.prediction_type, scale, now * scale)
         rows.append(Row(scale, a * scale, b, after / now, 1 - after / now))
     return rows
 
 
 def _flow(scheduler: Any) -> list[Row]:
-    """x = (1 - sigma) x0 + sigma eps, and m = eps - x0."""
+    """Euler steps on a rectified flow: x = (1 - sigma) x0 + sigma eps, and m = eps - x0."""
     sigmas = scheduler.sigmas.double().tolist()
     return [Row(1.0, 1.0, -now, after / now, 1 - after / now) for now, after in pairwise(sigmas)]
 
 
 def _dpm(scheduler: Any) -> list[Row]:
+    """DPM-Solver++(2M), algorithm 2 of arXiv 2211.01095, or order 1."""
     config = scheduler.config
     if config.algorithm_type != "dpmsolver++" or config.solver_order > 2:
         raise WrongInput("DPMSolverMultistepScheduler has a table for dpmsolver++ of order 1 or 2")
     if config.solver_order == 2 and config.solver_type != "midpoint":
-        raise WrongInput(f"solver_type {config.solver_type} has no table: take midpoint")
+        raise WrongInput(f"solver_type {config.solver_type} has no table: set midpoint")
     levels = []
     for sigma in scheduler.sigmas.double().tolist():
         alpha = 1 / math.sqrt(sigma**2 + 1)
@@ -141,7 +177,7 @@ def _dpm(scheduler: Any) -> list[Row]:
     for n in range(count):
         (alpha, sigma, now), (alpha_next, sigma_next, after) = levels[n], levels[n + 1]
         step = alpha_next * -math.expm1(now - after)
-        a, b = _foreseen(config.prediction_type, alpha, sigma)
+        a, b = _predicted_original(config.prediction_type, alpha, sigma)
         last = n == count - 1 and (
             config.euler_at_final
             or (config.lower_order_final and count < 15)

@@ -1,1 +1,1 @@
-"""One program over many devices: sharding rules, TPU specifications, agreement of hosts."""
+"""Single program, multiple data: sharding rules, TPU specifications, host coordination."""

@@ -1,6 +1,7 @@
-"""Several hosts at one run: each gives its share of a batch, and the first one writes.
+"""Coordinate the hosts of a run.
 
-Arrays meet in XLA's own collectives; decisions (to stop, to go back) meet on the hosts.
+XLA's collectives reduce arrays on the devices. Decisions, such as to stop or to resume from a
+step, are exchanged between hosts by torch.distributed.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.ranks import Ranks
 
 
-def meet(ranks: Ranks) -> HostCollectives:
-    """Join the run's other hosts, if there are any."""
+def join_hosts(ranks: Ranks) -> HostCollectives:
+    """Join the process group of the run, if it has several hosts."""
     if ranks.world > 1:
         join(ranks)
     return HostCollectives(ranks.world)
 
 
 def free_port() -> int:
-    """A free port of this host, at which the others can reach it."""
+    """A free TCP port of this host. Another process may claim it before it is used."""
     with socket.socket() as free:
         free.bind(("", 0))
         return int(free.getsockname()[1])

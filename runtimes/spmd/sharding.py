@@ -1,4 +1,4 @@
-"""How a mesh of devices shares batches and arrays: the rules of runtimes that compile a step."""
+"""Sharding rules of batches and arrays on a device mesh, for runtimes that compile a step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Literal
 
 from runtimes.contract import WrongInput
 
-#: All devices share a batch; those along `fsdp` share every array as well.
+#: Batches are sharded over both axes, parameters and optimizer state over `fsdp` only.
 AXES = ("data", "fsdp")
 
 
 def mesh_shape(count: int, fsdp: int | Literal["all"]) -> tuple[int, int]:
-    """Shape of a mesh of `count` devices along AXES. Raises WrongInput if `fsdp` divides not."""
+    """Shape (data, fsdp) of a mesh of `count` devices.
+
+    Raises:
+        WrongInput: `fsdp` does not divide `count`.
+    """
     if fsdp == "all":
         return 1, count
     if count % fsdp:
@@ -20,11 +24,14 @@ def mesh_shape(count: int, fsdp: int | Literal["all"]) -> tuple[int, int]:
     return count // fsdp, fsdp
 
 
-def cut(shape: Sequence[int], fsdp: int) -> tuple[str | None, ...]:
-    """Along which axis each dimension of an array is cut: the largest that `fsdp` divides, if any,
-    along `fsdp`."""
+def shard_axes(shape: Sequence[int], fsdp: int) -> tuple[str | None, ...]:
+    """Mesh axis of each dimension of an array, as a PartitionSpec; None is not sharded.
+
+    The largest dimension that `fsdp` divides is sharded, or the first of equally large ones. An
+    array without such a dimension is replicated.
+    """
     axes: list[str | None] = [None] * len(shape)
-    fitting = [(size, -n) for n, size in enumerate(shape) if size % fsdp == 0]
-    if fsdp > 1 and fitting:
-        axes[-max(fitting)[1]] = "fsdp"
+    divisible = [dim for dim, size in enumerate(shape) if size % fsdp == 0]
+    if fsdp > 1 and divisible:
+        axes[max(divisible, key=shape.__getitem__)] = "fsdp"
     return tuple(axes)

@@ -1,4 +1,4 @@
-"""TPUs by name: what a chip can do, and how many chips a slice has, laid out how."""
+"""Specifications of TPU generations, and topologies of TPU slices."""
 
 from __future__ import annotations
 
@@ -9,40 +9,43 @@ from runtimes.contract import WrongInput
 
 
 @dataclass(frozen=True)
-class Chip:
-    """One kind. Figures are those of Google's pages "TPU v4", "v5e", "v5p" and "v6e", but for what
-    of its memory libtpu 0.0.42 leaves to a program, as it says when it refuses one."""
+class TpuSpec:
+    """One TPU generation; all figures are per chip.
 
-    peak: float  # FLOP/s in bfloat16
-    hbm_bytes: int  # that a program may take
+    The figures are from Google Cloud's pages "TPU v4", "v5e", "v5p" and "v6e". Only `hbm_bytes` is
+    from the out-of-memory errors of libtpu 0.0.42: it reserves a part of the memory.
+    """
+
+    peak: float  # bfloat16 FLOP/s
+    hbm_bytes: int  # available to a program
     hbm_bandwidth: float  # bytes/s
-    cores: int  # that a slice's name counts for each chip
-    shapes: tuple[tuple[int, ...], ...]  # of the slices there are, in chips
+    cores: int  # TensorCores per chip, in the numbering of slice names
+    shapes: tuple[tuple[int, ...], ...]  # available slice topologies, in chips
 
 
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
 _SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-CHIPS = {
-    "v4": Chip(275e12, int(30.75 * 2**30), 1228e9, 2, _CUBES),
-    "v5p": Chip(459e12, int(95.74 * 2**30), 2765e9, 2, _CUBES),
-    "v5e": Chip(197e12, int(15.75 * 2**30), 819e9, 1, _SQUARES),
-    "v6e": Chip(918e12, int(31.25 * 2**30), 1640e9, 1, _SQUARES),
+TPU_SPECS = {
+    "v4": TpuSpec(275e12, int(30.75 * 2**30), 1228e9, 2, _CUBES),
+    "v5p": TpuSpec(459e12, int(95.74 * 2**30), 2765e9, 2, _CUBES),
+    "v5e": TpuSpec(197e12, int(15.75 * 2**30), 819e9, 1, _SQUARES),
+    "v6e": TpuSpec(918e12, int(31.25 * 2**30), 1640e9, 1, _SQUARES),
 }
-#: What JAX calls them, where that is another name; and what Google Cloud does.
+#: Other names of TPU generations, in JAX (`v5 lite`) and Google Cloud (`v5litepod`).
 _ALIASES = {"v5 lite": "v5e", "v5litepod": "v5e", "v6 lite": "v6e", "v5": "v5p"}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """So many chips, connected in a torus."""
+    """A TPU slice: chips with direct interconnect."""
 
     name: str  # such as v5p-8
-    kind: str
-    shape: tuple[int, ...]
+    kind: str  # key of TPU_SPECS
+    shape: tuple[int, ...]  # chips along each axis of the interconnect
 
     @property
-    def chip(self) -> Chip:
-        return CHIPS[self.kind]
+    def chip(self) -> TpuSpec:
+        return TPU_SPECS[self.kind]
 
     @property
     def chips(self) -> int:
@@ -50,35 +53,35 @@ class Slice:
 
     @property
     def hosts(self) -> int:
-        """Machines that the chips are in: 4 in each, up to 8 of v5e and v6e in one."""
+        """Number of host machines: one per 4 chips, or one for up to 8 chips of v5e and v6e."""
         return 1 if self.kind in ("v5e", "v6e") and self.chips <= 8 else max(1, self.chips // 4)
 
     @property
     def topology(self) -> str:
-        """As libtpu names it, such as v5p:2x2x1."""
+        """The slice in libtpu's notation, such as `v5p:2x2x1`."""
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
 
 def parse_slice(name: str) -> Slice:
-    """The slice of a name such as `v5p-8` (8 cores, 4 chips) or `v6e-8` (8 chips).
+    """Parse a slice name such as `v5p-8` (8 cores, 4 chips) or `v6e-8` (8 chips).
 
     Raises:
-        WrongInput: there is no such kind or size.
+        WrongInput: the generation is unknown, or it has no slice of that size.
     """
     kind, _, size = name.partition("-")
     kind = _ALIASES.get(kind, kind)
-    if kind not in CHIPS:
-        raise WrongInput(f"topology {name}: no such TPU (there are: {', '.join(CHIPS)})")
-    chip = CHIPS[kind]
+    if kind not in TPU_SPECS:
+        raise WrongInput(f"topology {name}: no such TPU (known: {', '.join(TPU_SPECS)})")
+    chip = TPU_SPECS[kind]
     sizes = {prod(shape) * chip.cores: shape for shape in chip.shapes}
     if not size.isdigit() or int(size) not in sizes:
         known = ", ".join(f"{kind}-{count}" for count in sizes)
-        raise WrongInput(f"topology {name}: no such slice (there are: {known})")
+        raise WrongInput(f"topology {name}: no such slice (known: {known})")
     return Slice(name, kind, sizes[int(size)])
 
 
 def peak_of(device_kind: str) -> float | None:
-    """FLOP/s in bfloat16 of a device as JAX names its kind, such as `TPU v5 lite`."""
+    """Peak bfloat16 FLOP/s of a JAX `device_kind`, such as `TPU v5 lite`; None if unknown."""
     name = device_kind.lower().removeprefix("tpu ")
-    found = CHIPS.get(_ALIASES.get(name, name))
+    found = TPU_SPECS.get(_ALIASES.get(name, name))
     return None if found is None else found.peak

@@ -1,7 +1,7 @@
-"""Keep a UNet's activations channels-last (NHWC), in which its convolutions are fastest.
+"""Keep a UNet's activations channels-last (NHWC), the fastest layout for its convolutions.
 
-diffusers' attention blocks bring them back to NCHW, which costs a copy there and another one before
-the next convolution, forward and backward.
+diffusers' attention blocks convert activations to NCHW. That costs one copy in the block and one
+before the next convolution, in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
-#: Devices that take weights channels-last: torch_npu raises at them, and on a Gaudi layouts are
-#: its compiler's business.
+#: Devices with channels-last convolution weights. torch_npu raises an error for them, and Gaudi's
+#: compiler chooses layouts itself.
 CHANNELS_LAST = ("cpu", "cuda")
 
 
 def memory_format(device: torch.device, *, sharded: bool) -> torch.memory_format:
-    """How the weights of convolutions lie: as they are computed fastest, where that can be.
+    """The fastest memory format of convolution weights that the device supports.
 
-    FSDP cuts rows off what lies row by row.
+    FSDP shards dimension 0 of contiguous weights only.
+
+    Args:
+        device: of the weights.
+        sharded: whether FSDP shards the weights.
     """
     fastest = device.type in CHANNELS_LAST and not sharded
     return torch.channels_last if fastest else torch.contiguous_format
 
 
 def keep_channels_last(network: torch.nn.Module) -> None:
-    """Have attention blocks give back what they computed as it lies: channels last."""
+    """Make a network's attention blocks return channels-last activations without a copy."""
     for module in network.modules():
         if isinstance(module, Transformer2DModel):
             module._get_output_for_continuous_inputs = MethodType(_output, module)
@@ -42,7 +46,7 @@ def _output(
     width: int,
     inner_dim: int,
 ) -> torch.Tensor:
-    """Transformer2DModel's own, without its `contiguous()`."""
+    """Transformer2DModel._get_output_for_continuous_inputs without its `contiguous()`."""
 
     def to_picture(tokens: torch.Tensor) -> torch.Tensor:
         return tokens.reshape(batch_size, height, width, -1).permute(0, 3, 1, 2)

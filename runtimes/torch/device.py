@@ -1,4 +1,4 @@
-"""Which device a job runs on, and what there is on this machine."""
+"""Select a job's device, and list the devices of this machine."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ import torch
 from configs.training import Hpu, Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import gaudi
-from runtimes.hosts.ascend import count_npus, lacking, torch_npu_version
+from runtimes.hosts.ascend import count_npus, missing_components, torch_npu_version
 from runtimes.models.precision import check_precision
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.torch import hpu, npu
-from runtimes.torch.device_kind import Chip
+from runtimes.torch.device_kind import DeviceKind
 from runtimes.torch.optimizers import check_optimizer
 
 ALONE = Ranks()
-#: Kinds of devices beside the CPU, by PyTorch's names, in words.
+#: PyTorch's device types other than `cpu`, with their names for messages.
 ACCELERATORS = {"cuda": "CUDA", "npu": "Ascend NPU", "hpu": "Gaudi"}
 _NAME = re.compile(r"(?P<kind>auto|cpu|cuda|npu|hpu)(?:(?<!auto)(?<!cpu):(?P<number>\d+))?")
 
 
 def make_deterministic() -> None:
-    """The same job on the same machine gives the same bits.
+    """Make results bitwise reproducible on one machine.
 
-    An operator without a deterministic kernel raises RuntimeError. With `warn_only`, PyTorch would
-    take attention's fast backward pass on CUDA, which adds in any order.
+    An operator without a deterministic kernel raises RuntimeError. `warn_only` is off because
+    PyTorch would then keep the nondeterministic backward pass of CUDA's fused attention.
 
-    Call it before anything is put on a device: cuBLAS reads its setting when it starts.
+    Call it before the first use of a device: cuBLAS reads its setting at initialization.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads it
-    # No algorithm chosen by a race of timings, and float32 means float32.
+    # Filling costs time, and no code here reads uninitialized memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    # Timing-based algorithm search is not reproducible; TF32 has 10 mantissa bits, not 23.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
@@ -48,16 +49,22 @@ def make_deterministic() -> None:
 
 
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
-    """`auto` is CUDA when there is one, else the CPU; each process of a machine has a device of its
-    own. An NPU or a Gaudi must be asked for.
+    """Select the PyTorch device of this process.
+
+    `auto` selects CUDA if available, else the CPU; NPUs and Gaudis must be named. With several
+    processes, each one has its own device, numbered by its local rank.
+
+    Args:
+        name: `auto`, `cpu`, `cuda[:N]`, `npu[:N]` or `hpu[:N]`.
+        ranks: this process and the number of processes.
 
     Raises:
-        WrongInput: it is not there, or there are fewer than processes.
+        WrongInput: the device is absent, or this machine has fewer devices than processes.
     """
     known = "auto, cpu, cuda[:N], npu[:N] or hpu[:N]"
     match = _NAME.fullmatch(name)
     if match is None:
-        raise WrongInput(f"device {name!r} is not for this runtime ({known})")
+        raise WrongInput(f"device {name!r} is not for runtime torch ({known})")
     kind, number = match["kind"], match["number"]
     if kind == "auto":
         kind = "cuda" if torch.cuda.device_count() else "cpu"
@@ -69,55 +76,59 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         hpu.load()
     words, there = ACCELERATORS[kind], torch.get_device_module(kind).device_count()
     if ranks.world > 1 and number is not None:
-        raise WrongInput(f"device {name} is one, for {ranks.world} processes: set auto or {kind}")
+        raise WrongInput(
+            f"device {name} is one device for {ranks.world} processes: set auto or {kind}"
+        )
     if ranks.world > 1 and ranks.local_world > there:
         raise WrongInput(
-            f"{ranks.local_world} processes want one {words} device each, "
+            f"{ranks.local_world} processes need one {words} device each, "
             f"this machine has {there}: lower train.processes, or set device cpu"
         )
     if int(number or 0) >= there:
         raise WrongInput(
             f"device {name}: this machine has {there} {words} devices; set auto or cpu"
         )
-    if kind == "hpu":  # a process sees one
+    if kind == "hpu":  # Habana's bridge shows one device per process
         return torch.device(kind)
     if ranks.world > 1:
         return torch.device(kind, ranks.local_rank)
     return torch.device(kind) if number is None else torch.device(kind, int(number))
 
 
-def open_chip(
+def open_device(
     name: str, ranks: Ranks = ALONE, settings: Hpu | None = None, compiled: str | None = None
-) -> Chip:
-    """The device of that name, see choose_device, with what its kind wants.
+) -> DeviceKind:
+    """Open the device of a name (see choose_device), with the hooks of its kind.
 
     Args:
-        settings: of a Gaudi.
-        compiled: URL of the folder for compiled programs, where the kind has any; None keeps none.
+        name: as in choose_device.
+        ranks: this process and the number of processes.
+        settings: of Gaudi devices.
+        compiled: URL of the folder of compiled programs; None disables the cache.
 
     Raises:
-        WrongInput: it is not there, or does not go with the settings.
+        WrongInput: the device is absent, or does not support the settings.
     """
     if not name.startswith("hpu"):
-        return Chip(choose_device(name, ranks))
+        return DeviceKind(choose_device(name, ranks))
     settings = settings or Hpu()
-    kept = hpu.load(settings, compiled)
+    compile_cache = hpu.load(settings, compiled)
     choose_device(name, ranks)
     if number := name.partition(":")[2]:
         hpu.choose_module(int(number))
     if ranks.world > 1:
         hpu.load_hccl()
-    return hpu.Gaudi(settings, kept)
+    return hpu.Gaudi(settings, compile_cache)
 
 
 def prepare(job: Job | EncodeJob) -> None:
-    """Load a Gaudi's bridge for a job, see registry.prepare. Raises WrongInput."""
+    """Load Habana's PyTorch bridge for a job, see registry.prepare. Raises WrongInput."""
     settings = Train(**job.train).hpu if isinstance(job, TrainJob) else None
     hpu.load(settings, job.compiled)
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that the devices of this machine cannot serve."""
+    """Raise WrongInput for train settings that the devices of this machine do not support."""
     ranks = Ranks(world=settings.processes, local_world=settings.processes)
     check_precision(settings)
     device = choose_device(settings.device, ranks)
@@ -127,7 +138,7 @@ def check(settings: Train) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """The device in words, such as `cuda:0 (NVIDIA H100)`."""
+    """Name of a device for messages, such as `cuda:0 (NVIDIA H100)`."""
     if device.type in ACCELERATORS:
         name = torch.get_device_module(device).get_device_name(device)
         return f"{device.type}:{device.index or 0} ({name})"
@@ -135,30 +146,29 @@ def describe(device: torch.device) -> str:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes in use so far: of the device's memory, or of this process."""
+    """Peak bytes allocated on the device so far; on a CPU, peak bytes of this process."""
     if device.type in ACCELERATORS:
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return peak_rss()
 
 
 def free_memory() -> None:
-    """Hand back to the device what models that nobody holds any more have left in the cache."""
+    """Return memory of deleted models from PyTorch's allocator to the device."""
     gc.collect()
-    torch.cuda.empty_cache()  # nothing, where there is no CUDA
+    torch.cuda.empty_cache()  # does nothing without CUDA
     if "torch_npu" in sys.modules:
         torch.get_device_module("npu").empty_cache()
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that numbers depend on."""
+    """Versions of the packages that affect numerical results."""
     return {name: version(name) for name in ("torch", "diffusers", "numpy")}
 
 
 def probe() -> Probe:
-    """What this runtime finds here. NPUs and Gaudis are told of as the driver shows them, not
-    opened."""
+    """Devices and versions of this machine. NPUs and Gaudis are listed without opening them."""
     devices = [describe(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
-    if torch_npu_version() is not None and not lacking():
+    if torch_npu_version() is not None and not missing_components():
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
     if gaudi.bridge_version() is not None:
         bridge = f"habana_frameworks {gaudi.bridge_version()}"

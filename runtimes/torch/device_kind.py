@@ -1,5 +1,8 @@
-"""What a kind of device wants done around the shared code. Most want nothing: a kind that does
-derives a class from this one, and `open_chip` (device.py) gives it."""
+"""Hooks for what a kind of device does differently in the shared training and sampling code.
+
+The base class serves CPU, CUDA and Ascend. Another kind derives a class from it, which
+`open_device` (device.py) constructs.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +14,56 @@ import torch
 from configs.training import Train
 
 
-class Chip:
-    """A device, with the places at which a kind of its own may step in."""
+class DeviceKind:
+    """A device, and the hooks of its kind."""
 
     compile_backend = "inductor"  # of torch.compile
-    takes_batches_ahead = True  # from another thread, while it computes
-    fills_batches = False  # whether batches of pictures are filled up, so that each is one program
-    autocast_keeps_casts = True
-    foreach: bool | None = True  # of clipping: whether PyTorch does lists of tensors at once there
+    prefetches_batches = True  # whether the loader's thread copies batches during a step
+    pads_batches = False  # whether image batches are padded to one size, to reuse one program
+    autocast_caches_casts = True  # `cache_enabled` of torch.autocast
+    foreach: bool | None = True  # `foreach` of PyTorch's gradient clipping
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def check(self, settings: Train) -> None:
-        """Raise WrongInput for train settings that do not go with the device."""
+        """Raise WrongInput for train settings that the device does not support."""
 
-    def prepare(self, denoiser: Any) -> None:
-        """Before a denoiser that is on the device is trained."""
+    def prepare_training(self, denoiser: Any) -> None:
+        """Prepare a denoiser on the device for training."""
 
-    def prepare_drawing(self, denoiser: Any) -> None:
-        """Before a denoiser that is on the device draws; its weights will stay as they are."""
+    def prepare_sampling(self, denoiser: Any) -> None:
+        """Prepare a denoiser on the device for sampling; its weights must not change afterwards."""
 
-    def clip(self, parameters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
-        """Clip gradients to an L2 norm and return what it was; None leaves that to others."""
+    def clip_grad_norm(
+        self, parameters: Sequence[torch.Tensor], most: float
+    ) -> torch.Tensor | None:
+        """Clip gradients to a global L2 norm with a kernel of the device.
+
+        Args:
+            parameters: with their gradients, which are scaled in place.
+            most: largest allowed norm.
+
+        Returns:
+            The norm before clipping, a scalar on the device. None if the device has no such kernel;
+            the caller then clips with PyTorch.
+        """
         return None
 
-    def number(self, value: float) -> float | torch.Tensor:
-        """A number that changes from step to step, as the device takes it."""
+    def scalar(self, value: float) -> float | torch.Tensor:
+        """A number that changes with each step, as an operand that causes no recompilation."""
         return value
 
-    def cut(self) -> None:
-        """Here a part of a step ends."""
+    def mark_step(self) -> None:
+        """End the current graph on devices that execute lazily."""
 
-    def keep(self) -> None:
-        """Keep what was compiled; no step is being taken."""
+    def save_compiled(self) -> None:
+        """Save newly compiled programs to the cache. No step may be in progress."""
 
     def figures(self) -> dict[str, float]:
-        """More than others report of themselves."""
+        """Metrics that only this kind of device reports."""
         return {}
 
     def compile_seconds(self) -> float:
-        """Time spent compiling so far; 0 where nothing is compiled."""
+        """Seconds of compilation so far; 0 where the device compiles nothing."""
         return 0.0

@@ -1,4 +1,4 @@
-"""Draw prompts with a diffusers pipeline, for one model after another."""
+"""Sample images with a diffusers pipeline, for a sequence of models."""
 
 from __future__ import annotations
 
@@ -32,40 +32,49 @@ from runtimes.pipeline_folder.describe import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.network import load_network
-from runtimes.sample.start import more_of, own_scheduler, starts
-from runtimes.torch.device import make_deterministic, open_chip
-from runtimes.torch.device_kind import Chip
-from runtimes.torch.npu import attend
+from runtimes.sample.start import load_trained_scheduler, noise_batches, optional_arguments
+from runtimes.torch.device import make_deterministic, open_device
+from runtimes.torch.device_kind import DeviceKind
+from runtimes.torch.npu import enable_npu_attention
 
 
 class Sampler:
-    """A pipeline around given parts. Start noise is drawn on the host, so every chip starts alike.
+    """A diffusers pipeline with replaceable components.
+
+    Initial noise is drawn on the host, so it is the same on every device.
+
+    Args:
+        folder: local diffusers pipeline folder.
+        parts: component name to model; other components are loaded from the folder.
+        device_kind: device of the pipeline.
+        dtype: of the loaded components.
+        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
 
     Raises:
-        WrongInput: a part of the pipeline is missing or does not load.
+        WrongInput: a component is missing or cannot be loaded.
     """
 
     def __init__(
         self,
         folder: Path,
         parts: dict[str, Any],
-        chip: Chip,
+        device_kind: DeviceKind,
         dtype: torch.dtype = torch.float32,
         vae: Path | None = None,
     ) -> None:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         family = detect_family(folder)
         self._family = family
-        # Exactly as many tokens as the model was trained with.
-        self._more = {} if family.t5 is None else {"max_sequence_length": t5_length(folder)}
-        # diffusers wants to be told of parts that are left out.
+        # T5's sequence length must equal that of training.
+        self._t5_options = {} if family.t5 is None else {"max_sequence_length": t5_length(folder)}
+        # diffusers requires an explicit None for each absent component.
         parts = {name: None for name, spec in index.items() if spec == [None, None]} | parts
-        parts |= family.pipeline_options  # judging or marking pictures is not its business
+        parts |= family.pipeline_options  # disables the safety checker and the watermark
         common = {"torch_dtype": dtype, "local_files_only": True, "use_safetensors": True}
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()
         try:
-            # Each part may be stored in another variant than the others.
+            # Components are loaded one by one: each may be stored in another weight variant.
             for name in (encoder.component for encoder in family.text_encoders):
                 if name in index and name not in parts:
                     parts[name] = load_text_encoder(folder, name, dtype)
@@ -78,34 +87,41 @@ class Sampler:
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise WrongInput(f"model {folder}: the pipeline does not load: {reason}") from None
-        self._pipe, self._chip = pipe.to(chip.device), chip
+        self._pipe = pipe.to(device_kind.device)
+        self._device_kind = device_kind
         self._pipe.set_progress_bar_config(disable=True)
-        swapped = ("scheduler", *family.clip_encoders)
-        self._own = {name: getattr(pipe, name) for name in swapped}
+        replaceable = ("scheduler", *family.clip_encoders)
+        self._defaults = {name: getattr(pipe, name) for name in replaceable}
 
     def use(self, parts: dict[str, Any]) -> None:
-        """Put other parts into the pipeline; where none is given it has its own again."""
-        self._pipe.register_modules(**{**self._own, **parts})
+        """Replace components of the pipeline; those not in `parts` are reset to the pipeline's."""
+        self._pipe.register_modules(**{**self._defaults, **parts})
 
-    @torch.no_grad()  # not inference_mode: what FSDP gathers here it trains with later
+    @torch.no_grad()  # not inference_mode: FSDP trains with the tensors that it gathers here
     def draw(
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> NDArray[np.uint8]:
-        """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
+        """Sample one image per prompt, in batches of `batch_size`.
 
-        `sampler` is as in GenerateJob.
+        Args:
+            prompts: N prompts.
+            sampler: as GenerateJob.sampler.
+            first: number of the first image; it selects the noise stream.
+
+        Returns:
+            Images [N, H, W, 3] uint8.
         """
         self._pipe.register_modules(
             scheduler=sampling_scheduler(self._pipe.scheduler, sampler, make_scheduler)
         )
         family, denoiser = self._family, getattr(self._pipe, self._family.denoiser)
         scale, pictures = self._pipe.vae_scale_factor, list[NDArray[np.uint8]]()
-        rows = sampler["batch_size"] if self._chip.fills_batches else 0
+        rows = sampler["batch_size"] if self._device_kind.pads_batches else 0
         numbering = {"first": first, "rows": rows}
-        for batch in starts(prompts, sampler, family, denoiser.config, scale, **numbering):
-            later = [torch.Generator().manual_seed(int(r.integers(2**63))) for r in batch.rngs]
+        for batch in noise_batches(prompts, sampler, family, denoiser.config, scale, **numbering):
+            rngs = [torch.Generator().manual_seed(int(r.integers(2**63))) for r in batch.rngs]
             size = (batch.height, batch.width)
-            with shown_more(denoiser, self._pipe.vae, sampler, size):
+            with extra_inputs(denoiser, self._pipe.vae, sampler, size):
                 drawn = self._pipe(
                     batch.prompts,
                     height=batch.height,
@@ -115,35 +131,40 @@ class Sampler:
                     latents=family.pipeline_latents(torch.from_numpy(batch.noise)).to(
                         denoiser.dtype
                     ),
-                    generator=later,
+                    generator=rngs,
                     callback_on_step_end=self._after_step,
-                    **more_of(sampler, len(batch.prompts)),
-                    **self._more,
+                    **optional_arguments(sampler, len(batch.prompts)),
+                    **self._t5_options,
                 ).images
             pictures += [np.asarray(picture) for picture in drawn[: batch.count]]
         return np.stack(pictures)
 
-    def _after_step(self, *told: Any) -> dict[str, Any]:
-        self._chip.cut()
+    def _after_step(self, *_: Any) -> dict[str, Any]:
+        self._device_kind.mark_step()
         return {}
 
 
 @contextmanager
-def shown_more(
+def extra_inputs(
     denoiser: Any, vae: Any, sampler: dict[str, Any], size: tuple[int, int]
 ) -> Iterator[None]:
-    """Within, a text-to-image pipeline also passes a denoiser's other inputs
-    (families/unet_inputs.py): a mask over everything, and the aesthetic score that is asked for.
+    """Within the context, a text-to-image pipeline passes the denoiser's extra inputs.
+
+    The extra inputs (families/unet_inputs.py) are an inpainting mask that hides the whole image,
+    and the requested aesthetic score.
 
     Args:
-        size: of the pictures, (height, width) in pixels.
+        denoiser: diffusers model; a forward pre-hook adds the inputs.
+        vae: encodes the masked image.
+        sampler: as GenerateJob.sampler.
+        size: (height, width) of the images, in pixels.
     """
     extras = ExtraInputs.from_config(denoiser.config)
     if extras == NO_EXTRA_INPUTS:
         yield
         return
     device = denoiser.device
-    blank = blank_latents(vae, size).to(device) if extras.inpainting else None
+    blank = fully_masked_latents(vae, size).to(device) if extras.inpainting else None
     scores = (
         torch.tensor(aesthetic_scores(sampler), device=device) if extras.aesthetic_score else None
     )
@@ -153,7 +174,7 @@ def shown_more(
         if blank is not None:
             seen = blank.to(latents.dtype).expand(len(latents), -1, -1, -1)
             given = (torch.cat([latents, seen], dim=1), *given[1:])
-        if scores is not None:  # rows without caption come first
+        if scores is not None:  # with guidance, the unconditional rows come first
             times = len(latents) // len(scores)
             named = {**named, "class_labels": scores.repeat_interleave(times)}
         return given, named
@@ -165,11 +186,11 @@ def shown_more(
         handle.remove()
 
 
-def blank_latents(vae: Any, size: tuple[int, int]) -> torch.Tensor:
-    """`fully_masked` of one picture of a size [1, 1 + C, h, w]."""
+def fully_masked_latents(vae: Any, size: tuple[int, int]) -> torch.Tensor:
+    """Mask and masked-image latents [1, 1 + C, h, w] of one fully masked image."""
     config, dtype = vae.config, vae.dtype
     grey = torch.zeros(1, config.in_channels, *size, device=vae.device)
-    # SDXL's VAE gives NaN in half precision. Not diffusers' `to`, which warns of what casts.
+    # SDXL's VAE overflows to NaN in half precision. ModelMixin.to logs a warning for each cast.
     torch.nn.Module.to(vae, torch.float32)
     mean = vae.encode(grey).latent_dist.mean
     torch.nn.Module.to(vae, dtype)
@@ -177,31 +198,36 @@ def blank_latents(vae: Any, size: tuple[int, int]) -> torch.Tensor:
 
 
 class ThePipeline:
-    """See base.Pipeline for what each method promises."""
+    """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob) -> None:
         make_deterministic()
-        self._chip = open_chip(job.device, compiled=job.compiled)
-        self._device, self._dtype = self._chip.device, getattr(torch, job.dtype)
-        self._model, self._settings = Path(job.model), job.sampler
+        self._device_kind = open_device(job.device, compiled=job.compiled)
+        self._device = self._device_kind.device
+        self._dtype = getattr(torch, job.dtype)
+        self._model = Path(job.model)
+        self._settings = job.sampler
         self._vae = None if job.vae is None else Path(job.vae)
         self._sampler: Sampler | None = None
 
     def load(self, drawing: Drawing) -> None:
         self._network = load_network(drawing, self._model, self._dtype, self._device)
-        attend(self._network.denoiser, self._device)
-        self._chip.prepare_drawing(self._network.denoiser)
-        self._scheduler = own_scheduler(drawing, make_scheduler)
+        enable_npu_attention(self._network.denoiser, self._device)
+        self._device_kind.prepare_sampling(self._network.denoiser)
+        self._scheduler = load_trained_scheduler(drawing, make_scheduler)
         self.encodes_text = bool(self._network.text_encoders)
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
-        if self._sampler is None:  # with encoders of its own: the next model may have none
+        # The sampler loads its own text encoders: the next model may not have trained ones.
+        if self._sampler is None:
             denoiser = {self._network.family.denoiser: self._network.denoiser}
-            self._sampler = Sampler(self._model, denoiser, self._chip, self._dtype, self._vae)
-        own = {} if self._scheduler is None else {"scheduler": self._scheduler}
-        self._sampler.use(dict(self._network.named_children()) | own)
+            self._sampler = Sampler(
+                self._model, denoiser, self._device_kind, self._dtype, self._vae
+            )
+        trained = {} if self._scheduler is None else {"scheduler": self._scheduler}
+        self._sampler.use(dict(self._network.named_children()) | trained)
         drawn = self._sampler.draw(prompts, self._settings, first=first)
-        self._chip.keep()
+        self._device_kind.save_compiled()
         return drawn
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
@@ -210,4 +236,4 @@ class ThePipeline:
             return inputs.errors(self._network).cpu().numpy()
 
     def compile_seconds(self) -> float:
-        return self._chip.compile_seconds()
+        return self._device_kind.compile_seconds()

@@ -1,10 +1,9 @@
-"""Intel Gaudi by habana_frameworks, which is imported when device hpu is asked for, and never
-otherwise.
+"""Intel Gaudi by habana_frameworks, which is imported only if device hpu is selected.
 
-Two modes. In eager mode every operator is done at once, and torch.compile makes programs of parts.
-In lazy mode operators are collected up to a `mark_step`, and what was collected is one program: it
-is compiled once for its operators, their shapes and the Python numbers in them. What changes from
-step to step (learning rate, weight decay, the average's decay) is therefore sent as a tensor.
+The bridge has two modes. Eager mode executes each operator immediately, and torch.compile compiles
+subgraphs. Lazy mode records operators until `mark_step` and compiles the recorded graph once for
+its operators, shapes and Python numbers. Numbers that change with each step (learning rate, weight
+decay, EMA decay) are therefore sent as tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import torch
 
 from configs.training import Hpu, Train
 from runtimes.contract import WrongInput
-from runtimes.hosts.gaudi import bridge_version, lacking
+from runtimes.hosts.gaudi import bridge_version, missing_components
 from runtimes.process.compile_cache import CompileCache
-from runtimes.torch.device_kind import Chip
+from runtimes.torch.device_kind import DeviceKind
 
 LAZY = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
@@ -31,56 +30,59 @@ BRIDGE = "habana_frameworks.torch"
 
 
 def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCache:
-    """Have PyTorch know device hpu, in the mode of the settings; else in that of PT_HPU_LAZY_MODE,
-    else eager.
+    """Load Habana's bridge, which registers device hpu with PyTorch.
+
+    The mode is that of the settings, else of PT_HPU_LAZY_MODE, else eager. PyTorch caches the list
+    of accelerators at the first query, so the bridge must be loaded before any query.
 
     Args:
-        compiled: URL of the folder for compiled programs (recipes); None keeps none.
+        settings: mode, recipe cache size and GPU migration.
+        compiled: URL of the folder of compiled programs (recipes); None disables the cache.
 
     Raises:
-        WrongInput: it cannot, or has loaded it in the other mode.
+        WrongInput: the bridge cannot be loaded, or this process has loaded it in the other mode.
     """
     settings = settings or Hpu()
     if bridge_version() is None:
-        raise WrongInput(f"device hpu: {'; '.join(lacking())}")
-    kept = _kept(compiled)
-    if BRIDGE not in sys.modules:  # which reads these when it is imported
+        raise WrongInput(f"device hpu: {'; '.join(missing_components())}")
+    compile_cache = _compile_cache(compiled)
+    if BRIDGE not in sys.modules:  # the bridge reads these variables at import
         os.environ.setdefault(LAZY, "0")
         if settings.mode is not None:
             os.environ[LAZY] = str(int(settings.mode == "lazy"))
-        if kept.path is not None:
+        if compile_cache.path is not None:
             size = settings.recipe_cache_megabytes
-            os.environ.setdefault(RECIPES, f"{kept.path},false,{size},false")
+            os.environ.setdefault(RECIPES, f"{compile_cache.path},false,{size},false")
     try:
         import_module(f"{BRIDGE}.core")
         import_module(f"{BRIDGE}.hpu")
         if settings.gpu_migration:
             import_module(f"{BRIDGE}.gpu_migration")
-    # It asserts that it was built for this PyTorch.
+    # AssertionError: the bridge was built for another version of PyTorch.
     except (ImportError, RuntimeError, OSError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200]
-        missing = "; ".join(lacking())
+        missing = "; ".join(missing_components())
         raise WrongInput(
             f"device hpu: habana_frameworks does not load: {reason}"
             + (f" ({missing})" if missing else "")
         ) from None
     if settings.mode not in (None, mode()):
         raise WrongInput(f"train.hpu.mode: {settings.mode}: this process is in mode {mode()}")
-    return kept
+    return compile_cache
 
 
 @cache
-def _kept(compiled: str | None) -> CompileCache:
+def _compile_cache(compiled: str | None) -> CompileCache:
     return CompileCache(compiled, f"hpu-{bridge_version()}")
 
 
 def load_hccl() -> None:
-    """Have torch.distributed know backend hccl."""
+    """Register backend hccl with torch.distributed."""
     import_module(f"{BRIDGE}.distributed.hccl")
 
 
 def count() -> int:
-    """Gaudis that the bridge knows of: older drivers do not show them where newer ones do."""
+    """Number of Gaudis that the bridge finds; older drivers do not list them in /sys."""
     try:
         load()
     except WrongInput:
@@ -89,23 +91,23 @@ def count() -> int:
 
 
 def mode() -> str:
-    """The mode of this process, or the one that it would load the bridge in."""
+    """Mode of the bridge in this process (`lazy` or `eager`), loaded or not."""
     return "lazy" if os.environ.get(LAZY) == "1" else "eager"
 
 
 def choose_module(number: int) -> None:
-    """Have this process take a Gaudi by its number; a process has one, and calls it `hpu`."""
+    """Select this process's Gaudi by number. The bridge then shows it as the only device."""
     os.environ[MODULE] = str(number)
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for settings that do not go with the device."""
+    """Raise WrongInput for train settings that Gaudi does not support."""
     if settings.fsdp != 1:
-        raise WrongInput("train.fsdp: {settings.fsdp} is not for device hpu: set 1")
+        raise WrongInput(f"train.fsdp: {settings.fsdp} is not for device hpu: set 1")
     if settings.optimizer == "adafactor":
         raise WrongInput(
-            "train.optimizer: adafactor is not for device hpu, where its numbers would be another "
-            "program at every step: take adamw"
+            "train.optimizer: adafactor is not for device hpu: its scalars would recompile every "
+            "step; set adamw"
         )
     lazy = (settings.hpu.mode or mode()) == "lazy"
     if settings.compile and lazy:
@@ -115,24 +117,26 @@ def check(settings: Train) -> None:
     share = -(-settings.global_batch_size // settings.processes)
     if settings.hpu.graphs and (settings.micro_batch_size or share) < share:
         raise WrongInput(
-            "train.hpu.graphs: a replayed graph writes its gradients over those of the micro-batch "
-            "before: leave train.micro_batch_size out"
+            "train.hpu.graphs: a replayed graph overwrites the gradients of the previous "
+            "micro-batch: leave train.micro_batch_size out"
         )
 
 
-class Gaudi(Chip):
-    """One Gaudi, its bridge loaded."""
+class Gaudi(DeviceKind):
+    """Hooks of a Gaudi; the bridge must be loaded."""
 
     compile_backend = "hpu_backend"
-    fills_batches = True
+    pads_batches = True
     foreach = None
 
-    def __init__(self, settings: Hpu, kept: CompileCache) -> None:
+    def __init__(self, settings: Hpu, compile_cache: CompileCache) -> None:
         super().__init__(torch.device("hpu"))
-        self._settings, self._kept, self._lazy = settings, kept, mode() == "lazy"
-        self.takes_batches_ahead = not self._lazy  # operators are collected by one thread
-        # A graph that was recorded must not read casts that the next step makes anew.
-        self.autocast_keeps_casts = not settings.graphs
+        self._settings = settings
+        self._compile_cache = compile_cache
+        self._lazy = mode() == "lazy"
+        self.prefetches_batches = not self._lazy  # operators are collected by one thread
+        # A recorded graph must not read cached casts: autocast frees them after each step.
+        self.autocast_caches_casts = not settings.graphs
         self._clippers: dict[float, Any] = {}
         self._core = import_module(f"{BRIDGE}.core")
         self._hpu = import_module(f"{BRIDGE}.hpu")
@@ -140,23 +144,25 @@ class Gaudi(Chip):
     def check(self, settings: Train) -> None:
         check(settings)
 
-    def prepare(self, denoiser: Any) -> None:
+    def prepare_training(self, denoiser: Any) -> None:
         if self._settings.graphs:
             cacher = self._hpu.ModuleCacher(max_graphs=self._settings.max_graphs)
             cacher(model=denoiser, inplace=True, allow_unused_input=True)
 
-    def prepare_drawing(self, denoiser: Any) -> None:
+    def prepare_sampling(self, denoiser: Any) -> None:
         if self._lazy:
-            denoiser.register_forward_pre_hook(_own_timestep, with_kwargs=True)
+            denoiser.register_forward_pre_hook(_copy_timestep, with_kwargs=True)
             self._hpu.wrap_in_hpu_graph(denoiser)
-            denoiser.register_forward_hook(_own_output)
-        else:  # its forward alone: hooks come and go with each batch of drawings
+            denoiser.register_forward_hook(_copy_output)
+        else:  # compiles `forward` only: each batch adds and removes forward hooks
             denoiser.forward = torch.compile(
                 denoiser.forward, backend=self.compile_backend, dynamic=False
             )
 
-    def clip(self, parameters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
-        """By FusedClipNorm; in lazy mode it would only cut the graph once more."""
+    def clip_grad_norm(
+        self, parameters: Sequence[torch.Tensor], most: float
+    ) -> torch.Tensor | None:
+        """Clip by FusedClipNorm in eager mode; in lazy mode it would only split the graph."""
         if self._lazy or not self._settings.fused:
             return None
         if most not in self._clippers:
@@ -165,18 +171,18 @@ class Gaudi(Chip):
         clipper = self._clippers[most]
         return None if clipper is None else clipper.clip_norm(parameters).reshape(())
 
-    def number(self, value: float) -> torch.Tensor:
+    def scalar(self, value: float) -> torch.Tensor:
         return _on_device(value)
 
-    def cut(self) -> None:
+    def mark_step(self) -> None:
         if self._lazy:
             self._core.mark_step()
 
-    def keep(self) -> None:
-        self._kept.upload()
+    def save_compiled(self) -> None:
+        self._compile_cache.upload()
 
     def figures(self) -> dict[str, float]:
-        """Programs compiled so far and the seconds for it, and the memory there is."""
+        """Number of compiled graphs, seconds of compilation, and bytes of device memory."""
         found = {"device_memory_bytes": float(self._hpu.memory_stats()["Limit"])}
         if self._compilations is not None:
             stats = dict(self._compilations.stats())
@@ -198,33 +204,44 @@ class Gaudi(Chip):
         return metrics.metric_global("graph_compilation")
 
 
-def _own_timestep(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Of a table of timesteps each is a view of its own, and where a view lies is part of what HPU
-    graphs are told apart by: as a copy they are one graph."""
+def _copy_timestep(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Copy the timestep before each forward pass.
+
+    Timesteps of a scheduler are views with different offsets. HPU graphs are keyed by the offset,
+    so views would record one graph per timestep; copies share one graph.
+    """
     if len(given) > 1:
         return (given[0], given[1].clone(), *given[2:]), named
     return given, {**named, "timestep": named["timestep"].clone()}
 
 
-def _own_output(_: Any, given: tuple[Any, ...], output: Any) -> Any:
-    """A copy: the next replay writes over what this one gave, which schedulers of several steps
-    keep."""
+def _copy_output(_: Any, given: tuple[Any, ...], output: Any) -> Any:
+    """Copy the output after each forward pass.
+
+    The next replay of the graph overwrites it, but multistep schedulers read earlier outputs.
+    """
     if isinstance(output, tuple):
         return tuple(one.clone() for one in output)
     return type(output)(**{name: one.clone() for name, one in output.items()})
 
 
-def counts_on_host(settings: Train) -> bool:
-    """Whether the optimizer that `adamw` gives counts its steps in Python."""
+def counts_steps_on_host(settings: Train) -> bool:
+    """Whether the optimizer from `adamw` counts steps in Python, not on the device."""
     return settings.hpu.fused and _fused("optimizers", "FusedAdamW") is not None
 
 
 def adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimizer:
-    """AdamW for weights on an HPU: Habana's FusedAdamW where there is one and it is wanted, else
-    PyTorch's with its numbers on the device. In lazy mode a step of either is a graph of its own.
+    """AdamW (arXiv 1711.05101) for weights on a Gaudi.
+
+    Habana's FusedAdamW is used if it is available and `train.hpu.fused` is on, else PyTorch's AdamW
+    with its scalars on the device. In lazy mode a step of either one is a separate graph.
+
+    Args:
+        groups: parameter groups of torch.optim, with `rate`, the group's learning rate factor.
+        settings: betas, epsilon, weight decay and `hpu`.
     """
     like = {"betas": settings.adam_betas, "eps": settings.adam_epsilon}
-    if counts_on_host(settings):
+    if counts_steps_on_host(settings):
         kind = _as_pytorch(_fused("optimizers", "FusedAdamW"))
         return kind(groups, decay=settings.weight_decay, weight_decay=0.0, **like)
     return _OnDevice(
@@ -238,7 +255,7 @@ def adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimize
 
 
 class _OnDevice(torch.optim.AdamW):
-    """PyTorch's, with learning rate and count of steps on the device."""
+    """torch.optim.AdamW with learning rate and step count on the device."""
 
     def step(self, closure: Any = None) -> None:
         if mode() == "lazy":
@@ -249,13 +266,14 @@ class _OnDevice(torch.optim.AdamW):
 
 
 def _as_pytorch(fused: Any) -> Any:
-    """FusedAdamW by PyTorch's rule, and with nothing in a graph that changes from step to step.
+    """A subclass of FusedAdamW that computes PyTorch's update and does not recompile each step.
 
-    * Its own decay of weights is such a number in lazy mode: they are shrunk before it.
-    * It corrects its step for the bias of the moments, but not its epsilon. With c =
-      1 / sqrt(1 - beta2^s) and gradient and moments (g, m, v) given as (c g, c m, c^2 v), its
-      lr sqrt(1 - beta2^s) / (1 - beta1^s) * c m / (sqrt(c^2 v) + epsilon) is PyTorch's.
-    * It counts steps by group; we, by parameter.
+    * FusedAdamW's weight decay is a Python number, which changes with the learning rate and would
+      recompile the lazy graph. Weights are decayed before the fused step instead.
+    * FusedAdamW does not apply the bias correction to epsilon. With c = 1 / sqrt(1 - beta2^s), the
+      inputs (c g, c m, c^2 v) in place of gradient g and moments m and v make its update
+      lr sqrt(1 - beta2^s) / (1 - beta1^s) * c m / (sqrt(c^2 v) + epsilon) equal to PyTorch's.
+    * FusedAdamW counts steps per group; State has one count per parameter.
     """
 
     class AsPyTorch(fused):
@@ -275,7 +293,7 @@ def _as_pytorch(fused: Any) -> Any:
                     self.state[parameter]["step"] = group["step"]
 
         def _scale(self, group: dict[str, Any]) -> tuple[float, list[Any], list[Any]]:
-            """Shrink weights and scale the rest; the scale, and both moments."""
+            """Decay weights, scale gradients and moments; returns c and both lists of moments."""
             done = group["step"] = self.state[group["params"][0]]["step"]
             scale = (1 - group["betas"][1] ** (done + 1)) ** -0.5
             given = [p for p in group["params"] if p.grad is not None]
@@ -295,12 +313,12 @@ def _as_pytorch(fused: Any) -> Any:
 
 
 def _on_device(value: float) -> torch.Tensor:
-    """A number as data of the device, which is not waited for."""
+    """Copy a number asynchronously to a float32 scalar on the device."""
     return torch.tensor(value, dtype=torch.float32).to("hpu", non_blocking=True)
 
 
 def _fused(package: str, name: str) -> Any:
-    """A fused kernel of hpex, or None where this version of the software has none."""
+    """A fused kernel of hpex, or None if this Gaudi software version lacks it."""
     try:
         return getattr(import_module(f"{BRIDGE}.hpex.{package}"), name, None)
     except ImportError:

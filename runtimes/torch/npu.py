@@ -1,4 +1,4 @@
-"""Ascend NPUs by torch_npu, which is imported when device npu is asked for, and never otherwise."""
+"""Ascend NPUs by torch_npu, which is imported only if device npu is selected."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Any
 import torch
 
 from runtimes.contract import WrongInput
-from runtimes.hosts.ascend import lacking
+from runtimes.hosts.ascend import missing_components
 
 
 def load() -> None:
-    """Have PyTorch know device npu. Raises WrongInput if it cannot."""
+    """Register device npu with PyTorch. Raises WrongInput if torch_npu cannot be imported."""
     try:
         import torch_npu  # noqa: F401  # registers the device
     except (ImportError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        missing = "; ".join(lacking())
+        missing = "; ".join(missing_components())
         raise WrongInput(
             f"device npu: torch_npu does not load: {reason}" + (f" ({missing})" if missing else "")
         ) from None
 
 
-def attend(denoiser: Any, device: torch.device) -> None:
-    """Have a UNet on an NPU use its fused attention, which is for half precision; in float32
-    diffusers' processor computes the ordinary one.
+def enable_npu_attention(denoiser: Any, device: torch.device) -> None:
+    """Enable the NPU's fused attention in a UNet.
 
-    It would take the place of SD3's processors too, which attend to pictures and captions at once.
+    The fused operator supports half precision only; diffusers' processor falls back to unfused
+    attention in float32. SD3 keeps its processors: they compute joint attention over image and
+    text tokens, which the NPU processor does not.
     """
     from diffusers.models.attention_processor import AttnProcessor2_0
 

@@ -1,4 +1,4 @@
-"""The optimizers to choose from, each with what it remembers as named tensors."""
+"""AdamW, Adafactor and 8-bit AdamW, with their state as named tensors."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ import torch
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.torch import hpu
+from runtimes.update.rule import text_encoder_factor
 
 Tensors = dict[str, torch.Tensor]
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
 class Optimizer:
-    """A torch optimizer whose memory is there from the start, and goes in and out.
+    """A torch optimizer with state that exists before the first step and can be saved.
 
     Args:
-        parameters: what is updated; the text encoders' may have a learning rate of their own.
+        parameters: trained parameters by State's keys, on their device.
+        settings: optimizer, learning rates, betas, epsilon and weight decay.
 
     Raises:
-        WrongInput: the optimizer is not to be had here; the message says what to do.
+        WrongInput: the optimizer is not available for this device.
     """
 
     def __init__(self, parameters: Parameters, settings: Train) -> None:
         kind = _kind(settings, next(iter(parameters.values())).device)
-        self._parameters, self._memory, self._count = parameters, kind.memory, kind.count
+        self._parameters = parameters
+        self._state_names = kind.state_names
+        self._count = kind.count
         texts = {n: p for n, p in parameters.items() if n.startswith("text_encoder")}
         others = [p for n, p in parameters.items() if n not in texts]
-        peak = settings.text_encoder_lr or settings.learning_rate
         groups = [{"params": others, "rate": 1.0}]
         if texts:
-            groups.append({"params": list(texts.values()), "rate": peak / settings.learning_rate})
+            groups.append({"params": list(texts.values()), "rate": text_encoder_factor(settings)})
         self._torch = kind.make([g for g in groups if g["params"]], settings)
         for at, group in enumerate(self._torch.param_groups):
             for index, parameter in enumerate(group["params"]):
@@ -43,21 +46,25 @@ class Optimizer:
         self.set_step(0)
 
     def step(self, learning_rate: float) -> None:
-        """Update by the gradients, and forget them. The rate is the denoiser's."""
+        """Update the parameters and clear their gradients.
+
+        Args:
+            learning_rate: of the denoiser; text encoders scale it by their group's `rate`.
+        """
         for group in self._torch.param_groups:
             group["lr"] = learning_rate * group["rate"]
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
 
     def set_step(self, step: int) -> None:
-        """Count on from so many steps."""
+        """Set the step count of every parameter, which bias corrections use."""
         for parameter in self._parameters.values():
             self._torch.state[parameter]["step"] = self._count(step, parameter)
 
-    def memory(self) -> dict[str, Tensors]:
-        """What it remembers, live: group -> parameter's name -> tensor."""
+    def state_tensors(self) -> dict[str, Tensors]:
+        """The optimizer's own tensors, not copies: state name to State's key to tensor."""
         found: dict[str, Tensors] = {}
-        for group in self._memory:
+        for group in self._state_names:
             held = ((n, self._torch.state[p].get(group)) for n, p in self._parameters.items())
             found[group] = {name: tensor for name, tensor in held if tensor is not None}
         return {group: tensors for group, tensors in found.items() if tensors}
@@ -65,26 +72,26 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How to make one, and what is in its state."""
+    """Functions that construct one optimizer and its initial state."""
 
-    make: Callable[[list[dict[str, Any]], Train], Any]
-    start: Callable[[Any, torch.nn.Parameter, int, int], None]  # parameter, its group and number
-    count: Callable[[int, torch.nn.Parameter], Any]  # its counter of steps
-    memory: tuple[str, ...]
+    make: Callable[[list[dict[str, Any]], Train], Any]  # (parameter groups, settings)
+    start: Callable[[Any, torch.nn.Parameter, int, int], None]  # initializes one parameter's state
+    count: Callable[[int, torch.nn.Parameter], Any]  # step count in the optimizer's own type
+    state_names: tuple[str, ...]
 
 
 def _kind(settings: Train, device: torch.device) -> _Kind:
     kind = _KINDS[settings.optimizer]
     if device.type == "hpu" and settings.optimizer == "adamw":
-        count = _count if hpu.counts_on_host(settings) else _count_on_device
+        count = _count if hpu.counts_steps_on_host(settings) else _count_on_device
         return replace(kind, make=hpu.adamw, count=count)
     if device.type == "npu" and settings.optimizer == "adamw":
-        return replace(kind, count=_count_on_host)  # which is read at every step
+        return replace(kind, count=_count_on_host)  # the unfused step reads the count on the host
     return kind
 
 
 def _adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimizer:
-    # torch_npu has no fused kernel. None has PyTorch take lists of tensors, False one by one.
+    # torch_npu has no fused kernel. fused=None selects the foreach kernels, fused=False a loop.
     fused = None if groups[0]["params"][0].device.type == "npu" else True
     return torch.optim.AdamW(groups, fused=fused, **_like_adam(settings))
 
@@ -103,17 +110,20 @@ def _start_adamw(optimizer: Any, parameter: torch.nn.Parameter, at: int, index: 
 
 
 def _count_on_device(step: int, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A tensor of its own for each, on the device: what the fused kernel counts in."""
+    """One tensor per parameter, on the device, as the fused kernel requires."""
     return torch.tensor(float(step), dtype=torch.float32, device=parameter.device)
 
 
 def _adafactor(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimizer:
-    """PyTorch's: without first moment; the rate is relative to a weight's size, as in the paper."""
+    """torch.optim.Adafactor (arXiv 1804.04235), without a first moment.
+
+    As in the paper, the step size is relative to the root mean square of the weight.
+    """
     return torch.optim.Adafactor(groups, weight_decay=settings.weight_decay)
 
 
 def _start_adafactor(optimizer: Any, parameter: torch.nn.Parameter, at: int, index: int) -> None:
-    """Second moments by row and by column of the last two dimensions; whole for vectors."""
+    """Second moments per row and per column of the last two dimensions; unfactored for vectors."""
     state, shape = optimizer.state[parameter], parameter.shape
     if len(shape) > 1:
         state["row_var"] = parameter.new_zeros((*shape[:-1], 1)).detach()
@@ -127,11 +137,11 @@ def _count_on_host(step: int, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def check_optimizer(settings: Train, device: torch.device) -> None:
-    """Raise WrongInput for an optimizer that is not to be had for weights on a device."""
+    """Raise WrongInput for an optimizer that is not available for weights on a device."""
     if settings.optimizer != "adamw_8bit":
         return
     if device.type != "cuda":
-        raise WrongInput("train.optimizer: adamw_8bit needs a CUDA device; take adamw or adafactor")
+        raise WrongInput("train.optimizer: adamw_8bit needs a CUDA device; set adamw or adafactor")
     if find_spec("bitsandbytes") is None:
         raise WrongInput("train.optimizer: adamw_8bit needs bitsandbytes: pip install bitsandbytes")
 
@@ -158,7 +168,7 @@ _KINDS = {
     "adafactor": _Kind(
         _adafactor, _start_adafactor, _count_on_host, ("row_var", "col_var", "variance")
     ),
-    # Codes of 8 bits and, of each block, what they are scaled by; small tensors are kept whole.
+    # 8-bit codes and the scale of each block (arXiv 2110.02861); small tensors stay float32.
     "adamw_8bit": _Kind(
         _adamw_8bit, _start_adamw_8bit, _count, ("state1", "state2", "absmax1", "absmax2")
     ),

@@ -1,9 +1,9 @@
-"""Several processes at one run: who holds which weights, and how gradients come together.
+"""Data parallelism over processes, with replicated or fully sharded weights.
 
-Every process computes its share of a batch. With `data` each holds all weights
-(DistributedDataParallel); with `fsdp` each holds a share of every array, and a block's weights are
-gathered while it is in use (FSDP2, `fully_shard`). Either way the update works on plain float32
-tensors of this process, the `masters`, and on gradients that are sums over all processes.
+Every process computes the gradients of its share of a batch. DistributedDataParallel replicates the
+weights; FSDP2 (`fully_shard`) shards every array and gathers a block's weights while it computes.
+Both update plain float32 tensors of this process, the `masters`, by gradients that are summed over
+all processes.
 """
 
 from __future__ import annotations
@@ -36,58 +36,79 @@ BACKENDS = {
 Masters = dict[str, torch.nn.Parameter]
 
 
-class Alone:
-    """One process that holds everything; the others' base."""
+class SingleProcess:
+    """A run with one process; base class of the parallel runs."""
 
-    world = 1
-    first = True  # whether this process keeps what is whole
-    sharded = False  # whether this process holds a share of every array
+    world = 1  # number of processes
+    first = True  # whether this is rank 0, which stores full arrays
+    sharded = False  # whether this process stores a shard of every array
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
-        """Take over a network that is on its device; what to call for a training forward."""
+        """Parallelize a network that is on its device.
+
+        Returns:
+            The function to call for a training forward pass, with the network's signature.
+        """
         self._masters = network.trained()
         return network
 
     def masters(self) -> Masters:
-        """What this process updates, by the names that State has."""
+        """Float32 tensors that this process updates, by State's keys."""
         return self._masters
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of each micro-batch; gradients come together in the last."""
+        """Context of a micro-batch's forward and backward pass.
+
+        Args:
+            last: whether it is the step's last micro-batch, which reduces the gradients.
+        """
         return nullcontext()
 
     def gather_gradients(self) -> None:
-        """Hand the gradients of a whole step to the masters."""
+        """Assign the gradients of a complete step to the masters."""
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The L2 norm of all gradients, from that of this process's."""
+        """The global L2 norm, from the norm of this process's gradients; both are scalars."""
         return norm
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes."""
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over all processes, reduced in place."""
         return value
 
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """An array of master `name`'s shape, whole, on every process."""
+    def gather_full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a full array from the shards of all processes; a collective call.
+
+        Args:
+            name: key of the master that has the array's shape.
+            tensor: this process's shard.
+        """
         return tensor
 
-    def share(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What this process holds of a whole array of master `name`'s shape."""
+    def local_shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This process's shard of a full array.
+
+        Args:
+            name: key of the master that has the array's shape.
+            tensor: the full array.
+        """
         return tensor
 
 
-class Data(Alone):
-    """Every process holds everything and updates it alike."""
+class DataParallel(SingleProcess):
+    """Replicated weights: every process computes the same update."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.world, self.first = ranks.world, ranks.first
+        self.world = ranks.world
+        self.first = ranks.first
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
-        """Weights are not broadcast: all processes have read, or drawn, the same.
+        """Wrap the network in DistributedDataParallel.
 
-        To look for unused parameters at every step costs little, lets a text encoder's last layer
-        be unused, and keeps the buckets as they are: DDP would else rearrange them after a first
-        step, and a run that resumes would add up in another order.
+        Weights are not broadcast: all processes have read or initialized identical ones.
+
+        `find_unused_parameters` permits the unused last layer of a text encoder. It also prevents
+        DDP from rebuilding its buckets after the first step. Rebuilt buckets would change the
+        order of summation, so a resumed run would differ in the last bits.
         """
         self._masters = network.trained()
         self._replica = DistributedDataParallel(
@@ -102,13 +123,13 @@ class Data(Alone):
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._replica.no_sync()
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
         return value
 
 
-class Sharded(Data):
-    """Every process holds a share of every array: rows, as torch.chunk cuts them."""
+class FullySharded(DataParallel):
+    """Weights sharded along dimension 0, in the chunks of torch.chunk."""
 
     sharded = True
 
@@ -116,15 +137,15 @@ class Sharded(Data):
         super().__init__(ranks)
         self._rank = ranks.rank
         self._mesh = init_device_mesh(device.type, (ranks.world,))
-        # What is gathered stays float32 and is cast where autocast does so: in bfloat16 the weights
-        # of norms and embeddings would be rounded, which they are not on one process.
+        # Weights are gathered in float32, and autocast casts them: gathered in bfloat16, weights of
+        # norms and embeddings would be rounded, unlike on one process.
         self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
-        """Each part of the pipeline is a root: it is called alone when pictures are drawn.
+        """Shard the network by FSDP2.
 
-        Nothing stays gathered after a forward without backward: the weights may change before the
-        next.
+        Each component is a root module, because sampling calls it separately. Weights are resharded
+        after every forward pass, because they may change before the next one.
         """
         blocks = repeated_blocks()
         for part in network.children():
@@ -133,14 +154,15 @@ class Sharded(Data):
                     module, mesh=self._mesh, mp_policy=self._policy, reshard_after_forward=True
                 )
             if isinstance(part, PreTrainedModel):
-                # It knows by its class's name which hidden states to give: that is another now.
+                # fully_shard changes the class, by which transformers finds its output hooks.
                 _CAN_RECORD_REGISTRY[part] = part._can_record_outputs
         self._arrays = network.trained()
         self._masters = {name: torch.nn.Parameter(_local(p)) for name, p in self._arrays.items()}
         return network
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()  # each micro-batch is reduced: only shares of gradients are kept
+        # Every micro-batch is reduced, so that only shards of gradients are stored.
+        return nullcontext()
 
     def gather_gradients(self) -> None:
         for name, array in self._arrays.items():
@@ -148,9 +170,9 @@ class Sharded(Data):
             array.grad = None
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return self.total(norm.square()).sqrt()
+        return self.sum_over_ranks(norm.square()).sqrt()
 
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         like = self._arrays[name]
         array = DTensor.from_local(
             tensor.detach(),
@@ -162,19 +184,19 @@ class Sharded(Data):
         )
         return array.full_tensor()
 
-    def share(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         parts = tensor.chunk(self.world)
         return parts[self._rank] if self._rank < len(parts) else tensor[:0]
 
 
-def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
-    """Meet the other processes, if there are any.
+def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> SingleProcess:
+    """Join the process group of the run, if it has several processes.
 
     Raises:
-        WrongInput: the settings do not go together with several processes.
+        WrongInput: the settings do not support several processes.
     """
     if ranks.world == 1:
-        return Alone()
+        return SingleProcess()
     if settings.fsdp not in (1, "all", ranks.world):
         raise WrongInput(
             f"train.fsdp: {settings.fsdp} is not for runtime torch with {ranks.world} processes: "
@@ -182,17 +204,17 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Alone:
         )
     if settings.fsdp != 1 and settings.optimizer != "adamw":
         raise WrongInput(
-            f"train.optimizer {settings.optimizer} needs whole arrays: with train.fsdp "
-            "it must be adamw"
+            f"train.optimizer {settings.optimizer} does not support sharded weights: set "
+            "adamw, or train.fsdp to 1"
         )
     if device.index is not None:
         torch.get_device_module(device).set_device(device)
-    # gloo is for what lies on the host, which NCCL and HCCL cannot pass on.
+    # gloo serves host tensors, which NCCL and HCCL do not support.
     join(ranks, BACKENDS.get(device.type, "gloo"))
-    return Sharded(ranks, device) if settings.fsdp != 1 else Data(ranks)
+    return FullySharded(ranks, device) if settings.fsdp != 1 else DataParallel(ranks)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's share of a DTensor, in the same memory."""
+    """This process's shard of a DTensor; it shares the DTensor's memory."""
     assert isinstance(tensor, DTensor)
     return tensor.detach().to_local()

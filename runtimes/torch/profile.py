@@ -1,4 +1,4 @@
-"""A trace of some steps, for TensorBoard's profiler plugin, Perfetto or chrome://tracing."""
+"""Trace steps with torch.profiler, for TensorBoard, Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 @contextmanager
 def tracing(folder: Path, device: torch.device) -> Iterator[None]:
-    """Trace what happens within, into `<folder>/<host>_<process>.<time>.pt.trace.json.gz`."""
+    """Trace the context to `<folder>/<host>_<process>.<time>.pt.trace.json.gz`."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -20,5 +20,5 @@ def tracing(folder: Path, device: torch.device) -> Iterator[None]:
     with profile(activities=activities, record_shapes=True, on_trace_ready=handler):
         yield
         if device.type != "cpu":
-            # What is still on its way belongs to these steps.
+            # Kernels of these steps may still be running.
             torch.get_device_module(device).synchronize(device)

@@ -1,4 +1,4 @@
-"""The PyTorch runtime: forward, backward and update of a diffusers denoiser on CPU, GPU or NPU."""
+"""The PyTorch runtime: trains diffusers denoisers on CPU, CUDA, Ascend and Gaudi."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput
-from runtimes.models.dropout import drops, seed_dropout
+from runtimes.models.dropout import has_dropout, seed_dropout
 from runtimes.models.flop_count import FlopCounter, peak_flops
 from runtimes.models.micro_batches import Inputs, micro_batches, sender
 from runtimes.models.network import Network
@@ -29,12 +29,12 @@ from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.device import (
     describe,
     make_deterministic,
-    open_chip,
+    open_device,
     peak_bytes,
     probe,
     versions,
 )
-from runtimes.torch.npu import attend
+from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
 from runtimes.torch.update import Update
@@ -43,22 +43,26 @@ __all__ = ["TheRuntime", "probe"]
 
 
 class TheRuntime:
-    """See base.Runtime for what each method promises."""
+    """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.samples_collectively = versions(), False
-        self._sampler: Any = None  # generate.Sampler, once a sample is asked for
+        self.versions = versions()
+        self.samples_collectively = False
+        self._sampler: Any = None  # generate.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
-        self._job, self._settings = job, Train(**job.train)
+        self._job = job
+        self._settings = Train(**job.train)
         check_precision(self._settings)
         make_deterministic()
         ranks = Ranks.here()
         self._rank = ranks.rank
         self.samples_collectively = ranks.world > 1 and self._settings.fsdp != 1
-        self._chip = open_chip(self._settings.device, ranks, self._settings.hpu, job.compiled)
-        self._chip.check(self._settings)
-        self._device = self._chip.device
+        self._device_kind = open_device(
+            self._settings.device, ranks, self._settings.hpu, job.compiled
+        )
+        self._device_kind.check(self._settings)
+        self._device = self._device_kind.device
         self._parallel = open_parallel(self._settings, ranks, self._device)
         self._agreement = HostCollectives(ranks.world)
         self.device = describe(self._device)
@@ -69,38 +73,38 @@ class TheRuntime:
         if layout == torch.channels_last:
             keep_channels_last(network)
         network.train()
-        attend(network.denoiser, self._device)
-        self._drops = drops(network)
+        enable_npu_attention(network.denoiser, self._device)
+        self._has_dropout = has_dropout(network)
         self._network = network
-        self._chip.prepare(network.denoiser)
+        self._device_kind.prepare_training(network.denoiser)
         if self._settings.compile:
-            network.denoiser.compile(backend=self._chip.compile_backend)
+            network.denoiser.compile(backend=self._device_kind.compile_backend)
         self._forward = self._parallel.wrap(network)
         masters = self._parallel.masters()
-        self._update = Update(masters, self._settings, self._parallel, self._chip)
-        self._chip.cut()
+        self._update = Update(masters, self._settings, self._parallel, self._device_kind)
+        self._device_kind.mark_step()
 
     def put(self, batch: StepBatch) -> StepBatch:
-        if not self._chip.takes_batches_ahead:
+        if not self._device_kind.prefetches_batches:
             return batch
         return replace(batch, on_device=list(self._inputs(batch)))
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         loss = torch.zeros((), device=self._device)
         for inputs in batch.on_device or self._inputs(batch):
-            if self._drops:
+            if self._has_dropout:
                 seed_dropout(self._settings.seed, batch.step, inputs.first, self._rank)
             with self._parallel.accumulating(last=inputs.last):
                 with self._autocast():
                     errors = inputs.errors(self._forward)
                 part = (inputs.weight * errors).sum() / batch.denominator
-                # Gradients are averaged over the processes where their sum is wanted.
+                # DDP and FSDP average gradients over processes; the step needs their sum.
                 (part * self._parallel.world).backward()
             loss += part.detach()
             if not inputs.last:
-                self._chip.cut()
+                self._device_kind.mark_step()
         self._parallel.gather_gradients()
-        return StepOutput(self._parallel.total(loss), self._update.apply(learning_rate))
+        return StepOutput(self._parallel.sum_over_ranks(loss), self._update.apply(learning_rate))
 
     def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
         return micro_batches(batch, self._settings.micro_batch_size, sender(self._device))
@@ -123,7 +127,7 @@ class TheRuntime:
         return tracing(Path(folder), self._device)
 
     def state(self) -> State:
-        self._chip.keep()
+        self._device_kind.save_compiled()
         state = self._update.state()
         constants = self._network.constants()
         if state and constants and self._settings.method == "full":
@@ -132,7 +136,7 @@ class TheRuntime:
 
     def restore(self, state: State, step: int) -> None:
         self._update.restore(state, step)
-        self._chip.cut()
+        self._device_kind.mark_step()
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         from runtimes.torch.generate import Sampler  # pipelines are slow to import
@@ -140,7 +144,7 @@ class TheRuntime:
         if self._sampler is None:
             vae = None if self._job.vae is None else Path(self._job.vae)
             model, parts = Path(self._job.model), dict(self._network.named_children())
-            self._sampler = Sampler(model, parts, self._chip, vae=vae)
+            self._sampler = Sampler(model, parts, self._device_kind, vae=vae)
             changed = trained_scheduler(model / "scheduler", self._settings)
             if changed is not None:
                 self._sampler.use({"scheduler": make_scheduler(changed)})
@@ -148,13 +152,14 @@ class TheRuntime:
             return self._sampler.draw(prompts, sampler, first=0)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        with self._evaluating(), torch.no_grad():  # what is gathered must stay fit for training
+        # Not inference_mode: FSDP trains with the tensors that it gathers here.
+        with self._evaluating(), torch.no_grad():
             errors = Inputs(batch, sender(self._device)).errors(self._network)
         return errors.cpu().numpy()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within, the network has its average, if one is kept, and drops nothing."""
+        """Within the context, the network has its EMA weights, if any, and no dropout."""
         self._network.eval()
         try:
             with self._update.averaged(), self._autocast():
@@ -163,13 +168,13 @@ class TheRuntime:
             self._network.train()
 
     def shutdown(self) -> None:
-        pass  # each may end on its own
+        pass  # no process has to wait for the others
 
     def memory_bytes(self) -> int:
         return peak_bytes(self._device)
 
     def figures(self) -> dict[str, float]:
-        return self._chip.figures()
+        return self._device_kind.figures()
 
     def pipeline(self, job: GenerateJob) -> Pipeline:
         from runtimes.torch.generate import ThePipeline
@@ -183,5 +188,5 @@ class TheRuntime:
             self._device.type,
             dtype if enabled else None,
             enabled=enabled,
-            cache_enabled=self._chip.autocast_keeps_casts,
+            cache_enabled=self._device_kind.autocast_caches_casts,
         )

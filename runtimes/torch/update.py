@@ -1,4 +1,4 @@
-"""The update: clipping, the optimizer and the weight average, with state that goes in and out."""
+"""The optimizer step: gradient clipping, the optimizer and the EMA of the weights."""
 
 from __future__ import annotations
 
@@ -12,31 +12,38 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.contract import State, WrongInput
-from runtimes.torch.device_kind import Chip
+from runtimes.torch.device_kind import DeviceKind
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
-from runtimes.torch.parallel import Alone
+from runtimes.torch.parallel import SingleProcess
+from runtimes.update.rule import ema_decay_at
 
 
 class Update:
-    """Clipping, an optimizer on float32 masters, and their exponential moving average (EMA).
+    """Gradient clipping, an optimizer on float32 masters, and their exponential moving average.
 
-    The EMA's decay at step s (from 0) is min(ema_decay, (1 + s) / (10 + s)), so that the first
-    steps do not average in the base for ever.
+    update/rule.py gives the decay of the average.
+
+    Args:
+        parameters: float32 masters of this process, by State's keys.
+        settings: optimizer, clipping and EMA.
+        parallel: reduces norms, and gathers or shards State; None is a single process.
+        device_kind: hooks of the device; None is the CPU.
 
     Raises:
-        WrongInput: the optimizer is not to be had here.
+        WrongInput: the optimizer is not available for this device.
     """
 
     def __init__(
         self,
         parameters: Parameters,
         settings: Train,
-        parallel: Alone | None = None,
-        chip: Chip | None = None,
+        parallel: SingleProcess | None = None,
+        device_kind: DeviceKind | None = None,
     ) -> None:
-        self._parameters, self._settings = parameters, settings
-        self._parallel = parallel or Alone()
-        self._chip = chip or Chip(torch.device("cpu"))
+        self._parameters = parameters
+        self._settings = settings
+        self._parallel = parallel or SingleProcess()
+        self._device_kind = device_kind or DeviceKind(torch.device("cpu"))
         self._masters: list[torch.Tensor] = list(parameters.values())
         self._optimizer = Optimizer(parameters, settings)
         self._average: list[torch.Tensor] | None = None
@@ -45,27 +52,34 @@ class Update:
         self._step = 0
 
     def apply(self, learning_rate: float) -> torch.Tensor:
-        """Clip the gradients, update, forget them. Returns their L2 norm before clipping."""
+        """Clip the gradients, update the weights and the EMA, and clear the gradients.
+
+        Args:
+            learning_rate: of the denoiser.
+
+        Returns:
+            The global L2 norm of the gradients before clipping, a scalar on the device.
+        """
         norm = self._clip()
         self._optimizer.step(learning_rate)
         if self._average is not None and self._settings.ema_decay is not None:
-            decay = min(self._settings.ema_decay, (1 + self._step) / (10 + self._step))
-            share: Any = self._chip.number(1 - decay)
+            decay = ema_decay_at(self._step, self._settings.ema_decay)
+            share: Any = self._device_kind.scalar(1 - decay)
             if isinstance(share, torch.Tensor):
                 share = [share] * len(self._average)
             with torch.no_grad():
                 torch._foreach_lerp_(self._average, self._masters, share)
-        self._chip.cut()
+        self._device_kind.mark_step()
         self._step += 1
         return norm
 
     def _clip(self) -> torch.Tensor:
         most = self._settings.max_grad_norm
-        norm = None if most is None else self._chip.clip(self._masters, most)
+        norm = None if most is None else self._device_kind.clip_grad_norm(self._masters, most)
         if norm is not None:
             return norm
         gradients = [p.grad for p in self._masters if p.grad is not None]
-        foreach = self._chip.foreach
+        foreach = self._device_kind.foreach
         norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
         norm = self._parallel.total_norm(norm)
         if most is not None and not _surely_below(most, norm):
@@ -74,7 +88,7 @@ class Update:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the model has the averaged weights, if an average is kept."""
+        """Within the context, the model has the EMA weights, if there is an EMA."""
         self._swap()
         try:
             yield
@@ -82,33 +96,37 @@ class Update:
             self._swap()
 
     def _swap(self) -> None:
-        """In place: the memory may be a share of what a module gathers."""
+        """Swap weights and EMA in place: FSDP's modules refer to the memory of their shards."""
         for parameter, average in zip(self._masters, self._average or (), strict=False):
             kept = parameter.detach().clone()
             parameter.data.copy_(average)
             average.copy_(kept)
 
     def state(self) -> State:
-        """Copies of everything that the next step depends on, but the step's number.
+        """Copies of weights, optimizer state and EMA on the host, as full float32 arrays.
 
-        On the first process; the others help to gather it, and keep nothing.
+        A collective call; only rank 0 returns arrays, the other ranks return an empty State.
         """
         state: State = {}
         for group, tensors in self._tensors().items():
             for name, tensor in tensors.items():
-                whole = self._parallel.whole(name, tensor)
+                whole = self._parallel.gather_full(name, tensor)
                 if self._parallel.first:
                     state.setdefault(group, {})[name] = _copy(whole)
         return state
 
     def restore(self, state: State, step: int) -> None:
-        """Continue as after `step` steps. Raises WrongInput if the state is of another model."""
+        """Restore a State that was saved after `step` steps.
+
+        Raises:
+            WrongInput: the State has other keys or shapes than this model.
+        """
         for group, tensors in self._tensors().items():
             given = state.get(group, {})
             if given.keys() != tensors.keys():
                 raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
             for name, tensor in tensors.items():
-                share = self._parallel.share(name, torch.from_numpy(given[name]))
+                share = self._parallel.local_shard(name, torch.from_numpy(given[name]))
                 if share.shape != tensor.shape:
                     raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
                 with torch.no_grad():
@@ -118,15 +136,16 @@ class Update:
 
     def _tensors(self) -> dict[str, Tensors]:
         groups = {"weights": {name: p.detach() for name, p in self._parameters.items()}}
-        groups |= self._optimizer.memory()
+        groups |= self._optimizer.state_tensors()
         if self._average is not None:
             groups["ema"] = dict(zip(self._parameters, self._average, strict=True))
         return groups
 
 
 def _surely_below(most: float, norm: torch.Tensor) -> bool:
-    """Whether clipping would multiply by 1. A device is not waited for to find out."""
-    return norm.device.type == "cpu" and float(norm) + 1e-6 < most  # as torch adds it
+    """Whether clipping is known to have no effect. Only a CPU is asked: reading a device's norm
+    would wait for the device."""
+    return norm.device.type == "cpu" and float(norm) + 1e-6 < most  # torch adds the same 1e-6
 
 
 def _copy(tensor: torch.Tensor) -> NDArray[np.float32]:

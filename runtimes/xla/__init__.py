@@ -1,5 +1,7 @@
-"""The PyTorch/XLA runtime: TPU, and XLA on a CPU; partitioned over all devices by GSPMD."""
+"""The PyTorch/XLA runtime: TPU and CPU, partitioned over all devices by GSPMD."""
 
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA says much that is not about the job
+os.environ.setdefault(
+    "TF_CPP_MIN_LOG_LEVEL", "2"
+)  # hides XLA's warnings, which do not concern the job

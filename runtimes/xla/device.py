@@ -1,4 +1,4 @@
-"""Which devices a job runs on, and what there is on this machine."""
+"""Open the XLA devices of a job, and list the devices of this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from runtimes.models.precision import check_precision
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
 
-#: Of a device, TFLOP/s in bfloat16, as Google's "TPU system architecture" pages give them for a
-#: chip: of v2 and v3 that is two devices.
+#: Peak bfloat16 TFLOP/s per device, from Google's "TPU system architecture" pages. A chip of v2 or
+#: v3 has two devices, so its figure is halved.
 PEAKS = {
     "v2": 22.5,
     "v3": 61.5,
@@ -31,28 +31,29 @@ PEAKS = {
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime, or this machine, cannot serve."""
+    """Raise WrongInput for train settings that this runtime or this machine does not support."""
     _check_name(settings.device)
     check_precision(settings)
     if settings.processes > 1:
         raise WrongInput(
-            "train.processes is not for runtime xla: one process has all devices of a host, and "
-            "train.fsdp says how they share the work"
+            "train.processes is not for runtime xla: one process uses all devices of a host, and "
+            "train.fsdp sets how many share each array"
         )
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla, adamw is")
+        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla: set adamw")
     if settings.compile:
         raise WrongInput("train.compile is for runtime torch: this one compiles every step")
 
 
 def start(name: str, compiled: str | None) -> CompileCache:
-    """Open `auto`, `tpu` or `cpu`: arrays are spread over all of its chips from now on.
+    """Open device `auto`, `tpu` or `cpu`, and enable SPMD over all of its chips.
 
     Args:
-        compiled: URL of the folder for compiled programs; None keeps none.
+        name: of the device.
+        compiled: URL of the folder of compiled programs; None disables the cache.
 
     Raises:
-        WrongInput: there is no such device, or another was opened in this process.
+        WrongInput: the device is absent, or this process has opened another one.
     """
     chips = _check_name(name)
     wanted = "CPU" if name == "cpu" or not chips else "TPU"
@@ -66,7 +67,7 @@ def start(name: str, compiled: str | None) -> CompileCache:
 
 
 def _check_name(name: str) -> int:
-    """How many TPU chips there are. Raises WrongInput if the name is of no device here."""
+    """Number of TPU chips of this machine. Raises WrongInput if the named device is absent."""
     chips = tpu.num_available_chips()
     if name not in ("auto", "cpu", "tpu"):
         raise WrongInput(f"device {name!r} is not for runtime xla (auto, tpu or cpu)")
@@ -76,7 +77,7 @@ def _check_name(name: str) -> int:
 
 
 def describe() -> str:
-    """The devices in words, such as `tpu v5p (8 devices)`; once they are open."""
+    """Name of the open devices for messages, such as `tpu v5p (8 devices)`."""
     kind = str(xr.device_type()).lower()
     if kind == "tpu":
         kind = f"tpu {tpu.get_tpu_type()}"
@@ -84,7 +85,7 @@ def describe() -> str:
 
 
 def peak_flops(compute_dtype: str) -> float | None:
-    """Operations a second of one device, or None where that is not known."""
+    """Peak FLOP/s of one device at a compute dtype; None if it is unknown."""
     if xr.device_type() != "TPU" or compute_dtype != "bfloat16":
         return None
     kind = tpu.get_tpu_type()
@@ -93,29 +94,29 @@ def peak_flops(compute_dtype: str) -> float | None:
 
 
 def memory_bytes() -> int:
-    """Most bytes in use so far: of a device's memory or, where it does not tell, this process's."""
+    """Peak bytes used on a device so far, or by this process where the device reports none."""
     if xr.device_type() != "TPU":
         return peak_rss()
     try:
         found = xm.get_memory_info()
-    except RuntimeError:  # PyTorch/XLA 2.9 does not tell once arrays are spread over devices
+    except RuntimeError:  # PyTorch/XLA 2.9 reports no memory info in SPMD mode
         return peak_rss()
     return int(found.get("peak_bytes_used", found["bytes_used"]))
 
 
 def compile_seconds() -> float:
-    """Time that XLA has compiled for, in this process."""
+    """Seconds of XLA compilation in this process so far."""
     found = metrics.metric_data("CompileTime")  # (times, sum in ns, samples)
     return 0.0 if found is None else found[1] / 1e9
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that numbers depend on."""
+    """Versions of the packages that affect numerical results."""
     return {name: version(name) for name in ("torch", "torch_xla", "diffusers", "numpy")}
 
 
 def probe() -> Probe:
-    """What this runtime finds here; no device is opened."""
+    """Devices and versions of this machine; no device is opened."""
     chips = tpu.num_available_chips()
     devices = [f"tpu ({chips} chips)"] if chips else []
     return Probe(True, [*devices, "cpu (XLA)"], versions())

@@ -1,4 +1,4 @@
-"""Encode pictures and captions on XLA devices: rows shared by all, batches of one size."""
+"""Encode images and captions on XLA devices, in padded batches sharded over all devices."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from pathlib import Path
 import torch
 import torch_xla
 
-from runtimes.data.padding import repeat_last
+from runtimes.data.padding import pad_rows
 from runtimes.models import encoder
 from runtimes.models.encoder import Float32
 from runtimes.pipeline_folder.describe import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.xla.device import start
-from runtimes.xla.graph import keep_whole
+from runtimes.xla.graph import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
 
 
 class Encoder(encoder.Encoder):
-    """See models/encoder.py.
+    """The encoder of models/encoder.py on XLA devices.
 
     Args:
-        batch_size: pictures to which every batch is filled up, so that it is one program, and a
-            picture's bits do not depend on what came before.
+        folder: local diffusers pipeline folder.
+        mesh: devices that share the rows of a batch.
+        batch_size: images to which every batch is padded. All batches then run one program, so the
+            bits of an image do not depend on the size of its batch.
+        dtype: of the weights.
+        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
     """
 
     def __init__(
@@ -34,39 +38,40 @@ class Encoder(encoder.Encoder):
             vae,
             device=torch_xla.device(),
             dtype=dtype,
-            send=mesh.put_rows,
+            send=mesh.shard_rows,
             fetch=mesh.fetch_rows,
         )
-        keep_whole(self.vae)
-        self._pictures, self._captions = mesh.whole(batch_size), mesh.whole(TEXT_BATCH)
+        replace_nearest_upsampling(self.vae)
+        self._pictures = mesh.padded_rows(batch_size)
+        self._captions = mesh.padded_rows(TEXT_BATCH)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        mean, logvar = super().images(repeat_last(pixels, self._pictures))
+        mean, logvar = super().images(pad_rows(pixels, self._pictures))
         return mean[: len(pixels)], logvar[: len(pixels)]
 
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
     ) -> tuple[Float32, Float32 | None]:
-        more = [""] * (self._captions - len(captions))
-        states, pooled = super().texts([*captions, *more], clip)
+        padding = [""] * (self._captions - len(captions))
+        states, pooled = super().texts([*captions, *padding], clip)
         return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
 
 
-class KeptEncoder(Encoder):
-    """One whose programs are kept."""
+class CachedEncoder(Encoder):
+    """An encoder that saves its compiled programs to the cache."""
 
     def __init__(self, job: EncodeJob) -> None:
-        self._compiled = start(job.device, job.compiled)
+        self._compile_cache = start(job.device, job.compiled)
         vae = None if job.vae is None else Path(job.vae)
         mesh = Mesh(fsdp=1, hosts=1)
         super().__init__(Path(job.model), mesh, job.batch_size, job.dtype, vae)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
-        found = super().images(pixels)
-        self._compiled.upload()
-        return found
+        moments = super().images(pixels)
+        self._compile_cache.upload()
+        return moments
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """The encoders of a job. Raises WrongInput."""
-    return KeptEncoder(job)
+    """Open the encoders of a job. Raises WrongInput."""
+    return CachedEncoder(job)

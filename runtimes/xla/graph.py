@@ -1,4 +1,7 @@
-"""What diffusers' models need to stay one graph: XLA hands back to the host what it lacks."""
+"""Adapt diffusers' models to PyTorch/XLA, so that a step stays one graph.
+
+PyTorch/XLA falls back to the host for operators that it lacks, which splits the graph.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,23 @@ from torch.utils._pytree import tree_map_only
 from torch_xla.utils.checkpoint import checkpoint
 
 
-def keep_whole(model: torch.nn.Module) -> None:
-    """Have a model enlarge by copying rows and columns: on a CPU, XLA lacks the gradient of
-    `upsample_nearest2d`."""
+def replace_nearest_upsampling(model: torch.nn.Module) -> None:
+    """Replace nearest upsampling in a model by repeated rows and columns.
+
+    On a CPU, XLA lacks the gradient of `upsample_nearest2d`.
+    """
     for module in model.modules():
         if isinstance(module, Upsample2D) and module.interpolate and module.norm is None:
             module.interpolate = False
-            module.register_forward_pre_hook(_enlarge)
+            module.register_forward_pre_hook(_upsample)
 
 
 def recompute(model: Any, device: torch.device) -> None:
-    """Have a part forget its activations, and compute them again in the backward pass.
+    """Enable gradient checkpointing in a component by torch_xla.utils.checkpoint.
 
-    By XLA's own function: PyTorch's keeps a random state that an XLA device does not have. It gives
-    gradients to what is inside only if an input and an output ask for some, which the first layers
-    of a frozen model do not: so there is one input more, that is added to the outputs and is 0.
+    PyTorch's own checkpoint saves a random state that XLA devices lack. torch_xla's is reentrant:
+    it computes gradients only if an input requires them, and inputs of a frozen model's first
+    layers do not. A zero that requires gradients is therefore added to the inputs and outputs.
     """
 
     def call(module: Any, *arguments: Any) -> Any:
@@ -38,8 +43,8 @@ def recompute(model: Any, device: torch.device) -> None:
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=call)
 
 
-def _enlarge(module: Any, arguments: tuple[Any, ...]) -> tuple[torch.Tensor]:
-    """The input [B, C, h, w] of an Upsample2D at the size that it is to have."""
+def _upsample(module: Any, arguments: tuple[Any, ...]) -> tuple[torch.Tensor]:
+    """Upsample the input [B, C, h, w] of an Upsample2D to its output size."""
     inputs, size = arguments[0], arguments[1] if len(arguments) > 1 else None
     batch, channels, height, width = inputs.shape
     if size is None or tuple(size) == (2 * height, 2 * width):

@@ -1,4 +1,4 @@
-"""The PyTorch/XLA runtime: one compiled step for each shape of batches, over all devices."""
+"""The PyTorch/XLA runtime: one compiled step per batch shape, over all devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_xla.debug import profiler
 from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput, lazy_output
 from runtimes.data.padding import pad_batch
-from runtimes.models.dropout import drops, seed_dropout
+from runtimes.models.dropout import has_dropout, seed_dropout
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.micro_batches import Inputs, micro_batches
 from runtimes.models.network import Network
@@ -26,9 +26,9 @@ from runtimes.objective.noise_scheduler import trained_scheduler
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import meet
+from runtimes.spmd.agree import join_hosts
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
-from runtimes.xla.graph import keep_whole, recompute
+from runtimes.xla.graph import recompute, replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.update import Update
 
@@ -36,19 +36,22 @@ __all__ = ["TheRuntime"]
 
 
 class TheRuntime:
-    """See base.Runtime for what each method promises."""
+    """Implements contract.Runtime."""
 
     def __init__(self, events: Events) -> None:
-        self.versions, self.samples_collectively = versions(), False
-        self._sampler: Any = None  # sampler.Sampler, once a sample is asked for
+        self.versions = versions()
+        self.samples_collectively = False
+        self._sampler: Any = None  # sampler.Sampler, constructed by the first call of `sample`
 
     def load(self, job: TrainJob) -> None:
-        self._job, self._settings = job, Train(**job.train)
+        self._job = job
+        self._settings = Train(**job.train)
         check(self._settings)
         ranks = Ranks.here()
-        self._compiled = start(self._settings.device, job.compiled)
+        self._compile_cache = start(self._settings.device, job.compiled)
         self.device = describe()
-        self._hosts, self._rank = meet(ranks), ranks.rank
+        self._hosts = join_hosts(ranks)
+        self._rank = ranks.rank
         self.samples_collectively = ranks.world > 1
         self._mesh = Mesh(self._settings.fsdp, ranks.world)
         self._share = self._settings.global_batch_size // ranks.world
@@ -57,13 +60,13 @@ class TheRuntime:
         plain = self._settings.model_copy(update={"gradient_checkpointing": False})
         network = Network.load(job, plain)
         self._counter = FlopCounter(network)
-        keep_whole(network)
+        replace_nearest_upsampling(network)
         if self._settings.gradient_checkpointing:
             for part in network.children():
                 recompute(part, torch_xla.device())
-        self._mesh.place(network)
+        self._mesh.shard_module(network)
         self._network = network.train()
-        self._drops = drops(network)
+        self._has_dropout = has_dropout(network)
         self._update = Update(network.trained(), self._settings, self._mesh)
         torch_xla.sync()
 
@@ -73,8 +76,8 @@ class TheRuntime:
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         losses = []
         for inputs in batch.on_device or self._inputs(batch):
-            if self._drops:
-                # The same on every host: they run one program.
+            if self._has_dropout:
+                # Rank 0 on every host: SPMD hosts run one program and must draw equal masks.
                 seed_dropout(self._settings.seed, batch.step, inputs.first, rank=0)
                 torch_xla.manual_seed(torch.initial_seed() % 2**63)
             with self._autocast():
@@ -83,11 +86,11 @@ class TheRuntime:
             loss.backward()
             losses.append(loss.detach())
         figures = torch.stack([torch.stack(losses).sum(), self._update.apply(learning_rate)])
-        torch_xla.sync()  # starts the step; nothing waits for it
+        torch_xla.sync()  # starts the step and does not wait for it
         return lazy_output(lambda: list(self._mesh.fetch(figures).tolist()))
 
     def _inputs(self, batch: StepBatch) -> Iterator[Inputs]:
-        return micro_batches(batch, self._settings.micro_batch_size, self._mesh.put_rows)
+        return micro_batches(batch, self._settings.micro_batch_size, self._mesh.shard_rows)
 
     def flops(self, batch: StepBatch) -> float | None:
         whole = self._counter.of(batch)
@@ -114,7 +117,7 @@ class TheRuntime:
             profiler.stop_trace()
 
     def state(self) -> State:
-        self._compiled.upload()
+        self._compile_cache.upload()
         state = self._update.state()
         constants = self._network.constants()
         if constants and self._settings.method == "full":
@@ -139,12 +142,12 @@ class TheRuntime:
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         count, whole = len(batch.timesteps), pad_batch(batch, self._share, self._mesh.local)
         with self._evaluating(), torch.no_grad():
-            inputs = Inputs(whole, self._mesh.put_rows)
+            inputs = Inputs(whole, self._mesh.shard_rows)
             return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Within, the network has its average, if one is kept, and drops nothing."""
+        """Within the context, the network has its EMA weights, if any, and no dropout."""
         self._network.eval()
         try:
             with self._update.averaged(), self._autocast():
@@ -153,7 +156,7 @@ class TheRuntime:
             self._network.train()
 
     def shutdown(self) -> None:
-        pass  # each may end on its own
+        pass  # no process has to wait for the others
 
     def memory_bytes(self) -> int:
         return memory_bytes()

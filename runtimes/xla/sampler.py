@@ -1,8 +1,7 @@
-"""Sampling with one computation for every step of every batch.
+"""Sampling with one compiled program for every step of every batch.
 
-The scheduler's numbers are data (sample/tabulated_scheduler.py), batches are padded to one
-size, and nothing is read back before the pictures are done: the program of the first batch serves
-all.
+The scheduler's coefficients are inputs of the program (sample/tabulated_scheduler.py), and batches
+are padded to one size. No value is read back before the images are complete.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from runtimes.contract import UNCAST
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.noise_scheduler import read_config
-from runtimes.sample.conditioning import Start, Starts, is_guided, table_of
-from runtimes.sample.tabulated_scheduler import Table
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner, is_guided, sampler_table
+from runtimes.sample.tabulated_scheduler import Table, guide, scheduler_step
 from runtimes.xla.encode import Encoder
 from runtimes.xla.mesh import Mesh
 
@@ -30,10 +29,16 @@ Float32 = NDArray[np.float32]
 
 
 class Sampler:
-    """A pipeline's encoders, VAE and scheduler around a network.
+    """Samples images with a network and a pipeline's encoders, VAE and scheduler.
+
+    Args:
+        folder: local diffusers pipeline folder.
+        mesh: devices that share the rows of a batch.
+        dtype: of the encoders, the VAE and the denoiser's inputs.
+        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
 
     Raises:
-        WrongInput: a part of the pipeline is missing or does not load.
+        WrongInput: a component is missing or cannot be loaded.
     """
 
     def __init__(
@@ -43,35 +48,42 @@ class Sampler:
         dtype: str = "float32",
         vae: Path | None = None,
     ) -> None:
-        self._mesh, self._dtype = mesh, getattr(torch, dtype)
+        self._mesh = mesh
+        self._dtype = getattr(torch, dtype)
         self._encoder = Encoder(folder, mesh, 1, dtype, vae)
-        self._starts = Starts(self._encoder.info, self._texts, self._encoder.images)
-        self._own_scheduler = make_scheduler(read_config(folder / "scheduler"))
+        self._conditioner = Conditioner(self._encoder.info, self._texts, self._encoder.images)
+        self._pipeline_scheduler = make_scheduler(read_config(folder / "scheduler"))
 
     def use(self, network: Network, scheduler: Any = None) -> None:
-        """Draw with a network from now on, and with its scheduler if it has one of its own."""
+        """Set the network, and its scheduler; None selects the pipeline's scheduler."""
         self._network: Any = network
-        self._scheduler = self._own_scheduler if scheduler is None else scheduler
+        self._scheduler = self._pipeline_scheduler if scheduler is None else scheduler
 
-    def leave(self) -> None:
-        """Let go of the network."""
+    def release_network(self) -> None:
+        """Drop the reference to the network, to free its memory."""
         self._network = None
 
     def draw(
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> NDArray[np.uint8]:
-        """Pictures [N, H, W, 3], `batch_size` at a time; the first one's noise is number `first`.
+        """Sample one image per prompt, in batches of `batch_size`.
 
-        `sampler` is as in GenerateJob.
+        Args:
+            prompts: N prompts.
+            sampler: as GenerateJob.sampler.
+            first: number of the first image; it selects the noise stream.
+
+        Returns:
+            Images [N, H, W, 3] uint8.
         """
         return (self.pixels(prompts, sampler, first=first) * 255).round().astype(np.uint8)
 
     @torch.no_grad()
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
-        """As `draw`, in 0 to 1."""
+        """Images [N, H, W, 3] f32 in 0..1; the arguments are those of `draw`."""
         family, guidance = self._network.family, sampler["guidance_scale"]
-        table, guided = table_of(self._scheduler, sampler, family), is_guided(family, sampler)
-        starts = self._starts.of(
+        table, guided = sampler_table(self._scheduler, sampler, family), is_guided(family, sampler)
+        batches = self._conditioner.batches(
             prompts,
             sampler,
             first=first,
@@ -79,26 +91,30 @@ class Sampler:
             multiple=self._mesh.local,
         )
         pictures = list[Float32]()
-        for start in starts:
-            pictures += list(self._denoise(start, table, guidance, guided)[: start.count])
+        for batch in batches:
+            pictures += list(self._denoise(batch, table, guidance, guided)[: batch.count])
         return np.stack(pictures)
 
     def _texts(self, captions: list[str]) -> tuple[Float32, Float32 | None]:
         return self._encoder.texts(captions, self._network.text_encoders)
 
-    def _sent(self, name: str, array: Float32) -> torch.Tensor:
-        """Sizes stay as they are: half precision loses integers above 2048."""
-        sent = self._mesh.put_rows(array)
+    def _to_devices(self, name: str, array: Float32) -> torch.Tensor:
+        """Copy conditioning to the devices, in `dtype` except for what contract.UNCAST names."""
+        sent = self._mesh.shard_rows(array)
         return sent if name in UNCAST else sent.to(self._dtype)
 
-    def _denoise(self, start: Start, table: Table, guidance: float, guided: bool) -> Float32:
-        """Pictures [B, H, W, 3] in 0 to 1."""
-        conditioning = {name: self._sent(name, array) for name, array in start.conditioning.items()}
-        latents = self._mesh.put_rows(start.noise) * table.start
-        before = torch.zeros_like(latents)
+    def _denoise(
+        self, batch: ConditionedNoise, table: Table, guidance: float, guided: bool
+    ) -> Float32:
+        """Images [B, H, W, 3] f32 in 0..1 of one batch, padding included."""
+        conditioning = {
+            name: self._to_devices(name, array) for name, array in batch.conditioning.items()
+        }
+        latents = self._mesh.shard_rows(batch.noise) * table.start
+        previous = torch.zeros_like(latents)
         for timestep, row in zip(table.timesteps, table.rows, strict=True):
             numbers = torch.tensor([timestep, *row, guidance]).to(latents.device)
-            latents, before = self._step(latents, before, conditioning, numbers, guided)
+            latents, previous = self._step(latents, previous, conditioning, numbers, guided)
             torch_xla.sync()
         pixels = (self._encoder.decode(latents) / 2 + 0.5).clamp(0, 1)
         return self._mesh.fetch_rows(pixels).numpy().transpose(0, 2, 3, 1)
@@ -106,18 +122,29 @@ class Sampler:
     def _step(
         self,
         latents: torch.Tensor,
-        before: torch.Tensor,
+        previous: torch.Tensor,
         conditioning: Conditioning,
         numbers: torch.Tensor,
         guided: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        t, scale, x0_x, x0_m, next_x, next_x0, next_before, guidance = numbers.unbind()
-        inputs = (latents * scale).to(self._dtype)
+        """One sampling step.
+
+        Args:
+            latents: noisy latents [B, C, h, w] f32.
+            previous: predicted original of the previous step [B, C, h, w] f32.
+            conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
+            numbers: [8] f32, the timestep, the 6 coefficients of Row, the guidance scale.
+            guided: whether to apply classifier-free guidance.
+
+        Returns:
+            The next latents and the predicted original, both [B, C, h, w] f32.
+        """
+        timestep, *row, guidance_scale = numbers.unbind()
+        inputs = (latents * row[0]).to(self._dtype)
         if guided:
             inputs = inputs.repeat_interleave(2, dim=0)
-        found = self._network(inputs, t.expand(len(inputs)), conditioning).float()
+        output = self._network(inputs, timestep.expand(len(inputs)), conditioning).float()
         if guided:
-            without, found = found.unflatten(0, (-1, 2)).unbind(1)
-            found = without + guidance * (found - without)
-        foreseen = x0_x * latents + x0_m * found
-        return next_x * latents + next_x0 * foreseen + next_before * before, foreseen
+            unconditional, conditional = output.unflatten(0, (-1, 2)).unbind(1)
+            output = guide(unconditional, conditional, guidance_scale)
+        return scheduler_step(latents, previous, output, row)

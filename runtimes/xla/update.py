@@ -1,12 +1,11 @@
-"""Clipping, AdamW and the weight average, as part of the compiled step.
+"""Gradient clipping, AdamW and EMA, as part of the compiled step.
 
-The rule is that of torch.optim.AdamW (arXiv 1711.05101). What changes from step to step (rates,
-bias corrections, the average's decay) goes in as data, so that all steps are one computation.
+The rule is that of torch.optim.AdamW (arXiv 1711.05101). Numbers that change with each step
+(learning rate, bias corrections, EMA decay) are inputs, so all steps run one program.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -15,31 +14,46 @@ import torch_xla
 
 from configs.training import Train
 from runtimes.contract import State, WrongInput
+from runtimes.update.rule import bias_corrections, ema_decay_at, text_encoder_factor
 from runtimes.xla.mesh import Mesh
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
 class Update:
-    """AdamW on float32 masters that are spread over the mesh."""
+    """AdamW on float32 masters that are sharded over a mesh.
+
+    Args:
+        parameters: trained parameters by State's keys, on the devices.
+        settings: learning rates, AdamW, clipping and EMA.
+        mesh: of the devices.
+    """
 
     def __init__(self, parameters: Parameters, settings: Train, mesh: Mesh) -> None:
-        self._parameters, self._settings, self._mesh = parameters, settings, mesh
+        self._parameters = parameters
+        self._settings = settings
+        self._mesh = mesh
         self._first = {name: self._zeros(p) for name, p in parameters.items()}
         self._second = {name: self._zeros(p) for name, p in parameters.items()}
         self._average: dict[str, torch.Tensor] = {}
         if settings.ema_decay is not None:
-            self._average = {n: mesh.put(mesh.fetch(p).clone()) for n, p in parameters.items()}
-        text_rate = settings.text_encoder_lr or settings.learning_rate
-        self._text_share = text_rate / settings.learning_rate
+            self._average = {n: mesh.shard(mesh.fetch(p).clone()) for n, p in parameters.items()}
+        self._text_share = text_encoder_factor(settings)
         self._step = 0
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return self._mesh.put(torch.zeros(like.shape, dtype=torch.float32))
+        return self._mesh.shard(torch.zeros(like.shape, dtype=torch.float32))
 
     @torch.no_grad()
     def apply(self, learning_rate: float) -> torch.Tensor:
-        """Clip the gradients, update, forget them. Returns their L2 norm before clipping."""
+        """Clip the gradients, update the weights and the EMA, and clear the gradients.
+
+        Args:
+            learning_rate: of the denoiser.
+
+        Returns:
+            The global L2 norm of the gradients before clipping, a scalar on the device.
+        """
         given = self._settings
         rate, step_size, root, decay = self._numbers(learning_rate).unbind()
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
@@ -64,21 +78,18 @@ class Update:
         return norm
 
     def _numbers(self, learning_rate: float) -> torch.Tensor:
-        """What this step has of its own: one transfer for all of it."""
-        beta1, beta2 = self._settings.adam_betas
-        count = self._step + 1
-        decay = min(self._settings.ema_decay or 0.0, (1 + self._step) / (10 + self._step))
-        numbers = (
-            learning_rate,
-            learning_rate / (1 - beta1**count),
-            math.sqrt(1 - beta2**count),
-            decay,
-        )
+        """This step's scalars [4] f32, in one transfer.
+
+        They are learning rate, bias-corrected step size, sqrt(1 - beta2^t) and EMA decay.
+        """
+        first, second_root = bias_corrections(self._settings.adam_betas, self._step + 1)
+        decay = ema_decay_at(self._step, self._settings.ema_decay or 0.0)
+        numbers = (learning_rate, learning_rate / first, second_root, decay)
         return torch.tensor(numbers, dtype=torch.float32).to(torch_xla.device())
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the model has the averaged weights, if an average is kept."""
+        """Within the context, the model has the EMA weights, if there is an EMA."""
         self._swap()
         try:
             yield
@@ -91,14 +102,18 @@ class Update:
             self._average[name], parameter.data = parameter.data, average
 
     def state(self) -> State:
-        """Copies of everything that the next step depends on, but the step's number."""
+        """Copies of weights, moments and EMA on the host, as full float32 arrays."""
         return {
             group: {name: self._mesh.fetch(tensor).numpy() for name, tensor in tensors.items()}
             for group, tensors in self.tensors().items()
         }
 
     def restore(self, state: State, step: int) -> None:
-        """Continue as after `step` steps. Raises WrongInput if the state is of another model."""
+        """Restore a State that was saved after `step` steps.
+
+        Raises:
+            WrongInput: the State has other keys or shapes than this model.
+        """
         for group, tensors in self.tensors().items():
             given = state.get(group, {})
             if given.keys() != tensors.keys():
@@ -106,11 +121,11 @@ class Update:
             for name, tensor in tensors.items():
                 if given[name].shape != tuple(tensor.shape):
                     raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
-                tensor.data = self._mesh.put(torch.from_numpy(given[name]))
+                tensor.data = self._mesh.shard(torch.from_numpy(given[name]))
         self._step = step
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What State has of it, live on the devices."""
+        """The tensors of State on the devices, not copies."""
         groups: dict[str, dict[str, torch.Tensor]] = {
             "weights": dict(self._parameters),
             "exp_avg": self._first,

@@ -126,9 +126,7 @@ def test_a_plan_for_many_chips_says_what_it_lacks(
 ) -> None:
     monkeypatch.setattr("tasks.plan.compiler_folder", lambda: None)
     said = here("plan", "digits", "--topology", "v5p-64", "-o", f"store={tmp_path}", code=2)
-    assert said.splitlines()[-1] == (
-        "kiln: topology v5p-64: for so many chips libtpu is needed: make setup-plan"
-    )
+    assert said.splitlines()[-1] == ("kiln: topology v5p-64: 32 chips need libtpu: make setup-plan")
 
 
 def stages(store: Store) -> set[str]:

@@ -85,7 +85,7 @@ def test_more_processes_than_devices(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     prepare(load_recipe("digits", {**small, "train.processes": 2}))
-    with pytest.raises(WrongInput, match="want one CUDA device each, this machine has 2"):
+    with pytest.raises(WrongInput, match="need one CUDA device each, this machine has 2"):
         prepare(load_recipe("digits", {**small, "train.processes": 4}))
 
 

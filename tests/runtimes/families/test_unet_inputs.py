@@ -22,7 +22,7 @@ from runtimes.models.loading import load_denoiser
 from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
-from runtimes.torch.device import open_chip
+from runtimes.torch.device import open_device
 from runtimes.torch.generate import Sampler
 from tasks.encode.masks import draw_mask
 from tasks.encode.shard import encode_shard
@@ -159,7 +159,7 @@ def test_text_to_image_is_inpainting_of_everything(tiny_sd: Path, tmp_path: Path
 
     sampler = {"seed": 5, "num_inference_steps": 4, "guidance_scale": 3.0, "batch_size": 2}
     sampler |= {"height": None, "width": None}
-    drawing = Sampler(tmp_path / "out", {}, open_chip("cpu"))
+    drawing = Sampler(tmp_path / "out", {}, open_device("cpu"))
     found = drawing.draw(["a cat", "a dog"], sampler, first=0)
 
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", safety_checker=None)
@@ -183,7 +183,7 @@ def test_text_to_image_is_inpainting_of_everything(tiny_sd: Path, tmp_path: Path
     ).images
     assert np.abs(found.astype(int) - (expected * 255).round().astype(int)).max() <= 1
     unet.conv_in.weight.data[:, 4:] = 0
-    blind = Sampler(tmp_path / "out", {"unet": unet}, open_chip("cpu"))
+    blind = Sampler(tmp_path / "out", {"unet": unet}, open_device("cpu"))
     assert (blind.draw(["a cat", "a dog"], sampler, first=0) != found).any()
 
 
@@ -195,7 +195,7 @@ def test_a_score_that_is_asked_for_reaches_the_picture(tiny_sdxl: Path) -> None:
     torch.nn.init.normal_(unet.class_embedding.linear_2.weight.data, std=0.3)
     sampler: dict[str, Any] = {"seed": 5, "num_inference_steps": 3, "batch_size": 2}
     sampler |= {"height": None, "width": None, "negative_aesthetic_score": 2.5}
-    drawing = Sampler(tiny_sdxl, {"unet": unet}, open_chip("cpu"))
+    drawing = Sampler(tiny_sdxl, {"unet": unet}, open_device("cpu"))
 
     def draw(guidance: float, score: float, negative: float = 2.5) -> Any:
         given = {**sampler, "guidance_scale": guidance, "aesthetic_score": score}

@@ -11,7 +11,7 @@ def test_a_machine_without_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(ascend, "DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "none"))
     assert (ascend.count_npus(), ascend.cann_version()) == (0, None)
-    assert [words.split(" (")[0].split(":")[0] for words in ascend.lacking()] == [
+    assert [words.split(" (")[0].split(":")[0] for words in ascend.missing_components()] == [
         "no driver",
         "no CANN",
     ]
@@ -24,7 +24,7 @@ def test_a_host_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "version.cfg").write_text(said)
     monkeypatch.setattr(ascend, "DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert (ascend.count_npus(), ascend.lacking()) == (2, [])
+    assert (ascend.count_npus(), ascend.missing_components()) == (2, [])
     assert ascend.cann_version() == "8.0.0"
 
 

@@ -15,9 +15,9 @@ def _nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_machine_without_anything() -> None:
     assert (gaudi.count_hpus(), gaudi.driver_version(), gaudi.bridge_version()) == (0, None, None)
-    assert [words.split(" (")[0] for words in gaudi.lacking()] == [
+    assert [words.split(" (")[0] for words in gaudi.missing_components()] == [
         "no driver",
-        "no habana_frameworks: take Intel's container",
+        "no habana_frameworks: use Intel's container",
     ]
 
 
@@ -34,4 +34,4 @@ def test_a_host_of_two_beside_another_accelerator(
     host = Path(__file__).parents[2] / "hpu_host"
     monkeypatch.syspath_prepend(str(host))
     assert (gaudi.count_hpus(), gaudi.driver_version()) == (2, "1.23.0-695")
-    assert (gaudi.bridge_version(), gaudi.lacking()) == ("1.23.0+emulated", [])
+    assert (gaudi.bridge_version(), gaudi.missing_components()) == ("1.23.0+emulated", [])

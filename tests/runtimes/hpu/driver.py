@@ -11,15 +11,15 @@ import torch
 import training
 
 from configs.training import Hpu, Train
-from runtimes.torch.device import open_chip
+from runtimes.torch.device import open_device
 
-CHIP = open_chip("hpu", settings=Hpu(mode=None))  # before what looks for accelerators
+CHIP = open_device("hpu", settings=Hpu(mode=None))  # before what looks for accelerators
 from hpu_emulator import build, graphs, watch  # noqa: E402
 
 from runtimes.contract import StepBatch, StepOutput  # noqa: E402
 from runtimes.models.loading import load_denoiser  # noqa: E402
 from runtimes.process.job import TrainJob  # noqa: E402
-from runtimes.torch.device_kind import Chip  # noqa: E402
+from runtimes.torch.device_kind import DeviceKind  # noqa: E402
 from runtimes.torch.generate import Sampler  # noqa: E402
 from runtimes.torch.runtime import TheRuntime  # noqa: E402
 from runtimes.torch.update import Update  # noqa: E402
@@ -100,9 +100,9 @@ def numbers_in_graphs() -> list[str]:
 
     def step(factor: float, rows: int = 4) -> None:
         (x[:rows] * factor).sum()
-        CHIP.cut()
+        CHIP.mark_step()
 
-    CHIP.cut()
+    CHIP.mark_step()
     step(0.5)
     with watch.no_new_graphs():
         return _said(lambda: step(0.5), lambda: step(0.3), lambda: step(0.5, 2))
@@ -115,13 +115,13 @@ def draw(folder: str, guidance: float) -> tuple[int, list[int], int]:
         **{"width": None, "guidance_scale": guidance, "batch_size": 2},
     }
 
-    def drawn(chip: Chip, *prompts: str) -> Any:
+    def drawn(chip: DeviceKind, *prompts: str) -> Any:
         unet = load_denoiser(Path(folder) / "unet").to(chip.device).eval().requires_grad_(False)
-        chip.prepare_drawing(unet)
+        chip.prepare_sampling(unet)
         pipe = Sampler(Path(folder), {"unet": unet}, chip)
         return pipe.draw(prompts, sampler, first=0).astype(int)
 
-    found, cpu = drawn(CHIP, "a red cat", "b", "c"), open_chip("cpu")
+    found, cpu = drawn(CHIP, "a red cat", "b", "c"), open_device("cpu")
     expected, others = (drawn(cpu, first, "b", "c") for first in ("a red cat", "a blue dog"))
     apart = [int(abs(one - other).max()) for one, other in zip(found, expected, strict=True)]
     return len(graphs.recorded), apart, int(abs(others[0] - expected[0]).max())

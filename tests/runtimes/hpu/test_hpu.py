@@ -207,7 +207,7 @@ from runtimes.torch import device, generate, runtime
 from configs.training import Hpu
 device.choose_device("auto"); device.free_memory()
 unasked = "habana_frameworks.torch" in sys.modules
-chip = device.open_chip("hpu:3", settings=Hpu(), compiled=sys.argv[1])
+chip = device.open_device("hpu:3", settings=Hpu(), compiled=sys.argv[1])
 names = ("PT_HPU_RECIPE_CACHE_CONFIG", "HLS_MODULE_ID", "PT_HPU_LAZY_MODE")
 print(json.dumps([unasked, str(chip.device), *map(os.environ.get, names)]))
 """
@@ -233,5 +233,5 @@ def test_habana_frameworks_is_imported_when_asked_and_its_recipes_lie_in_the_sto
 
 
 def test_without_it_the_message_says_what_to_install() -> None:
-    with pytest.raises(WrongInput, match=r"device hpu: .*take Intel's container \(deploy/gaudi\)"):
+    with pytest.raises(WrongInput, match=r"device hpu: .*use Intel's container \(deploy/gaudi\)"):
         choose_device("hpu")

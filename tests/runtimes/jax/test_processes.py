@@ -15,9 +15,9 @@ PART = """
 import os, signal, sys
 from runtimes.jax import device
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import meet
+from runtimes.spmd.agree import join_hosts
 ranks = Ranks.here()
-hosts = meet(ranks)
+hosts = join_hosts(ranks)
 device.join(ranks, hosts, "cpu")
 device.start("cpu", None, "float32")
 hosts.any(False)

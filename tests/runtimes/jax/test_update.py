@@ -11,7 +11,7 @@ from runtimes.torch.update import Update
 
 jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402
-from runtimes.jax.step import Step, numbers_of  # noqa: E402
+from runtimes.jax.step import Step, step_scalars  # noqa: E402
 
 WEIGHTS = {"unet.gain": (3, 4, 4), "text_encoder.bias": (3, 1, 1)}
 SETTINGS = Train(
@@ -57,12 +57,12 @@ def test_steps_leave_the_weights_moments_and_average_that_pytorch_leaves() -> No
     update = Update(theirs, SETTINGS)
     mesh = Mesh(1, jax.devices()[:1])
     state: Any = {
-        group: {name: mesh.put(array) for name, array in arrays.items()}
+        group: {name: mesh.shard(array) for name, array in arrays.items()}
         for group, arrays in update.state().items()
     }
     take = Step(predict, SETTINGS, mesh, {name: name for name in WEIGHTS}).compiled(state)
     for step in range(3):
-        numbers = numbers_of(step, SETTINGS.learning_rate, SETTINGS)
+        numbers = step_scalars(step, SETTINGS.learning_rate, SETTINGS)
         given = {**batch(step), "conditioning": {}}
         state, figures = take(state, {}, given, np.zeros(2, np.uint32), numbers, np.float32(4))
         expected = by_torch(update, theirs, step)

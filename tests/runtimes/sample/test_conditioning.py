@@ -8,7 +8,7 @@ import pytest
 from jobs import SAMPLER
 
 from runtimes.models.encoder import Encoder
-from runtimes.sample.conditioning import Start, Starts
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner
 
 PROMPTS = ("a red cat", "a blue dog", "a hill")
 
@@ -18,11 +18,11 @@ def encoder(tiny_sdxl: Path) -> Encoder:
     return Encoder(tiny_sdxl, None, device="cpu")
 
 
-def started(encoder: Encoder, **sampler: Any) -> list[Start]:
+def started(encoder: Encoder, **sampler: Any) -> list[ConditionedNoise]:
     denoiser = {"sample_size": 8, "in_channels": 4}
-    starts = Starts(encoder.info, encoder.texts, encoder.images)
+    starts = Conditioner(encoder.info, encoder.texts, encoder.images)
     given = {**SAMPLER, "batch_size": 2, **sampler}
-    return list(starts.of(PROMPTS, given, first=0, denoiser=denoiser))
+    return list(starts.batches(PROMPTS, given, first=0, denoiser=denoiser))
 
 
 def test_rows_without_and_with_the_caption_lie_in_turns(encoder: Encoder) -> None:

@@ -74,7 +74,7 @@ def test_it_ends_where_the_scheduler_ends(case: str, steps: int) -> None:
         ("PNDMScheduler", {}, "the scheduler PNDMScheduler has no table"),
         ("DDIMScheduler", {"clip_sample": True}, "with clip_sample has no table"),
         ("DPMSolverMultistepScheduler", {"solver_order": 3}, "order 1 or 2"),
-        ("DPMSolverMultistepScheduler", {"solver_type": "heun"}, "take midpoint"),
+        ("DPMSolverMultistepScheduler", {"solver_type": "heun"}, "set midpoint"),
     ],
 )
 def test_what_needs_more_is_refused(name: str, config: dict[str, Any], words: str) -> None:

@@ -74,7 +74,7 @@ def placed(family: str, part: str, denoiser: Any, device: torch.device) -> Netwo
     """A copy of a denoiser on a device, as a job has it."""
     network = Network(FAMILIES[family], {part: copy.deepcopy(denoiser)})
     network.place(device, torch.contiguous_format)
-    npu.attend(network.denoiser, device)
+    npu.enable_npu_attention(network.denoiser, device)
     return network
 
 

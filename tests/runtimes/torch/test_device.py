@@ -14,8 +14,8 @@ from runtimes.torch.device import check, make_deterministic
 @pytest.mark.parametrize(
     ("settings", "devices", "words"),
     [
-        ({"processes": 8}, 2, "8 processes want one CUDA device each, this machine has 2"),
-        ({"processes": 2, "device": "cuda:0"}, 2, "cuda:0 is one, for 2 processes"),
+        ({"processes": 8}, 2, "8 processes need one CUDA device each, this machine has 2"),
+        ({"processes": 2, "device": "cuda:0"}, 2, "cuda:0 is one device for 2 processes"),
         ({"device": "cuda:2"}, 2, "this machine has 2 CUDA devices"),
         ({"optimizer": "adamw_8bit"}, 0, "needs a CUDA device"),
         ({"optimizer": "adamw_8bit", "device": "cpu"}, 1, "needs a CUDA device"),

@@ -114,7 +114,7 @@ def test_what_has_no_gradient_is_left_alone() -> None:
 
 def test_eight_bits_need_a_gpu(make_job: MakeJob) -> None:
     job = make_job(optimizer="adamw_8bit")
-    with pytest.raises(WrongInput, match="adamw_8bit needs a CUDA device; take adamw or adafactor"):
+    with pytest.raises(WrongInput, match="adamw_8bit needs a CUDA device; set adamw or adafactor"):
         TheRuntime(None).load(job)  # type: ignore[arg-type]
 
 
@@ -148,7 +148,7 @@ def test_codes_of_eight_bits_go_out_and_in_exactly(monkeypatch: pytest.MonkeyPat
     state = update.state()
     assert all(a.dtype == np.float32 for arrays in state.values() for a in arrays.values())
     assert state["state1"]["unet.conv"].max() == 215 and state["absmax1"].keys() == {"unet.conv"}
-    held = update._optimizer.memory()
+    held = update._optimizer.state_tensors()
     for tensors in held.values():
         for tensor in tensors.values():
             tensor.zero_()

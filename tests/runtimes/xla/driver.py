@@ -21,7 +21,7 @@ from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.network import load_network
 from runtimes.train import trainer
 from runtimes.xla.device import start
-from runtimes.xla.graph import keep_whole
+from runtimes.xla.graph import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh, in_order
 from runtimes.xla.runtime import TheRuntime
 from runtimes.xla.sampler import Sampler
@@ -101,8 +101,8 @@ def draw(folder: str) -> dict[str, Any]:
     pipe.set_progress_bar_config(disable=True)
     mesh = Mesh(fsdp=1, hosts=1)
     network = load_network(Drawing(""), model, torch.float32, torch.device("cpu"))
-    keep_whole(network)
-    mesh.place(network)
+    replace_nearest_upsampling(network)
+    mesh.shard_module(network)
     sampler, found = Sampler(model, mesh), {}
     for name, scheduler in schedulers.items():
         pipe.scheduler = scheduler
@@ -157,7 +157,7 @@ def sent_and_fetched(devices: int) -> tuple[int, list[list[float]]]:
     start("cpu", None)
     mesh = Mesh(fsdp=1, hosts=1)
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
-    return mesh.count, mesh.fetch_rows(mesh.put_rows(rows) + 1).tolist()
+    return mesh.count, mesh.fetch_rows(mesh.shard_rows(rows) + 1).tolist()
 
 
 def compiles() -> int:

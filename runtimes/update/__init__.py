@@ -1,0 +1,1 @@
+"""Formulas of the optimizer step that every runtime shares."""
