@@ -121,7 +121,7 @@ def garbage(store: Store, keep: dict[Key, Artifact], wanted: Iterable[Key] = ())
 
 
 def delete(store: Store, items: Iterable[Garbage]) -> None:
-    """Delete items that no builder has locked meanwhile.
+    """Delete items, except those that a builder has locked since the listing.
 
     The manifest or record is deleted first, so an interrupted deletion leaves no damaged artifact.
     """

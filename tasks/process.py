@@ -159,7 +159,7 @@ def _failure(code: int, error: Event, last_lines: str) -> Exception:
     if error.get("errno"):  # for example a full disk, which the stage handles
         return OSError(error["errno"], message)
     if code == STOPPED:
-        return TransientError("the runtime's process was told to stop; run again to go on")
+        return TransientError("the runtime's process was stopped; run again to resume")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     reason = message or last_lines
     return JobFailed(f"the runtime's process {ended}" + (f": {reason}" if reason else ""), code)
