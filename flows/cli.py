@@ -29,7 +29,7 @@ DEFAULT_STORE = "store"
 def _there(store: str) -> str:
     """The store as it was given; where nothing has run yet, only the default one may be missing."""
     if store != DEFAULT_STORE:
-        from flows.look import check_store
+        from flows.store_commands import check_store
 
         check_store(store)
     return store
@@ -191,7 +191,7 @@ def tpu(
     ] = None,
 ) -> None:
     """Print what a run of a recipe would tell gcloud about its slice; nothing is done."""
-    from flows.look import show_tpu
+    from flows.store_commands import show_tpu
 
     show_tpu(load_recipe(recipe, dict(parse_override(text) for text in override or [])))
 
@@ -201,7 +201,7 @@ def list_artifacts(
     store: Store = DEFAULT_STORE, registry: RegistryUrl = None, as_json: AsJson = False
 ) -> None:
     """List artifacts and published models."""
-    from flows.look import list_store
+    from flows.store_commands import list_store
 
     list_store(store, registry, as_json=as_json)
 
@@ -213,7 +213,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show an artifact: settings, lineage back to the source, and why it was built."""
-    from flows.look import show_artifact
+    from flows.store_commands import show_artifact
 
     show_artifact(store, what, as_json=as_json)
 
@@ -227,7 +227,7 @@ def verify(
     registry: RegistryUrl = None,
 ) -> None:
     """Re-hash artifacts and published models; exit code 1 if any is damaged."""
-    from flows.look import verify_store
+    from flows.store_commands import verify_store
 
     if not verify_store(store, what, registry):
         raise typer.Exit(1)
@@ -241,7 +241,7 @@ def gc(
     delete: Annotated[bool, typer.Option("--delete", help="Delete; otherwise only tell.")] = False,
 ) -> None:
     """Delete what no published model and no recent run needs (without --delete: list it)."""
-    from flows.look import collect_garbage
+    from flows.store_commands import collect_garbage
 
     collect_garbage(store, registry, days=days, delete=delete)
 
@@ -254,7 +254,7 @@ def promote(
     registry: RegistryUrl = None,
 ) -> None:
     """Make a published version the champion."""
-    from tasks.publish.registry import Registry
+    from tasks.publish.model_registry import Registry
 
     found = Registry(registry or f"{store}/registry", name).promote(version)
     print(f"{name}: {found.name} is the champion ({found.uri})")
@@ -263,7 +263,7 @@ def promote(
 @app.command()
 def rollback(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None) -> None:
     """Make the champion before the present one the champion again."""
-    from tasks.publish.registry import Registry
+    from tasks.publish.model_registry import Registry
 
     found = Registry(registry or f"{store}/registry", name).rollback()
     print(f"{name}: {found.name} is the champion again ({found.uri})")

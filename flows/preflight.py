@@ -15,8 +15,8 @@ from configs.load import RecipeError, dump
 from configs.schema import STAGES, Recipe, StageName
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.objective.noise_scheduler import read_config, read_schedule, trained_scheduler
 from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
 from runtimes.registry import (
@@ -27,7 +27,7 @@ from runtimes.registry import (
     check_settings,
 )
 from runtimes.train.wandb_board import check_wandb
-from tasks import download, evaluate, targets
+from tasks import check_targets, download, evaluate
 from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.progress import Progress
 from tasks.publish.assemble import missing_weights
@@ -150,7 +150,7 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     _check_weights(model, vae)
     _check_objective(recipe, model)
     check_scheduler(recipe.runtime, read_config(model / "scheduler"), recipe.evaluate.scheduler)
-    targets.check(recipe, model)
+    check_targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
 
 

@@ -43,7 +43,7 @@ from runtimes.process.launcher import Launcher, LostRank
 from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.registry import check_settings_here, probe_here
-from runtimes.sample.generate import generate
+from runtimes.sample.generate_job import generate
 from runtimes.train.divergence import Diverged
 from runtimes.train.trainer import read_settings, train
 

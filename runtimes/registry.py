@@ -16,7 +16,7 @@ from configs.training import Train
 from runtimes.contract import PipelineEncoder, Probe, Runtime, WrongInput
 from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.gaudi import bridge_version
-from runtimes.objective.noise_scheduler import SCHEDULERS, TABULATED, drawing_config
+from runtimes.objective.scheduler_config import SCHEDULERS, TABULATED, drawing_config
 from runtimes.process.events import Events
 from runtimes.process.job import EncodeJob, Job, TrainJob
 

@@ -16,7 +16,7 @@ from configs.generating import Generate
 from configs.schema import NAME
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.objective.noise_scheduler import drawing_config, read_config
+from runtimes.objective.scheduler_config import drawing_config, read_config
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.registry import (
     check_devices,
@@ -32,7 +32,7 @@ from tasks.evaluate.published import load_published_model
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
-from tasks.publish.registry import Registry
+from tasks.publish.model_registry import Registry
 
 STAGE = "generate"
 VERSION = 1

@@ -26,7 +26,7 @@ from runtimes.jax.step import Step
 from runtimes.jax.weights import names_without_gradient, trained_names
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
-from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe import describe_encoders, read_config
 
 

@@ -23,7 +23,7 @@ from runtimes.jax.weights import frozen_arrays
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.sample.generate import LOSS_BATCH
+from runtimes.sample.generate_job import LOSS_BATCH
 from runtimes.sample.network import load_network
 from runtimes.sample.start import load_trained_scheduler
 

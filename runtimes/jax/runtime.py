@@ -38,12 +38,12 @@ from runtimes.jax.weights import (
     names_without_gradient,
     trained_names,
 )
-from runtimes.models.dropout import has_dropout
+from runtimes.models.dropout_seed import has_dropout
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import trained_scheduler
 from runtimes.objective.random import Stream, generator
+from runtimes.objective.scheduler_config import trained_scheduler
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks

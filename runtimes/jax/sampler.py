@@ -29,7 +29,7 @@ from runtimes.models.encoder import Encoder, vae_dtype
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.models.text_encoding import encode_ids, join_t5
-from runtimes.objective.noise_scheduler import read_config
+from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, is_guided, sampler_table
 from runtimes.sample.tabulated_scheduler import Table, guide, scheduler_step

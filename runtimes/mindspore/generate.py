@@ -27,7 +27,7 @@ from runtimes.mindspore.inputs import Inputs, tensor
 from runtimes.mindspore.lora import merge_adapters
 from runtimes.mindspore.models import load_denoiser, load_text_encoder, set_flash_attention
 from runtimes.mindspore.network import Network
-from runtimes.objective.noise_scheduler import read_config, sampling_scheduler
+from runtimes.objective.scheduler_config import read_config, sampling_scheduler
 from runtimes.pipeline_folder.describe import read_config as read_index
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.start import (

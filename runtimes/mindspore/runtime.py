@@ -25,7 +25,7 @@ from runtimes.mindspore.device import (
     versions,
 )
 from runtimes.mindspore.parallel import open_parallel
-from runtimes.objective.noise_scheduler import trained_scheduler
+from runtimes.objective.scheduler_config import trained_scheduler
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from configs.training import TimestepSampling, Train
 from runtimes.contract import WrongInput
-from runtimes.objective.noise import Levels, NoiseSchedule, Schedule
+from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
 from runtimes.objective.random import Stream, generators
 from runtimes.objective.timesteps import Probabilities, level_at, level_bounds
 from runtimes.objective.weighting import FlowWeighting, loss_weight

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.objective.noise import FlowSchedule, Levels, NoiseSchedule, Schedule
+from runtimes.objective.noise_schedule import FlowSchedule, Levels, NoiseSchedule, Schedule
 
 Array = NDArray[np.float32]
 FlowWeighting = Literal["none", "sigma_sqrt", "cosmap"]

@@ -18,7 +18,7 @@ from runtimes.data.padding import padded_rows
 from runtimes.families import Family, family_named
 from runtimes.families.unet_inputs import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import sampling_scheduler
+from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.start import noise_batches
 from runtimes.sample.tabulated_scheduler import Table, tabulate
 

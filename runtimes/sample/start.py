@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from runtimes.adapters.lora import read_adapters
 from runtimes.contract import WrongInput
 from runtimes.families import Family, detect_family
-from runtimes.objective.noise_scheduler import read_config
 from runtimes.objective.random import Stream, generator
+from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe import describe_encoders
 from runtimes.process.job import Drawing
 

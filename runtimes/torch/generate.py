@@ -27,7 +27,7 @@ from runtimes.families.unet_inputs import (
 from runtimes.models.loading import load_text_encoder
 from runtimes.models.micro_batches import Inputs, sender
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import sampling_scheduler
+from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.pipeline_folder.describe import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.process.job import Drawing, GenerateJob

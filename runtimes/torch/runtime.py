@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput
-from runtimes.models.dropout import has_dropout, seed_dropout
+from runtimes.models.dropout_seed import has_dropout, seed_dropout
 from runtimes.models.flop_count import FlopCounter, peak_flops
 from runtimes.models.micro_batches import Inputs, micro_batches, sender
 from runtimes.models.network import Network
 from runtimes.models.precision import check_precision
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import trained_scheduler
+from runtimes.objective.scheduler_config import trained_scheduler
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob

@@ -21,7 +21,7 @@ from artifacts.safetensors import Arrays, write_arrays, writing
 from configs.training import Train
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, to_file_names
 from runtimes.contract import State
-from runtimes.objective.noise_scheduler import SCHEDULER_FILE, trained_scheduler
+from runtimes.objective.scheduler_config import SCHEDULER_FILE, trained_scheduler
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
 

@@ -14,8 +14,8 @@ from runtimes.data.loader import Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.objective.noise_scheduler import read_schedule
 from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.events import Events, SilentEvents
 from runtimes.process.job import TrainJob
@@ -23,7 +23,7 @@ from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.registry import open_runtime, prepare
 from runtimes.train.boards import Boards, open_boards
-from runtimes.train.housekeeping import Run
+from runtimes.train.run import Run
 from runtimes.train.validation import SEED
 from runtimes.train.wandb_board import check_wandb
 

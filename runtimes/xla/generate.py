@@ -16,7 +16,7 @@ from runtimes.models.micro_batches import Inputs
 from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.process.ranks import Ranks
-from runtimes.sample.generate import LOSS_BATCH
+from runtimes.sample.generate_job import LOSS_BATCH
 from runtimes.sample.network import load_network
 from runtimes.sample.start import load_trained_scheduler
 from runtimes.xla.device import compile_seconds, start

@@ -17,12 +17,12 @@ from torch_xla.debug import profiler
 from configs.training import Train
 from runtimes.contract import Pipeline, State, StepBatch, StepOutput, lazy_output
 from runtimes.data.padding import pad_batch
-from runtimes.models.dropout import has_dropout, seed_dropout
+from runtimes.models.dropout_seed import has_dropout, seed_dropout
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.micro_batches import Inputs, micro_batches
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import trained_scheduler
+from runtimes.objective.scheduler_config import trained_scheduler
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, TrainJob
 from runtimes.process.ranks import Ranks

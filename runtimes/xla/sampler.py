@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from runtimes.contract import UNCAST
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import read_config
+from runtimes.objective.scheduler_config import read_config
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, is_guided, sampler_table
 from runtimes.sample.tabulated_scheduler import Table, guide, scheduler_step
 from runtimes.xla.encode import Encoder

@@ -1,7 +1,7 @@
 """The download stage: fetch the pictures of a source's rows into image shards."""
 
+from tasks.download.download_shard import STAGE, VERSION, ShardSpec
 from tasks.download.errors import SourceError, TooManyFailed
-from tasks.download.shard import STAGE, VERSION, ShardSpec
 from tasks.download.stage import Plan, build, check, key_parts, plan, settings_for_key, show
 
 __all__ = [

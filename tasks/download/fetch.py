@@ -19,8 +19,8 @@ from artifacts.clock import REAL, Clock
 from artifacts.keys import digest_bytes
 from configs.schema import Download
 from tasks.download.failures import FetchFailed
-from tasks.download.guard import Limits, fetch
 from tasks.download.rows import Row, absolute
+from tasks.download.safe_http import Limits, fetch
 from tasks.download.sources import ServedAt
 
 #: Scheme of the URLs by which img2dataset requests the rows of a shard.

@@ -12,8 +12,14 @@ import apache_beam as beam
 from artifacts.commit import write_atomic
 from artifacts.store import Store
 from tasks.beam import ShardProgress, names_in, run_linear
+from tasks.download.download_shard import (
+    STAGE,
+    Deferred,
+    DownloadContext,
+    ShardSpec,
+    download_shard,
+)
 from tasks.download.errors import SourceError
-from tasks.download.shard import STAGE, Deferred, DownloadContext, ShardSpec, download_shard
 
 #: Threads overlap well: fetching waits for the network, and decoding releases the GIL.
 THREADS = min(4, os.cpu_count() or 1)

@@ -16,9 +16,7 @@ from artifacts.images import read_tar
 from artifacts.keys import cut_shards
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.schema import Recipe
-from tasks.download.errors import SourceError, TooManyFailed
-from tasks.download.lists import Span, join_spans
-from tasks.download.shard import (
+from tasks.download.download_shard import (
     STAGE,
     VERSION,
     Deferred,
@@ -27,6 +25,8 @@ from tasks.download.shard import (
     shard_key,
     shard_settings,
 )
+from tasks.download.errors import SourceError, TooManyFailed
+from tasks.download.lists import Span, join_spans
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.quiet import quiet_import

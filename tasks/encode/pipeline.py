@@ -19,9 +19,9 @@ from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.registry import encodes_in_subprocess, open_encoder
 from tasks.beam import ShardProgress, run_linear
+from tasks.encode.encode_shard import encode_shard
 from tasks.encode.keys import STAGE
 from tasks.encode.served import ServedEncoder
-from tasks.encode.shard import encode_shard
 from tasks.encode.transform import TransformSettings
 
 

@@ -17,8 +17,8 @@ from artifacts.models import digest_model
 from artifacts.store import Artifact, Shard, Store
 from configs.schema import Recipe
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.objective.noise import Schedule, schedule_facts
-from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.objective.noise_schedule import Schedule, schedule_facts
+from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe import describe_encoders
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import metrics

@@ -28,7 +28,7 @@ from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.job import Drawing, GenerateJob, Job
 from tasks.progress import Progress
-from tasks.tuned import BASE, TrainedWeights
+from tasks.trained_weights import BASE, TrainedWeights
 
 STAGE = "evaluate"
 #: Increment when the content of the pictures or the definition of a metric changes.

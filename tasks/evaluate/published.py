@@ -14,7 +14,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe import vae_path
 from tasks.evaluate.pictures import EvalModel, digest_pipeline
-from tasks.tuned import TrainedWeights
+from tasks.trained_weights import TrainedWeights
 
 
 def load_published_model(folder: Path) -> EvalModel:

@@ -19,7 +19,7 @@ from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.schema import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.objective.scheduler_config import read_schedule
 from runtimes.sample import start
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
@@ -52,7 +52,7 @@ from tasks.evaluate.published import load_published_model
 from tasks.panels import Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
-from tasks.tuned import local_weights, weights_content
+from tasks.trained_weights import local_weights, weights_content
 
 METRICS = "metrics.json"
 GRID = "before_after.png"

@@ -11,7 +11,7 @@ from typing import Any
 
 from runtimes.adapters.lora import Adapter, Adapters, stored_name
 from runtimes.families import detect_family
-from runtimes.objective.noise_scheduler import SCHEDULER_FILE
+from runtimes.objective.scheduler_config import SCHEDULER_FILE
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")

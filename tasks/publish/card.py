@@ -13,7 +13,7 @@ from configs.schema import Recipe
 from configs.urls import without_secrets
 from tasks.panels import escape_markdown, human
 from tasks.publish.gate import Verdict, as_rows
-from tasks.tuned import TrainedWeights
+from tasks.trained_weights import TrainedWeights
 
 UNKNOWN_LICENSE = "other"
 

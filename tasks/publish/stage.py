@@ -20,9 +20,9 @@ from tasks.progress import Progress
 from tasks.publish import card, gate, report
 from tasks.publish.adapters import write_adapters
 from tasks.publish.assemble import assemble
-from tasks.publish.registry import Registry, Version
+from tasks.publish.model_registry import Registry, Version
 from tasks.stage import StageResult, TransientError, storing
-from tasks.tuned import TrainedWeights, local_weights
+from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
 VERSION = 1

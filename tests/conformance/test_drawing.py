@@ -26,7 +26,7 @@ from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.sample.generate import generate
+from runtimes.sample.generate_job import generate
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("a red cat", "a blue dog")

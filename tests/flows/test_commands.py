@@ -14,7 +14,7 @@ from configs.load import load_recipe, recipe_names
 from flows import doctor
 from flows.cli import app, main
 from runtimes.contract import Probe
-from tasks.publish.registry import Registry
+from tasks.publish.model_registry import Registry
 
 Here = Callable[..., str]  # of conftest.py
 SCHEMA = Path(__file__).parents[2] / "docs/recipe.schema.json"

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from artifacts.store import KeyParts, Store
-from tasks.publish.registry import Registry
+from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow
 COMMON = ("num_inference_steps=2", "num_images_per_prompt=2", "guidance_scale=3", "device=cpu")

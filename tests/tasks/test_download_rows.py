@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from configs.schema import Download, UrlSource
+from tasks.download.download_shard import DownloadContext, ShardSpec, download_shard, shard_key
 from tasks.download.errors import SourceError
 from tasks.download.lists import Span
 from tasks.download.rows import Row
-from tasks.download.shard import DownloadContext, ShardSpec, download_shard, shard_key
 from tasks.download.sources import ServedAt, UrlList
 
 ROW = Row("http://example.org/0.png", ("a cat", "a tabby"), aesthetic_score=5.0)

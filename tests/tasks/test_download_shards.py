@@ -28,7 +28,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
 from tasks import download
 from tasks.beam import BeamOptionsError, check_options
-from tasks.download import shard
+from tasks.download import download_shard
 from tasks.encode.transform import TransformSettings, bucket_sizes, transform
 from tasks.stage import TransientError
 
@@ -450,7 +450,7 @@ def test_nobody_else_is_silenced_while_a_picture_is_decoded(
             os.write(1, b"another thread's line\n")
             return super().read(size)
 
-    _, resizer = shard._img2dataset()
+    _, resizer = download_shard._img2dataset()
     assert resizer(16, "keep_ratio", True)(Talking(picture(0)))[1:3] == (20, 16)
     assert "another thread's line" in capfd.readouterr().out
 

@@ -20,7 +20,7 @@ from runtimes.contract import WrongInput
 from runtimes.models.encoder import Encoder
 from tasks import encode
 from tasks.encode import pipeline
-from tasks.encode.shard import encode_shard
+from tasks.encode.encode_shard import encode_shard
 from tasks.encode.transform import TransformSettings
 
 pytestmark = pytest.mark.slow

@@ -27,7 +27,7 @@ from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, Job
-from runtimes.sample.generate import generate
+from runtimes.sample.generate_job import generate
 from tasks import encode, evaluate
 from tasks.evaluate.grid import MARGIN
 from tasks.evaluate.measure import fingerprint

@@ -18,7 +18,7 @@ from configs.load import RecipeError
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, Job
-from runtimes.sample.generate import generate as draw_here
+from runtimes.sample.generate_job import generate as draw_here
 from tasks import generate
 from tasks.progress import Progress
 

@@ -27,7 +27,7 @@ from tasks.publish.assemble import assemble
 from tasks.publish.card import base_card
 from tasks.publish.stage import registry_of, show
 from tasks.train import STAGE as TRAIN
-from tasks.tuned import local_weights, weights_content
+from tasks.trained_weights import local_weights, weights_content
 
 RANK = 2
 #: Layers of the tiny SDXL: outputs, and the shape of what goes in.

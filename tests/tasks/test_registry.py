@@ -7,7 +7,7 @@ import pytest
 from stores import REMOTE, UrlOf
 
 from artifacts.store import Artifact, KeyParts, Store, StoreError
-from tasks.publish.registry import Registry, RegistryError
+from tasks.publish.model_registry import Registry, RegistryError
 
 
 def model(store: Store, n: int) -> Artifact:

@@ -7,7 +7,7 @@ import pytest
 from configs.load import load_recipe
 from runtimes.contract import WrongInput
 from tasks import train
-from tasks.targets import check
+from tasks.check_targets import check
 
 
 def test_adapters_targets_are_looked_for_in_the_base_s_files(tiny_sdxl: Path) -> None:

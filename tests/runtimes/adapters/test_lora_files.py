@@ -28,7 +28,7 @@ from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.describe import describe_encoders
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
-from runtimes.sample.generate import generate
+from runtimes.sample.generate_job import generate
 from runtimes.sample.network import load_network
 from runtimes.train.result import write_result
 

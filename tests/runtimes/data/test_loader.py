@@ -19,7 +19,7 @@ from runtimes.data.holdout import Holdout
 from runtimes.data.loader import Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
-from runtimes.objective.noise import NoiseSchedule
+from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.objective import LatentScale, Objective
 
 WriteLatents = Callable[..., str]

@@ -23,7 +23,7 @@ from runtimes.models.encoder import Encoder
 from runtimes.pipeline_folder.describe import describe_encoders, t5_length
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
-from runtimes.sample.generate import generate
+from runtimes.sample.generate_job import generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plugged_in")]
 PROMPTS = ("a red cat", "a hill", "two dogs")

@@ -25,7 +25,7 @@ from runtimes.pipeline_folder.describe import describe_encoders, t5_length
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.process.signals import Stop
-from runtimes.sample.generate import generate
+from runtimes.sample.generate_job import generate
 from runtimes.train.trainer import train
 from tasks.publish.assemble import assemble
 

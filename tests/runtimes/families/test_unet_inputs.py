@@ -24,8 +24,8 @@ from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.torch.device import open_device
 from runtimes.torch.generate import Sampler
+from tasks.encode.encode_shard import encode_shard
 from tasks.encode.masks import draw_mask
-from tasks.encode.shard import encode_shard
 from tasks.encode.transform import TransformSettings
 from tasks.publish.assemble import assemble
 

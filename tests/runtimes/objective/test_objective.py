@@ -11,7 +11,7 @@ from tolerances import assert_close
 
 from configs.training import TimestepSampling, Train
 from runtimes.contract import WrongInput
-from runtimes.objective.noise import FlowSchedule, NoiseSchedule
+from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 from runtimes.objective.objective import LatentScale, Objective
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

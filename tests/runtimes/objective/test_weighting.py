@@ -6,7 +6,7 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from tolerances import assert_close
 
-from runtimes.objective.noise import FlowSchedule, NoiseSchedule
+from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 from runtimes.objective.weighting import debiased_weight, flow_weight, loss_weight, min_snr_weight
 
 CONFIG = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

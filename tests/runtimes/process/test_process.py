@@ -23,7 +23,7 @@ from runtimes.__main__ import main, only_writer
 from runtimes.process.events import EVENT_FD, Events
 from runtimes.process.job import write_job
 from runtimes.process.signals import Stop
-from runtimes.train.checkpoint import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.trainer import train
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
@@ -97,7 +97,7 @@ def test_killed_again_and_again_it_redoes_only_what_no_checkpoint_has(
 SLOW_SAVE = """
 import sys, time
 from runtimes.__main__ import main
-from runtimes.train.checkpoint import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 save = Checkpoints.save
 def slow(*arguments, **more):
     print("saving", flush=True)

@@ -17,7 +17,7 @@ from diffusers import (
 from jobs import HOLDOUT, SAMPLER
 from PIL import Image
 
-import runtimes.sample.generate
+import runtimes.sample.generate_job
 from runtimes.contract import WrongInput
 from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.weight_files import weight_variant
@@ -68,7 +68,7 @@ def job(tiny_sdxl: Path, tuned: Path, latents_url: str, tmp_path: Path) -> Gener
 
 def generate(job: GenerateJob) -> tuple[list[dict[str, bytes]], list[int]]:
     heard = Heard()
-    runtimes.sample.generate.generate(job, heard)
+    runtimes.sample.generate_job.generate(job, heard)
     folders = [Path(drawing.out) for drawing in job.drawings]
     files = [{p.name: p.read_bytes() for p in sorted(f.iterdir())} for f in folders]
     return files, heard.drawn

@@ -23,7 +23,7 @@ from runtimes.process.job import TrainJob, write_job
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.torch.device import choose_device
-from runtimes.train.checkpoint import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.trainer import train
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child

@@ -14,12 +14,12 @@ from PIL import Image
 from tolerances import assert_close
 
 from runtimes.data.loader import open_job_latents
-from runtimes.objective.noise import NoiseSchedule
-from runtimes.objective.noise_scheduler import read_schedule
+from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.random import Stream, generator
+from runtimes.objective.scheduler_config import read_schedule
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
-from runtimes.sample.generate import generate
+from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.result import write_result
 from runtimes.train.trainer import make_loader, read_settings

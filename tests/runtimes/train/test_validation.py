@@ -8,7 +8,7 @@ from artifacts.latents import open_latents
 from runtimes.contract import StepBatch
 from runtimes.data.holdout import Holdout, sample_losses
 from runtimes.families import FAMILIES
-from runtimes.objective.noise import NoiseSchedule
+from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.objective import LatentScale, Objective
 from runtimes.train.validation import HeldOutLoss
 

@@ -14,8 +14,8 @@ from torch_xla.debug import metrics
 
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise_scheduler import read_config
 from runtimes.objective.random import Stream, generator
+from runtimes.objective.scheduler_config import read_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.network import load_network

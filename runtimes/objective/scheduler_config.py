@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.noise import FLOW, Schedule, is_flow, schedule_of
+from runtimes.objective.noise_schedule import FLOW, Schedule, is_flow, schedule_of
 
 SCHEDULER_FILE = "scheduler_config.json"
 #: diffusers schedulers with rescale_betas_zero_snr, and those with prediction_type `sample`.

@@ -11,7 +11,7 @@ from typing import Any
 
 from artifacts.store import Artifact
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.objective.noise_scheduler import SCHEDULER_FILE
+from runtimes.objective.scheduler_config import SCHEDULER_FILE
 
 
 @dataclass(frozen=True)

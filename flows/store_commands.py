@@ -14,7 +14,7 @@ from artifacts.store import Artifact, Store
 from configs.load import RecipeError
 from configs.schema import Recipe
 from configs.urls import without_secrets
-from tasks.publish.registry import Registry, RegistryError, Version
+from tasks.publish.model_registry import Registry, RegistryError, Version
 from tasks.tpu import launch
 
 log = logging.getLogger("kiln")

@@ -16,9 +16,9 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
+from runtimes.train.background_save import Saver, Snapshot
 from runtimes.train.boards import Boards
-from runtimes.train.checkpoint import Checkpoint, Checkpoints
-from runtimes.train.checkpoint_saver import Saver, Snapshot
+from runtimes.train.checkpoints import Checkpoint, Checkpoints
 from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.learning_rate import learning_rate
 from runtimes.train.profiling import Profiling

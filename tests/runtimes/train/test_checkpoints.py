@@ -19,7 +19,7 @@ from stores import REMOTE, UrlOf
 
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
-from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
+from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 
 FACTS = {"seed": 1, "train": {}}
 
@@ -62,7 +62,7 @@ def test_the_newest_is_not_skipped_because_the_store_does_not_give_it(
 SAVE = """
 import sys
 import numpy as np
-from runtimes.train.checkpoint import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 
 arrays = {"a": np.arange(6, dtype=np.float32)}
 for url in sys.argv[1:]:

@@ -19,8 +19,8 @@ from artifacts.clock import REAL, Clock
 from configs.schema import Download
 from tasks.download.failures import FetchFailed
 from tasks.download.fetch import Fetcher, apply_orientation, check_picture, registered_urls
-from tasks.download.guard import Limits, fetch, is_public
 from tasks.download.rows import Row
+from tasks.download.safe_http import Limits, fetch, is_public
 from tasks.download.sources import ServedAt
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -256,13 +256,13 @@ def test_https_is_read_within_the_same_limits(
 ) -> None:
     import ssl
 
-    from tasks.download import guard
+    from tasks.download import safe_http
 
     certificate = _self_signed(tmp_path)
     server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_side.load_cert_chain(certificate)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    for kept in (guard._tls, guard._opener):  # the authorities it trusts are read but once
+    for kept in (safe_http._tls, safe_http._opener):  # the authorities it trusts are read but once
         kept.cache_clear()
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -292,7 +292,7 @@ def test_https_is_read_within_the_same_limits(
     finally:
         server.shutdown()
         server.server_close()
-        for kept in (guard._tls, guard._opener):
+        for kept in (safe_http._tls, safe_http._opener):
             kept.cache_clear()
 
 

@@ -12,8 +12,8 @@ from tolerances import assert_close
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.models.schedulers import make_scheduler
-from runtimes.objective.noise import FlowSchedule, NoiseSchedule
-from runtimes.objective.noise_scheduler import (
+from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
+from runtimes.objective.scheduler_config import (
     PREDICTS_SAMPLE,
     RESCALES_BETAS,
     read_schedule,

@@ -10,7 +10,7 @@ from typing import Any
 from runtimes.contract import State
 from runtimes.process.events import Events
 from runtimes.train.boards import Boards
-from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
+from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 
 
 @dataclass(frozen=True)

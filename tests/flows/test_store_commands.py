@@ -6,8 +6,8 @@ import pytest
 
 from artifacts.gc import GarbageUnsure
 from artifacts.store import Artifact, KeyParts, Store
-from flows.look import collect_garbage, list_store, verify_store
-from tasks.publish.registry import Registry
+from flows.store_commands import collect_garbage, list_store, verify_store
+from tasks.publish.model_registry import Registry
 
 
 def model(store: Store, n: int = 1) -> Artifact:

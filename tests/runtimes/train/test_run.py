@@ -21,9 +21,9 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.checkpoint import CheckpointNotWritten, Checkpoints
+from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 from runtimes.train.divergence import Diverged
-from runtimes.train.housekeeping import _with_defaults
+from runtimes.train.run import _with_defaults
 from runtimes.train.trainer import train
 from tasks.process import JobFailed, run_job
 
@@ -102,7 +102,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
         written.append("")
         write_arrays(sink, arrays)
 
-    monkeypatch.setattr("runtimes.train.checkpoint.write_arrays", full)
+    monkeypatch.setattr("runtimes.train.checkpoints.write_arrays", full)
     settings = {"steps": 6, "logging_steps": 1, "checkpointing_steps": 2, "ema_decay": 0.9}
     job, whole = make_job("full", **settings), make_job("whole", **settings)
     heard = run(job)

@@ -8,7 +8,7 @@ from diffusers.training_utils import compute_snr
 from tolerances import assert_close
 
 from runtimes.contract import WrongInput
-from runtimes.objective.noise import FlowSchedule, NoiseSchedule, schedule_of
+from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, schedule_of
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 CONFIGS = [
