@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.contract import StepBatch
-from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.objective import Objective
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob, read_job

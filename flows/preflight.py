@@ -15,7 +15,8 @@ from configs.load import RecipeError, dump
 from configs.schema import STAGES, Recipe, StageName
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.objective import Objective
 from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.objective.objective import LatentScale
+from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.random import Stream, generator
 
 Float32 = NDArray[np.float32]

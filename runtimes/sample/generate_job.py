@@ -19,7 +19,8 @@ from runtimes.contract import Pipeline
 from runtimes.data.holdout import Holdout, sample_losses
 from runtimes.data.loader import open_job_latents
 from runtimes.families import detect_family
-from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.objective import Objective
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.events import Events

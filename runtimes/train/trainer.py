@@ -14,7 +14,8 @@ from runtimes.data.loader import Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.objective import Objective
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.events import Events, SilentEvents

@@ -19,8 +19,9 @@ from runtimes.data.holdout import Holdout
 from runtimes.data.loader import Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
+from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.objective import Objective
 
 WriteLatents = Callable[..., str]
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})

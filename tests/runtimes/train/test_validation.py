@@ -8,8 +8,9 @@ from artifacts.latents import open_latents
 from runtimes.contract import StepBatch
 from runtimes.data.holdout import Holdout, sample_losses
 from runtimes.families import FAMILIES
+from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.objective import LatentScale, Objective
+from runtimes.objective.objective import Objective
 from runtimes.train.validation import HeldOutLoss
 
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
