@@ -139,7 +139,7 @@ class TheRuntime:
         self._device_kind.mark_step()
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
-        from runtimes.torch.generate import Sampler  # pipelines are slow to import
+        from runtimes.torch.sampler import Sampler  # pipelines are slow to import
 
         if self._sampler is None:
             vae = None if self._job.vae is None else Path(self._job.vae)

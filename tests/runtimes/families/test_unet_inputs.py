@@ -23,7 +23,7 @@ from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.torch.device import open_device
-from runtimes.torch.generate import Sampler
+from runtimes.torch.sampler import Sampler
 from tasks.encode.encode_shard import encode_shard
 from tasks.encode.masks import draw_mask
 from tasks.encode.transform import TransformSettings
