@@ -46,7 +46,7 @@ def test_each_process_has_an_npu_of_its_own(host: DriverProcess) -> None:
 @pytest.mark.slow
 def test_more_processes_than_npus_are_refused(host: DriverProcess) -> None:
     said = host.call("too_many")
-    assert "4 processes want" in said and "this machine has 2" in said
+    assert "4 processes need" in said and "this machine has 2" in said
 
 
 @pytest.mark.slow
