@@ -29,7 +29,8 @@ from runtimes.registry import (
 )
 from runtimes.train.wandb_board import check_wandb
 from tasks import check_targets, download, evaluate
-from tasks.encode.transform import TransformSettings, bucket_sizes
+from tasks.encode.buckets import bucket_sizes
+from tasks.encode.transform import TransformSettings
 from tasks.progress import Progress
 from tasks.publish.assemble import missing_weights
 from tasks.publish.gate import check_rules, parse_rule

@@ -3,7 +3,7 @@
 `python -P -m runtimes JOB.json` runs one job;
 `python -P -m runtimes --probe RUNTIME` prints the runtime's Probe as JSON;
 `python -P -m runtimes --check RUNTIME SETTINGS` prints the unsupported train settings as JSON;
-`python -P -m runtimes --encode SOCKET` serves encoders to its parent process (encode/server.py).
+`python -P -m runtimes --encode SOCKET` serves encoders to its parent process (encoder_server.py).
 
 `-P` keeps the working directory out of sys.path: a user's `configs` or `tasks` would shadow ours.
 
@@ -36,7 +36,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.models import ModelNotFound, resolve_model
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.encode.server import serve
+from runtimes.encoder_server import serve
 from runtimes.process.events import Events
 from runtimes.process.job import Job, TrainJob, read_job
 from runtimes.process.launcher import Launcher, LostRank

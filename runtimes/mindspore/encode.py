@@ -12,9 +12,9 @@ from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
-from runtimes.encode.tokenize import LockedTokenizers, check_vocabulary
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
+from runtimes.models.tokenize import LockedTokenizers, check_vocabulary
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
 

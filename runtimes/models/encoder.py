@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from runtimes.contract import WrongInput
-from runtimes.encode.tokenize import LockedTokenizers, check_vocabulary
 from runtimes.families import family_named
 from runtimes.models.loading import SAFE, load_text_encoder
 from runtimes.models.micro_batches import Send, sender
 from runtimes.models.text_encoding import encode_ids, join_t5
+from runtimes.models.tokenize import LockedTokenizers, check_vocabulary
 from runtimes.pipeline_folder.describe import (
     describe_encoders,
     has_t5,

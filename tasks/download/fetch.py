@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from email.message import Message
-from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from urllib.response import addinfourl
 from artifacts.clock import REAL, Clock
 from artifacts.keys import digest_bytes
 from configs.schema import Download
+from tasks.download.check_picture import apply_orientation, check_picture
 from tasks.download.failures import FetchFailed
 from tasks.download.rows import Row, absolute
 from tasks.download.safe_http import Limits, fetch
@@ -25,10 +25,6 @@ from tasks.download.sources import ServedAt
 
 #: Scheme of the URLs by which img2dataset requests the rows of a shard.
 SCHEME = "kilnrow"
-#: Accepted formats. The list keeps hostile bytes away from Pillow's rarer decoders.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-ORIENTATION = 0x0112  # EXIF tag; 1 is upright
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 #: Maximum wait that a server's Retry-After can cause, in seconds.
 MAX_WAIT = 30.0
 USER_AGENT = "Mozilla/5.0 (compatible; kilnworks)"
@@ -95,58 +91,6 @@ class Fetcher:
         # Jitter: without it all threads retry an overloaded server at the same moment.
         own = self.settings.backoff * 2**attempt * random.uniform(0.75, 1.25)
         return max(own, min(failure.wait, MAX_WAIT))
-
-
-def check_picture(body: bytes, max_pixels: int) -> None:
-    """Raise FetchFailed unless the header describes a picture of at most `max_pixels` pixels."""
-    from PIL import Image
-
-    try:
-        with Image.open(BytesIO(body), formats=_known_formats()) as image:
-            width, height = image.size
-    except Image.DecompressionBombError:
-        raise FetchFailed("too many pixels") from None
-    except Exception:  # a parser of hostile bytes may raise any type
-        raise FetchFailed("not an image") from None
-    if width * height > max_pixels:
-        raise FetchFailed("too many pixels")
-
-
-def apply_orientation(body: bytes) -> bytes:
-    """The picture with its EXIF orientation applied: PNG bytes, or `body` if it is upright.
-
-    img2dataset ignores and drops the EXIF tag.
-
-    Raises:
-        FetchFailed: the picture cannot be decoded.
-    """
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(BytesIO(body), formats=_known_formats()) as image:
-            try:
-                orientation = image.getexif().get(ORIENTATION, 1)
-            except Exception:  # a damaged tag does not make the picture unusable
-                orientation = 1
-            if orientation not in range(2, 9):
-                return body
-            rotated = ImageOps.exif_transpose(image)
-            if rotated.mode not in PNG_MODES:
-                rotated = rotated.convert("RGB")
-            buffer = BytesIO()
-            rotated.save(buffer, "PNG", compress_level=0)  # decoded again at once
-            return buffer.getvalue()
-    except Exception:  # any type, as in `check_picture`
-        raise FetchFailed("not an image") from None
-
-
-@cache
-def _known_formats() -> tuple[str, ...]:
-    """The FORMATS that this build of Pillow supports."""
-    from PIL import Image
-
-    Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 @contextmanager

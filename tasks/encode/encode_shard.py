@@ -23,15 +23,9 @@ from artifacts.latents import (
 )
 from runtimes.contract import PipelineEncoder
 from runtimes.pipeline_folder.describe import TEXT_BATCH
+from tasks.encode.buckets import bucket_sizes
 from tasks.encode.masks import draw_mask
-from tasks.encode.transform import (
-    BadSample,
-    Transformed,
-    TransformSettings,
-    bucket_sizes,
-    is_holdout,
-    transform,
-)
+from tasks.encode.transform import BadSample, Transformed, TransformSettings, is_holdout, transform
 
 TOKEN_BIN = 8  # tokens per bin of the caption length histogram
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
-from runtimes.encode.server import Arrays, receive, send
+from runtimes.encoder_server import Arrays, receive, send
 from runtimes.process.job import EncodeJob
 from runtimes.registry import interpreter
 

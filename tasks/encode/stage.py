@@ -14,8 +14,9 @@ from artifacts.store import Artifact, Draft, KeyParts, Shard
 from configs.schema import Recipe
 from runtimes.pipeline_folder.describe import describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob
+from tasks.encode.buckets import bucket_sizes
 from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
-from tasks.encode.transform import TransformSettings, bucket_sizes
+from tasks.encode.transform import TransformSettings
 from tasks.panels import Facts, Panel, Table
 from tasks.quiet import quiet_import
 

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from configs.schema import Recipe
-from runtimes.contract import WrongInput
-
-Size = tuple[int, int]  # (height, width), pixels
+from tasks.encode.buckets import Size, nearest_bucket
 
 
 class BadSample(ValueError):
@@ -59,40 +57,6 @@ class Transformed:
     crop_top_left: tuple[int, int]  # (top, left) in the resized and perhaps mirrored picture
     target_size: Size
     flip: bool
-
-
-def bucket_sizes(settings: TransformSettings, factor: int) -> list[Size]:
-    """The target sizes of pictures, sorted.
-
-    The area of a bucket is at most that of the square, as in SDXL (appendix I of its paper).
-
-    Args:
-        factor: the model needs sides that are multiples of this many pixels.
-
-    Raises:
-        WrongInput: the resolution does not fit the factor or the bucket step.
-    """
-    side = settings.resolution
-    if not settings.aspect_buckets:
-        if side % factor:
-            raise WrongInput(f"encode.resolution: {side} is no multiple of the model's {factor}")
-        return [(side, side)]
-    step = math.lcm(settings.bucket_step, factor)
-    if side < step:
-        raise WrongInput(
-            f"encode.bucket_step: its step of {step} pixels (a multiple of the model's {factor}) "
-            f"exceeds encode.resolution ({side})"
-        )
-    pairs = {(a, side**2 // a // step * step) for a in range(step, side + 1, step)}
-    pairs = {(a, b) for a, b in pairs if max(a, b) <= settings.max_aspect * min(a, b)}
-    square = side // step * step
-    return sorted(pairs | {(b, a) for a, b in pairs} | {(square, square)})
-
-
-def nearest_bucket(size: Size, buckets: list[Size]) -> Size:
-    """The bucket with the nearest log aspect ratio."""
-    aspect = math.log(size[1] / size[0])
-    return min(buckets, key=lambda b: (abs(math.log(b[1] / b[0]) - aspect), b))
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:

@@ -10,13 +10,8 @@ from numpy.typing import NDArray
 
 from artifacts.images import read_tar
 from artifacts.store import Artifact
-from tasks.encode.transform import (
-    BadSample,
-    TransformSettings,
-    bucket_sizes,
-    is_holdout,
-    transform,
-)
+from tasks.encode.buckets import bucket_sizes
+from tasks.encode.transform import BadSample, TransformSettings, is_holdout, transform
 
 #: More pictures hardly change a distance, while the search through a large dataset is slow.
 LIMIT = 2000

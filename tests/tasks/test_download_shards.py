@@ -29,7 +29,8 @@ from configs.schema import Recipe
 from tasks import download
 from tasks.beam import BeamOptionsError, check_options
 from tasks.download import download_shard
-from tasks.encode.transform import TransformSettings, bucket_sizes, transform
+from tasks.encode.buckets import bucket_sizes
+from tasks.encode.transform import TransformSettings, transform
 from tasks.stage import TransientError
 
 PICTURES = 24

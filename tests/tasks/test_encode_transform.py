@@ -9,15 +9,8 @@ import pytest
 from PIL import Image
 
 from runtimes.contract import WrongInput
-from tasks.encode.transform import (
-    BadSample,
-    TransformSettings,
-    bucket_sizes,
-    decode,
-    is_holdout,
-    nearest_bucket,
-    transform,
-)
+from tasks.encode.buckets import bucket_sizes, nearest_bucket
+from tasks.encode.transform import BadSample, TransformSettings, decode, is_holdout, transform
 
 SQUARE = TransformSettings(
     resolution=64,

@@ -17,8 +17,9 @@ from PIL import Image
 
 from artifacts.clock import REAL, Clock
 from configs.schema import Download
+from tasks.download.check_picture import apply_orientation, check_picture
 from tasks.download.failures import FetchFailed
-from tasks.download.fetch import Fetcher, apply_orientation, check_picture, registered_urls
+from tasks.download.fetch import Fetcher, registered_urls
 from tasks.download.rows import Row
 from tasks.download.safe_http import Limits, fetch, is_public
 from tasks.download.sources import ServedAt

@@ -1,1 +1,0 @@
-"""Tokenize captions, and serve encoders to other processes."""
