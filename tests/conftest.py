@@ -30,6 +30,9 @@ def _cpu() -> str:
 
 def pytest_configure() -> None:
     """Keep compiled programs from one session to the next, outside the tree."""
+    # With these set, pytest spells out each failed comparison: of two long lists, for hours.
+    for variable in ("CI", "BUILD_NUMBER"):
+        os.environ.pop(variable, None)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.environ.get("KILN_TEST_CACHE") or f"{home}/kilnworks-tests").expanduser()
     os.environ["KILN_TEST_CACHE"] = str(root)  # for what tests start, too
