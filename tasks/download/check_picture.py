@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from io import BytesIO
 
@@ -10,11 +11,18 @@ from tasks.download.failures import FetchFailed
 #: Accepted formats. The list keeps hostile bytes away from Pillow's rarer decoders.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 ORIENTATION = 0x0112  # EXIF tag; 1 is upright
+#: A JPEG scan header (ITU-T T.81, B.2.3). Each scan can cost a pass over all pixels.
+SCAN = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e][\x01-\x04]")
+MAX_SCANS = 100  # encoders write about 10
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
-def check_picture(body: bytes, max_pixels: int) -> None:
-    """Raise FetchFailed unless the header describes a picture of at most `max_pixels` pixels."""
+def check_picture(body: bytes, max_pixels: int) -> int:
+    """The number of pixels that the header of a picture declares.
+
+    Raises:
+        FetchFailed: not a picture, more than `max_pixels` pixels or too slow to decode.
+    """
     from PIL import Image
 
     try:
@@ -26,6 +34,9 @@ def check_picture(body: bytes, max_pixels: int) -> None:
         raise FetchFailed("not an image") from None
     if width * height > max_pixels:
         raise FetchFailed("too many pixels")
+    if body.startswith(b"\xff\xd8") and len(SCAN.findall(body)) > MAX_SCANS:
+        raise FetchFailed("too many scans")
+    return int(width * height)
 
 
 def apply_orientation(body: bytes) -> bytes:

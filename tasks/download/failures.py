@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import ssl
 import time
@@ -12,18 +13,29 @@ from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-#: Transient HTTP statuses below 500: request timeout, too early, too many requests.
-TRANSIENT_STATUS = {408, 425, 429}
+#: Reasons that may pass: network trouble, overload (RFC 9110, RFC 6585, RFC 8470), server errors.
+TRANSIENT = re.compile(
+    "timeout|name not resolved|connection refused|connection broken|http (408|425|429|[5-9]..)"
+)
 
 
 class FetchFailed(Exception):
     """A fetch failed. `reason` is one of a small set of strings and names no host."""
 
-    def __init__(self, reason: str, *, transient: bool = False, wait: float = 0.0) -> None:
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.transient = transient  # a retry may succeed
         self.wait = wait  # seconds to wait before a retry, as the server requests
+
+    @property
+    def transient(self) -> bool:
+        """Whether a retry may succeed."""
+        return is_transient(self.reason)
+
+
+def is_transient(reason: str) -> bool:
+    """Whether a row that failed for `reason` may succeed later."""
+    return TRANSIENT.fullmatch(reason) is not None
 
 
 @contextmanager
@@ -35,45 +47,36 @@ def as_fetch_failed() -> Iterator[None]:
         raise
     except urllib.error.HTTPError as error:
         error.close()
-        transient = error.code in TRANSIENT_STATUS or error.code >= 500
         if 300 <= error.code < 400:
             raise FetchFailed("bad redirect") from None
-        wait = _retry_after(error.headers)
-        raise FetchFailed(f"http {error.code}", transient=transient, wait=wait) from None
+        raise FetchFailed(f"http {error.code}", _retry_after(error.headers)) from None
     except urllib.error.URLError as error:
-        raise _from_os(error.reason) from None
-    except (http.client.HTTPException, UnicodeError) as error:
-        raise _from_protocol(error) from None
+        raise FetchFailed(_reason(error.reason)) from None
+    except (http.client.InvalidURL, UnicodeError):
+        raise FetchFailed("bad url") from None
+    except http.client.HTTPException:
+        # An early close is indistinguishable from a server that does not speak HTTP.
+        raise FetchFailed("connection broken") from None
     except OSError as error:
-        raise _from_os(error) from None
+        raise FetchFailed(_reason(error)) from None
     except ValueError:
         raise FetchFailed("bad url") from None
 
 
-def _from_os(error: object) -> FetchFailed:
+def _reason(error: object) -> str:
     if isinstance(error, TimeoutError):
-        return FetchFailed("timeout", transient=True)
+        return "timeout"
     if isinstance(error, socket.gaierror):
-        transient = error.errno == socket.EAI_AGAIN
-        return FetchFailed(
-            "name not resolved" if transient else "unknown host", transient=transient
-        )
+        return "name not resolved" if error.errno == socket.EAI_AGAIN else "unknown host"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return FetchFailed("bad certificate")
+        return "bad certificate"
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return FetchFailed("tls failed")
+        return "tls failed"
     if isinstance(error, ConnectionRefusedError):
-        return FetchFailed("connection refused", transient=True)
+        return "connection refused"
     if isinstance(error, OSError):
-        return FetchFailed("connection broken", transient=True)
-    return FetchFailed("refused scheme")  # a plain string: UnknownHandler, after a redirect
-
-
-def _from_protocol(error: Exception) -> FetchFailed:
-    if isinstance(error, http.client.InvalidURL | UnicodeError):
-        return FetchFailed("bad url")
-    # An early close is indistinguishable from a server that does not speak HTTP.
-    return FetchFailed("connection broken", transient=True)
+        return "connection broken"
+    return "refused scheme"  # a plain string: UnknownHandler, after a redirect
 
 
 def _retry_after(headers: Any) -> float:

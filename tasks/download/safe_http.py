@@ -74,7 +74,7 @@ def _remaining(timeout: float, deadline: float) -> float:
     """Seconds for the next operation: `timeout`, or less before the deadline."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
-        raise FetchFailed("timeout", transient=True)
+        raise FetchFailed("timeout")
     return min(timeout, remaining)
 
 
@@ -232,5 +232,5 @@ def _read_body(response: Any, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise FetchFailed("too large")
     if declared is not None and len(body) < declared:
-        raise FetchFailed("connection broken", transient=True)
+        raise FetchFailed("connection broken")
     return bytes(body)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,7 +29,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
 from tasks import download
 from tasks.beam import BeamOptionsError, check_options
-from tasks.download import download_shard
+from tasks.download.download_row import img2dataset_parts
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.transform import TransformSettings, transform
 from tasks.stage import TransientError
@@ -451,9 +452,17 @@ def test_nobody_else_is_silenced_while_a_picture_is_decoded(
             os.write(1, b"another thread's line\n")
             return super().read(size)
 
-    _, resizer = download_shard._img2dataset()
+    resizer, _ = img2dataset_parts()
     assert resizer(16, "keep_ratio", True)(Talking(picture(0)))[1:3] == (20, 16)
     assert "another thread's line" in capfd.readouterr().out
+
+
+def test_a_download_leaves_the_global_opener_of_urllib_alone(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)
+    build(make_recipe(tmp_path, web, rows()))
+    assert urllib.request._opener is None
 
 
 def test_pictures_held_by_the_source_take_the_same_path(tmp_path: Path, web: Web) -> None:

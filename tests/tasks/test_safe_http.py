@@ -19,7 +19,7 @@ from artifacts.clock import REAL, Clock
 from configs.schema import Download
 from tasks.download.check_picture import apply_orientation, check_picture
 from tasks.download.failures import FetchFailed
-from tasks.download.fetch import Fetcher, registered_urls
+from tasks.download.fetch import Fetcher
 from tasks.download.rows import Row
 from tasks.download.safe_http import Limits, fetch, is_public
 from tasks.download.sources import ServedAt
@@ -376,10 +376,9 @@ def test_a_pixel_bomb_is_known_by_its_header() -> None:
         check_picture(bytes(bomb), max_pixels=178_956_970)
 
 
-def _fetcher(host: str, *rows: Row, **settings: Any) -> Fetcher:
-    clock = settings.pop("clock", REAL)
+def _fetcher(host: str, clock: Clock = REAL, **settings: Any) -> Fetcher:
     chosen = {"backoff": 0.01, "timeout": 60.0, "retries": 2, **settings}
-    return Fetcher(rows, Download(**chosen), ServedAt(f"http://{host}/base", (host,)), clock)
+    return Fetcher(Download(**chosen), ServedAt(f"http://{host}/base", (host,)), clock)
 
 
 def test_passing_failures_are_tried_again_and_lasting_ones_are_not() -> None:
@@ -393,16 +392,13 @@ def test_passing_failures_are_tried_again_and_lasting_ones_are_not() -> None:
             reply(handler, 404 if handler.path == "/base/gone" else 500, Retry_After="0")
 
     with serving(answer) as host:
-        fetcher = _fetcher(host, *(Row(url, ("",)) for url in ("flaky", "gone", "broken")))
-        assert fetcher.get(0, {})[0] == png()
-        for number in (1, 2):
-            with pytest.raises(FetchFailed):
-                fetcher.get(number, {})
+        fetcher = _fetcher(host)
+        assert fetcher.get(Row("flaky", ("",)))[0] == png()
+        for url, outcome in {"gone": ("http 404", False), "broken": ("http 500", True)}.items():
+            with pytest.raises(FetchFailed) as failed:
+                fetcher.get(Row(url, ("",)))
+            assert (failed.value.reason, failed.value.transient) == outcome
     assert tries == {"/base/flaky": 3, "/base/gone": 1, "/base/broken": 3}
-    assert {n: (f.reason, f.transient) for n, f in fetcher.failures.items()} == {
-        1: ("http 404", False),
-        2: ("http 500", True),
-    }
 
 
 def test_a_server_that_asks_to_wait_is_heeded_within_the_deadline() -> None:
@@ -416,9 +412,9 @@ def test_a_server_that_asks_to_wait_is_heeded_within_the_deadline() -> None:
         reply(handler, 429, Retry_After="7" if len(asked) == 1 else "3600")
 
     with serving(answer) as host:
-        fetcher = _fetcher(host, Row("a", ("",)), deadline=20.0, clock=clock)
+        fetcher = _fetcher(host, clock, deadline=20.0)
         with pytest.raises(FetchFailed, match="http 429"):
-            fetcher.get(0, {})
+            fetcher.get(Row("a", ("",)))
     assert slept == [7.0]
     assert len(asked) == 2  # the second answer asks for more time than there is
 
@@ -428,18 +424,4 @@ def test_a_picture_that_changed_is_refused_by_its_sha256() -> None:
         serving(lambda h: reply(h, body=png())) as host,
         pytest.raises(FetchFailed, match="sha256 differs"),
     ):
-        _fetcher(host, Row("a", ("",), "0" * 64)).get(0, {})
-
-
-def test_fetchers_in_one_process_never_meet_and_urllib_is_left_as_it_was() -> None:
-    import urllib.error
-    import urllib.request
-
-    with serving(lambda h: reply(h, body=png(8, int(h.path[-1])))) as host:
-        first = _fetcher(host, *(Row(str(n), ("",)) for n in range(4)))
-        second = _fetcher(host, *(Row(str(9 - n), ("",)) for n in range(4)))
-        with registered_urls(first) as ours, registered_urls(second) as theirs:
-            for n in range(4):
-                assert urllib.request.urlopen(ours[n]).read() == png(8, n)
-                assert urllib.request.urlopen(theirs[n]).read() == png(8, 9 - n)
-        assert urllib.request.urlopen(f"http://{host}/5").read() == png(8, 5)
+        _fetcher(host).get(Row("a", ("",), "0" * 64))
