@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit, urlunsplit
 
-#: Query parameters that grant access: signatures of S3, GCS and Azure URLs, and tokens.
-SECRET_PARAMETERS = re.compile(
-    r"([?&;](?:x-amz-signature|x-amz-security-token|x-amz-credential|x-goog-signature"
-    r"|x-goog-credential|sig|signature|token|access_token|api_key|apikey|key|password)=)[^&;#\s]*",
+#: Query parameters whose values are kept: they select a picture or its rendering. Of all others the
+#: value is removed, because each service has its own names for signatures and tokens.
+HARMLESS = re.compile(
+    "auto|crop|dl|download|dpr|ext|file|filename|fit|fm|format|h|height|id|image|image_id|img|lang"
+    "|mode|name|page|q|quality|rect|resize|revision|size|split|type|v|ver|version|w|width",
     re.IGNORECASE,
 )
+#: user:password@ or token@. A name without a colon is a revision (hf) or a container (Azure).
+USERINFO = re.compile(
+    r"(?<=://)[^\s/?#:@]*:[^\s/?#]*@|(?<!hf)(?<!abfs)(?<!abfss)(?<!az)(://)[^\s/?#]*@"
+)
+#: The end of a value, which keeps the punctuation of the sentence around it.
+END = r"(?=[:,.'\")\]]*(?:[\s&;#]|$))"
+PARAMETER = re.compile(rf"(?<=[?&;#])([^\s?&;#=/]+)=[^\s&;#]*?{END}")
+#: A query that is one value without a name.
+UNNAMED = re.compile(rf"(https?://[^\s?#]*\?)[^\s?&;#=]+?{END}")
 
 
 def without_secrets(text: str) -> str:
-    """A URL without user and password, and with "..." for the values of SECRET_PARAMETERS.
+    """A text whose URLs have no user and password, and "..." for values that may be secret.
 
-    Other text is returned unchanged.
+    Values of HARMLESS parameters and text outside of URLs are unchanged.
     """
-    try:
-        parts = urlsplit(text)
-    except ValueError:
-        return text
-    if (
-        "://" in text
-        and "@" in parts.netloc
-        and not parts.scheme.endswith(("hf", "abfs", "abfss", "az"))
-    ):
-        parts = parts._replace(netloc=parts.netloc.rpartition("@")[2])
-        text = urlunsplit(parts)
-    return SECRET_PARAMETERS.sub(r"\1...", text)
+    text = UNNAMED.sub(r"\1...", USERINFO.sub(r"\1", text))
+    return PARAMETER.sub(_masked, text)
+
+
+def _masked(parameter: re.Match[str]) -> str:
+    return parameter[0] if HARMLESS.fullmatch(parameter[1]) else f"{parameter[1]}=..."

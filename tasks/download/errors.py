@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from configs.urls import without_secrets
+
 
 class SourceError(ValueError):
-    """The source does not match the recipe; the message states what to change."""
+    """The source does not match the recipe; the message states what to change.
+
+    Secrets of URLs are removed from the message.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_secrets(message))
 
 
 class TooManyFailed(RuntimeError):

@@ -8,13 +8,13 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple, Protocol
-from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from artifacts.commit import is_of_client
+from configs.urls import without_secrets
 from tasks.download.errors import SourceError
 
 
@@ -40,7 +40,13 @@ class ListFormat(Protocol):
     def rows(
         self, file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """(position, next position, values) of each row in [start, stop). Raises SourceError."""
+        """(position, next position, values) of each row in [start, stop).
+
+        A malformed line of a text file is a row whose values are empty.
+
+        Raises:
+            SourceError: the file cannot be read.
+        """
 
 
 class ParquetList:
@@ -90,7 +96,7 @@ class CsvList:
         with reading(file), _open_text(file) as stream:
             header = self._header(stream)
             lines = _Lines(stream, max(start, stream.tell()))
-            for values in csv.reader(lines):
+            for values in _csv_rows(lines):
                 row_start, lines.row_start = lines.row_start, lines.position
                 if not values:
                     continue
@@ -109,8 +115,10 @@ class JsonlList:
     suffixes: tuple[str, ...] = (".jsonl", ".jsonl.gz", ".ndjson")
 
     def columns(self, file: str) -> list[str]:
-        first = next(self._objects(file, 0), None)
-        return [] if first is None else list(first[2])
+        start, _, first = next(self._objects(file, 0), (0, 0, {}))
+        if not first:
+            raise SourceError(f"source: {file}: the line at byte {start} is not a JSON object")
+        return list(first)
 
     def rows(
         self, file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
@@ -126,7 +134,7 @@ class JsonlList:
             for line in lines:
                 row_start, lines.row_start = lines.row_start, lines.position
                 if line.strip():
-                    yield row_start, lines.position, _json_object(line, file, row_start)
+                    yield row_start, lines.position, _json_object(line)
 
 
 FORMATS: dict[str, ListFormat] = {
@@ -153,9 +161,7 @@ def list_files(path: str, suffixes: tuple[str, ...], setting: str = "source.path
         if not found:
             check_absent(fs, root)
             kinds = ", ".join(suffixes)
-            raise SourceError(
-                f"{setting}: {redacted(path)}: no such file, or no {kinds} files in the folder"
-            )
+            raise SourceError(f"{setting}: {path}: no such file, or no {kinds} files in the folder")
         is_local = "file" in fs.protocol
         return sorted(found if is_local else map(str, map(fs.unstrip_protocol, found)))
 
@@ -172,22 +178,13 @@ def is_glob(path: str) -> bool:
     return any(wildcard in path for wildcard in wildcards)
 
 
-def redacted(path: str) -> str:
-    """A path or URL without the parts that may hold secrets: credentials, query, fragment."""
-    if "://" not in path:
-        return path
-    parts = urlsplit(path)
-    address = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, address, parts.path, "", ""))
-
-
 def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -> None:
     """Raise SourceError unless every column of {setting: column} is present in `file`."""
     for setting, column in wanted.items():
         if column not in present:
             near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(present)}"
-            raise SourceError(f"{setting}: {redacted(file)} has no column {column!r} ({hint})")
+            raise SourceError(f"{setting}: {file} has no column {column!r} ({hint})")
 
 
 def join_spans(spans: Iterable[Span]) -> list[Span]:
@@ -210,22 +207,18 @@ def reading(path: str) -> Iterator[None]:
     except SourceError:
         raise
     except FileNotFoundError:
-        raise SourceError(f"source: {redacted(path)}: no such file or folder") from None
+        raise SourceError(f"source: {path}: no such file or folder") from None
     except (OSError, ValueError, ImportError, csv.Error, ArrowException) as error:
-        raise SourceError(
-            f"source: {redacted(path)}: cannot be read: {_reason(error, path)}"
-        ) from None
+        raise SourceError(f"source: {path}: cannot be read: {_reason(error)}") from None
     except Exception as error:
         if not is_of_client(error):
             raise
-        raise SourceError(
-            f"source: {redacted(path)}: cannot be reached: {_reason(error, path)}"
-        ) from None
+        raise SourceError(f"source: {path}: cannot be reached: {_reason(error)}") from None
 
 
-def _reason(error: Exception, path: str) -> str:
-    message = " ".join(str(error).split()).replace(path, redacted(path))[:300]
-    return message or type(error).__name__
+def _reason(error: Exception) -> str:
+    # The secrets first: a cut one is not recognized.
+    return without_secrets(" ".join(str(error).split()))[:300] or type(error).__name__
 
 
 class _Lines:
@@ -254,16 +247,25 @@ def _open_text(file: str) -> Any:
     return fsspec.open(file, "rb", compression="infer")
 
 
-def _json_object(line: str, file: str, position: int) -> dict[str, Any]:
+def _csv_rows(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Fields of each row; one empty field if the row is malformed."""
+    reader = csv.reader(lines)
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield [""]
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    """The JSON object in `line`; empty if the line is malformed."""
     try:
         value = json.loads(line)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise SourceError(
-            f"source: {redacted(file)}: the line at byte {position} is no JSON object"
-        )
-    return value
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _row_groups(metadata: Any, start: int, stop: int) -> tuple[list[int], int]:

@@ -23,7 +23,6 @@ from tasks.download.lists import (
     is_glob,
     list_files,
     reading,
-    redacted,
     require_columns,
 )
 from tasks.download.rows import Row, ScratchFiles, captions_of, embedded_row, score_of, text_of
@@ -124,7 +123,7 @@ class Folder:
         metadata = self._metadata()
         if metadata is None:
             if self.settings.aesthetic_column is not None:
-                folder = redacted(self.settings.path)
+                folder = self.settings.path
                 raise SourceError(f"source.aesthetic_column: {folder} has no {self.METADATA}")
             list_files(self.settings.path, PICTURES)
             return
@@ -158,7 +157,7 @@ class Folder:
             fs, root = url_to_fs(self.settings.path)
             if not fs.isdir(root):
                 check_absent(fs, root)
-                raise SourceError(f"source.path: {redacted(self.settings.path)}: no such folder")
+                raise SourceError(f"source.path: {self.settings.path}: no such folder")
             name = f"{root.rstrip('/')}/{self.METADATA}"
             if not fs.exists(name):
                 return None
@@ -177,9 +176,7 @@ class Folder:
     ) -> Row:
         name = text_of(values["file_name"])
         if name.startswith("/") or ".." in name.split("/") or "://" in name:
-            raise SourceError(
-                f"source: {redacted(metadata)}: file_name {name!r} leads out of the folder"
-            )
+            raise SourceError(f"source: {metadata}: file_name {name!r} leads out of the folder")
         picture = _bytes_at(f"{metadata.rpartition('/')[0]}/{name}") if name else None
         captions = captions_of(values[self.settings.caption_column])
         return embedded_row(picture, captions, save, _score(values, self.settings))
@@ -236,9 +233,7 @@ class Dataset:
         chosen = [f for f in found if any(part.startswith(split) for part in f.split("/")[-2:])]
         if not chosen:
             names = ", ".join(f.rpartition("/")[2] for f in found[:5])
-            raise SourceError(
-                f"source.split: {redacted(path)} has no files of split {split!r} ({names})"
-            )
+            raise SourceError(f"source.split: {path} has no files of split {split!r} ({names})")
         return chosen
 
     def _row(self, values: dict[str, Any], save: Callable[[bytes], str] | None) -> Row:

@@ -329,7 +329,7 @@ def test_lists_and_pictures_may_lie_in_a_bucket(kind: str, url_of: UrlOf, tmp_pa
 def _recipes_that_cannot_be(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     good = write_list(tmp_path / "good.parquet", ROWS)
     (tmp_path / "bad.parquet").write_bytes(b"no parquet at all")
-    (tmp_path / "bad.jsonl").write_text('{"url": "a", "caption": ""}\nnot json\n')
+    (tmp_path / "bad.jsonl").write_text('not json\n{"url": "a", "caption": ""}\n')
     (tmp_path / "empty").mkdir()
     pq.write_table(pa.table({"url": pa.array([], "string"), "caption": pa.array([], "string")}),
                    tmp_path / "none.parquet")  # fmt: skip
@@ -341,7 +341,7 @@ def _recipes_that_cannot_be(tmp_path: Path) -> dict[str, tuple[dict[str, Any], s
         "not parquet": ({**urls, "path": str(tmp_path / "bad.parquet")}, "cannot be read"),
         "not json": (
             {**urls, "path": str(tmp_path / "bad.jsonl"), "format": "jsonl"},
-            "line at byte 28 is no JSON object",
+            "the line at byte 0 is not a JSON object",
         ),
         "column": (
             {**urls, "caption_column": "captoin"},
@@ -350,7 +350,7 @@ def _recipes_that_cannot_be(tmp_path: Path) -> dict[str, tuple[dict[str, Any], s
         "protocol": ({**urls, "path": "nowhere://a"}, "source: nowhere://a: cannot be read"),
         "no network": (
             {**urls, "path": "http://user:secret@127.0.0.1:9/list.parquet?signature=secret"},
-            r"source: http://127\.0\.0\.1:9/list\.parquet: |source\.path: ",
+            r"source: http://127\.0\.0\.1:9/list\.parquet\?signature=\.\.\.: |source\.path: ",
         ),
         "no folder": ({"kind": "folder", "path": good}, "no such folder"),
         "no pictures": ({"kind": "folder", "path": str(tmp_path / "empty")}, "or no .jpg"),
@@ -363,6 +363,32 @@ def _recipes_that_cannot_be(tmp_path: Path) -> dict[str, tuple[dict[str, Any], s
             "url holds .*, not encoded pictures",
         ),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("jsonl", "not json"),
+        ("jsonl", "[1, 2]"),
+        ("jsonl", '{"url": "http://example.org/9.jpg", "caption": "cut o'),
+        ("csv", "http://example.org/9.jpg,a carriage return\rin the caption"),
+        ("csv", f"http://example.org/9.jpg,{'x' * 200_000}"),
+    ],
+    ids=["no JSON", "no object", "cut off", "carriage return", "huge field"],
+)
+def test_a_malformed_line_is_a_row_without_a_picture(tmp_path: Path, kind: str, line: str) -> None:
+    good = Path(write_list(tmp_path / f"a.{kind}", ROWS)).read_text(encoding="utf-8")
+    lines = good.splitlines(keepends=True)
+    (tmp_path / f"a.{kind}").write_text("".join([*lines[:2], f"{line}\n", *lines[2:]]), newline="")
+    source = {"kind": "urls", "path": str(tmp_path / f"a.{kind}"), "format": kind}
+    found = rows_of(make_recipe(source), tmp_path)
+    urls = [row["url"] for row in ROWS]
+    position = 2 if kind == "jsonl" else 1
+    assert [row.url for row in found] == [*urls[:position], "", *urls[position:]]
+    form = FORMATS[kind]
+    spans = [(start, stop) for start, stop, _ in form.rows(source["path"], ["url"])]
+    again = [next(form.rows(source["path"], ["url"], *span))[2]["url"] or "" for span in spans]
+    assert again == [row.url for row in found]
 
 
 def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> None:
@@ -387,7 +413,7 @@ def test_a_place_that_cannot_be_reached_is_said_in_one_line(error: Exception) ->
     error.args = (f"{error.args[0]} in {place}\n", *error.args[1:])
     with pytest.raises(download.SourceError) as told, reading(place):
         raise error
-    where = "https://example.org/list.parquet"
+    where = "https://example.org/list.parquet?signature=..."
     assert str(told.value).startswith(f"source: {where}: cannot be reached: cut off")
     assert "secret" not in str(told.value) and "\n" not in str(told.value)
 
