@@ -137,7 +137,9 @@ class Download(Section):
         0, ge=0, description="Minimum length of the shorter side, in pixels; smaller pictures fail."
     )
     max_pixels: PositiveInt = Field(
-        178_956_970, description="Maximum picture area (width x height), in pixels."
+        2**26,
+        description="Maximum picture area (width x height), in pixels, and of all pictures that a "
+        "process decodes at once. Decoding needs up to 79 bytes per pixel.",
     )
     max_bytes: PositiveInt = Field(
         64 * 2**20, description="Maximum size of a downloaded picture, in bytes."
@@ -168,7 +170,12 @@ class Download(Section):
         description="X-Robots-Tag values that exclude a picture.",
     )
     allow_hosts: tuple[str, ...] = Field(
-        (), description="Hosts (host or host:port) that may have private or loopback addresses."
+        (),
+        description="Hosts (host or host:port) that may have private or loopback addresses, and "
+        "any port.",
+    )
+    allow_ports: tuple[int, ...] = Field(
+        (80, 443), description="Ports from which pictures may be fetched."
     )
     max_failed: Fraction = Field(
         0.5,
@@ -176,9 +183,15 @@ class Download(Section):
         "picture, refused address).",
     )
     max_transient: Fraction = Field(
-        0.05,
+        0.5,
         description="Maximum fraction of a shard's rows, 0 to 1, with transient failures (timeout, "
         "5xx) after all retries. Above it the shard is deferred to the next run.",
+    )
+    retry_failed: int = Field(
+        0,
+        ge=0,
+        description="Raise it by 1 to fetch the rows that failed again; other rows stay as they "
+        "are.",
     )
     shard_size: PositiveInt = Field(1000, description="Average number of rows per shard.")
 

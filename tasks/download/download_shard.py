@@ -10,9 +10,9 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from artifacts.images import Sample, write_rows, write_tar
+from artifacts.images import Sample, read_tar, write_rows, write_tar
 from artifacts.keys import digest_json
-from artifacts.store import Shard, Store
+from artifacts.store import SHARDS, Shard, Store
 from configs.schema import Download
 from configs.urls import without_secrets
 from tasks.download.download_row import RowDownloader
@@ -33,6 +33,7 @@ NOT_IN_KEY = {
     "backoff",
     "max_failed",
     "max_transient",
+    "retry_failed",
 }
 
 
@@ -83,31 +84,34 @@ def shard_key(settings: Download, row_hashes: Iterable[str]) -> str:
 def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferred:
     """The shard from the store if it is intact, else downloaded and committed.
 
+    With a higher `retry_failed` than at its last download, its failed rows are fetched again.
+
     Raises:
         OSError: the store is full or not writable.
         SourceError: the source changed since it was scanned, or cannot be read.
     """
     store = Store(context.store)
     present = store.shard(STAGE, spec.key)
-    if present is not None:
+    if present is not None and not _is_to_retry(present, spec, context.settings):
         return present
     record = f"{store.shards_path(STAGE)}/{spec.key}.json"
-    if store.fs.exists(record):  # damaged: if this attempt fails, no record may remain
+    if present is None and store.fs.exists(record):  # damaged: no record may stay if this fails
         store.fs.rm_file(record)
     with tempfile.TemporaryDirectory(prefix="kiln-") as scratch:
-        return _download(spec, context, store, Path(scratch))
+        return _download(spec, context, store, present, Path(scratch))
 
 
 def _download(
-    spec: ShardSpec, context: DownloadContext, store: Store, scratch: Path
+    spec: ShardSpec, context: DownloadContext, store: Store, present: Shard | None, scratch: Path
 ) -> Shard | Deferred:
+    known = {} if present is None else _known_outcomes(store, present, scratch)
     rows = list(SOURCES[context.source.kind](context.source).read(spec.spans, scratch))
     if shard_key(context.settings, (row.hash for row in rows)) != spec.key:
         raise SourceError("source: it changed while it was being read: run again")
     row_downloader = RowDownloader(context.settings, context.served_at)
 
     def download_row(number: int) -> dict[str, Any]:
-        return row_downloader.download(rows[number], _picture(scratch, number))
+        return known.get(number) or row_downloader.download(rows[number], _picture(scratch, number))
 
     pool = ThreadPool(min(context.settings.threads, len(rows)))
     try:
@@ -132,9 +136,29 @@ def _download(
     count = write_tar(scratch / "shard.tar", samples)
     write_rows(scratch / "shard.parquet", described)
     counts = {reason or "success": n for reason, n in reasons.items()}
-    meta = {"samples": count, "outcomes": dict(sorted(counts.items()))}
+    meta = {
+        "samples": count,
+        "outcomes": dict(sorted(counts.items())),
+        "retry_failed": context.settings.retry_failed,
+    }
     files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
     return store.commit_shard(STAGE, spec.key, files, meta)
+
+
+def _is_to_retry(shard: Shard, spec: ShardSpec, settings: Download) -> bool:
+    has_failures = shard.meta["samples"] < spec.rows
+    return has_failures and shard.meta["retry_failed"] < settings.retry_failed
+
+
+def _known_outcomes(store: Store, shard: Shard, scratch: Path) -> dict[int, dict[str, Any]]:
+    """{row number: outcome} of a shard's pictures, which are written to `scratch`."""
+    outcomes = {}
+    (tar,) = (entry for entry in shard.files if entry.path.endswith(".tar"))
+    for sample in read_tar(store.url_of(f"{STAGE}/{SHARDS}/{tar.path}"), tar.sha256):
+        number = int(sample.key.rpartition("_")[2])
+        _picture(scratch, number).write_bytes(sample.image)
+        outcomes[number] = sample.meta
+    return outcomes
 
 
 def _picture(scratch: Path, number: int) -> Path:

@@ -29,7 +29,12 @@ class Fetcher:
         self.base_url = served_at.base_url
         self.clock = clock
         allowed = {host.lower() for host in (*settings.allow_hosts, *served_at.allow_hosts)}
-        self.limits = Limits(settings.max_bytes, settings.timeout, frozenset(allowed))
+        self.limits = Limits(
+            settings.max_bytes,
+            settings.timeout,
+            frozenset(allowed),
+            frozenset(settings.allow_ports),
+        )
         self.token = (settings.user_agent_token or "").strip().lower() or None
         suffix = USER_AGENT_TOKEN.format(self.token) if self.token else ""
         self.headers = {"User-Agent": USER_AGENT + suffix}

@@ -25,14 +25,12 @@ class Row:
 
     @property
     def hash(self) -> str:
-        """sha256 (hex) of the row's captions, its listed URL, its digest and its score.
+        """sha256 (hex) of the row's captions, its picture and its score.
 
-        Without a digest the URL is made absolute, because `base_url` then selects the picture.
+        The picture's digest identifies it, or without a digest its absolute URL: a URL that is
+        signed again leads to the same picture.
         """
-        if self.sha256 is not None:
-            named = {"url": self.url, "sha256": self.sha256}
-        else:
-            named = {"url": self._absolute()}
+        named = {"url": self._absolute()} if self.sha256 is None else {"sha256": self.sha256}
         if self.aesthetic_score is not None:
             named["aesthetic_score"] = repr(self.aesthetic_score)
         return digest_json({"captions": list(self.captions), **named})

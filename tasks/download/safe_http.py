@@ -7,9 +7,11 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 import urllib.parse
 import urllib.request
+from concurrent.futures import Future
 from dataclasses import dataclass
 from email.message import Message
 from functools import cache
@@ -18,8 +20,16 @@ from typing import Any
 
 from tasks.download.failures import FetchFailed, as_fetch_failed
 
-#: Cloud metadata services at addresses in public ranges.
-METADATA = {ipaddress.ip_address("168.63.129.16")}
+#: Special-purpose ranges (IANA registries) that `is_global` of some Python versions misses:
+#: protocol assignments, 6to4 relays, documentation, and Azure's metadata service.
+SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20", "168.63.129.16/32"),
+    )
+)
+#: All IPv6 addresses that are assigned for global unicast (RFC 4291).
+GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 #: IPv6 prefixes that embed an IPv4 address (NAT64, 6to4) -> its first bit of the 128.
 CARRIERS = {ipaddress.IPv6Network("64:ff9b::/96"): 96, ipaddress.IPv6Network("2002::/16"): 16}
 #: Characters left unquoted in a path or query: all but spaces, controls and non-ASCII.
@@ -29,11 +39,12 @@ CHUNK = 2**16
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one fetch, and the private hosts that it may reach."""
+    """Limits of one fetch, and the hosts and ports that it may reach."""
 
     max_bytes: int
-    timeout: float  # seconds per connect and per read
-    allow_hosts: frozenset[str] = frozenset()  # host or host:port with a private address
+    timeout: float  # seconds per name lookup, per connect and per read
+    allow_hosts: frozenset[str] = frozenset()  # host or host:port: any address, any port
+    allow_ports: frozenset[int] = frozenset((80, 443))  # of all other hosts
 
 
 def fetch(
@@ -49,7 +60,7 @@ def fetch(
         deadline: `time.monotonic()` by which the whole body must be read.
 
     Raises:
-        FetchFailed: the address is not public, a limit is exceeded or the request fails.
+        FetchFailed: address or port is not permitted, a limit is exceeded or the request fails.
     """
     with as_fetch_failed():
         request = _Request(url, headers, limits, deadline)
@@ -67,7 +78,10 @@ def is_public(address: str) -> bool:
             if ip in network:
                 ip = ipaddress.IPv4Address((int(ip) >> (96 - start)) & 0xFFFFFFFF)
                 break
-    return ip.is_global and not ip.is_multicast and not ip.is_reserved and ip not in METADATA
+    if isinstance(ip, ipaddress.IPv6Address) and ip not in GLOBAL_UNICAST:
+        return False
+    is_special = ip.is_multicast or ip.is_reserved or any(ip in network for network in SPECIAL)
+    return ip.is_global and not is_special
 
 
 def _remaining(timeout: float, deadline: float) -> float:
@@ -119,20 +133,22 @@ class _Request(urllib.request.Request):
 class _Plain(http.client.HTTPConnection):
     def __init__(self, host: str, *, request: _Request, **options: Any) -> None:
         super().__init__(host, **options)
-        self.asked = request
+        self.limited_request = request
 
     def connect(self) -> None:
-        self.sock = _connect(self.host, self.port, self.asked)
+        self.sock = _connect(self.host, self.port, self.limited_request)
 
 
 class _Tls(http.client.HTTPSConnection):
     def __init__(self, host: str, *, request: _Request, **options: Any) -> None:
         super().__init__(host, context=_tls(), **options)
-        self.asked = request
+        self.limited_request = request
 
     def connect(self) -> None:
-        plain = _connect(self.host, self.port, self.asked)
-        self.sock = _timed(_tls().wrap_socket(plain, server_hostname=self.host), self.asked)
+        plain = _connect(self.host, self.port, self.limited_request)
+        self.sock = _timed(
+            _tls().wrap_socket(plain, server_hostname=self.host), self.limited_request
+        )
 
 
 class _Http(urllib.request.HTTPHandler):
@@ -182,11 +198,13 @@ def _connect(host: str, port: int, request: _Request) -> socket.socket:
     names = {host.lower(), f"{host.lower()}:{port}"}
     allowed = bool(names & limits.allow_hosts)
     error: Exception = FetchFailed("unknown host")
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = _resolve(host, port, _remaining(limits.timeout, request.deadline))
     for family, kind, protocol, _, address in found:
         if not allowed and not is_public(str(address[0])):
             error = FetchFailed("refused address")
             continue
+        if not allowed and port not in limits.allow_ports:
+            raise FetchFailed("refused port")
         attempt = _PlainSocket(family, kind, protocol)
         try:
             attempt.settimeout(_remaining(limits.timeout, request.deadline))
@@ -196,6 +214,20 @@ def _connect(host: str, port: int, request: _Request) -> socket.socket:
             attempt.close()
             error = failure
     raise error
+
+
+def _resolve(host: str, port: int, timeout: float) -> list[Any]:
+    """`socket.getaddrinfo`, which has no timeout of its own. Raises TimeoutError."""
+    found: Future[list[Any]] = Future()
+
+    def resolve() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=resolve, daemon=True).start()
+    return found.result(timeout)
 
 
 def _timed(connected: Any, request: _Request) -> Any:

@@ -29,7 +29,7 @@ CHANGE_MARKERS = (
     "LastModified",
 )
 SIZE = hashlib.sha256().digest_size
-VERSION = 1  # increment when the definition of a row's hash changes
+VERSION = 2  # increment when the definition of a row's hash changes
 
 
 def cached_row_hashes(

@@ -48,7 +48,9 @@ class Plan:
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     """The settings that change the artifact, besides the source's content."""
-    return {**shard_settings(recipe.download), "shard_size": recipe.download.shard_size}
+    download = recipe.download
+    rest = {"shard_size": download.shard_size, "retry_failed": download.retry_failed}
+    return {**shard_settings(download), **rest}
 
 
 def check(recipe: Recipe) -> None:

@@ -27,6 +27,7 @@ CHANGES: dict[str, Any] = {
     "user_agent_token": "me",
     "opt_out_headers": (),
     "allow_hosts": ("127.0.0.1",),
+    "allow_ports": (80,),
 }
 #: Those that change only how it is fetched, or how rows are cut into shards.
 OTHERS = {
@@ -37,6 +38,7 @@ OTHERS = {
     "backoff",
     "max_failed",
     "max_transient",
+    "retry_failed",
     "shard_size",
 }
 
@@ -54,6 +56,12 @@ OTHERS = {
 )
 def test_all_that_is_listed_of_a_picture_counts(change: dict[str, Any]) -> None:
     assert replace(ROW, **change).hash != ROW.hash
+
+
+def test_another_url_of_a_picture_with_a_listed_sha256_is_the_same_row() -> None:
+    listed = replace(ROW, sha256="0" * 64)
+    signed_again = replace(listed, url=f"{ROW.url}?X-Amz-Signature=f00", base_url="http://b.org")
+    assert signed_again.hash == listed.hash
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES))

@@ -48,6 +48,7 @@ class Web:
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.is_down = False
+        self.broken: set[str] = set()  # numbers of the pictures that it answers with 503
         self.is_silent: Callable[[], bool] = lambda: False
         self.over = threading.Event()  # what it is silent for; a minute at most
         web = self
@@ -72,7 +73,7 @@ class Web:
         name, _, number = path.partition("?")[0].strip("/").partition("/")
         if name == "silent" or self.is_silent():
             self.over.wait(60)
-        if self.is_down or (name == "flaky" and self.asked[path] == 1):
+        if self.is_down or number in self.broken or (name == "flaky" and self.asked[path] == 1):
             self.reply(handler, 503)
         elif name in ("good", "flaky"):
             self.reply(handler, 200, picture(int(number)))
@@ -348,6 +349,36 @@ def test_an_outage_commits_nothing_and_the_next_run_takes_it_up(tmp_path: Path, 
     web.asked.clear()
     assert build(recipe).summary["images"] == PICTURES
     assert web.asked.total() == shards[0].rows + shards[1].rows
+
+
+def test_rows_that_failed_are_fetched_again_on_request_and_no_others(
+    tmp_path: Path, web: Web
+) -> None:
+    web.broken = {"3", "17"}
+    recipe = make_recipe(tmp_path, web, rows("gone/1"), retries=0)
+    first = build(recipe)
+    assert first.summary["outcomes"] == {"http 404": 1, "http 503": 2, "success": PICTURES - 2}
+    web.broken = set()
+    web.asked.clear()
+    assert build(recipe).digest == first.digest
+    assert not web.asked
+    again = make_recipe(tmp_path, web, rows("gone/1"), retries=0, retry_failed=1)
+    assert KeyParts("", 0, download.settings_for_key(again), {}) != KeyParts(
+        "", 0, download.settings_for_key(recipe), {}
+    )
+    second = build(again)
+    assert second.summary["outcomes"] == {"http 404": 1, "success": PICTURES}
+    assert web.asked == {"/good/3": 1, "/good/17": 1, "/gone/1": 1}
+    assert build(again).digest == second.digest
+    assert web.asked.total() == 3  # once per value of the setting
+    never_broken = build(make_recipe(tmp_path, web, rows("gone/1"), store="other"))
+    assert shard_bytes(second) == shard_bytes(never_broken)
+
+
+def test_a_list_with_many_dead_hosts_is_downloaded(tmp_path: Path, web: Web) -> None:
+    web.broken = {str(n) for n in range(0, PICTURES, 3)}  # a third of every shard
+    artifact = build(make_recipe(tmp_path, web, rows(), retries=0, shard_size=PICTURES))
+    assert artifact.summary["images"] == PICTURES - len(web.broken)
 
 
 def test_too_many_lasting_failures_are_refused_with_their_reasons(tmp_path: Path, web: Web) -> None:

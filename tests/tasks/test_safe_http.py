@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from configs.schema import Download
 from tasks.download.check_picture import apply_orientation, check_picture
 from tasks.download.failures import FetchFailed
 from tasks.download.fetch import Fetcher
+from tasks.download.pixel_budget import PixelBudget
 from tasks.download.rows import Row
 from tasks.download.safe_http import Limits, fetch, is_public
 from tasks.download.sources import ServedAt
@@ -79,6 +81,8 @@ def png(side: int = 8, shade: int = 0) -> bytes:
         "100.100.100.200", "0.0.0.0", "224.0.0.1", "240.0.0.1", "255.255.255.255", "192.0.2.1",
         "168.63.129.16", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "fd00:ec2::254",
         "::ffff:10.0.0.1", "::ffff:169.254.169.254", "64:ff9b::a00:1", "2002:7f00:1::1", "ff02::1",
+        "192.0.0.192", "192.88.99.1", "fec0::1", "::a00:1", "64:ff9b:1::a00:1", "4000::1",
+        "2001::1", "2001:db8::1", "3fff::1",
     ],
 )  # fmt: skip
 def test_private_and_special_addresses_are_not_public(address: str) -> None:
@@ -131,6 +135,38 @@ def test_a_name_is_judged_by_the_address_it_resolves_to(monkeypatch: pytest.Monk
         with pytest.raises(FetchFailed, match="refused address"):
             fetch(url, {}, Limits(1000, 60.0), time.monotonic() + 60)
     assert asked == ["pictures.example.org"]  # once: the address checked is the one connected to
+
+
+def test_a_slow_name_server_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60) and [])
+    start = time.monotonic()
+    with pytest.raises(FetchFailed, match="timeout"):
+        fetch("http://pictures.example.org/", {}, Limits(1000, 60.0), start + 0.2)
+    assert time.monotonic() < start + 30
+    over.set()
+
+
+def test_only_the_listed_ports_of_public_hosts_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("8.8.8.8", port))]
+
+    def connect(self: socket.socket, address: Any) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    limits = Limits(1000, 60.0, frozenset({"mine.org"}), frozenset({80, 8080}))
+    reasons = {
+        "http://other.org/": "connection refused",
+        "http://other.org:8080/": "connection refused",
+        "http://other.org:25/": "refused port",
+        "https://other.org/": "refused port",
+        "http://mine.org:25/": "connection refused",
+    }
+    for url, reason in reasons.items():
+        with pytest.raises(FetchFailed, match=reason):
+            fetch(url, {}, limits, time.monotonic() + 60)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +410,31 @@ def test_a_pixel_bomb_is_known_by_its_header() -> None:
     bomb[16:24] = (60000).to_bytes(4, "big") * 2
     with pytest.raises(FetchFailed, match=r"too many pixels|not an image"):
         check_picture(bytes(bomb), max_pixels=178_956_970)
+
+
+def test_a_jpeg_of_many_scans_is_refused_and_a_progressive_one_is_not() -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
+    progressive = buffer.getvalue()
+    assert check_picture(progressive, max_pixels=10_000) == 64 * 64
+    last_scan = progressive[progressive.rindex(b"\xff\xda") : -2]
+    bomb = progressive[:-2] + 100 * last_scan + progressive[-2:]  # each is one more pass
+    with pytest.raises(FetchFailed, match="too many scans"):
+        check_picture(bomb, max_pixels=10_000)
+
+
+def test_all_threads_together_decode_no_more_pixels_than_the_limit() -> None:
+    budget, most, pixels = PixelBudget(), [0], [30, 100, 70, 40, 60, 10, 100, 50]
+
+    def decode(size: int) -> None:
+        with budget.reserve(size, 100):
+            most.append(budget.pixels)
+            time.sleep(0.01)
+
+    with ThreadPool(len(pixels)) as pool:
+        pool.map(decode, pixels)
+    assert 0 < max(most) <= 100
+    assert budget.pixels == 0
 
 
 def _fetcher(host: str, clock: Clock = REAL, **settings: Any) -> Fetcher:
