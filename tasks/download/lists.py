@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -38,7 +38,7 @@ class ListFormat(Protocol):
         """Names of the columns. Raises SourceError."""
 
     def rows(
-        self, file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
+        self, file: str, columns: Collection[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """(position, next position, values) of each row in [start, stop).
 
@@ -64,7 +64,7 @@ class ParquetList:
             return list(pq.ParquetFile(stream).schema_arrow.names)
 
     def rows(
-        self, file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
+        self, file: str, columns: Collection[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
         import pyarrow.parquet as pq
 
@@ -91,7 +91,7 @@ class CsvList:
             return self._header(stream)
 
     def rows(
-        self, file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
+        self, file: str, columns: Collection[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
         with reading(file), _open_text(file) as stream:
             header = self._header(stream)
@@ -121,7 +121,7 @@ class JsonlList:
         return list(first)
 
     def rows(
-        self, file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
+        self, file: str, columns: Collection[str], start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
         for row_start, row_stop, values in self._objects(file, start):
             yield row_start, row_stop, {name: values.get(name) for name in columns}

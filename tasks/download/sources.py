@@ -61,25 +61,20 @@ class UrlList:
     def __init__(self, settings: UrlSource) -> None:
         self.settings = settings
         self.format = FORMATS[settings.format]
+        self.columns = _columns(settings)
 
     def check(self) -> None:
         file = self._files()[0]
-        wanted = {"source.url_column": self.settings.url_column}
-        if self.settings.caption_column is not None:
-            wanted["source.caption_column"] = self.settings.caption_column
-        if self.settings.sha256_column is not None:
-            wanted["source.sha256_column"] = self.settings.sha256_column
-        wanted |= _score_column(self.settings)
-        require_columns(wanted, self.format.columns(file), file)
+        require_columns(self.columns, self.format.columns(file), file)
 
     def scan(self) -> Iterator[tuple[str, Span]]:
         for file in self._files():
-            for start, stop, values in self.format.rows(file, self._columns()):
+            for start, stop, values in self.format.rows(file, self.columns.values()):
                 yield self._row(values).hash, Span(file, start, stop)
 
     def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
         for file, start, stop in spans:
-            for _, _, values in self.format.rows(file, self._columns(), start, stop):
+            for _, _, values in self.format.rows(file, self.columns.values(), start, stop):
                 yield self._row(values)
 
     def open(self) -> AbstractContextManager[ServedAt]:
@@ -88,20 +83,12 @@ class UrlList:
     def _files(self) -> list[str]:
         return list_files(self.settings.path, self.format.suffixes)
 
-    def _columns(self) -> list[str]:
-        s = self.settings
-        names = (s.url_column, s.caption_column, s.sha256_column, s.aesthetic_column)
-        return list(dict.fromkeys(name for name in names if name is not None))
-
     def _row(self, values: dict[str, Any]) -> Row:
         s = self.settings
-        sha256 = values.get(s.sha256_column) if s.sha256_column else None
-        captions = captions_of(values.get(s.caption_column) if s.caption_column else None)
-        checked = text_of(sha256).lower() or None
         return Row(
             text_of(values[s.url_column]),
-            captions,
-            checked,
+            captions_of(values.get(s.caption_column or "")),
+            text_of(values.get(s.sha256_column or "")).lower() or None,
             base_url=s.base_url,
             aesthetic_score=_score(values, s),
         )
@@ -117,6 +104,7 @@ class Folder:
 
     def __init__(self, settings: FolderSource) -> None:
         self.settings = settings
+        self.columns = {"source.path": "file_name", **_columns(settings)}
         self.list = JsonlList()
 
     def check(self) -> None:
@@ -127,9 +115,7 @@ class Folder:
                 raise SourceError(f"source.aesthetic_column: {folder} has no {self.METADATA}")
             list_files(self.settings.path, PICTURES)
             return
-        wanted = {"source.path": "file_name", "source.caption_column": self.settings.caption_column}
-        wanted |= _score_column(self.settings)
-        require_columns(wanted, self.list.columns(metadata), metadata)
+        require_columns(self.columns, self.list.columns(metadata), metadata)
 
     def scan(self) -> Iterator[tuple[str, Span]]:
         metadata = self._metadata()
@@ -137,7 +123,7 @@ class Folder:
             for file in list_files(self.settings.path, PICTURES):
                 yield self._sidecar_row(file, None).hash, Span(file, 0, 0)
             return
-        for start, stop, values in self.list.rows(metadata, self._columns()):
+        for start, stop, values in self.list.rows(metadata, self.columns.values()):
             yield self._listed_row(metadata, values, None).hash, Span(metadata, start, stop)
 
     def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
@@ -146,7 +132,7 @@ class Folder:
             if not file.endswith(f"/{self.METADATA}"):
                 yield self._sidecar_row(file, save)
                 continue
-            for _, _, values in self.list.rows(file, self._columns(), start, stop):
+            for _, _, values in self.list.rows(file, self.columns.values(), start, stop):
                 yield self._listed_row(file, values, save)
 
     def open(self) -> AbstractContextManager[ServedAt]:
@@ -162,9 +148,6 @@ class Folder:
             if not fs.exists(name):
                 return None
             return name if "file" in fs.protocol else str(fs.unstrip_protocol(name))
-
-    def _columns(self) -> list[str]:
-        return ["file_name", self.settings.caption_column, *_score_column(self.settings).values()]
 
     def _sidecar_row(self, file: str, save: Callable[[bytes], str] | None) -> Row:
         text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
@@ -187,39 +170,33 @@ class Dataset:
 
     def __init__(self, settings: DatasetSource) -> None:
         self.settings = settings
+        self.columns = _columns(settings)
         self.list = ParquetList(batch_size=32)  # pictures in memory at a time
 
     def check(self) -> None:
         file = self._files()[0]
-        wanted = {
-            "source.image_column": self.settings.image_column,
-            "source.caption_column": self.settings.caption_column,
-            **_score_column(self.settings),
-        }
-        require_columns(wanted, self.list.columns(file), file)
+        require_columns(self.columns, self.list.columns(file), file)
 
     def scan(self) -> Iterator[tuple[str, Span]]:
         for file in self._files():
-            hashes = cached_row_hashes(file, self._columns(), partial(self._hashes, file))
+            hashes = cached_row_hashes(
+                file, list(self.columns.values()), partial(self._hashes, file)
+            )
             for number, row_hash in enumerate(hashes):
                 yield row_hash, Span(file, number, number + 1)
 
     def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
         save = ScratchFiles(scratch)
         for file, start, stop in spans:
-            for _, _, values in self.list.rows(file, self._columns(), start, stop):
+            for _, _, values in self.list.rows(file, self.columns.values(), start, stop):
                 yield self._row(values, save)
 
     def open(self) -> AbstractContextManager[ServedAt]:
         return nullcontext(ServedAt())
 
     def _hashes(self, file: str) -> Iterator[str]:
-        for _, _, values in self.list.rows(file, self._columns()):
+        for _, _, values in self.list.rows(file, self.columns.values()):
             yield self._row(values, None).hash
-
-    def _columns(self) -> list[str]:
-        settings = self.settings
-        return [settings.image_column, settings.caption_column, *_score_column(settings).values()]
 
     def _files(self) -> list[str]:
         path, split = self.settings.path, self.settings.split
@@ -299,17 +276,16 @@ SOURCES: dict[str, Callable[[Any], Source]] = {
 }
 
 
-def _score_column(settings: UrlSource | FolderSource | DatasetSource) -> dict[str, str]:
-    """{setting: column} of the aesthetic scores; empty if no column is configured."""
-    column = settings.aesthetic_column
-    return {} if column is None else {"source.aesthetic_column": column}
+def _columns(settings: UrlSource | FolderSource | DatasetSource) -> dict[str, str]:
+    """{setting: column} of the columns that are configured."""
+    named = {f"source.{name}": value for name, value in settings if name.endswith("_column")}
+    return {setting: column for setting, column in named.items() if column is not None}
 
 
 def _score(
     values: dict[str, Any], settings: UrlSource | FolderSource | DatasetSource
 ) -> float | None:
-    column = settings.aesthetic_column
-    return None if column is None else score_of(values.get(column))
+    return score_of(values.get(settings.aesthetic_column or ""))
 
 
 def _bytes_at(file: str) -> bytes | None:

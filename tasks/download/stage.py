@@ -32,14 +32,15 @@ from tasks.panels import Facts, Panel, Picture, Table
 from tasks.quiet import quiet_import
 from tasks.stage import TransientError
 
-NOTES = "left"  # folder in the draft where workers say which shards they left, and why
+NOTES = "deferred"  # folder in the draft with a note for each deferred shard
 GRID = (8, 3)  # columns, rows
+THUMBNAIL = 96  # pixels
 log = logging.getLogger("kiln")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a source holds, cut into shards; no rows are kept, only where they are."""
+    """A source's rows, cut into shards; it holds the rows' locations only."""
 
     source_digest: str  # sha256 (hex) over the hashes of all rows, in order
     rows: int
@@ -47,25 +48,25 @@ class Plan:
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that change the artifact, besides the source's content."""
+    """The settings that affect the artifact, given the source's content."""
     download = recipe.download
     rest = {"shard_size": download.shard_size, "retry_failed": download.retry_failed}
     return {**shard_settings(download), **rest}
 
 
 def check(recipe: Recipe) -> None:
-    """Raise SourceError, cheaply and before any work, unless the source can be used."""
+    """Raise SourceError if the source is unusable. Runs before any work, so cheap."""
     download = recipe.download
     if download.encode_format == "png" and download.encode_quality > 9:
         raise SourceError(
-            "download.encode_quality: for png it is the compression, 0 to 9 "
+            "download.encode_quality: for png it is the compression level, 0 to 9 "
             f"(got {download.encode_quality})"
         )
     _source(recipe).check()
 
 
 def plan(recipe: Recipe) -> Plan:
-    """Read the source once, and cut it into shards. Raises SourceError."""
+    """Read the source once and cut its rows into shards. Raises SourceError."""
     check(recipe)
     digest, rows, shards = hashlib.sha256(), 0, dict[str, ShardSpec]()
 
@@ -77,7 +78,7 @@ def plan(recipe: Recipe) -> Plan:
     for shard in cut_shards(scanned(), recipe.download.shard_size):
         key = shard_key(recipe.download, (row_hash for row_hash, _ in shard))
         if key in shards:
-            log.warning("download: the same %d rows are listed twice; taken once", len(shard))
+            log.warning("download: %d rows repeat an earlier shard and are skipped", len(shard))
             continue
         rows += len(shard)
         shards[key] = ShardSpec(key, len(shard), tuple(join_spans(span for _, span in shard)))
@@ -87,41 +88,43 @@ def plan(recipe: Recipe) -> Plan:
 
 
 def key_parts(recipe: Recipe, plan: Plan) -> KeyParts:
-    """What the pictures depend on: the settings, and every row of the source."""
+    """The inputs of the artifact's key: the settings and every row of the source."""
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), {"source": plan.source_digest})
 
 
 def build(
     recipe: Recipe, plan: Plan, draft: Draft, progress: Callable[[int, int, str], None]
 ) -> dict[str, Any]:
-    """Bring every shard of the plan into the store and name it in the draft.
+    """Download the plan's shards that the store lacks, and add all of them to the draft.
+
+    Returns:
+        The artifact's summary: counts of rows, images and outcomes, and the shards.
 
     Raises:
         SourceError: the source or the Beam options cannot be used.
-        TransientError: shards were left because of an outage; the next run takes up just those.
-        TooManyFailed: more rows failed for good than `download.max_failed` allows.
-        OSError: the store cannot be written.
+        TransientError: an outage deferred shards; the next run downloads only these.
+        TooManyFailed: more rows failed than `download.max_failed` allows.
+        OSError: the store is full or not writable.
     """
     with quiet_import():  # Beam takes seconds to import
         from tasks.download.pipeline import run_pipeline
     store = draft.store
-    with _source(recipe).open() as place:
-        work = DownloadContext(
-            store.url, f"{draft.path}/{NOTES}", recipe.source, recipe.download, place
-        )
-        left = run_pipeline(plan.shards, work, recipe.beam, progress)
-    if left:
-        raise TransientError(_outage(left, len(plan.shards)))
+    with _source(recipe).open() as served_at:
+        notes = f"{draft.path}/{NOTES}"
+        context = DownloadContext(store.url, notes, recipe.source, recipe.download, served_at)
+        deferred = run_pipeline(plan.shards, context, recipe.beam, progress)
+    if deferred:
+        raise TransientError(_outage(deferred, len(plan.shards)))
     shards = [_committed(store, spec) for spec in sorted(plan.shards, key=lambda spec: spec.key)]
     for shard in shards:
         draft.add_shard(shard)
     summary = _summary(plan, shards)
-    _refuse_failures(summary, recipe.download.max_failed)
+    _check_failures(summary, recipe.download.max_failed)
     return summary
 
 
 def show(artifact: Artifact) -> list[Panel]:
-    """Counts by outcome, and some of the pictures."""
+    """Panels: counts by outcome, and the first pictures."""
     summary = artifact.summary
     outcomes = Counter(summary["outcomes"]).most_common()
     rows = [{"outcome": o, "rows": n, "share": f"{n / summary['rows']:.1%}"} for o, n in outcomes]
@@ -138,7 +141,7 @@ def _source(recipe: Recipe) -> Source:
 
 
 def _committed(store: Store, spec: ShardSpec) -> Shard:
-    """The shard's record; its files were hashed by the worker that wrote or reused it."""
+    """The shard as recorded; the worker that wrote or reused it has checked its files."""
     record = read_record(store.fs, f"{store.shards_path(STAGE)}/{spec.key}.json")
     if record is None:
         raise RuntimeError(f"download shard {spec.key[:12]}: Beam ended without building it")
@@ -161,27 +164,28 @@ def _summary(plan: Plan, shards: list[Shard]) -> dict[str, Any]:
     }
 
 
-def _refuse_failures(summary: dict[str, Any], max_failed: float) -> None:
+def _check_failures(summary: dict[str, Any], max_failed: float) -> None:
+    """Raise TooManyFailed if the share of failed rows exceeds `max_failed`, or no row succeeded."""
     rows, failed = summary["rows"], summary["rows"] - summary["images"]
     if failed <= max_failed * rows and summary["images"]:
         return
-    why = _top({k: n for k, n in summary["outcomes"].items() if k != "success"})
+    why = _most_common({k: n for k, n in summary["outcomes"].items() if k != "success"})
     allowed = f"download.max_failed allows {max_failed:.0%}"
     raise TooManyFailed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
 
 
-def _outage(left: list[Deferred], shards: int) -> str:
+def _outage(deferred: list[Deferred], shards: int) -> str:
     reasons: Counter[str] = Counter()
-    for note in left:
-        reasons.update(note.reasons)
+    for shard in deferred:
+        reasons.update(shard.reasons)
     return (
-        f"download: {len(left)} of {shards} shards were left after passing failures "
-        f"({_top(reasons)}); the others are kept: run again to take up just these, "
+        f"download: {len(deferred)} of {shards} shards were deferred after transient failures "
+        f"({_most_common(reasons)}); the others are committed: run again to download only these, "
         "or raise download.max_transient"
     )
 
 
-def _top(reasons: dict[str, int]) -> str:
+def _most_common(reasons: dict[str, int]) -> str:
     return ", ".join(f"{reason}: {count:,}" for reason, count in Counter(reasons).most_common(5))
 
 
@@ -189,12 +193,12 @@ def _grid(tar: str) -> bytes:
     """A PNG of the first pictures of a shard."""
     from PIL import Image, ImageOps
 
-    (columns, rows), side = GRID, 96
-    grid = Image.new("RGB", (columns * side, rows * side), "white")
-    for place, sample in enumerate(islice(read_tar(tar), columns * rows)):
+    columns, rows = GRID
+    grid = Image.new("RGB", (columns * THUMBNAIL, rows * THUMBNAIL), "white")
+    for number, sample in enumerate(islice(read_tar(tar), columns * rows)):
         with Image.open(BytesIO(sample.image)) as picture:
-            thumb = ImageOps.contain(picture.convert("RGB"), (side - 4, side - 4))
-        grid.paste(thumb, (place % columns * side + 2, place // columns * side + 2))
+            cell = ImageOps.pad(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL), color="white")
+        grid.paste(cell, (number % columns * THUMBNAIL, number // columns * THUMBNAIL))
     buffer = BytesIO()
     grid.save(buffer, "PNG")
     return buffer.getvalue()
