@@ -1,4 +1,4 @@
-"""URLs lose what lets somebody in, and nothing else."""
+"""URLs lose credentials and values that may be secret, and nothing else."""
 
 import pytest
 
@@ -29,7 +29,7 @@ from configs.urls import without_secrets
          "HTTPError in https://example.org/a?jwt=... (401)"),
     ],
 )  # fmt: skip
-def test_secrets_are_left_out(url: str, shown: str) -> None:
+def test_secrets_are_masked(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
 
 
@@ -48,5 +48,5 @@ def test_secrets_are_left_out(url: str, shown: str) -> None:
         "",
     ],
 )
-def test_everything_else_stays(text: str) -> None:
+def test_other_text_is_unchanged(text: str) -> None:
     assert without_secrets(text) == text

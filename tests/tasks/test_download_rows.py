@@ -1,4 +1,4 @@
-"""What rows and shards of them are known by: all that a picture or its caption hangs on."""
+"""Hashes of rows and keys of shards: every value that affects a picture or its caption."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tasks.download.rows import Row
 from tasks.download.sources import ServedAt, UrlList
 
 ROW = Row("http://example.org/0.png", ("a cat", "a tabby"), aesthetic_score=5.0)
-#: Settings of a download that change what a shard holds, each as it is not by default.
+#: Settings that affect a shard's content, each with a value that is not the default.
 CHANGES: dict[str, Any] = {
     "image_size": 64,
     "resize_mode": "center_crop",
@@ -29,7 +29,7 @@ CHANGES: dict[str, Any] = {
     "allow_hosts": ("127.0.0.1",),
     "allow_ports": (80,),
 }
-#: Those that change only how it is fetched, or how rows are cut into shards.
+#: Settings that only affect how a shard is fetched, or how rows are cut into shards.
 OTHERS = {
     "threads",
     "timeout",
@@ -54,7 +54,7 @@ OTHERS = {
         {"aesthetic_score": None},
     ],
 )
-def test_all_that_is_listed_of_a_picture_counts(change: dict[str, Any]) -> None:
+def test_every_listed_value_of_a_picture_changes_its_hash(change: dict[str, Any]) -> None:
     assert replace(ROW, **change).hash != ROW.hash
 
 
@@ -70,7 +70,7 @@ def test_every_setting_that_changes_a_shard_is_in_its_key(name: str) -> None:
     assert shard_key(changed, [ROW.hash]) != shard_key(plain, [ROW.hash])
 
 
-def test_of_every_setting_it_is_known_whether_it_counts() -> None:
+def test_every_setting_is_listed_as_in_the_key_or_not() -> None:
     assert set(Download.model_fields) == CHANGES.keys() | OTHERS
 
 

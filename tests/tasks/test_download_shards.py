@@ -43,14 +43,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Web:
-    """Pictures at /good/<n>, and every kind of trouble beside them; it counts what it was asked."""
+    """A server of pictures at /good/<n> and of every kind of failure; it counts its requests."""
 
     def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.is_down = False
         self.broken: set[str] = set()  # numbers of the pictures that it answers with 503
         self.is_silent: Callable[[], bool] = lambda: False
-        self.over = threading.Event()  # what it is silent for; a minute at most
+        self.released = threading.Event()  # ends the silence, which lasts a minute at most
         web = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -69,16 +69,16 @@ class Web:
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path
-        self.asked[path] += 1
+        self.requests[path] += 1
         name, _, number = path.partition("?")[0].strip("/").partition("/")
         if name == "silent" or self.is_silent():
-            self.over.wait(60)
-        if self.is_down or number in self.broken or (name == "flaky" and self.asked[path] == 1):
+            self.released.wait(60)
+        if self.is_down or number in self.broken or (name == "flaky" and self.requests[path] == 1):
             self.reply(handler, 503)
         elif name in ("good", "flaky"):
             self.reply(handler, 200, picture(int(number)))
-        elif name == "turned":
-            self.reply(handler, 200, turned_picture())
+        elif name == "rotated":
+            self.reply(handler, 200, rotated_picture())
         elif name == "optout":
             self.reply(handler, 200, picture(0), {"X-Robots-Tag": "noai"})
         elif name == "away":
@@ -111,14 +111,14 @@ def picture(number: int) -> bytes:
     return buffer.getvalue()
 
 
-def turned_picture() -> bytes:
-    """40 x 32 when upright, red above blue; stored lying on its side, as phones do."""
+def rotated_picture() -> bytes:
+    """40 x 32 when upright, red above blue; stored rotated, as phones do."""
     upright = Image.new("RGB", (40, 32), (220, 30, 30))
     upright.paste((30, 30, 220), (0, 16, 40, 32))
     exif, buffer = Image.Exif(), BytesIO()
-    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
-    lying = upright.transpose(Image.Transpose.ROTATE_90)
-    lying.save(buffer, "JPEG", quality=95, exif=exif)
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
+    rotated = upright.transpose(Image.Transpose.ROTATE_90)
+    rotated.save(buffer, "JPEG", quality=95, exif=exif)
     return buffer.getvalue()
 
 
@@ -184,7 +184,7 @@ def shard_bytes(artifact: Artifact) -> dict[str, bytes]:
     return {entry.path: artifact.read(entry.path) for entry in artifact.files}
 
 
-TROUBLE = (
+FAILURES = (
     "flaky/1",
     "gone/1",
     "gone/2",
@@ -196,8 +196,8 @@ TROUBLE = (
 )
 
 
-def test_every_row_has_its_outcome_and_success_its_picture(tmp_path: Path, web: Web) -> None:
-    recipe = make_recipe(tmp_path, web, rows(*TROUBLE), max_transient=0.5)
+def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, web: Web) -> None:
+    recipe = make_recipe(tmp_path, web, rows(*FAILURES), max_transient=0.5)
     seen: list[tuple[int, int]] = []
     plan = download.plan(recipe)
     parts = KeyParts(download.STAGE, download.VERSION, {}, {"source": plan.source_digest})
@@ -213,7 +213,7 @@ def test_every_row_has_its_outcome_and_success_its_picture(tmp_path: Path, web: 
         "success": PICTURES + 1,
         "too large": 1,
     }
-    assert (summary["rows"], summary["images"]) == (PICTURES + len(TROUBLE), PICTURES + 1)
+    assert (summary["rows"], summary["images"]) == (PICTURES + len(FAILURES), PICTURES + 1)
     assert seen[-1] == (summary["rows"], summary["rows"])
     assert Store(recipe.store).fault(artifact) is None
     samples = [
@@ -232,7 +232,7 @@ def test_every_row_has_its_outcome_and_success_its_picture(tmp_path: Path, web: 
         if e.path.endswith(".parquet")
         for r in read_rows(artifact.read(e.path))
     ]
-    assert {row["url"] for row in listed} == {row["url"] for row in rows(*TROUBLE)}
+    assert {row["url"] for row in listed} == {row["url"] for row in rows(*FAILURES)}
     assert {r["url"]: r["error_message"] for r in listed}["gone/1"] == "http 404"
     panels = download.show(artifact)
     assert [panel.title for panel in panels] == ["Download", "Outcomes", "Some of the pictures"]
@@ -243,17 +243,15 @@ def samples_of(artifact: Artifact) -> list[Sample]:
     return [sample for tar in tars for sample in read_tar(artifact.url(tar))]
 
 
-def test_a_server_that_says_nothing_is_a_timeout_among_the_outcomes(
-    tmp_path: Path, web: Web
-) -> None:
+def test_a_server_without_an_answer_is_a_timeout_outcome(tmp_path: Path, web: Web) -> None:
     listed = [{"url": "silent", "caption": "a picture"}]
     recipe = make_recipe(tmp_path, web, listed, timeout=0.2, retries=0, max_transient=1.0)
     with pytest.raises(download.TooManyFailed, match=r"1 of 1 rows failed \(timeout: 1\)"):
         build(recipe)
 
 
-def test_a_picture_lying_on_its_side_is_turned_upright(tmp_path: Path, web: Web) -> None:
-    listed = [{"url": "turned", "caption": "", "sha256": digest_bytes(turned_picture())}]
+def test_a_picture_with_an_exif_orientation_is_stored_upright(tmp_path: Path, web: Web) -> None:
+    listed = [{"url": "rotated", "caption": "", "sha256": digest_bytes(rotated_picture())}]
     (sample,) = samples_of(build(make_recipe(tmp_path, web, listed)))
     assert [sample.meta[name] for name in ("width", "height")] == [20, 16]
     assert [sample.meta[f"original_{name}"] for name in ("width", "height")] == [40, 32]
@@ -275,7 +273,7 @@ def test_a_picture_lying_on_its_side_is_turned_upright(tmp_path: Path, web: Web)
     assert (red[:6] > 0.5).all() and (red[-6:] < -0.5).all() and (blue[-6:] > 0.5).all()
 
 
-def test_what_lets_somebody_in_is_not_stored(tmp_path: Path, web: Web) -> None:
+def test_secrets_of_urls_are_not_stored(tmp_path: Path, web: Web) -> None:
     signed = f"http://user:pass-word@{web.host}/good/1?X-Amz-Signature=sesame&width=40"
     artifact = build(make_recipe(tmp_path, web, [{"url": signed, "caption": ""}]))
     assert artifact.summary["images"] == 1
@@ -286,7 +284,7 @@ def test_what_lets_somebody_in_is_not_stored(tmp_path: Path, web: Web) -> None:
     assert not any(secret in data for data in stored for secret in (b"sesame", b"pass-word"))
 
 
-def test_bytes_do_not_depend_on_the_run_or_on_how_beam_runs_it(tmp_path: Path, web: Web) -> None:
+def test_bytes_do_not_depend_on_the_run_or_the_beam_mode(tmp_path: Path, web: Web) -> None:
     listed, built = rows("gone/1", "html", "away"), []
     for number, mode in enumerate(["in_memory", "multi_threading", "multi_threading"]):
         beam = {"direct_running_mode": mode, "direct_num_workers": 1 + number}
@@ -297,7 +295,7 @@ def test_bytes_do_not_depend_on_the_run_or_on_how_beam_runs_it(tmp_path: Path, w
     assert built[0].digest == built[1].digest == built[2].digest
 
 
-def test_only_what_is_missing_or_damaged_is_fetched_again(tmp_path: Path, web: Web) -> None:
+def test_only_missing_or_damaged_shards_are_fetched_again(tmp_path: Path, web: Web) -> None:
     recipe = make_recipe(tmp_path, web, rows())
     first = build(recipe)
     before = shard_bytes(first)
@@ -306,14 +304,14 @@ def test_only_what_is_missing_or_damaged_is_fetched_again(tmp_path: Path, web: W
     (folder / f"{shards[0].key}.json").unlink()
     tar = folder / f"{shards[1].key}.tar"
     tar.write_bytes(tar.read_bytes()[:-600] + b"\xff" * 600)
-    web.asked.clear()
+    web.requests.clear()
     again = build(recipe)
-    assert web.asked.total() == shards[0].rows + shards[1].rows
+    assert web.requests.total() == shards[0].rows + shards[1].rows
     assert again.digest == first.digest
     assert shard_bytes(again) == before
-    web.asked.clear()
+    web.requests.clear()
     build(recipe)
-    assert not web.asked
+    assert not web.requests
 
 
 def test_one_changed_caption_or_picture_fetches_one_shard(tmp_path: Path, web: Web) -> None:
@@ -322,17 +320,17 @@ def test_one_changed_caption_or_picture_fetches_one_shard(tmp_path: Path, web: W
     ]
     first = build(make_recipe(tmp_path, web, listed))
     for change in ({"caption": "edited"}, {"sha256": hashlib.sha256(b"").hexdigest()}):
-        web.asked.clear()
+        web.requests.clear()
         edited = [*listed[:9], {**listed[9], **change}, *listed[10:]]
         changed = build(make_recipe(tmp_path, web, edited))
         keys = {s["key"]: s["rows"] for s in changed.summary["shards"]}
         fresh = set(keys) - {s["key"] for s in first.summary["shards"]}
         assert len(fresh) == 1
-        assert len(web.asked) == sum(keys[key] for key in fresh)  # a busy machine may ask twice
+        assert len(web.requests) == sum(keys[key] for key in fresh)  # a retry may repeat one
     assert changed.summary["outcomes"] == {"sha256 differs": 1, "success": PICTURES - 1}
 
 
-def test_an_outage_commits_nothing_and_the_next_run_takes_it_up(tmp_path: Path, web: Web) -> None:
+def test_an_outage_defers_shards_to_the_next_run(tmp_path: Path, web: Web) -> None:
     recipe = make_recipe(tmp_path, web, rows())
     folder = tmp_path / "store/download/shards"
     shards = download.plan(recipe).shards
@@ -346,9 +344,9 @@ def test_an_outage_commits_nothing_and_the_next_run_takes_it_up(tmp_path: Path, 
     committed = {path.stem for path in folder.glob("*.json")}
     assert committed == {s.key for s in shards[2:]}
     web.is_down = False
-    web.asked.clear()
+    web.requests.clear()
     assert build(recipe).summary["images"] == PICTURES
-    assert web.asked.total() == shards[0].rows + shards[1].rows
+    assert web.requests.total() == shards[0].rows + shards[1].rows
 
 
 def test_rows_that_failed_are_fetched_again_on_request_and_no_others(
@@ -359,18 +357,18 @@ def test_rows_that_failed_are_fetched_again_on_request_and_no_others(
     first = build(recipe)
     assert first.summary["outcomes"] == {"http 404": 1, "http 503": 2, "success": PICTURES - 2}
     web.broken = set()
-    web.asked.clear()
+    web.requests.clear()
     assert build(recipe).digest == first.digest
-    assert not web.asked
+    assert not web.requests
     again = make_recipe(tmp_path, web, rows("gone/1"), retries=0, retry_failed=1)
     assert KeyParts("", 0, download.settings_for_key(again), {}) != KeyParts(
         "", 0, download.settings_for_key(recipe), {}
     )
     second = build(again)
     assert second.summary["outcomes"] == {"http 404": 1, "success": PICTURES}
-    assert web.asked == {"/good/3": 1, "/good/17": 1, "/gone/1": 1}
+    assert web.requests == {"/good/3": 1, "/good/17": 1, "/gone/1": 1}
     assert build(again).digest == second.digest
-    assert web.asked.total() == 3  # once per value of the setting
+    assert web.requests.total() == 3  # once per value of the setting
     never_broken = build(make_recipe(tmp_path, web, rows("gone/1"), store="other"))
     assert shard_bytes(second) == shard_bytes(never_broken)
 
@@ -381,20 +379,20 @@ def test_a_list_with_many_dead_hosts_is_downloaded(tmp_path: Path, web: Web) -> 
     assert artifact.summary["images"] == PICTURES - len(web.broken)
 
 
-def test_too_many_lasting_failures_are_refused_with_their_reasons(tmp_path: Path, web: Web) -> None:
+def test_too_many_failed_rows_raise_with_their_reasons(tmp_path: Path, web: Web) -> None:
     listed = rows(*(f"gone/{n}" for n in range(PICTURES)), "html", "html/2")
     recipe = make_recipe(tmp_path, web, listed)
     words = r"26 of 50 rows failed \(http 404: 24, not an image: 2\); .* allows 50%"
     with pytest.raises(download.TooManyFailed, match=words):
         build(recipe)
-    web.asked.clear()
+    web.requests.clear()
     assert build(recipe.model_copy(update={"download": recipe.download.model_copy(
         update={"max_failed": 0.6})})).summary["images"] == PICTURES  # fmt: skip
-    assert not web.asked
+    assert not web.requests
 
 
 @pytest.mark.parametrize("mode", ["in_memory", "multi_threading"])
-def test_a_full_disk_says_so_and_costs_nothing_that_was_committed(
+def test_a_full_disk_raises_and_keeps_committed_shards(
     tmp_path: Path, web: Web, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beam = {"direct_running_mode": mode, "direct_num_workers": 1}
@@ -413,9 +411,9 @@ def test_a_full_disk_says_so_and_costs_nothing_that_was_committed(
         with pytest.raises(OSError, match="No space left on device"):
             build(recipe)
     assert not (folder / f"{key}.json").exists()
-    web.asked.clear()
+    web.requests.clear()
     assert build(recipe).digest == first.digest
-    assert web.asked.total() == download.plan(recipe).shards[-1].rows
+    assert web.requests.total() == download.plan(recipe).shards[-1].rows
 
 
 @pytest.mark.parametrize(
@@ -425,7 +423,7 @@ def test_a_full_disk_says_so_and_costs_nothing_that_was_committed(
         ({"direct_num_worker": 2}, r"beam\.direct_num_worker: .* mean beam\.direct_num_workers\?"),
     ],
 )
-def test_beam_options_that_beam_does_not_take_are_said(
+def test_invalid_beam_options_are_named(
     tmp_path: Path, web: Web, beam: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(BeamOptionsError, match=words):
@@ -436,14 +434,14 @@ def test_beam_options_that_beam_does_not_take_are_said(
 
 
 @pytest.mark.slow
-def test_beam_is_imported_without_a_word() -> None:
+def test_importing_beam_prints_nothing() -> None:
     command = [sys.executable, "-c", "import tasks.beam, logging; assert not logging.root.handlers"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, web: Web) -> None:
+def test_a_killed_run_resumes_after_its_committed_shards(tmp_path: Path, web: Web) -> None:
     recipe = make_recipe(tmp_path, web, rows())
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     script = (
@@ -463,19 +461,19 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, web: Web) -> None:
         time.sleep(0.01)
     os.killpg(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
-    web.over.set()
+    web.released.set()
     kept = {path.stem for path in folder.glob("*.json")}
     shards = download.plan(recipe).shards
     assert 0 < len(kept) < len(shards)
-    web.asked.clear()
+    web.requests.clear()
     resumed = build(recipe)
     # Distinct ones: a request of the killed run may be counted late.
-    assert len(web.asked) == sum(s.rows for s in shards if s.key not in kept)
+    assert len(web.requests) == sum(s.rows for s in shards if s.key not in kept)
     other = build(make_recipe(tmp_path, web, rows(), store="other"))
     assert resumed.digest == other.digest
 
 
-def test_nobody_else_is_silenced_while_a_picture_is_decoded(
+def test_decoding_does_not_redirect_the_output_of_other_threads(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     class Talking(BytesIO):
@@ -496,7 +494,7 @@ def test_a_download_leaves_the_global_opener_of_urllib_alone(
     assert urllib.request._opener is None
 
 
-def test_pictures_held_by_the_source_take_the_same_path(tmp_path: Path, web: Web) -> None:
+def test_embedded_pictures_have_the_outcomes_of_fetched_ones(tmp_path: Path, web: Web) -> None:
     inside = [{"image": {"bytes": picture(n), "path": ""}, "text": f"{n}"} for n in range(6)]
     inside.append({"image": {"bytes": b"broken", "path": ""}, "text": "broken"})
     pq.write_table(pa.Table.from_pylist(inside), tmp_path / "inside.parquet")
@@ -505,10 +503,10 @@ def test_pictures_held_by_the_source_take_the_same_path(tmp_path: Path, web: Web
     recipe = Recipe.model_validate({**recipe.model_dump(), "source": source})
     artifact = build(recipe)
     assert artifact.summary["outcomes"] == {"not an image": 1, "success": 6}
-    assert not web.asked
+    assert not web.requests
 
 
-def test_the_demo_is_served_and_listed_like_anything_on_the_web(
+def test_the_demo_is_downloaded_from_its_own_server(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "cache/kilnworks/demo/digits-0-1797-0"

@@ -1,4 +1,4 @@
-"""Sources: every kind and format gives its rows, any span of them, or says why it cannot."""
+"""Sources: every kind and format yields its rows, or any span of them, or a one-line error."""
 
 import csv
 import gzip
@@ -109,7 +109,7 @@ def test_a_parquet_span_reads_only_the_row_groups_it_touches(tmp_path: Path) -> 
         list(FORMATS["parquet"].rows(str(file), ["url"], 3, 5))
 
 
-def test_spans_that_touch_become_one() -> None:
+def test_adjacent_spans_are_joined() -> None:
     spans = [Span("a", 0, 2), Span("a", 2, 3), Span("b", 3, 4), Span("a", 3, 4), Span("a", 5, 6)]
     assert join_spans(spans) == [
         Span("a", 0, 3), Span("b", 3, 4), Span("a", 3, 4), Span("a", 5, 6),
@@ -117,7 +117,7 @@ def test_spans_that_touch_become_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
-def test_lists_of_every_format_give_the_same_rows_and_keys(tmp_path: Path, kind: str) -> None:
+def test_lists_of_every_format_have_the_same_rows_and_keys(tmp_path: Path, kind: str) -> None:
     write_list(tmp_path / f"1.{kind}", ROWS[:4])
     write_list(tmp_path / f"2.{kind}", ROWS[4:])
     keys = set()
@@ -131,7 +131,7 @@ def test_lists_of_every_format_give_the_same_rows_and_keys(tmp_path: Path, kind:
     assert keys == {expected.hexdigest()}
 
 
-def test_another_base_url_is_another_picture_unless_its_hash_is_listed(tmp_path: Path) -> None:
+def test_another_base_url_is_another_picture_unless_its_sha256_is_listed(tmp_path: Path) -> None:
     rows = [{"url": "1.jpg", "caption": "", "sha256": "ab" * 32}]
     listed = {"kind": "urls", "path": write_list(tmp_path / "a.parquet", rows)}
 
@@ -145,7 +145,7 @@ def test_another_base_url_is_another_picture_unless_its_hash_is_listed(tmp_path:
     assert digest(base_url=one, **checked) == digest(base_url=other, **checked)
 
 
-def test_lists_may_hold_several_captions_none_and_half_characters(tmp_path: Path) -> None:
+def test_rows_may_have_several_captions_none_or_unpaired_surrogates(tmp_path: Path) -> None:
     rows = [
         {"url": "a", "caption": ["one", "two"]},
         {"url": "b", "caption": None},
@@ -158,7 +158,7 @@ def test_lists_may_hold_several_captions_none_and_half_characters(tmp_path: Path
     assert [row.captions for row in read] == [("one", "two"), ("",), ("? half",)]
 
 
-def test_where_urls_lead_is_no_part_of_a_row_but_its_sha256_is(tmp_path: Path) -> None:
+def test_base_url_is_ignored_for_absolute_urls_and_sha256_is_not(tmp_path: Path) -> None:
     def digest(rows: list[dict[str, Any]], **settings: Any) -> str:
         path = write_list(tmp_path / "a.parquet", rows)
         return download.plan(make_recipe({"kind": "urls", "path": path, **settings})).source_digest
@@ -176,7 +176,7 @@ def _folder(path: Path, names: Iterable[str]) -> None:
         (path / name).write_bytes(png(number))
 
 
-def test_a_folder_has_captions_beside_its_pictures(tmp_path: Path) -> None:
+def test_a_folder_has_captions_in_text_files(tmp_path: Path) -> None:
     _folder(tmp_path / "in", ["a.png", "sub/b.PNG", "c.png"])
     (tmp_path / "in/a.txt").write_text("a cat\n")
     (tmp_path / "in/sub/b.txt").write_bytes("\ufeffein Bär".encode())
@@ -187,7 +187,7 @@ def test_a_folder_has_captions_beside_its_pictures(tmp_path: Path) -> None:
     assert rows[0].url == f"sha256:{hashlib.sha256(png(0)).hexdigest()}"
 
 
-def test_a_folder_may_be_described_by_its_metadata(tmp_path: Path) -> None:
+def test_a_folder_may_have_metadata_jsonl(tmp_path: Path) -> None:
     _folder(tmp_path / "in", ["a.png", "b.png"])
     lines = [
         {"file_name": "b.png", "text": "second"},
@@ -203,7 +203,7 @@ def test_a_folder_may_be_described_by_its_metadata(tmp_path: Path) -> None:
         download.plan(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}))
 
 
-def test_a_dataset_holds_its_pictures(tmp_path: Path) -> None:
+def test_a_dataset_has_embedded_pictures(tmp_path: Path) -> None:
     struct = [{"image": {"bytes": png(n), "path": None}, "text": f"{n}"} for n in range(6)]
     plain = [{"image": png(n), "text": f"{n}"} for n in range(6)]
     (tmp_path / "in").mkdir()
@@ -231,7 +231,7 @@ def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     assert download.plan(recipe) == first
     assert reads == []
     (kept,) = (tmp_path / "cache/kilnworks/scans").iterdir()
-    kept.write_bytes(kept.read_bytes()[:-1] + b"?")  # what is damaged is not believed
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")  # a damaged entry is not used
     assert download.plan(recipe) == first
     assert reads == [str(file)]
     write_list(file, [{"image": png(n), "text": ""} for n in range(1, 7)])
@@ -246,7 +246,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 @pytest.fixture
 def pictures(hub: HubServer) -> Repository:
-    """A data set of the hub, of six pictures."""
+    """A dataset of six pictures on the hub."""
     rows = [{"image": {"bytes": png(n), "path": None}, "text": f"{n}"} for n in range(6)]
     hub.repositories["datasets/some/pictures"] = Repository(
         {
@@ -267,7 +267,7 @@ def test_a_dataset_of_the_hub_is_read_once_until_it_changes(
     first, old = download.plan(recipe), pictures.commit
 
     def next_run() -> tuple[Any, set[str]]:
-        """The plan of another process, and the files that it reads for it."""
+        """The plan of another process, and the files that it reads."""
         HfFileSystem.clear_instance_cache()
         before = len(hub.requests)
         planned = download.plan(recipe)
@@ -284,10 +284,10 @@ def test_a_dataset_of_the_hub_is_read_once_until_it_changes(
     assert pictures.commit != old
 
 
-def test_a_dataset_that_the_hub_does_not_give_is_said_in_one_line(
+def test_an_unavailable_hub_dataset_is_a_one_line_error(
     hub: HubServer, pictures: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own tries
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own attempts
 
     def refused(**source: str) -> str:
         HfFileSystem.clear_instance_cache()
@@ -309,7 +309,9 @@ def test_a_dataset_that_the_hub_does_not_give_is_said_in_one_line(
 
 
 @pytest.mark.parametrize("kind", REMOTE)
-def test_lists_and_pictures_may_lie_in_a_bucket(kind: str, url_of: UrlOf, tmp_path: Path) -> None:
+def test_lists_and_pictures_are_read_from_a_bucket(
+    kind: str, url_of: UrlOf, tmp_path: Path
+) -> None:
     url = url_of(kind)
     fs, root = fsspec.core.url_to_fs(url)
     fs.pipe_file(f"{root}/lists/1.parquet", parquet(ROWS[:4]))
@@ -326,7 +328,7 @@ def test_lists_and_pictures_may_lie_in_a_bucket(kind: str, url_of: UrlOf, tmp_pa
         download.plan(make_recipe({"kind": "folder", "path": f"{url}/gone"}))
 
 
-def _recipes_that_cannot_be(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
+def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     good = write_list(tmp_path / "good.parquet", ROWS)
     (tmp_path / "bad.parquet").write_bytes(b"no parquet at all")
     (tmp_path / "bad.jsonl").write_text('not json\n{"url": "a", "caption": ""}\n')
@@ -391,8 +393,8 @@ def test_a_malformed_line_is_a_row_without_a_picture(tmp_path: Path, kind: str, 
     assert again == [row.url for row in found]
 
 
-def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> None:
-    for name, (source, words) in _recipes_that_cannot_be(tmp_path).items():
+def test_an_unusable_source_is_a_one_line_error(tmp_path: Path) -> None:
+    for name, (source, words) in _unusable_sources(tmp_path).items():
         with pytest.raises(download.SourceError, match=words) as error:
             download.plan(make_recipe(source))
         assert "\n" not in str(error.value), name
@@ -408,22 +410,22 @@ def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path) -> None:
         httpx2.ReadError("cut off"),
     ],
 )
-def test_a_place_that_cannot_be_reached_is_said_in_one_line(error: Exception) -> None:
-    place = "https://example.org/list.parquet?signature=secret"
-    error.args = (f"{error.args[0]} in {place}\n", *error.args[1:])
-    with pytest.raises(download.SourceError) as told, reading(place):
+def test_an_unreachable_source_is_a_one_line_error(error: Exception) -> None:
+    url = "https://example.org/list.parquet?signature=secret"
+    error.args = (f"{error.args[0]} in {url}\n", *error.args[1:])
+    with pytest.raises(download.SourceError) as raised, reading(url):
         raise error
     where = "https://example.org/list.parquet?signature=..."
-    assert str(told.value).startswith(f"source: {where}: cannot be reached: cut off")
-    assert "secret" not in str(told.value) and "\n" not in str(told.value)
+    assert str(raised.value).startswith(f"source: {where}: cannot be reached: cut off")
+    assert "secret" not in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_bug_is_no_place_that_cannot_be_reached() -> None:
+def test_a_bug_is_not_reported_as_an_unreachable_source() -> None:
     with pytest.raises(KeyError), reading("s3://bucket"):
         raise KeyError("bug")
 
 
-def test_a_port_in_use_is_said_before_any_work() -> None:
+def test_a_port_in_use_is_reported_before_any_work() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(download.SourceError, match=f"port {port} is in use"):
@@ -431,7 +433,7 @@ def test_a_port_in_use_is_said_before_any_work() -> None:
     download.check(make_recipe({"kind": "digits", "port": port}))
 
 
-def test_png_has_its_own_range_of_quality(tmp_path: Path) -> None:
+def test_encode_quality_of_png_has_its_own_range(tmp_path: Path) -> None:
     source = {"kind": "urls", "path": write_list(tmp_path / "a.parquet", ROWS)}
     with pytest.raises(download.SourceError, match="for png it is the compression"):
         download.check(make_recipe(source, encode_format="png"))
@@ -453,7 +455,7 @@ def test_one_row_changed_added_or_removed_changes_only_its_own_shard(tmp_path: P
     rows = _many(1000)
     before = keys(rows)
     assert len(before) > 10
-    # A changed row may happen to be, or become, a boundary; then its neighbour changes with it.
+    # A changed row may be, or become, a boundary; then the neighbouring shard changes too.
     for where in (0, 321, 999):
         for edited in (
             [*rows[:where], {**rows[where], "caption": "edited"}, *rows[where + 1 :]],
@@ -465,7 +467,7 @@ def test_one_row_changed_added_or_removed_changes_only_its_own_shard(tmp_path: P
     assert len(before - keys(one)) == len(keys(one) - before) == 1
 
 
-def test_rows_listed_twice_are_taken_once_where_they_fill_a_shard(tmp_path: Path) -> None:
+def test_a_repeated_shard_is_planned_once(tmp_path: Path) -> None:
     path = write_list(tmp_path / "a.parquet", ROWS[:1] * 20)
     plan = download.plan(make_recipe({"kind": "urls", "path": path}))
     assert len({shard.key for shard in plan.shards}) == len(plan.shards)
@@ -489,7 +491,7 @@ def test_settings_that_change_the_pictures_change_the_keys_and_others_do_not(
         assert not set(changed[1]) & set(plain[1])
 
 
-def test_planning_keeps_no_rows(tmp_path: Path) -> None:
+def test_planning_keeps_no_rows_in_memory(tmp_path: Path) -> None:
     def peak(count: int) -> int:
         urls = [f"http://example.org/{'x' * 200}/{n}.jpg" for n in range(count)]
         table = pa.table({"url": urls, "caption": ["a caption " * 20] * count})
@@ -505,5 +507,5 @@ def test_planning_keeps_no_rows(tmp_path: Path) -> None:
         return used
 
     small, large = peak(5_000), peak(15_000)
-    # The text of 10,000 more rows is 5 MB; what may grow is the list of shards alone.
+    # The text of 10,000 more rows is 5 MB; only the list of shards may grow.
     assert large - small < 2_000_000
