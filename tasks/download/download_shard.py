@@ -108,17 +108,7 @@ def _download(
     rows = list(SOURCES[context.source.kind](context.source).read(spec.spans, scratch))
     if shard_key(context.settings, (row.hash for row in rows)) != spec.key:
         raise SourceError("source: it changed while it was being read: run again")
-    row_downloader = RowDownloader(context.settings, context.served_at)
-
-    def download_row(number: int) -> dict[str, Any]:
-        return known.get(number) or row_downloader.download(rows[number], _picture(scratch, number))
-
-    pool = ThreadPool(min(context.settings.threads, len(rows)))
-    try:
-        outcomes = list(pool.imap(download_row, range(len(rows))))
-    finally:
-        pool.terminate()
-        pool.join()  # no thread may write to `scratch` while it is removed
+    outcomes = _download_rows(rows, known, context, scratch)
     reasons = Counter(outcome.get("error_message") for outcome in outcomes)
     transient = {reason: n for reason, n in reasons.items() if reason and is_transient(reason)}
     if sum(transient.values()) > context.settings.max_transient * len(rows):
@@ -143,6 +133,23 @@ def _download(
     }
     files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
     return store.commit_shard(STAGE, spec.key, files, meta)
+
+
+def _download_rows(
+    rows: Sequence[Row], known: dict[int, dict[str, Any]], context: DownloadContext, scratch: Path
+) -> list[dict[str, Any]]:
+    """The outcome of every row: from `known`, by row number, or of its download."""
+    downloader = RowDownloader(context.settings, context.served_at)
+
+    def outcome(number: int) -> dict[str, Any]:
+        return known.get(number) or downloader.download(rows[number], _picture(scratch, number))
+
+    pool = ThreadPool(min(context.settings.threads, len(rows)))
+    try:
+        return list(pool.imap(outcome, range(len(rows))))
+    finally:
+        pool.terminate()
+        pool.join()  # no thread may write to `scratch` while it is removed
 
 
 def _is_to_retry(shard: Shard, spec: ShardSpec, settings: Download) -> bool:

@@ -23,10 +23,8 @@ from tasks.download.failures import FetchFailed, as_fetch_failed
 #: Special-purpose ranges (IANA registries) that `is_global` of some Python versions misses:
 #: protocol assignments, 6to4 relays, documentation, and Azure's metadata service.
 SPECIAL = tuple(
-    map(
-        ipaddress.ip_network,
-        ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20", "168.63.129.16/32"),
-    )
+    ipaddress.ip_network(network)
+    for network in ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20", "168.63.129.16/32")
 )
 #: All IPv6 addresses that are assigned for global unicast (RFC 4291).
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
