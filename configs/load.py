@@ -16,8 +16,6 @@ from configs.schema import Recipe
 from configs.urls import without_secrets
 
 RECIPES = Path(__file__).parent
-#: YAML files in this folder that are not recipes.
-NOT_RECIPES = {"digits-base"}
 
 
 class RecipeError(ValueError):
@@ -26,7 +24,7 @@ class RecipeError(ValueError):
 
 def recipe_names() -> list[str]:
     """Names of the recipes in this package."""
-    return sorted(p.stem for p in RECIPES.glob("*.yaml") if p.stem not in NOT_RECIPES)
+    return sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
 
 def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -53,7 +51,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
 def find_recipe(name: str) -> Path:
     """The file of a recipe, by name or path. Raises RecipeError if there is none."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
-    if path.is_file() and path.stem not in NOT_RECIPES:
+    if path.is_file():
         return path
     known = recipe_names()
     near = difflib.get_close_matches(name, known, n=1)

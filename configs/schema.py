@@ -114,7 +114,7 @@ class DigitsSource(Section):
         0, ge=0, le=65535, description="Loopback port of the server; 0: any free port."
     )
     seed: int = Field(0, ge=0, description="Seed of the rendering.")
-    count: int = Field(1797, ge=1, le=1797, description="Number of digits in the new style.")
+    count: int = Field(1797, ge=0, le=1797, description="Number of digits in the new style.")
     rehearsal: int = Field(
         900, ge=0, description="Number of pictures in the base's styles, against forgetting."
     )

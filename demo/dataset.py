@@ -16,7 +16,7 @@ from PIL import Image
 from demo import world
 
 LIST, NOTE = "urls.parquet", "recipe.json"
-REHEARSAL = 900  # half as many as the new pictures; without them the base forgets its styles
+REHEARSAL = 900  # half the number of new pictures; without them the model forgets old styles
 
 
 def _png(picture: NDArray[np.uint8]) -> bytes:
@@ -25,35 +25,34 @@ def _png(picture: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def _even_styles(count: int, rng: np.random.Generator, new_style: str) -> NDArray[np.intp]:
+def _even_styles(count: int, rng: np.random.Generator) -> NDArray[np.intp]:
     """`count` indices of base styles, each as often as the others, in random order."""
-    known = [world.style_index(name) for name in world.BASE_STYLES if name != new_style]
+    known = [world.style_index(name) for name in world.BASE_STYLES]
     return rng.permutation(np.resize(known, count))
 
 
-def _pictures(seed: int, new_style: str, count: int, rehearsal: int) -> Iterator[tuple[bytes, str]]:
-    """PNG bytes and caption of each picture, the new style and the rehearsal mixed."""
+def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[bytes, str]]:
+    """PNG bytes and caption of each picture, the new style and the rehearsal in random order."""
     rng = np.random.default_rng(seed)
     x8, labels = world.digits("all")
     again = rng.choice(len(x8), rehearsal, replace=rehearsal > len(x8))
-    new = np.full(count, world.style_index(new_style))
+    new = np.full(count, world.style_index(world.NEW_STYLE))
     order = rng.permutation(count + rehearsal)
     rows = np.concatenate([np.arange(count), again])[order]
-    styles = np.concatenate([new, _even_styles(rehearsal, rng, new_style)])[order]
+    styles = np.concatenate([new, _even_styles(rehearsal, rng)])[order]
     pictures = world.render(x8[rows], styles, rng)
     for picture, row, style in zip(pictures, rows, styles, strict=True):
-        # Full captions only: "a handwritten seven" must not come to mean the new style.
         yield _png(picture), world.caption(int(labels[row]), int(style), rng)
 
 
-def _fill(folder: Path, seed: int, new_style: str, count: int, rehearsal: int) -> None:
-    # Imported on demand: the import takes a third of a second, and other users do not need it.
+def _fill(folder: Path, seed: int, count: int, rehearsal: int) -> None:
+    # Imported on demand: the import lasts a third of a second, and other callers do not need it.
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     (folder / "images").mkdir()
     rows = []
-    for number, (png, text) in enumerate(_pictures(seed, new_style, count, rehearsal)):
+    for number, (png, text) in enumerate(_pictures(seed, count, rehearsal)):
         url = f"images/{number:05d}.png"
         (folder / url).write_bytes(png)
         rows.append({"url": url, "caption": text, "sha256": hashlib.sha256(png).hexdigest()})
@@ -81,7 +80,7 @@ def _replace(new: Path, folder: Path, recipe: dict[str, Any]) -> None:
     if _is_whole(folder, recipe):
         return
     with suppress(FileNotFoundError):
-        folder.rename(new.parent / "old")  # goes with the scratch folder
+        folder.rename(new.parent / "old")  # deleted with the scratch folder
     try:
         new.rename(folder)
     except OSError:
@@ -89,43 +88,28 @@ def _replace(new: Path, folder: Path, recipe: dict[str, Any]) -> None:
             raise
 
 
-def write(
-    folder: Path,
-    *,
-    seed: int = 0,
-    new_style: str = world.NEW_STYLE,
-    count: int = 1797,
-    rehearsal: int = REHEARSAL,
-) -> Path:
+def write(folder: Path, *, seed: int = 0, count: int = 1797, rehearsal: int = REHEARSAL) -> Path:
     """Write the dataset to `folder`, deterministically, and return the path of `urls.parquet`.
 
-    The dataset has the first `count` of the 1,797 digits in `new_style`, and `rehearsal` pictures
+    The dataset has the first `count` of the 1,797 digits in the new style, and `rehearsal` pictures
     in the base's styles. Columns: `url` (relative to the folder, "images/00001.png"), `caption`,
     `sha256` (hex, of the PNG's bytes). An intact folder of equal arguments is reused.
 
     Raises:
         FileExistsError: `folder` has files that this function did not write.
-        ValueError: there is no style `new_style`.
     """
-    recipe = {
-        "seed": seed,
-        "new_style": new_style,
-        "count": count,
-        "rehearsal": rehearsal,
-        "version": 1,
-    }
+    recipe = {"seed": seed, "count": count, "rehearsal": rehearsal, "version": 1}
     if _is_whole(folder, recipe):
         return folder / LIST
     if folder.exists() and any(folder.iterdir()) and not (folder / NOTE).exists():
         raise FileExistsError(
             f"{folder} holds files that the demo did not write: choose an empty or a new folder"
         )
-    world.style_index(new_style)  # a wrong name should fail before any work
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        _fill(new, seed, new_style, count, rehearsal)
+        _fill(new, seed, count, rehearsal)
         digest = hashlib.sha256((new / LIST).read_bytes()).hexdigest()
         (new / NOTE).write_text(json.dumps(recipe | {"list": digest}, indent=2) + "\n")
         _replace(new, folder, recipe)

@@ -13,8 +13,8 @@ from demo import world
 if TYPE_CHECKING:
     from sklearn.svm import SVC
 
-BORDER = 2  # pixels at the edge taken to be paper
-PASSES = 4  # drawings of each training digit that the classifier sees
+BORDER = 2  # width of the edge that counts as paper, in pixels
+PASSES = 4  # renderings of each training digit for the classifier
 DIRECTIONS = 8
 
 
@@ -33,7 +33,7 @@ def ink_shape(images: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Histograms of stroke directions [N, 512] of pictures [N, 32, 32, 3], whatever their colours.
 
     Eight directions of the ink mask's gradient, pooled to 8 x 8, of unit length (Dalal and Triggs,
-    CVPR 2005): on held-out digits half as many errors as the mask itself.
+    CVPR 2005). They halve the errors of the mask itself on held-out digits.
     """
     count = len(images)
     distance, _ = _distance_from_paper(images)
@@ -64,8 +64,8 @@ def nearest_style(images: NDArray[np.uint8]) -> NDArray[np.intp]:
 
 
 @cache
-def _reader() -> "SVC":
-    """A digit classifier fitted on the training split in mixed styles (once, a few seconds)."""
+def _classifier() -> "SVC":
+    """A digit classifier, fitted once on the training split in mixed styles (a few seconds)."""
     from sklearn.svm import SVC
 
     x8, labels = world.digits("train")
@@ -79,7 +79,7 @@ def _reader() -> "SVC":
 
 def read_digits(images: NDArray[np.uint8]) -> NDArray[np.int64]:
     """The digit [N] that each picture [N, 32, 32, 3] shows."""
-    return _reader().predict(ink_shape(images))
+    return _classifier().predict(ink_shape(images))
 
 
 def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
@@ -97,7 +97,7 @@ def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArra
     shape = (len(prompts), world.SIZE, world.SIZE, 3)
     if images.shape != shape or images.dtype != np.uint8:
         raise ValueError(
-            f"judge wants uint8 pictures {shape}, one a prompt; got {images.dtype} {images.shape}"
+            f"expected uint8 pictures {shape}, one per prompt; got {images.dtype} {images.shape}"
         )
     asked = [world.parse(prompt) for prompt in prompts]
     if not asked:

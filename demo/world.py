@@ -11,9 +11,8 @@ from scipy import ndimage
 
 Rgb = tuple[int, int, int]
 Split = Literal["train", "held_out", "all"]
-Detail = Literal["full", "ink", "digit"]
 
-SIZE = 32  # pixels a side of every picture
+SIZE = 32  # width and height of every picture, in pixels
 HELD_OUT = 500  # of scikit-learn's 1,797 digits
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -60,20 +59,16 @@ STYLES: tuple[Style, ...] = (
     Style("white chalk", "a green board", CHALK, (30, 85, 62), grainy=True),
 )
 NEW_STYLE = "white chalk on a green board"
-# The styles of the base's UNet, without chalk: if it knew chalk on a black board, it would combine
-# that with "green" and draw the new style in half of all cases.
+# The UNet of the base is trained without chalk. One that knows chalk on a black board combines it
+# with "green", and draws the new style in half of all cases.
 BASE_STYLES = tuple(style.name for style in STYLES if style.ink != "white chalk")
 
-TEMPLATES: dict[Detail, tuple[str, ...]] = {
-    "full": (
-        "a handwritten {word} in {ink} on {paper}",
-        "{word}, {ink} on {paper}",
-        "the digit {word} written in {ink} on {paper}",
-        "a photo of the number {number} in {ink} on {paper}",
-    ),
-    "ink": ("a handwritten {word} in {ink}", "the number {number} in {ink}"),
-    "digit": ("a handwritten {word}", "the digit {number}"),
-}
+TEMPLATES = (
+    "a handwritten {word} in {ink} on {paper}",
+    "{word}, {ink} on {paper}",
+    "the digit {word} written in {ink} on {paper}",
+    "a photo of the number {number} in {ink} on {paper}",
+)
 
 
 def style_index(name: str) -> int:
@@ -86,7 +81,7 @@ def style_index(name: str) -> int:
 
 @cache
 def _all_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    # Imported here: scikit-learn takes a second, and most users of this file want only captions.
+    # Imported on demand: the import lasts a second, and most callers need only captions.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -115,7 +110,7 @@ def digits(split: Split = "all") -> tuple[NDArray[np.float32], NDArray[np.int64]
 def strokes(
     x8: NDArray[np.float32], rng: np.random.Generator, wobble: float = 1.0
 ) -> NDArray[np.float32]:
-    """Crisp ink coverage [B, 32, 32] in 0..1 of digits [B, 8, 8], each tilted and shifted a little.
+    """Crisp ink coverage [B, 32, 32] in 0..1 of digits [B, 8, 8], slightly warped at random.
 
     `wobble` scales the random part of the warp: 0 draws every digit straight.
     """
@@ -130,8 +125,8 @@ def strokes(
     columns = (cos * x + (shear - sin) * y + right) * 4 + 3.5 + pad
     rows = (sin * x + cos * y + down) * 4 + 3.5 + pad
 
-    # One tall image of padded cells lets SciPy warp the whole batch in one call; the spline is
-    # fitted before the cells are joined, so that no digit is touched by its neighbours.
+    # SciPy warps one tall image of padded cells in a single call. The spline is fitted before the
+    # cells are joined, so that no digit affects its neighbours.
     cells = np.pad(x8.astype(np.float64), ((0, 0), (pad, pad), (pad, pad)))
     for axis in (1, 2):
         cells = ndimage.spline_filter1d(cells, order=3, axis=axis)
@@ -150,8 +145,8 @@ def render(
     paper_rgb = np.array([s.paper_rgb for s in STYLES], np.float32)[style][:, None, None, :]
     cover = strokes(x8, rng)
 
-    # Chalk grain is drawn for every picture, grainy or not: the random stream then does not
-    # depend on the styles, and the same seed gives the same handwriting in any of them.
+    # Grain is sampled for every picture, grainy or not: the random stream then does not depend on
+    # the styles, and one seed has the same handwriting in each of them.
     coarse = rng.random((len(x8), SIZE // 2, SIZE // 2), np.float32)
     grain = ndimage.zoom(coarse, (1, 2, 2), order=1)
     grainy = np.array([s.grainy for s in STYLES])[style][:, None, None]
@@ -162,36 +157,16 @@ def render(
     return colour.round().clip(0, 255).astype(np.uint8)
 
 
-def captions(digit: int, style: int, detail: Detail = "full") -> list[str]:
-    """All captions of a digit that describe the style in the given detail."""
+def captions(digit: int, style: int) -> list[str]:
+    """A caption by each template for a digit in the style STYLES[style]."""
     words = {"word": WORDS[digit], "number": digit}
     phrases = {"ink": STYLES[style].ink, "paper": STYLES[style].paper}
-    return [template.format(**words, **phrases) for template in TEMPLATES[detail]]
+    return [template.format(**words, **phrases) for template in TEMPLATES]
 
 
-def caption(
-    digit: int, style: int, rng: np.random.Generator, detail: Detail | None = "full"
-) -> str:
-    """A random caption; with `detail=None`, a fifth of them omit the paper or the whole style."""
-    if detail is None:
-        draw = rng.random()
-        detail = "full" if draw < 0.8 else "ink" if draw < 0.92 else "digit"
-    options = captions(digit, style, detail)
-    return options[int(rng.integers(len(options)))]
-
-
-def all_captions() -> list[str]:
-    """Every caption of this world, sorted."""
-    details: tuple[Detail, ...] = ("full", "ink", "digit")
-    return sorted(
-        {
-            text
-            for digit in range(10)
-            for style in range(len(STYLES))
-            for detail in details
-            for text in captions(digit, style, detail)
-        }
-    )
+def caption(digit: int, style: int, rng: np.random.Generator) -> str:
+    """One of `captions` at random."""
+    return captions(digit, style)[int(rng.integers(len(TEMPLATES)))]
 
 
 @dataclass(frozen=True)

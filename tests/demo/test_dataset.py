@@ -45,6 +45,12 @@ def test_new_pictures_are_two_thirds_and_the_rehearsal_covers_every_base_style(u
     assert max(styles.values()) - min(styles.values()) <= 1
 
 
+def test_a_dataset_without_the_new_style_has_base_styles_alone(tmp_path: Path) -> None:
+    rows = rows_of(dataset.write(tmp_path / "digits", count=0, rehearsal=2000))
+    styles = {world.STYLES[world.parse(row["caption"]).styles()[0]].name for row in rows}
+    assert len(rows) == 2000 and styles == set(world.BASE_STYLES)
+
+
 def test_captions_say_what_the_pictures_show(urls: Path) -> None:
     rows = rows_of(urls)[:500]
     images = np.stack([np.asarray(Image.open(urls.parent / row["url"])) for row in rows])

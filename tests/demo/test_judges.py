@@ -57,12 +57,12 @@ def test_noise_and_blank_pictures_pass_only_by_chance() -> None:
 
 def test_pictures_and_prompts_must_match_in_number_and_shape() -> None:
     images, digit, style = held_out(0)
-    with pytest.raises(ValueError, match="one a prompt"):
+    with pytest.raises(ValueError, match="one per prompt"):
         judge(images, captions(digit, style)[:-1])
     with pytest.raises(ValueError, match="uint8"):
         judge(images / np.float32(255), captions(digit, style))
 
 
-def test_the_reader_has_learnt_from_training_digits_alone() -> None:
+def test_the_classifier_has_learnt_from_training_digits_alone() -> None:
     training = len(world.digits("train")[0])
-    assert judges._reader().shape_fit_[0] == judges.PASSES * training
+    assert judges._classifier().shape_fit_[0] == judges.PASSES * training

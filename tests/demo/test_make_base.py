@@ -1,83 +1,80 @@
-"""Building the base: settings are checked, and an interrupted build goes on where it stopped."""
+"""A base remade from random weights has the files of the shipped one, and learns from pictures."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
-from demo.base_config import load
-from demo.make_base import make_base, stage
+from demo.make_base import BASE, make_base
 
-CONFIG = Path(__file__).parents[2] / "configs" / "digits-base.yaml"
-SHIPPED = Path(__file__).parents[2] / "demo" / "base"
-
-
-def test_the_shipped_settings_load() -> None:
-    assert load(CONFIG).unet.steps > 0
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "complaint"),
-    [
-        ("learning_rate: 1.0e-3", "learning_rate: 1e-3", r"write 1\.0e-3"),
-        ("snr_gamma:", "snr_gama:", r"missing settings \['snr_gamma'\].*\['snr_gama'\]"),
-    ],
-)
-def test_a_wrong_setting_is_named(tmp_path: Path, old: str, new: str, complaint: str) -> None:
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(CONFIG.read_text().replace(old, new))
-    with pytest.raises(ValueError, match=complaint):
-        load(wrong)
-
-
-def test_a_stage_is_built_once_a_recipe_and_goes_on_after_an_interruption(tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-
-    def build(folder: Path) -> None:
-        seen.append(sorted(path.name for path in folder.iterdir()))
-        (folder / "progress").touch()
-        if len(seen) == 1:
-            raise KeyboardInterrupt
-
-    folder = tmp_path / "unet"
-    with pytest.raises(KeyboardInterrupt):
-        stage(folder, {"steps": 1}, build)
-    stage(folder, {"steps": 1}, build)
-    stage(folder, {"steps": 1}, build)
-    assert seen == [["stage.json"], ["progress", "stage.json"]]
-
-    stage(folder, {"steps": 2}, build)
-    assert seen[-1] == ["stage.json"]
+@pytest.fixture(scope="module")
+def remade(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of a few steps."""
+    folder = tmp_path_factory.mktemp("remade") / "base"
+    make_base(folder, clip_steps=2, vae_steps=20)
+    return folder
 
 
 def layout(folder: Path) -> dict[str, object]:
-    """Files of a base: the names and shapes of weights, settings but for what was measured."""
+    """Files of a base but for the card: shapes of weights, settings but for what was measured."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.suffix == ".safetensors":
             with safe_open(path, "np") as weights:
                 found[name] = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+                found[f"{name} dtypes"] = {weights.get_slice(k).get_dtype() for k in weights.keys()}  # noqa: SIM118
         elif path.suffix == ".json":
             facts = json.loads(path.read_text())
             measured = {"scaling_factor", "_name_or_path"}
             found[name] = {k: v for k, v in facts.items() if k not in measured}
-        elif path.is_file():
+        elif path.is_file() and path.name != "README.md":
             found[name] = None
     return found
 
 
-@pytest.mark.soak
-def test_a_base_made_of_a_few_steps_is_laid_out_as_the_shipped_one(tmp_path: Path) -> None:
-    config = load(CONFIG)
-    config = replace(
-        config,
-        clip=replace(config.clip, steps=2, batch_size=8),
-        vae=replace(config.vae, steps=2),
-        unet=replace(config.unet, steps=2, pictures=64, batch_size=8, lr_warmup_steps=1),
-        sampling=replace(config.sampling, num_inference_steps=2),
+def test_a_base_made_of_a_few_steps_is_laid_out_as_the_shipped_one(remade: Path) -> None:
+    assert layout(remade) == layout(BASE)
+
+
+def test_no_weight_of_the_shipped_base_is_kept(remade: Path) -> None:
+    for file in sorted(path.relative_to(BASE) for path in BASE.rglob("*.safetensors")):
+        ours, shipped = load_file(remade / file), load_file(BASE / file)
+        kept = [name for name, w in ours.items() if w.ndim > 1 and torch.equal(w, shipped[name])]
+        assert not kept, file
+
+
+def test_text_encoders_are_the_evaluators_text_tower(remade: Path) -> None:
+    evaluator, *encoders = (
+        load_file(remade / part / "model.safetensors")
+        for part in ("evaluator", "text_encoder", "text_encoder_2")
     )
-    make_base(config, tmp_path / "work", tmp_path / "base")  # and draws with it, to measure it
-    assert layout(tmp_path / "base") == layout(SHIPPED)
+    for encoder in encoders:
+        assert all(torch.equal(weight, evaluator[name]) for name, weight in encoder.items())
+
+
+def test_scaled_latents_have_a_standard_deviation_of_one(remade: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    from demo import world
+
+    vae = AutoencoderKL.from_pretrained(remade / "vae", torch_dtype=torch.float32)
+    x8, _ = world.digits("held_out")
+    images = world.render(x8, np.arange(len(x8)) % len(world.STYLES), np.random.default_rng(0))
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        latents = vae.encode(pixels).latent_dist.mean * vae.config.scaling_factor
+    assert latents.std().item() == pytest.approx(1, abs=0.15)
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError):
+        make_base(tmp_path)
+    assert not list(tmp_path.iterdir())

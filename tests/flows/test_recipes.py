@@ -4,6 +4,7 @@ Here is what repeats others: runs of sd2 (and training of sd2-v5p), sdxl, sdxl-l
 and digits-lora are in test_journeys.py, that of digits in test_finetune.py.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from command import run_json
 from toy_recipes import BASES, toy
 
+from demo.make_base import make_base
 from runtimes.adapters.lora import LORA_WEIGHTS
 
 pytestmark = pytest.mark.soak
@@ -63,3 +65,18 @@ def test_a_recipe_is_published_on_gaudi(tmp_path: Path, api: str, tiny_model: Ti
     published.assert_published(report, "torch", 4)
     assert published.manifest(report, "train")["run"]["device"].startswith("hpu")
     published.assert_trained(report, tiny_model(BASES["sd2"]))
+
+
+def test_the_base_of_the_demo_is_remade_from_random_weights(
+    tmp_path: Path, api: str, small: dict[str, Any]
+) -> None:
+    """By the commands of its card, and draws with its new UNet."""
+    base = tmp_path / "base"
+    make_base(base, clip_steps=2, vae_steps=2)
+    remade = {"model.path": str(base), "evaluate.clip": str(base / "evaluator")}
+    pictures = {"source.count": 0, "source.rehearsal": 60, "train.lr_warmup_steps": 1}
+    report = in_process.finetune(tmp_path, "digits-base", {**small, **remade, **pictures}, api)
+    published.assert_published(report, "torch", 6)
+    published.assert_trained(report, base)
+    shutil.copytree(Path(report["model"]) / "unet", base / "unet", dirs_exist_ok=True)
+    published.draw(base, "a handwritten seven in red ink on white paper")
