@@ -1,1 +1,1 @@
-"""The demo's world: real handwritten digits, a tiny base model, and judges of what it draws."""
+"""The demo: handwritten digits, a tiny base model, and judges of its pictures."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from demo import world
+from demo import digits
 
 LIST, NOTE = "urls.parquet", "recipe.json"
 REHEARSAL = 900  # half the number of new pictures; without them the model forgets old styles
@@ -27,22 +27,22 @@ def _png(picture: NDArray[np.uint8]) -> bytes:
 
 def _even_styles(count: int, rng: np.random.Generator) -> NDArray[np.intp]:
     """`count` indices of base styles, each as often as the others, in random order."""
-    known = [world.style_index(name) for name in world.BASE_STYLES]
+    known = [digits.style_index(name) for name in digits.BASE_STYLES]
     return rng.permutation(np.resize(known, count))
 
 
 def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[bytes, str]]:
     """PNG bytes and caption of each picture, the new style and the rehearsal in random order."""
     rng = np.random.default_rng(seed)
-    x8, labels = world.digits("all")
+    x8, labels = digits.load("all")
     again = rng.choice(len(x8), rehearsal, replace=rehearsal > len(x8))
-    new = np.full(count, world.style_index(world.NEW_STYLE))
+    new = np.full(count, digits.style_index(digits.NEW_STYLE))
     order = rng.permutation(count + rehearsal)
     rows = np.concatenate([np.arange(count), again])[order]
     styles = np.concatenate([new, _even_styles(rehearsal, rng)])[order]
-    pictures = world.render(x8[rows], styles, rng)
+    pictures = digits.render(x8[rows], styles, rng)
     for picture, row, style in zip(pictures, rows, styles, strict=True):
-        yield _png(picture), world.caption(int(labels[row]), int(style), rng)
+        yield _png(picture), digits.caption(int(labels[row]), int(style), rng)
 
 
 def _fill(folder: Path, seed: int, count: int, rehearsal: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from demo import world
+from demo import digits
 
 if TYPE_CHECKING:
     from sklearn.svm import SVC
@@ -58,7 +58,7 @@ def nearest_style(images: NDArray[np.uint8]) -> NDArray[np.intp]:
     threshold = 0.8 * np.quantile(distance, 0.97, axis=(1, 2))[:, None, None]
     is_ink = (distance >= threshold)[..., None]
     ink = (images * is_ink).sum((1, 2)) / is_ink.sum((1, 2))
-    palette = np.array([(*s.ink_rgb, *s.paper_rgb) for s in world.STYLES], np.float32)
+    palette = np.array([(*s.ink_rgb, *s.paper_rgb) for s in digits.STYLES], np.float32)
     colours = np.concatenate([ink, paper], axis=1)
     return np.linalg.norm(colours[:, None] - palette, axis=-1).argmin(1)
 
@@ -68,10 +68,10 @@ def _classifier() -> "SVC":
     """A digit classifier, fitted once on the training split in mixed styles (a few seconds)."""
     from sklearn.svm import SVC
 
-    x8, labels = world.digits("train")
+    x8, labels = digits.load("train")
     rng = np.random.default_rng(1)
     shapes = [
-        ink_shape(world.render(x8, rng.integers(len(world.STYLES), size=len(x8)), rng))
+        ink_shape(digits.render(x8, rng.integers(len(digits.STYLES), size=len(x8)), rng))
         for _ in range(PASSES)
     ]
     return SVC(C=10, gamma="scale").fit(np.concatenate(shapes), np.tile(labels, PASSES))
@@ -89,17 +89,17 @@ def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArra
 
     Args:
         images: u8 [N, 32, 32, 3].
-        prompts: N captions of `world`.
+        prompts: N captions of `demo.digits`.
 
     Raises:
-        ValueError: the shape is wrong, or `world.parse` cannot read a prompt.
+        ValueError: the shape is wrong, or `digits.parse` cannot read a prompt.
     """
-    shape = (len(prompts), world.SIZE, world.SIZE, 3)
+    shape = (len(prompts), digits.SIZE, digits.SIZE, 3)
     if images.shape != shape or images.dtype != np.uint8:
         raise ValueError(
             f"expected uint8 pictures {shape}, one per prompt; got {images.dtype} {images.shape}"
         )
-    asked = [world.parse(prompt) for prompt in prompts]
+    asked = [digits.parse(prompt) for prompt in prompts]
     if not asked:
         return {"digit": np.zeros(0, bool), "style": np.zeros(0, bool)}
     digit = read_digits(images) == np.array([a.digit for a in asked])

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from demo import world
+from demo import digits
 
 BASE = Path(__file__).parent / "base"
 CLIP_STEPS, CLIP_BATCH = 1000, 128
@@ -49,19 +49,19 @@ def _train_clip(out: Path, steps: int) -> None:
     Its text tower also becomes both text encoders of the pipeline.
     """
     rng = np.random.default_rng(0)
-    x8, labels = world.digits("train")
+    x8, labels = digits.load("train")
     clip = CLIPModel(CLIPConfig.from_pretrained(out / "evaluator"))
     for name, weight in clip.named_parameters():
         if name.endswith(("position_embedding.weight", "token_embedding.weight")):
             nn.init.normal_(weight, std=EMBEDDING_STD)
     tokenizer = CLIPTokenizer.from_pretrained(out / "evaluator")
-    styles = len(world.STYLES)
+    styles = len(digits.STYLES)
 
     def loss() -> Tensor:
         rows = rng.integers(len(x8), size=CLIP_BATCH)
         style = rng.integers(styles, size=CLIP_BATCH)
-        images = _pixels(world.render(x8[rows], style, rng))
-        texts = [world.caption(digit, s, rng) for digit in range(10) for s in range(styles)]
+        images = _pixels(digits.render(x8[rows], style, rng))
+        texts = [digits.caption(digit, s, rng) for digit in range(10) for s in range(styles)]
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         logits = clip(input_ids=ids, pixel_values=images).logits_per_image  # [B, 10 * styles]
         return nn.functional.cross_entropy(logits, torch.from_numpy(labels[rows] * styles + style))
@@ -102,12 +102,12 @@ def _train_vae(folder: Path, steps: int) -> None:
 
 def _vae_batch(count: int, rng: np.random.Generator) -> Tensor:
     """Pictures of the training split; a quarter has any colours, not the palette's."""
-    x8, _ = world.digits("train")
+    x8, _ = digits.load("train")
     chosen, odd = x8[rng.integers(len(x8), size=count)], count // 4
-    cover = world.strokes(chosen[:odd], rng)[..., None]
+    cover = digits.strokes(chosen[:odd], rng)[..., None]
     ink, paper = rng.uniform(0, 255, (2, odd, 1, 1, 3))
     any_colours = (ink * cover + paper * (1 - cover)).astype(np.uint8)
-    known = world.render(chosen[odd:], rng.integers(len(world.STYLES), size=count - odd), rng)
+    known = digits.render(chosen[odd:], rng.integers(len(digits.STYLES), size=count - odd), rng)
     return _pixels(np.concatenate([any_colours, known]))
 
 

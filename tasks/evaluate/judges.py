@@ -32,7 +32,7 @@ def _judge_digits(images: NDArray[np.uint8], prompts: Sequence[str]) -> Verdicts
 
 
 def _check_digits(prompts: Sequence[str]) -> None:
-    from demo.world import parse
+    from demo.digits import parse
 
     for prompt in prompts:
         parse(prompt)

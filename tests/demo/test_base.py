@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-from demo import world
+from demo import digits
 from demo.judges import judge
 from demo.make_base import BASE
 
@@ -26,9 +26,9 @@ SHORT = (
 def all_captions() -> list[str]:
     """Every caption of the pictures, and every short one, sorted."""
     texts = set()
-    for digit, word in enumerate(world.WORDS):
-        for index, style in enumerate(world.STYLES):
-            texts.update(world.captions(digit, index))
+    for digit, word in enumerate(digits.WORDS):
+        for index, style in enumerate(digits.STYLES):
+            texts.update(digits.captions(digit, index))
             texts.update(t.format(word=word, number=digit, ink=style.ink) for t in SHORT)
     return sorted(texts)
 
@@ -38,7 +38,9 @@ def prompts(styles: tuple[str, ...], count: int) -> list[str]:
     chosen = []
     for index in range(count):
         digit, turn = index % 10, index // 10
-        options = world.captions(digit, world.style_index(styles[(2 * digit + turn) % len(styles)]))
+        options = digits.captions(
+            digit, digits.style_index(styles[(2 * digit + turn) % len(styles)])
+        )
         chosen.append(options[(digit + turn) % len(options)])
     return chosen
 
@@ -120,10 +122,10 @@ def test_the_evaluator_finds_the_caption_of_a_held_out_picture() -> None:
     tokenizer, processor = (
         kind.from_pretrained(folder) for kind in (CLIPTokenizer, CLIPImageProcessor)
     )
-    x8, digit = world.digits("held_out")
-    style = np.arange(200) % len(world.STYLES)
-    images = world.render(x8[:200], style, np.random.default_rng(0))
-    texts = [world.captions(d, s)[0] for d in range(10) for s in range(len(world.STYLES))]
+    x8, digit = digits.load("held_out")
+    style = np.arange(200) % len(digits.STYLES)
+    images = digits.render(x8[:200], style, np.random.default_rng(0))
+    texts = [digits.captions(d, s)[0] for d in range(10) for s in range(len(digits.STYLES))]
     with torch.no_grad():
         logits = clip(
             input_ids=tokenizer(
@@ -134,12 +136,12 @@ def test_the_evaluator_finds_the_caption_of_a_held_out_picture() -> None:
             ).pixel_values,
         ).logits_per_image
     found = logits.argmax(1).numpy()
-    assert (found == digit[:200] * len(world.STYLES) + style).mean() >= 0.85
+    assert (found == digit[:200] * len(digits.STYLES) + style).mean() >= 0.85
 
 
 @pytest.mark.slow
 def test_it_draws_the_styles_it_knows(pipe: StableDiffusionXLPipeline) -> None:
-    asked = prompts(world.BASE_STYLES, 40)
+    asked = prompts(digits.BASE_STYLES, 40)
     right = judge(draw(pipe, asked), asked)
     assert right["digit"].mean() >= 0.9
     assert right["style"].mean() >= 0.9
@@ -147,5 +149,5 @@ def test_it_draws_the_styles_it_knows(pipe: StableDiffusionXLPipeline) -> None:
 
 @pytest.mark.slow
 def test_it_does_not_draw_the_new_style_before_fine_tuning(pipe: StableDiffusionXLPipeline) -> None:
-    asked = prompts((world.NEW_STYLE,), 40)
+    asked = prompts((digits.NEW_STYLE,), 40)
     assert judge(draw(pipe, asked), asked)["style"].mean() < 0.05

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from demo import dataset, world
+from demo import dataset, digits
 from demo.judges import judge
 
 
@@ -37,18 +37,18 @@ def test_every_row_names_a_picture_with_that_hash(urls: Path) -> None:
 
 def test_new_pictures_are_two_thirds_and_the_rehearsal_covers_every_base_style(urls: Path) -> None:
     styles = Counter(
-        world.STYLES[world.parse(row["caption"]).styles()[0]].name for row in rows_of(urls)
+        digits.STYLES[digits.parse(row["caption"]).styles()[0]].name for row in rows_of(urls)
     )
-    assert styles.pop(world.NEW_STYLE) == 1797
-    assert set(styles) == set(world.BASE_STYLES)
+    assert styles.pop(digits.NEW_STYLE) == 1797
+    assert set(styles) == set(digits.BASE_STYLES)
     assert styles.total() == dataset.REHEARSAL
     assert max(styles.values()) - min(styles.values()) <= 1
 
 
 def test_a_dataset_without_the_new_style_has_base_styles_alone(tmp_path: Path) -> None:
     rows = rows_of(dataset.write(tmp_path / "digits", count=0, rehearsal=2000))
-    styles = {world.STYLES[world.parse(row["caption"]).styles()[0]].name for row in rows}
-    assert len(rows) == 2000 and styles == set(world.BASE_STYLES)
+    styles = {digits.STYLES[digits.parse(row["caption"]).styles()[0]].name for row in rows}
+    assert len(rows) == 2000 and styles == set(digits.BASE_STYLES)
 
 
 def test_captions_say_what_the_pictures_show(urls: Path) -> None:

@@ -4,20 +4,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from demo import judges, world
+from demo import digits, judges
 from demo.judges import judge
 
 
 def held_out(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """The 500 held-out digits, each in a random style: pictures, digits, styles."""
-    x8, digit = world.digits("held_out")
+    x8, digit = digits.load("held_out")
     rng = np.random.default_rng(seed)
-    style = rng.integers(len(world.STYLES), size=len(x8))
-    return world.render(x8, style, rng), digit, style
+    style = rng.integers(len(digits.STYLES), size=len(x8))
+    return digits.render(x8, style, rng), digit, style
 
 
 def captions(digit: NDArray[np.int64], style: NDArray[np.int64]) -> list[str]:
-    return [world.captions(d, s)[0] for d, s in zip(digit.tolist(), style.tolist(), strict=True)]
+    return [digits.captions(d, s)[0] for d, s in zip(digit.tolist(), style.tolist(), strict=True)]
 
 
 @pytest.mark.slow
@@ -34,22 +34,22 @@ def test_a_wrong_digit_and_a_wrong_style_are_told_apart() -> None:
     images, digit, style = held_out(0)
     wrong_digit = judge(images, captions((digit + 1) % 10, style))
     assert wrong_digit["digit"].mean() < 0.01 and wrong_digit["style"].all()
-    wrong_style = judge(images, captions(digit, (style + 1) % len(world.STYLES)))
+    wrong_style = judge(images, captions(digit, (style + 1) % len(digits.STYLES)))
     assert wrong_style["digit"].mean() > 0.97 and not wrong_style["style"].any()
 
 
 def test_chalk_on_black_is_not_chalk_on_green() -> None:
-    x8, digit = world.digits("held_out")
-    black = np.full(len(x8), world.style_index("white chalk on a black board"))
-    images = world.render(x8, black, np.random.default_rng(0))
-    right = judge(images, captions(digit, np.full(len(x8), world.style_index(world.NEW_STYLE))))
+    x8, digit = digits.load("held_out")
+    black = np.full(len(x8), digits.style_index("white chalk on a black board"))
+    images = digits.render(x8, black, np.random.default_rng(0))
+    right = judge(images, captions(digit, np.full(len(x8), digits.style_index(digits.NEW_STYLE))))
     assert not right["style"].any()
-    assert judge(images[:1], [f"a handwritten {world.WORDS[digit[0]]} in white chalk"])["style"]
+    assert judge(images[:1], [f"a handwritten {digits.WORDS[digit[0]]} in white chalk"])["style"]
 
 
 def test_noise_and_blank_pictures_pass_only_by_chance() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
-    asked = captions(np.arange(200) % 10, np.arange(200) % len(world.STYLES))
+    asked = captions(np.arange(200) % 10, np.arange(200) % len(digits.STYLES))
     for images in (noise, np.full_like(noise, 128)):
         right = judge(images, asked)
         assert (right["digit"] & right["style"]).mean() < 0.05
@@ -64,5 +64,5 @@ def test_pictures_and_prompts_must_match_in_number_and_shape() -> None:
 
 
 def test_the_classifier_has_learnt_from_training_digits_alone() -> None:
-    training = len(world.digits("train")[0])
+    training = len(digits.load("train")[0])
     assert judges._classifier().shape_fit_[0] == judges.PASSES * training

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-from demo import world
+from demo import digits
 from runtimes.contract import WrongInput
 from tasks.evaluate import metrics
 from tasks.evaluate.features import ClipFeatures, check_clip
@@ -44,9 +44,9 @@ def test_clip_score_is_what_transformers_says(tiny_clip: Path, pictures: list[np
 
 
 def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_clip: Path) -> None:
-    x8, labels = world.digits("test")
-    drawn = world.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
-    prompts = [world.captions(int(label), 2)[0] for label in labels[:4]]
+    x8, labels = digits.load("test")
+    drawn = digits.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
+    prompts = [digits.captions(int(label), 2)[0] for label in labels[:4]]
     strip = io.BytesIO()
     Image.fromarray(np.concatenate(list(drawn), axis=1)).save(strip, "png")
     found = SampleScorer(["digits"], tiny_clip, prompts)(strip.getvalue())
@@ -95,12 +95,12 @@ def test_a_text_encoder_alone_is_no_clip(tiny_sdxl: Path) -> None:
 
 
 def test_the_digits_judge_knows_real_digits_from_others() -> None:
-    x8, labels = world.digits("test")
-    style = world.style_index(world.NEW_STYLE)
+    x8, labels = digits.load("test")
+    style = digits.style_index(digits.NEW_STYLE)
     rng = np.random.default_rng(0)
-    images = world.render(x8[:40], np.full(40, style), rng)
-    right = [world.captions(int(label), style)[0] for label in labels[:40]]
-    wrong = [world.captions(int(label + 1) % 10, style)[0] for label in labels[:40]]
+    images = digits.render(x8[:40], np.full(40, style), rng)
+    right = [digits.captions(int(label), style)[0] for label in labels[:40]]
+    wrong = [digits.captions(int(label + 1) % 10, style)[0] for label in labels[:40]]
     said = judge_pictures(("digits",), images, right)
     assert said["digit"].mean() > 0.9 and said["style"].mean() > 0.9
     assert judge_pictures(("digits",), images, wrong)["digit"].mean() < 0.1

@@ -1,4 +1,4 @@
-"""The demo's world: real handwritten digits in coloured ink on coloured paper, with captions."""
+"""The pictures of the demo: handwritten digits in coloured ink on coloured paper, with captions."""
 
 import re
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def style_index(name: str) -> int:
 
 
 @cache
-def _all_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
+def _load_all() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
     # Imported on demand: the import lasts a second, and most callers need only captions.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -98,9 +98,9 @@ def _all_digits() -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bo
     return x8, labels, is_held_out
 
 
-def digits(split: Split = "all") -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def load(split: Split = "all") -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Digits [N, 8, 8] in 0..1 and labels [N]: 1,297 for training, 500 held out, or all 1,797."""
-    x8, labels, is_held_out = _all_digits()
+    x8, labels, is_held_out = _load_all()
     if split == "all":
         return x8, labels
     keep = is_held_out if split == "held_out" else ~is_held_out

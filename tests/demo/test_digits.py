@@ -1,0 +1,77 @@
+"""The demo's pictures and captions: repeatable, and readable back."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from demo import digits
+
+
+def test_every_caption_reads_back_as_what_it_was_made_from() -> None:
+    for digit in range(10):
+        for index, style in enumerate(digits.STYLES):
+            for text in digits.captions(digit, index):
+                assert digits.parse(text) == digits.Asked(digit, style.ink, style.paper)
+                assert digits.parse(text).styles() == [index]
+            for words in (digits.WORDS[digit], f"the number {digit}"):
+                assert digits.parse(f"{words} in {style.ink}") == digits.Asked(digit, style.ink)
+                assert digits.parse(f"a handwritten {words}") == digits.Asked(digit)
+
+
+def test_a_caption_that_leaves_the_paper_open_accepts_any_paper() -> None:
+    styles = digits.parse("a handwritten three in white chalk").styles()
+    assert {digits.STYLES[index].paper for index in styles} == {"a black board", "a green board"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a cat", "a three or a four in red ink", "a three in gold ink on a green board", ""],
+)
+def test_a_caption_of_no_picture_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"caption .*(a handwritten seven|no such style)"):
+        digits.parse(text)
+
+
+def test_chalk_is_all_that_the_base_does_not_know() -> None:
+    assert digits.captions(7, digits.style_index(digits.NEW_STYLE))[0] == (
+        "a handwritten seven in white chalk on a green board"
+    )
+    unknown = {style.name for style in digits.STYLES} - set(digits.BASE_STYLES)
+    assert unknown == {digits.NEW_STYLE, "white chalk on a black board"}
+    with pytest.raises(ValueError, match="no style is called 'crayon'"):
+        digits.style_index("crayon")
+
+
+def test_held_out_digits_are_five_hundred_and_apart_from_the_training_ones() -> None:
+    train, labels = digits.load("train")
+    held_out, _ = digits.load("held_out")
+    assert (len(train), len(held_out), len(digits.load()[0])) == (1297, 500, 1797)
+    assert set(labels.tolist()) == set(range(10))
+    seen = {row.tobytes() for row in train}
+    assert not any(row.tobytes() in seen for row in held_out)
+
+
+def test_the_same_seed_draws_the_same_pictures() -> None:
+    x8, _ = digits.load("held_out")
+    style = np.arange(21)
+    first, again, other = (
+        digits.render(x8[:21], style, np.random.default_rng(seed)) for seed in (3, 3, 4)
+    )
+    assert first.shape == (21, 32, 32, 3) and first.dtype == np.uint8
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_a_digit_is_drawn_the_same_beside_any_neighbour() -> None:
+    x8, _ = digits.load("held_out")
+    rng = np.random.default_rng(0)
+    alone = digits.strokes(x8[:1], rng, wobble=0)
+    beside = digits.strokes(x8[:9], rng, wobble=0)
+    assert np.allclose(alone[0], beside[0], atol=1e-6)
+
+
+def test_pictures_judges_and_dataset_need_no_torch() -> None:
+    code = "import sys, demo.dataset, demo.judges, demo.digits; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
