@@ -1,6 +1,6 @@
 """Setting names of diffusers' scripts, kohya's sd-scripts and SimpleTuner, mapped to ours.
 
-The error for such a name in a recipe states our name. `python -m configs.coming_from` prints
+The error for such a name in a recipe contains our name. `python -m configs.coming_from` prints
 docs/coming-from.md.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Foreign:
-    """A setting of another tool."""
+    """A setting of another tool, with our equivalent."""
 
-    names: str  # its spellings, separated by spaces
+    names: str  # one or more, separated by spaces
     tools: str  # D diffusers' example scripts, K kohya's sd-scripts, S SimpleTuner
     ours: str  # dotted setting or section; "none" without an equivalent
     note: str = ""
@@ -28,11 +28,11 @@ TABLE = (
     Foreign("dataset_config data_backend_config", "KS", "source", "one source per recipe"),
     Foreign("image_column", "D", "source.image_column"),
     Foreign("caption_column", "D", "source.caption_column"),
-    Foreign("output_dir logging_dir", "DKS", "store", "artifacts by content"),
+    Foreign("output_dir logging_dir", "DKS", "store", "content-addressed artifacts"),
     Foreign("output_name hub_model_id", "DKS", "publish.name"),
     Foreign("resolution", "DKS", "encode.resolution", "and `download.image_size`"),
     Foreign("center_crop crop_aspect", "DS", "encode.crop"),
-    Foreign("random_flip flip_aug", "DKS", "encode.flip", "both images are stored"),
+    Foreign("random_flip flip_aug", "DKS", "encode.flip", "the store holds both variants"),
     Foreign("enable_bucket", "K", "encode.aspect_buckets"),
     Foreign("bucket_reso_steps aspect_bucket_rounding", "KS", "encode.bucket_step"),
     Foreign("max_bucket_reso min_bucket_reso", "K", "encode.max_aspect"),
@@ -48,14 +48,14 @@ TABLE = (
         "train_batch_size x gradient_accumulation_steps x processes",
     ),
     Foreign("num_processes", "DKS", "train.processes"),
-    Foreign("use_fsdp fsdp_enable", "DS", "train.fsdp", "`all`, or devices that share an array"),
+    Foreign("use_fsdp fsdp_enable", "DS", "train.fsdp", "`all`, or devices per shard group"),
     Foreign("learning_rate unet_lr", "DKS", "train.learning_rate"),
-    Foreign("scale_lr", "D", "none", "the rate of a recipe is the rate"),
+    Foreign("scale_lr", "D", "none", "learning_rate is not scaled"),
     Foreign("lr_scheduler", "DKS", "train.lr_scheduler"),
     Foreign("lr_warmup_steps", "DKS", "train.lr_warmup_steps"),
     Foreign("lr_num_cycles lr_scheduler_num_cycles", "DKS", "train.lr_num_cycles"),
     Foreign("lr_power lr_scheduler_power", "DKS", "train.lr_power"),
-    Foreign("lr_end lr_scheduler_min_lr_ratio", "KS", "train.lr_min_ratio", "share of the peak"),
+    Foreign("lr_end lr_scheduler_min_lr_ratio", "KS", "train.lr_min_ratio", "fraction of the peak"),
     Foreign("optimizer_type", "K", "train.optimizer"),
     Foreign("use_8bit_adam", "DK", "train.optimizer", "`adamw_8bit`"),
     Foreign("adam_beta1 adam_beta2", "DS", "train.adam_betas"),
@@ -64,7 +64,7 @@ TABLE = (
     Foreign("max_grad_norm", "DKS", "train.max_grad_norm"),
     Foreign("use_ema", "DS", "train.ema_decay", "null keeps no average"),
     Foreign("mixed_precision", "DKS", "train.mixed_precision"),
-    Foreign("full_bf16 full_fp16 base_model_precision", "KS", "none", "masters stay float32"),
+    Foreign("full_bf16 full_fp16 base_model_precision", "KS", "none", "weights stay float32"),
     Foreign("save_precision", "K", "publish.dtype"),
     Foreign("gradient_checkpointing", "DKS", "train.gradient_checkpointing"),
     Foreign("snr_gamma min_snr_gamma", "DKS", "train.snr_gamma"),
@@ -77,7 +77,7 @@ TABLE = (
         "rescale_betas_zero_snr zero_terminal_snr", "DKS", "train.zero_terminal_snr"
     ),
     Foreign("weighting_scheme", "DK", "train.weighting_scheme", "sampling: train.timesteps"),
-    Foreign("logit_mean", "DK", "train.timesteps.logit_mean", "same sign"),
+    Foreign("logit_mean", "DK", "train.timesteps.logit_mean", "with the same sign"),
     Foreign("logit_std", "DK", "train.timesteps.logit_std"),
     Foreign("timestep_bias_strategy", "DS", "train.timesteps.bias_strategy"),
     Foreign("timestep_bias_multiplier", "DS", "train.timesteps.bias_multiplier"),
@@ -99,17 +99,17 @@ TABLE = (
     Foreign("checkpointing_steps save_every_n_steps checkpoint_step_interval", "DKS",
             "train.checkpointing_steps"),
     Foreign("checkpoints_total_limit", "DS", "train.checkpoints_total_limit"),
-    Foreign("resume_from_checkpoint resume", "DKS", "none", "a run resumes by itself"),
+    Foreign("resume_from_checkpoint resume", "DKS", "none", "runs resume automatically"),
     Foreign("validation_steps validation_epochs sample_every_n_steps sample_every_n_epochs",
             "DKS", "train.sample_every_n_steps"),
     Foreign("validation_prompt validation_prompts sample_prompts", "DKS", "evaluate.prompts"),
     Foreign("validation_guidance validation_num_inference_steps", "S", "evaluate",
             "guidance_scale, num_inference_steps"),
     Foreign("eval_steps_interval", "S", "train.holdout_loss.every_n_steps"),
-    Foreign("report_to log_with", "DKS", "train.wandb", "TensorBoard is always written"),
+    Foreign("report_to log_with", "DKS", "train.wandb", "TensorBoard files are always written"),
     Foreign("seed", "DKS", "train.seed"),
     Foreign("dataloader_num_workers max_data_loader_n_workers", "DKS", "train.prefetch"),
-    Foreign("push_to_hub", "DS", "publish", "a registry behind a gate"),
+    Foreign("push_to_hub", "DS", "publish", "to a registry, if the gate passes"),
     Foreign("enable_xformers_memory_efficient_attention xformers sdpa attention_mechanism",
             "DKS", "none", "PyTorch's attention"),
 )  # fmt: skip
@@ -117,11 +117,11 @@ TOOLS = {"D": "diffusers", "K": "kohya", "S": "SimpleTuner"}
 
 
 def ours(name: str) -> str | None:
-    """A hint with our name for another tool's setting; None if no tool has it."""
+    """A hint for an error: our name of another tool's setting; None if no tool has it."""
     for foreign in TABLE:
         if name in foreign.names.split():
             if foreign.ours == "none":
-                return f"has no place here: {foreign.note}"
+                return f"no equivalent here: {foreign.note}"
             return f"called {foreign.ours} here" + (f": {foreign.note}" if foreign.note else "")
     return None
 
@@ -131,10 +131,10 @@ def page() -> str:
     lines = [
         "# Coming from diffusers, kohya or SimpleTuner",
         "",
-        "Names of their settings and of ours. For each of their names in a recipe, the error",
-        "states our name. `python -m configs.coming_from` prints this page.",
+        "Settings of these tools and their names in Kilnworks. The error for one of them in a",
+        "recipe contains our name. `python -m configs.coming_from` prints this page.",
         "",
-        "| theirs | in | ours | |",
+        "| their setting | tool | our setting | note |",
         "|---|---|---|---|",
     ]
     for foreign in TABLE:

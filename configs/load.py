@@ -219,7 +219,7 @@ def _field_names(
 
 
 def _source_model(kind: str | None) -> type[BaseModel] | None:
-    from configs import schema
+    from configs import sources
 
-    models = (schema.UrlSource, schema.FolderSource, schema.DatasetSource, schema.DigitsSource)
+    models = (sources.UrlSource, sources.FolderSource, sources.DatasetSource, sources.DigitsSource)
     return next((m for m in models if kind in m.model_fields["kind"].annotation.__args__), None)  # type: ignore[union-attr]

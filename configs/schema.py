@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
-from configs.section import Fraction, Section
+from configs.hardware import Hpu, MindSpore
+from configs.sampling import Prompts, Sampling
+from configs.section import Dtype, Fraction, Section
+from configs.sources import Source
 from configs.tpu import Tpu
-from configs.training import Hpu, MindSpore, Train
+from configs.training import Train
 
 #: Pattern of a model's name in the registry.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -18,21 +21,8 @@ StageName = Literal["download", "encode", "train", "evaluate", "publish"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 
 
-SchedulerName = Literal[
-    "ddim",
-    "ddim_parallel",
-    "ddpm",
-    "dpm++",
-    "euler",
-    "euler_ancestral",
-    "flow_euler",
-    "lms",
-    "pndm",
-]
-
-
 class Model(Section):
-    """The base model: a diffusers pipeline whose encoders encode and whose denoiser is tuned."""
+    """The base model: a diffusers pipeline."""
 
     path: str = Field(
         description="Pipeline folder: hub id, local path or fsspec URL (gs://, s3://)."
@@ -40,89 +30,8 @@ class Model(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     vae: str | None = Field(
         None,
-        description="AutoencoderKL that replaces the pipeline's VAE: hub id, local path or fsspec "
-        "URL; null: the pipeline's.",
+        description="AutoencoderKL to use instead of the pipeline's: hub id, path or fsspec URL.",
     )
-
-
-class UrlSource(Section):
-    """Lists of image URLs: parquet, csv or jsonl files with one row per image."""
-
-    kind: Literal["urls"]
-    path: str = Field(description="File, folder or glob of lists: local path or fsspec URL.")
-    format: Literal["parquet", "csv", "jsonl"] = Field(
-        "parquet", description="Format of the lists."
-    )
-    url_column: str = Field("url", description="Column with the image URL.")
-    caption_column: str | None = Field(
-        "caption", description="Column with the caption; null: no captions."
-    )
-    sha256_column: str | None = Field(
-        None,
-        description="Column with the sha256 (hex) of the image bytes; null: none. A download with "
-        "another digest is a failed row.",
-    )
-    aesthetic_column: str | None = Field(
-        None,
-        description="Column with the aesthetic score, for train.aesthetic_score; null: none.",
-    )
-    base_url: str | None = Field(
-        None, description="Base of relative URLs; null: all URLs are absolute."
-    )
-
-
-class FolderSource(Section):
-    """A folder of pictures, with captions in `metadata.jsonl` or in one `<name>.txt` each."""
-
-    kind: Literal["folder"]
-    path: str = Field(description="Folder: local path or fsspec URL.")
-    caption_column: str = Field("text", description="Caption key in metadata.jsonl.")
-    aesthetic_column: str | None = Field(
-        None,
-        description="Key of the aesthetic score in metadata.jsonl, for train.aesthetic_score; "
-        "null: none.",
-    )
-
-
-class DatasetSource(Section):
-    """Parquet files with embedded image bytes, the storage format of Hugging Face datasets."""
-
-    kind: Literal["dataset"]
-    path: str = Field(
-        description="Hub dataset id (owner/name), or parquet file, folder or glob: local path or "
-        "fsspec URL."
-    )
-    revision: str | None = Field(
-        None, description="Branch, tag or commit of a hub dataset; null: the default branch."
-    )
-    split: str = Field(
-        "train", description="Split: the prefix of the names of the files or folders to read."
-    )
-    image_column: str = Field("image", description="Column with the encoded image.")
-    caption_column: str = Field("text", description="Column with the caption.")
-    aesthetic_column: str | None = Field(
-        None,
-        description="Column with the aesthetic score, for train.aesthetic_score; null: none.",
-    )
-
-
-class DigitsSource(Section):
-    """The demo's pictures: scikit-learn's digits drawn in chalk, served at URLs on loopback."""
-
-    kind: Literal["digits"]
-    port: int = Field(
-        0, ge=0, le=65535, description="Loopback port of the server; 0: any free port."
-    )
-    seed: int = Field(0, ge=0, description="Seed of the rendering.")
-    count: int = Field(1797, ge=0, le=1797, description="Number of digits in the new style.")
-    rehearsal: int = Field(
-        900, ge=0, description="Number of pictures in the base's styles, against forgetting."
-    )
-
-
-Source = Annotated[
-    UrlSource | FolderSource | DatasetSource | DigitsSource, Field(discriminator="kind")
-]
 
 
 class Download(Section):
@@ -179,7 +88,7 @@ class Download(Section):
     )
     max_failed: Fraction = Field(
         0.5,
-        description="Maximum fraction of rows, 0 to 1, that may fail permanently (404, damaged "
+        description="Maximum fraction of rows, 0 to 1, with permanent failures (404, damaged "
         "picture, refused address).",
     )
     max_transient: Fraction = Field(
@@ -197,7 +106,7 @@ class Download(Section):
 
 
 class Encode(Section):
-    """Turn image shards into latent shards: VAE moments and text embeddings."""
+    """Encode image shards into latent shards: VAE moments and text embeddings."""
 
     resolution: PositiveInt = Field(
         1024, description="Side of the square pictures, in pixels; buckets have about its area."
@@ -225,33 +134,21 @@ class Encode(Section):
         0, ge=0, description="Seed of the crops and masks, combined with each picture's digest."
     )
     holdout: Fraction = Field(
-        0.05,
-        description="Fraction of the pictures, 0 to 1, in the held-out split, selected by their "
-        "digests.",
+        0.05, description="Fraction of the pictures, 0 to 1, in the held-out split (by digest)."
     )
     batch_size: PositiveInt = Field(
-        8,
-        description="Pictures per forward pass of the VAE. It affects rounding, so it is part of "
-        "the cache key.",
+        8, description="Pictures per forward pass of the VAE; part of the cache key."
     )
     max_bad: Fraction = Field(
-        0.05,
-        description="Maximum fraction of samples, 0 to 1, that may be undecodable or encode to "
-        "NaN.",
+        0.05, description="Maximum fraction of undecodable or NaN samples, 0 to 1."
     )
-    device: str = Field("auto", description="Device, as train.device.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Compute precision of the encoders."
-    )
+    device: str = Field("auto", description="Device: see train.device.")
+    dtype: Dtype = Field("float32", description="Compute precision of the encoders.")
 
 
-class PromptSet(Section):
+class PromptSet(Prompts):
     """A named set of prompts, with metrics of its own."""
 
-    prompts: tuple[str, ...] = Field((), description="The prompts, in order.")
-    file: str | None = Field(
-        None, description="Text file with one prompt per line, instead of `prompts`."
-    )
     images_per_prompt: PositiveInt = Field(
         1, description="Pictures per prompt, each with its own noise."
     )
@@ -261,14 +158,8 @@ class PromptSet(Section):
         "Use false for subjects absent from the held-out pictures.",
     )
 
-    @model_validator(mode="after")
-    def _some_prompts(self) -> PromptSet:
-        if bool(self.prompts) == bool(self.file):
-            raise ValueError("set either prompts or file, not both")
-        return self
 
-
-class Evaluate(Section):
+class Evaluate(Sampling):
     """Compare the tuned model with its base on equal prompts and noise."""
 
     prompts: dict[str, PromptSet] = Field(description="Named prompt sets.", min_length=1)
@@ -278,24 +169,9 @@ class Evaluate(Section):
     judges: tuple[Literal["digits"], ...] = Field(
         (), description="Additional judges of the pictures."
     )
-    scheduler: SchedulerName | None = Field(
-        None, description="Sampling scheduler; null: the model's own."
-    )
-    aesthetic_score: float = Field(
-        6.0, description="Aesthetic score to condition on, for train.aesthetic_score."
-    )
-    negative_aesthetic_score: float = Field(
-        2.5, description="Aesthetic score of the negative prompt, for train.aesthetic_score."
-    )
     num_inference_steps: PositiveInt = Field(30, description="Denoising steps.")
     guidance_scale: float = Field(
         5.0, ge=0, description="Classifier-free guidance scale; 1 or less turns guidance off."
-    )
-    height: PositiveInt | None = Field(
-        None, description="Picture height in pixels; null: the model's default."
-    )
-    width: PositiveInt | None = Field(
-        None, description="Picture width in pixels; null: the model's default."
     )
     batch_size: PositiveInt = Field(4, description="Pictures per sampling batch.")
     seed: int = Field(
@@ -306,10 +182,7 @@ class Evaluate(Section):
         256, description="Maximum number of held-out samples for the loss."
     )
     holdout_draws: PositiveInt = Field(4, description="Noise draws per held-out sample.")
-    device: str = Field("auto", description="Device, as train.device.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Precision of the sampling pipeline."
-    )
+    device: str = Field("auto", description="Device: see train.device.")
 
 
 class Publish(Section):
@@ -318,15 +191,13 @@ class Publish(Section):
     name: str = Field(description="Model name in the registry.", pattern=f"^{NAME}$")
     gate: tuple[str, ...] = Field(
         (),
-        description="Rules that a model must all pass, such as `digit/new >= 0.9`, `cmmd < base` "
+        description="Rules that a model must pass, such as `digit/new >= 0.9`, `cmmd < base` "
         "or `clip_score >= champion * 0.98`; without rules every model passes.",
     )
     registry: str | None = Field(
         None, description="Registry folder or fsspec URL; null: `registry` in the store."
     )
-    dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        "float16", description="Precision of the published weights."
-    )
+    dtype: Dtype = Field("float16", description="Precision of the published weights.")
     merge: bool = Field(
         False,
         description="For train.method lora: publish a full pipeline with merged adapters, and the "
@@ -350,7 +221,7 @@ class Recipe(Section):
     """A recipe: all settings from a source of images to a published model."""
 
     name: str = Field(description="Name of the recipe.")
-    description: str = Field("", description="One sentence about the resulting model.")
+    description: str = Field("", description="The resulting model, in one sentence.")
     runtime: RuntimeName = Field("torch", description="Runtime that trains and samples.")
     store: str = Field("store", description="Artifact store: folder or fsspec URL.")
     model: Model
@@ -370,32 +241,30 @@ class Recipe(Section):
     plan: Plan = Plan()
 
     @model_validator(mode="after")
-    def _runtime_has_it(self) -> Recipe:
-        self._extras_go_together()
+    def _check_runtime(self) -> Recipe:
+        self._check_extra_inputs()
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
-            raise ValueError(
-                f"train.mindspore is for runtime mindspore, this one is {self.runtime}"
-            )
+            raise ValueError(f"train.mindspore requires runtime mindspore, not {self.runtime}")
         if self.train.hpu != Hpu() and not self.train.device.startswith("hpu"):
-            raise ValueError(f"train.hpu is for train.device: hpu, not {self.train.device}")
+            raise ValueError(f"train.hpu requires train.device: hpu, not {self.train.device}")
         if self.tpu is not None and self.runtime != "xla":
-            raise ValueError(f"tpu is for runtime xla, this one is {self.runtime}")
+            raise ValueError(f"tpu requires runtime xla, not {self.runtime}")
         return self
 
-    def _extras_go_together(self) -> None:
-        """Raise ValueError unless encode produces the denoiser's extra inputs, and no others."""
+    def _check_extra_inputs(self) -> None:
+        """Raise ValueError if masks or scores are used but not produced, or produced but unused."""
         if self.train.inpainting != (self.encode.masks > 0):
             raise ValueError(
-                "train.inpainting needs masks: set encode.masks, such as 4"
+                "train.inpainting requires masks: set encode.masks, such as 4"
                 if self.train.inpainting
-                else "encode.masks is for train.inpainting: set that, or encode.masks to 0"
+                else "encode.masks requires train.inpainting: set both or neither"
             )
         scored = getattr(self.source, "aesthetic_column", None) is not None
         if self.train.aesthetic_score != scored:
             raise ValueError(
-                "train.aesthetic_score needs scores: name their column in source.aesthetic_column"
+                "train.aesthetic_score requires scores: set source.aesthetic_column"
                 if self.train.aesthetic_score
-                else "source.aesthetic_column is for train.aesthetic_score: set that, or remove it"
+                else "source.aesthetic_column requires train.aesthetic_score: set both or neither"
             )
         if not scored:
             names = ("aesthetic_score", "negative_aesthetic_score")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
-    """A section of a recipe: unknown keys are errors, and values are immutable."""
+    """A section of a recipe: unknown settings are errors, and values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     def refuse_changed(self, names: Iterable[str], choice: str) -> None:
-        """Raise ValueError if a setting differs from its default but has no effect.
+        """Raise ValueError if a setting without effect differs from its default.
 
-        A resolved recipe lists all settings, so default values are accepted.
+        Default values are accepted because a resolved recipe contains all settings.
 
         Args:
             names: settings without effect.
-            choice: the reason, such as `mode: pynative`.
+            choice: the setting that disables them, such as `mode: pynative`.
         """
         for name in names:
             default = type(self).model_fields[name].default

@@ -1,4 +1,4 @@
-"""The section `tpu`: the Cloud TPU slice of the train stage."""
+"""Settings of the section `tpu`: the Cloud TPU slice of the train stage."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from configs.section import Section
 
-#: Prefix of the accelerator type -> software version of the slice, from Cloud TPU's page "TPU
-#: software versions". A version is valid for its own kinds only.
+#: Default software version by kind of accelerator, from Cloud TPU's page "TPU software versions".
+#: A version is valid for its own kinds only.
 SOFTWARE = {
     "v2": "tpu-ubuntu2204-base",
     "v3": "tpu-ubuntu2204-base",
@@ -56,25 +56,23 @@ class Tpu(Section):
 
     @property
     def software(self) -> str:
-        """The software version for gcloud. Raises KeyError for an unknown kind without one."""
+        """The software version for gcloud. Raises KeyError if an unknown kind has no version."""
         return self.version or SOFTWARE[self.kind]
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Tpu:
+    def _check_accelerator(self) -> Tpu:
         if self.kind == "v5e":
-            raise ValueError(
-                f"accelerator_type {self.accelerator_type}: gcloud calls it "
-                f"{self.accelerator_type.replace('v5e', 'v5litepod')}"
-            )
+            name = self.accelerator_type.replace("v5e", "v5litepod")
+            raise ValueError(f"accelerator_type {self.accelerator_type}: gcloud calls it {name}")
         known = SOFTWARE.get(self.kind)
         if known is None and self.version is None:
             raise ValueError(
                 f"accelerator_type {self.accelerator_type}: set version too "
-                f"(there are defaults for {', '.join(SOFTWARE)})"
+                f"(only {', '.join(SOFTWARE)} have a default)"
             )
         if known is not None and self.version in {*SOFTWARE.values()} - {known}:
             raise ValueError(
-                f"version {self.version} is not for {self.accelerator_type}: leave it at null "
-                f"({known})"
+                f"version {self.version} does not support {self.accelerator_type}: "
+                f"leave it at null ({known})"
             )
         return self

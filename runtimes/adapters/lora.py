@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.safetensors import Arrays, read_floats
-from configs.training import Lora
+from configs.lora import Lora
 from runtimes.contract import WrongInput
 from runtimes.objective.random import Stream, generator
 

@@ -8,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from configs.training import MindSpore
+from configs.hardware import MindSpore
 from runtimes.mindspore.inputs import Inputs, squared_errors
 from runtimes.mindspore.network import Network
 

@@ -8,7 +8,7 @@ from mindone.peft import LoraConfig, inject_adapter_in_model
 from mindone.peft.tuners.lora import LoraLayer
 from mindspore import mint, nn
 
-from configs.training import Lora
+from configs.lora import Lora
 from runtimes.adapters.lora import (
     ADAPTER,
     Adapter,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from configs.training import Lora
+from configs.lora import Lora
 from runtimes.adapters.lora import (
     ADAPTER,
     Adapter,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.training import TimestepSampling, Train
+from configs.timesteps import TimestepSampling
+from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.draws import Choices, draw_choices, draw_noise, draw_normal, perturb
 from runtimes.objective.latent_scale import LatentScale

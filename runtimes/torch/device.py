@@ -11,7 +11,8 @@ from importlib.metadata import version
 
 import torch
 
-from configs.training import Hpu, Train
+from configs.hardware import Hpu
+from configs.training import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import gaudi
 from runtimes.hosts.ascend import count_npus, missing_components, torch_npu_version

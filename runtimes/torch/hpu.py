@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from configs.training import Hpu, Train
+from configs.hardware import Hpu
+from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.hosts.gaudi import bridge_version, missing_components
 from runtimes.process.compile_cache import CompileCache

@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from artifacts.commit import write_atomic
-from configs.training import Wandb
+from configs.monitoring import Wandb
 from runtimes.contract import WrongInput
 
 KEY = "WANDB_API_KEY"

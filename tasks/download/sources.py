@@ -12,7 +12,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from artifacts.models import cache_folder
-from configs.schema import DatasetSource, DigitsSource, FolderSource, UrlSource
+from configs.sources import DatasetSource, DigitsSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
 from tasks.download.lists import (
     FORMATS,

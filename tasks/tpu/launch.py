@@ -21,8 +21,8 @@ from pathlib import Path
 from artifacts.images import add_member
 from artifacts.models import digest_model
 from artifacts.store import Store
+from configs.monitoring import Wandb
 from configs.tpu import Tpu
-from configs.training import Wandb
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job
 from tasks.process import ChildOutput, Event, JobFailed, wait_for_result

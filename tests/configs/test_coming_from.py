@@ -35,7 +35,7 @@ def test_what_is_named_is_a_setting_of_a_recipe(foreign: coming_from.Foreign) ->
         ("train.max_train_steps", "unknown setting (called train.steps here)"),
         ("train.network_dim", "unknown setting (called train.lora.rank here)"),
         ("learning_rate", "unknown setting (called train.learning_rate here)"),
-        ("train.scale_lr", "has no place here: the rate of a recipe is the rate"),
+        ("train.scale_lr", "no equivalent here: learning_rate is not scaled"),
     ],
 )
 def test_a_key_of_another_tool_is_answered_with_ours(key: str, words: str) -> None:

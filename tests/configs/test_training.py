@@ -41,14 +41,14 @@ def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any
     ("settings", "words"),
     [
         ({"processes": 3}, "processes"),
-        ({"processes": 2, "fsdp": "all", "optimizer": "adafactor"}, "fsdp must be 1"),
+        ({"processes": 2, "fsdp": "all", "optimizer": "adafactor"}, "set fsdp to 1"),
         ({"keep_best": 1}, "keep_best"),
         (
             {"keep_best": 1, "checkpointing_steps": 100, "holdout_loss": {"every_n_steps": 70}},
-            "must divide",
+            "every_n_steps must divide",
         ),
         ({"snr_gamma": 5.0, "debiased_estimation_loss": True}, "set one"),
-        ({"method": "lora", "init": "random"}, "method must be full"),
+        ({"method": "lora", "init": "random"}, "requires method: full"),
         ({"adam_betas": [0.9, 1.0]}, "less than 1"),
         ({"text_encoder_lr": 1e-5}, "train_text_encoder: true"),
         ({"steps": 10, "profile": {"start": 8, "steps": 3}}, "profile: steps 8 to 11"),
@@ -59,7 +59,7 @@ def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any
         ({"timesteps": {"bias_begin": 200}}, "bias_begin has no effect with bias_strategy: none"),
         ({"timesteps": {"bias_strategy": "later", "bias_end": 500}}, "bias_end has no effect"),
         ({"timesteps": {"bias_strategy": "range", "bias_portion": 0.5}}, "bias_portion has no"),
-        ({"loss_scale": {"initial": 8.0}}, "loss_scale is for mixed_precision: fp16"),
+        ({"loss_scale": {"initial": 8.0}}, "loss_scale requires mixed_precision: fp16"),
         ({"mindspore": {"jit_level": "O1"}}, "jit_level has no effect with mode: pynative"),
     ],
 )

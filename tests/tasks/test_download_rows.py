@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.schema import Download, UrlSource
+from configs.schema import Download
+from configs.sources import UrlSource
 from tasks.download.download_shard import DownloadContext, ShardSpec, download_shard, shard_key
 from tasks.download.errors import SourceError
 from tasks.download.lists import Span

@@ -99,7 +99,7 @@ def test_the_grid_has_as_many_in_a_row_as_are_asked_for(draw: Callable[..., Arti
     ("settings", "words"),
     [
         ({"num_image": 2}, r"num_image: unknown setting \(did you mean num_images_per_prompt\?\)"),
-        ({"model": "other"}, "model is an argument of its own"),
+        ({"model": "other"}, "model is an argument"),
         ({"file": "prompts.txt"}, "set either prompts or file"),
         ({"negative_prompt": "blue", "guidance_scale": 1}, "raise guidance_scale above 1"),
         ({"aesthetic_score": 7}, "aesthetic_score has no effect with a model that was not trained"),

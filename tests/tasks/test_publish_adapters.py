@@ -17,8 +17,8 @@ from artifacts.models import ModelNotFound
 from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
+from configs.lora import Lora
 from configs.schema import Recipe
-from configs.training import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
 from tasks.evaluate.published import load_published_model

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from configs.load import RecipeError, load_recipe
+from configs.monitoring import Wandb
 from configs.tpu import Tpu
-from configs.training import Wandb
 from runtimes.contract import WrongInput
 from tasks.tpu import launch
 from tasks.tpu.commands import Slice
@@ -120,5 +120,5 @@ def test_a_slice_is_refused_before_work_where_it_could_not_read(
     (tmp_path / "gcloud").unlink()
     with pytest.raises(WrongInput, match="gcloud is not installed"):
         launch.check(Tpu(**SLICE), "gs://bucket/store", None)
-    with pytest.raises(RecipeError, match="tpu is for runtime xla"):
+    with pytest.raises(RecipeError, match="tpu requires runtime xla"):
         load_recipe("digits", {f"tpu.{name}": value for name, value in SLICE.items()})

@@ -5,7 +5,7 @@ import pytest
 import torch
 from jobs import MakeJob, lora, predicted, start, trained
 
-from configs.training import Lora
+from configs.lora import Lora
 from runtimes.adapters.lora import choose_layers, initial_down
 from runtimes.contract import State, WrongInput
 

@@ -18,7 +18,8 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from jobs import ADAPTERS, CPU, HOLDOUT, SAMPLER, MakeJob, lora, predicted, trained
 from safetensors.torch import load_file, save_file
 
-from configs.training import Lora, Train
+from configs.lora import Lora
+from configs.training import Train
 from runtimes.adapters.kohya import to_kohya
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import StepBatch, WrongInput

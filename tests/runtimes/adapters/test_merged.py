@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.training import Lora
+from configs.lora import Lora
 from runtimes.adapters.lora import Adapter, initial_down
 from runtimes.models.lora import add_adapters
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import training
 
-from configs.training import Hpu, Train
+from configs.hardware import Hpu
+from configs.training import Train
 from runtimes.torch.device import open_device
 
 CHIP = open_device("hpu", settings=Hpu(mode=None))  # before what looks for accelerators

@@ -2,7 +2,7 @@
 
 import math
 
-from configs.training import LossScale
+from configs.hardware import LossScale
 from runtimes.mindspore.loss_scale import DynamicLossScale
 
 

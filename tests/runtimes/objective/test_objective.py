@@ -9,7 +9,8 @@ from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from tolerances import assert_close
 
-from configs.training import TimestepSampling, Train
+from configs.timesteps import TimestepSampling
+from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule

@@ -6,7 +6,7 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from tolerances import assert_close
 
-from configs.training import TimestepSampling
+from configs.timesteps import TimestepSampling
 from runtimes.contract import WrongInput
 from runtimes.objective.timesteps import (
     level_at,

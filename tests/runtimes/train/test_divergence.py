@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from configs.training import OnDivergence
+from configs.monitoring import OnDivergence
 from runtimes.train.divergence import DivergenceDetector
 
 NAN, INF = float("nan"), float("inf")

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from configs.training import OnDivergence
+from configs.monitoring import OnDivergence
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
 from runtimes.train.boards import Boards

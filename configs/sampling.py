@@ -1,0 +1,57 @@
+"""Settings that `evaluate` and `generate` share: prompts and sampler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from configs.section import Dtype, Section
+
+SchedulerName = Literal[
+    "ddim",
+    "ddim_parallel",
+    "ddpm",
+    "dpm++",
+    "euler",
+    "euler_ancestral",
+    "flow_euler",
+    "lms",
+    "pndm",
+]
+
+
+class Prompts(Section):
+    """Prompts, from the recipe or from a text file."""
+
+    prompts: tuple[str, ...] = Field((), description="Prompts, in order.")
+    file: str | None = Field(
+        None, description="Text file with one prompt per line, instead of `prompts`."
+    )
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> Prompts:
+        if bool(self.prompts) == bool(self.file):
+            raise ValueError("set either prompts or file, not both")
+        return self
+
+
+class Sampling(Section):
+    """Sampler and size of pictures."""
+
+    scheduler: SchedulerName | None = Field(
+        None, description="Sampling scheduler; null: the model's own."
+    )
+    height: PositiveInt | None = Field(
+        None, description="Picture height in pixels; null: the model's default."
+    )
+    width: PositiveInt | None = Field(
+        None, description="Picture width in pixels; null: the model's default."
+    )
+    aesthetic_score: float = Field(
+        6.0, description="Aesthetic score to condition on; requires train.aesthetic_score."
+    )
+    negative_aesthetic_score: float = Field(
+        2.5, description="Aesthetic score of the negative prompt; requires train.aesthetic_score."
+    )
+    dtype: Dtype = Field("float32", description="Precision of the sampling pipeline.")

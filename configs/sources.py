@@ -1,0 +1,84 @@
+"""Kinds of image sources: the section `source`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from configs.section import Section
+
+AestheticColumn = Annotated[
+    str | None,
+    Field(description="Column of the aesthetic scores, for train.aesthetic_score; null: none."),
+]
+
+
+class UrlSource(Section):
+    """Lists of image URLs: parquet, csv or jsonl files with one row per image."""
+
+    kind: Literal["urls"]
+    path: str = Field(description="File, folder or glob of lists: local path or fsspec URL.")
+    format: Literal["parquet", "csv", "jsonl"] = Field(
+        "parquet", description="Format of the lists."
+    )
+    url_column: str = Field("url", description="Column with the image URL.")
+    caption_column: str | None = Field(
+        "caption", description="Column with the caption; null: no captions."
+    )
+    sha256_column: str | None = Field(
+        None,
+        description="Column with the sha256 (hex) of the image bytes; null: none. A download with "
+        "another digest is a failed row.",
+    )
+    aesthetic_column: AestheticColumn = None
+    base_url: str | None = Field(
+        None, description="Base of relative URLs; null: all URLs are absolute."
+    )
+
+
+class FolderSource(Section):
+    """A folder of pictures, with captions in `metadata.jsonl` or in one `<name>.txt` each."""
+
+    kind: Literal["folder"]
+    path: str = Field(description="Folder: local path or fsspec URL.")
+    caption_column: str = Field("text", description="Column of metadata.jsonl with the caption.")
+    aesthetic_column: AestheticColumn = None
+
+
+class DatasetSource(Section):
+    """Parquet files with embedded image bytes, the storage format of Hugging Face datasets."""
+
+    kind: Literal["dataset"]
+    path: str = Field(
+        description="Hub dataset id (owner/name), or parquet file, folder or glob: local path or "
+        "fsspec URL."
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub dataset; null: the default branch."
+    )
+    split: str = Field(
+        "train", description="Split: the prefix of the names of the files or folders to read."
+    )
+    image_column: str = Field("image", description="Column with the encoded image.")
+    caption_column: str = Field("text", description="Column with the caption.")
+    aesthetic_column: AestheticColumn = None
+
+
+class DigitsSource(Section):
+    """The demo's pictures: scikit-learn's digits drawn in chalk, served at URLs on loopback."""
+
+    kind: Literal["digits"]
+    port: int = Field(
+        0, ge=0, le=65535, description="Loopback port of the server; 0: any free port."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the rendering.")
+    count: int = Field(1797, ge=0, le=1797, description="Number of digits in the new style.")
+    rehearsal: int = Field(
+        900, ge=0, description="Number of pictures in the base's styles, against forgetting."
+    )
+
+
+Source = Annotated[
+    UrlSource | FolderSource | DatasetSource | DigitsSource, Field(discriminator="kind")
+]
