@@ -1,10 +1,9 @@
-"""The losses of a diffusers script's own steps against ours, on what the script drew.
+"""Compare losses and gradient norms of a diffusers script with ours, on its recorded batches.
 
     python -m bench.equal JOB.json RECORD_FOLDER
 
-The folder holds what peer_hooks.py recorded of the script's steps: latents, noise, timesteps and
-conditioning go into our objective and our runtime, which start from the same weights; loss and
-gradient norm are compared step by step. The last line printed is a JSON object.
+peer_hooks.py records latents, noise, timesteps and conditioning of each step of the script. Our
+objective and runtime repeat the steps from the same weights. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.jobs import read_train_job
 from configs.training import Train
 from runtimes.contract import StepBatch
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.objective import Objective
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.process.events import Events
-from runtimes.process.job import TrainJob, read_job
+from runtimes.process.job import TrainJob
 from runtimes.registry import open_runtime
 from runtimes.train.learning_rate import learning_rate
 
@@ -33,7 +33,7 @@ Arrays = dict[str, NDArray[np.float32]]
 
 
 def compare(job: TrainJob, record: Path) -> dict[str, Any]:
-    """Largest relative difference over all recorded steps, of the loss and of the gradient norm."""
+    """Maximum relative differences of loss and gradient norm over all recorded steps."""
     settings = Train(**job.train)
     schedule = read_schedule(Path(job.model) / "scheduler", settings)
     objective = Objective.of(settings, schedule, LatentScale(1.0))
@@ -45,7 +45,7 @@ def compare(job: TrainJob, record: Path) -> dict[str, Any]:
         losses.append(_difference(float(output.loss), arrays["loss"]))
         norms.append(_difference(float(output.grad_norm), arrays["grad_norm"]))
     if not losses:
-        raise ValueError(f"{record}: nothing was recorded")
+        raise ValueError(f"{record}: no recorded steps")
     return {
         "steps": len(losses),
         "max_relative_loss_difference": max(losses),
@@ -60,7 +60,7 @@ def _recorded(folder: Path) -> Iterator[Arrays]:
 
 
 def _batch(step: int, arrays: Arrays, objective: Objective) -> StepBatch:
-    """The recorded draws, noised, targeted and weighted by our objective."""
+    """The batch of a recorded step, with noisy latents, target and weight of our objective."""
     latents, noise = arrays["latents"], arrays["noise"]
     levels = arrays["timesteps"].astype(np.int32)
     schedule = objective.schedule
@@ -80,10 +80,8 @@ def _difference(ours: float, theirs: NDArray[np.float32]) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Compare, and print."""
-    job = read_job(Path(arguments[0]))
-    assert isinstance(job, TrainJob)
-    print(json.dumps(compare(job, Path(arguments[1]))))
+    """Compare, and print the result."""
+    print(json.dumps(compare(read_train_job(arguments[0]), Path(arguments[1]))))
 
 
 if __name__ == "__main__":

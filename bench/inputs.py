@@ -1,15 +1,16 @@
-"""What both sides of a comparison are given: the same pictures, the same weights in float32."""
+"""Inputs of both sides of a comparison: pictures, and pipelines in float32."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 BASE = Path(__file__).parents[1] / "demo" / "base"
-#: An SDXL-layout UNet of 39.9 M parameters: between the demo's (2.7 M) and the real one (2,567 M).
+#: A UNet in SDXL's layout with 39.9 M parameters; the demo's has 2.7 M, SDXL's 2,567 M.
 MIDDLE_UNET: dict[str, Any] = {
     "sample_size": 16,
     "block_out_channels": (128, 256, 256),
@@ -17,7 +18,7 @@ MIDDLE_UNET: dict[str, Any] = {
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
     "layers_per_block": 2,
     "transformer_layers_per_block": 1,
-    "attention_head_dim": (2, 4, 4),  # heads, as diffusers misnames them: 64 channels each
+    "attention_head_dim": (2, 4, 4),  # number of heads (diffusers' name is wrong): 64 channels each
     "use_linear_projection": True,
     "cross_attention_dim": 128,
     "addition_embed_type": "text_time",
@@ -27,9 +28,9 @@ MIDDLE_UNET: dict[str, Any] = {
 
 
 def write_images(folder: Path, count: int, size: int) -> Path:
-    """The demo's first `count` pictures, `size` pixels a side, as diffusers' scripts read them.
+    """Write the demo's first `count` pictures, of `size` x `size` pixels, for diffusers' scripts.
 
-    PNG files beside a `metadata.jsonl` with `file_name` and `text`.
+    The folder has PNG files and a `metadata.jsonl` with `file_name` and `text`.
     """
     import pyarrow.parquet as pq
 
@@ -47,7 +48,7 @@ def write_images(folder: Path, count: int, size: int) -> Path:
 
 
 def write_pipeline(folder: Path, unet: dict[str, Any] | None = None) -> Path:
-    """The demo's base in float32; around a UNet of random weights, if its config is given."""
+    """Write the demo's base in float32, or with a random UNet of the config `unet`."""
     import torch
     from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 
@@ -68,21 +69,14 @@ def count_parameters(folder: Path) -> int:
 
     with safe_open(folder / "unet" / "diffusion_pytorch_model.safetensors", "np") as file:
         slices = (file.get_slice(name).get_shape() for name in file.keys())  # noqa: SIM118
-        return sum(_product(shape) for shape in slices)
+        return sum(math.prod(shape) for shape in slices)
 
 
-def _product(shape: list[int]) -> int:
-    total = 1
-    for side in shape:
-        total *= side
-    return total
+def write_full_size(folder: Path, config: Path) -> Path:
+    """Write a pipeline in bf16 whose UNet has random weights and the config.json `config`.
 
-
-def write_true_size(folder: Path, config: Path) -> Path:
-    """A pipeline around a UNet of random weights (stored in bf16) by the config.json `config`.
-
-    The VAE (f = 8) and the text encoders are small stand-ins that give latents and embeddings of
-    the true shapes: what a step trains is the same, what encoding costs is not.
+    The VAE (f = 8) and the text encoders are small, with outputs of the published shapes: a
+    training step costs the same, encoding does not.
     """
     import torch
     from diffusers import (
@@ -94,7 +88,9 @@ def write_true_size(folder: Path, config: Path) -> Path:
     from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # minutes for SDXL on a CPU
+    with torch.device(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    ):  # SDXL takes minutes on a CPU
         unet = UNet2DConditionModel.from_config(json.loads(config.read_text(encoding="utf-8")))
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     tokenizer = CLIPTokenizer.from_pretrained(BASE / "tokenizer", local_files_only=True)

@@ -1,9 +1,9 @@
-"""What we publish, drawn by optimum-habana: `python -m bench.optimum_habana MODEL PROMPT...`.
+"""Compare optimum-habana with diffusers: `python -m bench.optimum_habana MODEL PROMPT...`.
 
-Loads a published SDXL with its `GaudiStableDiffusionXLPipeline` on device hpu and with diffusers'
-own pipeline on the CPU, draws the same prompts from the same noise with both, and tells how far
-they are apart. Wants an environment of its own, as optimum-habana needs older libraries
-(docs/gaudi.md); without a Gaudi the emulated one of tests/hpu_host does.
+A published SDXL samples the same prompts from the same noise, by optimum-habana's
+`GaudiStableDiffusionXLPipeline` on device hpu and by diffusers' pipeline on the CPU. optimum-habana
+requires an environment of its own with older libraries (docs/gaudi.md). tests/hpu_host emulates a
+Gaudi.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PACKAGES = ("optimum-habana", "optimum", "diffusers", "transformers", "torch")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw by both and compare; 1 if they are more than two of 255 levels apart."""
+    """Sample with both and compare; 1 if a value differs by more than 2 of 255 levels."""
     parser = argparse.ArgumentParser(prog="python -m bench.optimum_habana", description=__doc__)
     parser.add_argument("model", help="folder of a published StableDiffusionXLPipeline")
     parser.add_argument("prompts", nargs="+")
     options = parser.parse_args(arguments)
     os.environ.setdefault("PT_HPU_LAZY_MODE", "1")
-    import habana_frameworks.torch.core  # noqa: F401  before any tensor
+    import habana_frameworks.torch.core  # noqa: F401  must precede every tensor
     import torch
     from diffusers import StableDiffusionXLPipeline
     from optimum.habana import GaudiConfig
@@ -43,28 +43,27 @@ def main(arguments: Sequence[str]) -> int:
     size = ours.unet.config.sample_size
     shape = (len(options.prompts), ours.unet.config.in_channels, size, size)
     noise = np.random.default_rng(SEED).standard_normal(shape, dtype=np.float32)
-    drawn = [_draw(pipe, options.prompts, torch.from_numpy(noise)) for pipe in (theirs, ours)]
-    apart = np.abs(drawn[0] - drawn[1])
-    told: dict[str, Any] = {
+    pictures = [_sample(pipe, options.prompts, torch.from_numpy(noise)) for pipe in (theirs, ours)]
+    result: dict[str, Any] = {
         "device": str(theirs.device),
-        "pictures": len(drawn[0]),
-        "most_levels_apart": float(apart.max() * 255),
+        "pictures": len(pictures[0]),
+        "max_difference_levels": float(np.abs(pictures[0] - pictures[1]).max() * 255),
         "versions": {name: version(name) for name in PACKAGES},
     }
-    print(json.dumps(told))
-    return int(told["most_levels_apart"] > 2)
+    print(json.dumps(result))
+    return int(result["max_difference_levels"] > 2)
 
 
-def _draw(pipe: Any, prompts: Sequence[str], noise: Any) -> Any:
+def _sample(pipe: Any, prompts: Sequence[str], noise: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
-    drawn = pipe(
+    output = pipe(
         list(prompts),
         latents=noise,
         num_inference_steps=STEPS,
         guidance_scale=GUIDANCE,
         output_type="np",
     )
-    return np.stack(list(drawn.images))
+    return np.stack(list(output.images))
 
 
 if __name__ == "__main__":

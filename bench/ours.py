@@ -1,4 +1,4 @@
-"""Our side of a comparison: training jobs through the whole loop, and whole runs, as processes."""
+"""Our side of a comparison: training jobs and whole runs, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class LoopTime:
-    """What a run's progress events say of the steps after the warm-up."""
+    """Speed and memory of the loop after the warm-up."""
 
-    seconds: float  # a step, from one event's clock to another's: nothing is left out
-    data_wait: float  # share of the time that the device waited for data
+    seconds: float  # per step, between two progress events
+    data_wait: float  # fraction of the time that the device waits for data
     images_per_second: float
     memory_bytes: int
-    mfu: float | None  # share of the chip's peak, where both are known
+    mfu: float | None  # model FLOPs utilization, 0 to 1; None if unknown
 
     @classmethod
     def from_events(cls, events: Sequence[dict[str, Any]], batch_size: int) -> LoopTime:
-        """From progress events; the first one ends the warm-up."""
+        """From the events of a job; the first progress event ends the warm-up."""
         progress = [event for event in events if event["event"] == "progress"]
         first, last = progress[0], progress[-1]
         seconds = (last["time"] - first["time"]) / (last["step"] - first["step"])
@@ -44,13 +44,13 @@ class LoopTime:
 
 
 def encode(images: Path, model: Path, store: Path, size: int) -> str:
-    """URL of the latents artifact of a folder of pictures, encoded by the stages themselves."""
+    """Encode a folder of pictures with our stages; the URL of the latents artifact."""
     recipe = load_recipe("digits", recipe_overrides(images, model, store, size))
     return Stages(recipe).latents().uri
 
 
 def make_job(model: Path, latents: str, folder: Path, warm_up: int, **train: Any) -> TrainJob:
-    """A job that reports every `warm_up` steps, and neither checkpoints nor draws."""
+    """A job that reports every `warm_up` steps, without checkpoints and samples."""
     open_latents(latents)
     settings = Train(**{"logging_steps": warm_up, "checkpointing_steps": NEVER, **train})
     return TrainJob(
@@ -75,7 +75,7 @@ def time_loop(job: TrainJob) -> LoopTime:
 def whole_run(
     images: Path, model: Path, folder: Path, size: int, train: dict[str, Any]
 ) -> tuple[float, dict[str, float]]:
-    """Seconds from a process's start to its end, a folder of pictures to weights; each stage's."""
+    """Seconds of a process from a folder of pictures to trained weights, and of each stage."""
     overrides = recipe_overrides(images, model, folder / "store", size, **train)
     path = folder / "overrides.json"
     path.write_text(json.dumps(overrides), encoding="utf-8")
@@ -84,7 +84,7 @@ def whole_run(
 
 
 def run_module(module: str, *arguments: str, python: str = sys.executable) -> tuple[float, Any]:
-    """Seconds that `python -m module` takes, and the JSON in its last line."""
+    """Run `python -m module`; its seconds, and the JSON in its last line."""
     begin = time.perf_counter()
     done = subprocess.run(
         [python, "-m", module, *arguments],

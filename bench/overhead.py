@@ -1,33 +1,32 @@
-"""What the loop costs: a step of it against a bare `runtime.step` on one batch, in one process.
+"""Overhead of the training loop: its steps against bare calls of `runtime.step`, in one process.
 
     python -m bench.overhead JOB.json ROUNDS STEPS
 
-Blocks of a few steps take turns, so that a machine whose speed drifts is as slow for the one as for
-the other; the last line printed is a JSON object.
+Blocks of a few steps alternate, so that drift of the machine's speed affects both equally. The last
+line printed is JSON.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench.jobs import run
 from bench.report import spread
 from configs.training import Train
 from runtimes.data.loader import open_job_latents
 from runtimes.process.events import Events
-from runtimes.process.job import TrainJob, read_job
+from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.registry import open_runtime
 from runtimes.train.trainer import make_loader, train
 
 
-class Bare:
-    """A runtime and one batch, without the loop."""
+class BareSteps:
+    """Steps of a runtime on one batch, without the loop."""
 
     def __init__(self, job: TrainJob) -> None:
         settings = Train(**job.train)
@@ -37,7 +36,7 @@ class Bare:
         self.runtime.load(job)
 
     def seconds(self, steps: int) -> float:
-        """Seconds of so many steps; nothing is fetched from the device in between."""
+        """Seconds of `steps` steps, without a synchronization between them."""
         begin, output = time.perf_counter(), None
         for _ in range(steps):
             output = self.runtime.step(self._batch, self._rate)
@@ -47,9 +46,9 @@ class Bare:
 
 
 class Alternating(Events):
-    """Lets as many bare steps follow each report of the loop as there were steps before it."""
+    """After each block of the loop's steps, run and time as many bare steps."""
 
-    def __init__(self, bare: Bare) -> None:
+    def __init__(self, bare: BareSteps) -> None:
         super().__init__()
         self._bare, self._step, self._since = bare, 0, 0.0
         self.loops: list[float] = []  # seconds of each block
@@ -69,11 +68,11 @@ class Alternating(Events):
 
 
 def compare(job: TrainJob, rounds: int, steps: int) -> dict[str, Any]:
-    """Ratio bare over loop of every round, both times of a step, and the loop's wait for data."""
+    """Ratio bare / loop, seconds per step of both, and data wait of the loop, over the rounds."""
     block = job.train["logging_steps"]
     blocks = max(1, steps // block)
     total = block * (1 + rounds * blocks)
-    events = Alternating(Bare(job))
+    events = Alternating(BareSteps(job))
     train(replace(job, train={**job.train, "steps": total}), events, Stop())
 
     def by_round(values: list[float]) -> list[float]:
@@ -88,13 +87,5 @@ def compare(job: TrainJob, rounds: int, steps: int) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    """Compare, and print."""
-    path, rounds, steps = arguments
-    job = read_job(Path(path))
-    assert isinstance(job, TrainJob)
-    print(json.dumps(compare(job, int(rounds), int(steps))))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(compare, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""diffusers' example scripts, unmodified, in an environment of their own."""
+"""Run diffusers' unmodified example scripts in an environment of their own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from typing import Any
 
 HOOKS = Path(__file__).with_name("peer_hooks.py")
 NEVER = 10**9
-LAST_WORDS = 2000  # characters
-
-
-#: By family and method. `train_text_to_image_sdxl.py` has latents and text embeddings precomputed,
-#: the others encode in every step.
+ERROR_CHARACTERS = 2000
+#: Script by family and method. `train_text_to_image_sdxl.py` precomputes latents and text
+#: embeddings; the others encode in every step.
 SCRIPTS = {
     ("sdxl", "full"): "train_text_to_image_sdxl.py",
     ("sdxl", "lora"): "train_text_to_image_lora_sdxl.py",
@@ -28,60 +26,60 @@ SCRIPTS = {
 
 
 class PeerFailed(RuntimeError):
-    """The script ended with an error; the message has its last words."""
+    """A script failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True)
 class PeerTime:
-    """Mean seconds of the script's steps after the warm-up."""
+    """Mean seconds per step of a script, after the warm-up."""
 
-    fetch: float  # reading, decoding and collating a batch, in the loop as the script has it
-    encode: float  # in the VAE and the text encoders, where it encodes in the step
-    body: float  # everything but the fetching
+    fetch: float  # reading, decoding and collating a batch
+    encode: float  # in the VAE and the text encoders
+    body: float  # all except fetch; includes encode
 
     @property
     def iteration(self) -> float:
-        """The whole step, as its progress bar counts it."""
+        """The whole step, as the script's progress bar shows it."""
         return self.fetch + self.body
 
     @property
     def precomputed(self) -> float:
-        """The step less what it spends encoding: as if latents and text embeddings were there."""
+        """The step without encoding, as with precomputed latents and text embeddings."""
         return self.iteration - self.encode
 
     @property
     def training(self) -> float:
-        """What is left once the batch is there, too."""
+        """The step without fetching and encoding."""
         return self.body - self.encode
 
     @classmethod
     def from_steps(cls, steps: Sequence[Mapping[str, float]], warm_up: int) -> PeerTime:
-        """From what peer_hooks.py noted of every step but the last."""
+        """From the steps that peer_hooks.py timed: all except the last."""
         kept = steps[warm_up:]
         means = {name: statistics.fmean(step[name] for step in kept) for name in kept[0]}
         return cls(**means)
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A run of a script that ended well."""
+class ScriptRun:
+    """A successful run of a script."""
 
-    seconds: float  # from the process's start to its end
-    steps: list[dict[str, float]]  # as peer_hooks.py noted them
-    memory_bytes: int  # most that was in use, on the device or in the process
+    seconds: float  # from start to end of the process
+    steps: list[dict[str, float]]  # from peer_hooks.py
+    memory_bytes: int  # peak of the device, or of the process on a CPU
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Where the scripts are, and what runs them."""
+    """The scripts, and the Python interpreter that runs them."""
 
     examples: Path
     python: str
 
     def missing(self, script: str) -> str:
-        """Why a script cannot be run; nothing if it can."""
+        """Why a script cannot run; empty if it can."""
         path = self.examples / script
-        return "" if path.is_file() else f"{path} is not there"
+        return "" if path.is_file() else f"{path}: not found"
 
     def run(
         self,
@@ -92,18 +90,19 @@ class Peer:
         *,
         record: Path | None = None,
         **options: Any,
-    ) -> Ended:
-        """Run a script to its end.
+    ) -> ScriptRun:
+        """Run a script.
 
         Args:
-            scratch: an empty folder: nothing that an earlier run has cached is reused.
-            options: the script's command-line options; True is an option without a value.
+            scratch: an empty folder for its caches and output, so that each run starts cold.
+            record: folder for the arrays of each step; None: not recorded.
+            options: command-line options of the script; True for a flag.
 
         Raises:
-            PeerFailed: it did not end well.
+            PeerFailed: its exit code is not 0.
         """
         notes = scratch / "notes.json"
-        given = {
+        arguments = {
             "pretrained_model_name_or_path": model,
             "train_data_dir": images,
             "cache_dir": scratch / "cache",
@@ -115,7 +114,7 @@ class Peer:
         }
         path = self.examples / script
         command = [self.python, str(HOOKS), str(notes), str(record or "-"), str(path)]
-        for name, value in given.items():
+        for name, value in arguments.items():
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         begin = time.perf_counter()
         done = subprocess.run(
@@ -123,22 +122,22 @@ class Peer:
         )
         seconds = time.perf_counter() - begin
         if done.returncode:
-            raise PeerFailed(f"{script} exited with {done.returncode}: {_last_words(done)}")
-        return Ended(seconds, **json.loads(notes.read_text(encoding="utf-8")))
+            raise PeerFailed(f"{script} exited with {done.returncode}: {_error(done)}")
+        return ScriptRun(seconds, **json.loads(notes.read_text(encoding="utf-8")))
 
     def versions(self) -> dict[str, str]:
         """Versions of the packages that the scripts import."""
         names = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "datasets")
-        code = f"import json, importlib.metadata as m; found = {{n: m.version(n) for n in {names}}}"
-        command = [self.python, "-c", f"{code}; print(json.dumps(found))"]
+        code = f"import json, importlib.metadata as m; v = {{n: m.version(n) for n in {names}}}"
+        command = [self.python, "-c", f"{code}; print(json.dumps(v))"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise PeerFailed(_last_words(done))
+            raise PeerFailed(_error(done))
         return dict(json.loads(done.stdout))
 
 
 def _environment(scratch: Path) -> dict[str, str]:
-    """Ours, offline, with nothing cached and with the threads waiting as is the default."""
+    """Our environment, but offline, with empty caches and the default OpenMP wait policy."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -150,5 +149,5 @@ def _environment(scratch: Path) -> dict[str, str]:
     return environment
 
 
-def _last_words(done: subprocess.CompletedProcess[str]) -> str:
-    return (done.stderr or done.stdout).strip()[-LAST_WORDS:]
+def _error(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr or done.stdout).strip()[-ERROR_CHARACTERS:]

@@ -1,13 +1,13 @@
-"""Run a diffusers example script as it is, and note when its steps begin and what they draw.
+"""Run an unmodified diffusers example script; time its steps and record their arrays.
 
     python peer_hooks.py NOTES.json RECORD_FOLDER|- SCRIPT ARGUMENTS...
 
-Runs in the peer's environment: it imports nothing of ours. The script's file is not touched; what
-is wrapped are library calls that it makes:
+Runs in the script's environment, so it imports none of our modules. It wraps library functions that
+the script calls:
 
-* accelerate's data loader: seconds spent in fetching a batch, and seconds until the next fetch;
-* the VAE's `encode` and the text encoders' `forward`: seconds spent in them;
-* where a record folder is given, `add_noise`, the UNet's `forward`, `Accelerator.backward` and
+* accelerate's data loader: seconds per fetch, and seconds until the next fetch;
+* the VAE's `encode` and the text encoders' `forward`: their seconds;
+* with a record folder, `add_noise`, the UNet's `forward`, `Accelerator.backward` and
   `clip_grad_norm_`: the arrays of each step, as `00000.npz`, ... in that folder.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 
 def _allow_foreign_torchvision() -> None:
-    """torchvision's registry build registers CUDA operators that a CPU torch does not know."""
+    """Skip a module of torchvision's CUDA build that fails with a CPU build of torch."""
     import torch
 
     if torch.version.cuda is None:
@@ -33,9 +33,9 @@ def _allow_foreign_torchvision() -> None:
 
 
 class Stopwatch:
-    """Seconds of each step: fetching its batch, encoding within it, and all of it without fetching.
+    """Seconds of each step: fetching, encoding, and all except fetching.
 
-    On CUDA the device is waited for wherever the clock is read.
+    On CUDA, every reading of the clock synchronizes the device.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Stopwatch:
         self._wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
         self.steps: list[dict[str, float]] = []
         self.encoding = 0.0
-        self._within = False  # an encoder: one may call another, whose time is part of its own
+        self._encodes = False  # encoders may be nested; only the outer one is timed
 
     def now(self) -> float:
         """The time, once the device is idle."""
@@ -57,14 +57,14 @@ class Stopwatch:
         def timed(loader: Any) -> Iterator[Any]:
             batches = original(loader)
             while True:
-                asked = self.now()
+                start = self.now()
                 batch = next(batches, None)
                 if batch is None:
                     return
-                given, self.encoding = self.now(), 0.0
+                fetched, self.encoding = self.now(), 0.0
                 yield batch
                 done = self.now()
-                step = {"fetch": given - asked, "encode": self.encoding, "body": done - given}
+                step = {"fetch": fetched - start, "encode": self.encoding, "body": done - fetched}
                 self.steps.append(step)
 
         return timed
@@ -73,20 +73,20 @@ class Stopwatch:
         """An encoder's method, timed."""
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            if self._within:
+            if self._encodes:
                 return original(*arguments, **keywords)
-            begin, self._within = self.now(), True
+            begin, self._encodes = self.now(), True
             try:
                 return original(*arguments, **keywords)
             finally:
-                self._within = False
+                self._encodes = False
                 self.encoding += self.now() - begin
 
         return timed
 
 
 class Recorder:
-    """Writes the arrays that determine each step, and what came of it."""
+    """Writes the inputs of each step, its loss and its gradient norm."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
@@ -96,7 +96,7 @@ class Recorder:
         """The scheduler's `add_noise(latents, noise, timesteps)`."""
 
         def recorded(scheduler: Any, latents: Any, noise: Any, timesteps: Any) -> Any:
-            self._keep(latents=latents, noise=noise, timesteps=timesteps)
+            self._store(latents=latents, noise=noise, timesteps=timesteps)
             return original(scheduler, latents, noise, timesteps)
 
         return recorded
@@ -106,7 +106,7 @@ class Recorder:
 
         def recorded(unet: Any, sample: Any, timestep: Any, embeds: Any, **more: Any) -> Any:
             added = more["added_cond_kwargs"]
-            self._keep(
+            self._store(
                 prompt_embeds=embeds,
                 pooled_prompt_embeds=added["text_embeds"],
                 add_time_ids=added["time_ids"],
@@ -119,31 +119,31 @@ class Recorder:
         """The accelerator's `backward(loss)`."""
 
         def recorded(accelerator: Any, loss: Any, **more: Any) -> Any:
-            self._keep(loss=loss)
+            self._store(loss=loss)
             return original(accelerator, loss, **more)
 
         return recorded
 
     def clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The accelerator's `clip_grad_norm_`: the last call of a step that is recorded."""
+        """The accelerator's `clip_grad_norm_`, the last recorded call of a step."""
         import numpy as np
 
         def recorded(*arguments: Any, **keywords: Any) -> Any:
             norm = original(*arguments, **keywords)
-            self._keep(grad_norm=norm)
+            self._store(grad_norm=norm)
             np.savez(self._folder / f"{self._count:05d}.npz", **self._arrays)
             self._arrays, self._count = {}, self._count + 1
             return norm
 
         return recorded
 
-    def _keep(self, **tensors: Any) -> None:
+    def _store(self, **tensors: Any) -> None:
         for name, tensor in tensors.items():
             self._arrays[name] = tensor.detach().float().cpu().numpy().copy()
 
 
 def _peak_bytes() -> int:
-    """Most bytes in use so far: of the device's memory, or of this process."""
+    """Peak memory of the CUDA device, or of this process on a CPU."""
     import torch
 
     if torch.cuda.is_available():

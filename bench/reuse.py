@@ -1,8 +1,8 @@
-"""What a run costs that finds everything made: `python -m bench.reuse [RECIPE]`.
+"""Time of a run that reuses every artifact: `python -m bench.reuse [RECIPE]`.
 
-Run the recipe once before (`make demo`). Timed side by side, alternating: `kiln run RECIPE`, and a
-Prefect flow of as many tasks that do nothing, with a server of its own as `kiln run` has. What is
-left between them is our own: checking the recipe, looking at what is reused, showing every stage.
+Run the recipe once before (`make demo`). The benchmark alternates `kiln run RECIPE` and an empty
+Prefect flow with as many tasks and a server of its own. The difference is the time of Kilnworks:
+checking the recipe and the artifacts, and showing every stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.report import Row, machine, publish, say, spread, versions
+from bench.report import Row, log, machine, publish, spread, versions
 
 ROUNDS = 5
 EMPTY_FLOW = """
@@ -35,23 +35,23 @@ empty()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Time both; 1 if the recipe was not wholly reused."""
+    """Time both; 1 if a stage was not reused."""
     parser = argparse.ArgumentParser(prog="python -m bench.reuse", description=__doc__)
     parser.add_argument("recipe", nargs="?", default="digits")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args(arguments)
     kiln = [sys.executable, "-m", "flows.cli", "run", options.recipe, "--json"]
-    report = json.loads(_timed(kiln)[1].splitlines()[-1])  # also warms the disk's cache
+    report = json.loads(_timed(kiln)[1].splitlines()[-1])  # also warms the disk cache
     if any(stage["outcome"] != "reused" for stage in report["stages"].values()):
-        say(f"{options.recipe} was not wholly reused: run this again")
+        log(f"error: {options.recipe}: not every stage was reused; run the benchmark again")
         return 1
     empty = [sys.executable, "-c", EMPTY_FLOW.format(tasks=len(report["stages"]))]
     seconds: dict[str, list[float]] = {"prefect_alone": [], "reused_run": []}
     for _ in range(options.rounds):
         seconds["prefect_alone"].append(_timed(empty)[0])
         seconds["reused_run"].append(_timed(kiln)[0])
-    both = zip(seconds["reused_run"], seconds["prefect_alone"], strict=True)
-    beyond = [ours - theirs for ours, theirs in both]
+    pairs = zip(seconds["reused_run"], seconds["prefect_alone"], strict=True)
+    beyond = [ours - theirs for ours, theirs in pairs]
     figures: dict[str, Any] = {
         f"{name}_seconds": spread(values)
         for name, values in {**seconds, "beyond_prefect": beyond}.items()
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _timed(command: Sequence[str]) -> tuple[float, str]:
-    """Seconds that a command takes, and what it prints."""
+    """Duration of a command in seconds, and its standard output."""
     since = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return time.perf_counter() - since, done.stdout

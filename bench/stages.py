@@ -1,9 +1,9 @@
-"""Our side of a whole run: a folder of pictures to trained weights, without Prefect.
+"""Our side of a whole run, without Prefect: from a folder of pictures to trained weights.
 
     python -m bench.stages OVERRIDES.json
 
-OVERRIDES.json holds dotted settings of the recipe `digits`. The last line printed is a JSON object
-with the seconds of each stage.
+OVERRIDES.json has dotted settings of the recipe `digits`. The last line printed is JSON: seconds by
+stage.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from configs.schema import Recipe
 Build = Callable[[Draft], dict[str, Any]]
 
 
-def unscored(strip: bytes) -> dict[str, float]:
-    """No pictures are drawn here."""
+def no_scores(strip: bytes) -> dict[str, float]:
+    """Scores of sample pictures; there are none because the job has no prompts."""
     raise AssertionError("there are no prompts")
 
 
-def silent(done: int, total: int, text: str = "") -> None:
-    """Progress that nobody watches."""
+def no_progress(done: int, total: int, text: str = "") -> None:
+    """Ignore the progress of a stage."""
 
 
 class Stages:
-    """The first three stages of a recipe, each built unless its artifact is there."""
+    """The first three stages of a recipe, each built unless its artifact exists."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._store = recipe, Store(recipe.store)
@@ -39,28 +39,35 @@ class Stages:
         self.seconds: dict[str, float] = {}
 
     def latents(self) -> Artifact:
-        """The recipe's pictures, encoded."""
+        """The latents of the recipe's pictures."""
         from tasks import download, encode
 
         plan = download.plan(self._recipe)
         images = self._stage(
             download.key_parts(self._recipe, plan),
-            lambda draft: download.build(self._recipe, plan, draft, silent),
+            lambda draft: download.build(self._recipe, plan, draft, no_progress),
         )
         return self._stage(
             encode.key_parts(self._recipe, images, self._model, None),
-            lambda draft: encode.build(self._recipe, images, self._model, None, draft, silent),
+            lambda draft: encode.build(self._recipe, images, self._model, None, draft, no_progress),
         )
 
     def trained(self) -> Artifact:
-        """The weights that the recipe trains."""
+        """The trained weights of the recipe."""
         from tasks import train
 
         latents = self.latents()
         return self._stage(
             train.key_parts(self._recipe, latents, self._model),
             lambda draft: train.build(
-                self._recipe, latents, self._model, None, (), unscored, draft, cast(Any, silent)
+                self._recipe,
+                latents,
+                self._model,
+                None,
+                (),
+                no_scores,
+                draft,
+                cast(Any, no_progress),
             ),
         )
 
@@ -75,7 +82,7 @@ class Stages:
 def recipe_overrides(
     images: Path, model: Path, store: Path, size: int, **train: Any
 ) -> dict[str, Any]:
-    """Overrides of the recipe `digits`: all pictures of a folder, none held out, none resized."""
+    """Overrides of the recipe `digits` for a folder of pictures, without held-out pictures."""
     return {
         "source.kind": "folder",
         "source.path": str(images),
@@ -89,7 +96,7 @@ def recipe_overrides(
 
 
 def main(arguments: list[str]) -> None:
-    """Do the run that the one argument describes."""
+    """Run the stages with the overrides in a file, and print their seconds."""
     stages = Stages(load_recipe("digits", json.loads(Path(arguments[0]).read_text())))
     stages.trained()
     print(json.dumps(stages.seconds))

@@ -1,4 +1,4 @@
-"""Comparisons of steps: the inputs of one call of the benchmark, and a row for a model's scale."""
+"""Comparison of training steps: workloads, their input files, and a row of the table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from bench import inputs, ours
 from bench.peer import SCRIPTS, Peer, PeerTime
-from bench.report import Row, spread
+from bench.report import Row, Skip, spread
 from runtimes.process.job import TrainJob
 
 WARM_UP = 5  # steps
 RANK = 16
-#: What both sides train with, where the scripts' defaults and ours differ.
+#: Settings of both sides whose defaults differ.
 COMMON: dict[str, Any] = {"learning_rate": 1e-4, "snr_gamma": 5.0}
 OURS: dict[str, Any] = {
     **COMMON,
@@ -41,26 +41,26 @@ PEER_METHODS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"rank": RANK}}
 
 
 @dataclass(frozen=True)
-class Scale:
-    """A model, and what a step of it is given."""
+class Workload:
+    """A model, its pictures and batch size."""
 
     name: str
-    write: Callable[[Path], Path]  # its pipeline, into a folder
+    write: Callable[[Path], Path]  # writes the pipeline into a folder
     pictures: int
-    size: int  # pixels a side
+    size: int  # side of the pictures, in pixels
     batch: int
-    part: int = 1  # timed steps are `--steps` divided by this
+    steps_divisor: int = 1  # timed steps are `--steps` divided by this
     family: str = "sdxl"
-    train: Mapping[str, Any] = field(default_factory=dict)  # our settings besides OURS
-    peer: Mapping[str, Any] = field(default_factory=dict)  # the script's options besides COMMON
+    train: Mapping[str, Any] = field(default_factory=dict)  # settings besides OURS
+    peer: Mapping[str, Any] = field(default_factory=dict)  # options of the script besides COMMON
 
     def __hash__(self) -> int:
         return hash(self.name)
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A scale's inputs on disk."""
+class InputFiles:
+    """The files of a workload."""
 
     model: Path
     images: Path
@@ -68,105 +68,106 @@ class Ready:
 
 
 class Context:
-    """One call of the benchmark: its options, and inputs made when they are first needed."""
+    """One call of the benchmark: its options, and input files that are written at first use."""
 
     def __init__(self, folder: Path, peer: Peer | None, rounds: int, steps: int) -> None:
         self.folder, self.peer, self.rounds, self.steps = folder, peer, rounds, steps
-        self.ready = cache(self._ready)
+        self.files = cache(self._write_files)
 
     def row(self, name: str, make: Callable[[Context, str], Row]) -> Row:
-        """A row. One that fails says so, and the others are run nevertheless."""
+        """A row of the table; an error becomes a failed row, so that other rows still run."""
         try:
             return make(self, name)
+        except Skip as reason:
+            return Row(name, skipped=str(reason))
         except Exception as error:
             traceback.print_exc()
             return Row(name, failed=f"{type(error).__name__}: {error}")
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """An empty folder that goes when it is no longer needed."""
+        """A temporary folder."""
         with TemporaryDirectory(dir=self.folder) as folder:
             yield Path(folder)
 
-    def without(self, script: str) -> str:
-        """Why a script cannot be run; nothing if it can."""
-        return "give --diffusers-examples" if self.peer is None else self.peer.missing(script)
+    def peer_with(self, script: str) -> Peer:
+        """The peer. Raises Skip if it does not have the script."""
+        if self.peer is None:
+            raise Skip("requires --diffusers-examples")
+        if reason := self.peer.missing(script):
+            raise Skip(reason)
+        return self.peer
 
-    def in_turns(
-        self, theirs: Callable[[Path], Any], mine: Callable[[Path], Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Both sides' results of every round; the one that goes first changes."""
-        results: tuple[list[Any], list[Any]] = ([], [])
-        sides = (theirs, mine)
+    def alternate(self, *sides: Callable[[Path], Any]) -> list[list[Any]]:
+        """Results of each side in every round. Each round starts with another side."""
+        results: list[list[Any]] = [[] for _ in sides]
         for number in range(self.rounds):
-            for side in (number % 2, 1 - number % 2):
+            for position in range(len(sides)):
+                side = (number + position) % len(sides)
                 with self.scratch() as folder:
                     results[side].append(sides[side](folder))
         return results
 
-    def _ready(self, scale: Scale) -> Ready:
-        folder = self.folder / scale.name
+    def _write_files(self, workload: Workload) -> InputFiles:
+        folder = self.folder / workload.name
         folder.mkdir()
-        model = scale.write(folder / "model")
-        images = inputs.write_images(folder / "images", scale.pictures, scale.size)
-        latents = ours.encode(images, model, folder / "store", scale.size)
-        return Ready(model, images, latents)
+        model = workload.write(folder / "model")
+        images = inputs.write_images(folder / "images", workload.pictures, workload.size)
+        latents = ours.encode(images, model, folder / "store", workload.size)
+        return InputFiles(model, images, latents)
 
-    def timed_steps(self, scale: Scale) -> int:
-        """Steps of a round that count."""
-        return max(2, self.steps // scale.part)
+    def timed_steps(self, workload: Workload) -> int:
+        """Timed steps per round."""
+        return max(2, self.steps // workload.steps_divisor)
 
-    def job(self, scale: Scale, method: str, folder: Path, **train: Any) -> TrainJob:
-        """Our job of a scale."""
-        ready = self.ready(scale)
+    def job(self, workload: Workload, method: str, folder: Path, **train: Any) -> TrainJob:
+        """Our training job of a workload."""
+        files = self.files(workload)
         settings = {
             **OURS,
-            "steps": WARM_UP + self.timed_steps(scale),
-            "global_batch_size": scale.batch,
+            "steps": WARM_UP + self.timed_steps(workload),
+            "global_batch_size": workload.batch,
             **METHODS[method],
-            **scale.train,
+            **workload.train,
             **train,
         }
-        return ours.make_job(ready.model, ready.latents, folder, WARM_UP, **settings)
+        return ours.make_job(files.model, files.latents, folder, WARM_UP, **settings)
 
 
-def step_row(context: Context, name: str, *, scale: Scale, method: str) -> Row:
-    """Seconds a step: the peer's script against our loop."""
-    script = SCRIPTS[scale.family, method]
-    if reason := context.without(script):
-        return Row(name, left_out=reason)
-    peer, ready = context.peer, context.ready(scale)
-    assert peer is not None
+def step_row(context: Context, name: str, *, workload: Workload, method: str) -> Row:
+    """Seconds per step: the script against our loop."""
+    script = SCRIPTS[workload.family, method]
+    peer, files = context.peer_with(script), context.files(workload)
 
     def theirs(folder: Path) -> tuple[PeerTime, int]:
         options = {
-            "resolution": scale.size,
-            "train_batch_size": scale.batch,
-            # Of the last step no end is seen.
-            "max_train_steps": WARM_UP + context.timed_steps(scale) + 1,
+            "resolution": workload.size,
+            "train_batch_size": workload.batch,
+            # The end of the last step cannot be timed.
+            "max_train_steps": WARM_UP + context.timed_steps(workload) + 1,
             **COMMON,
             **PEER_METHODS[method],
-            **scale.peer,
+            **workload.peer,
         }
-        ended = peer.run(script, ready.model, ready.images, folder, **options)
-        return PeerTime.from_steps(ended.steps, WARM_UP), ended.memory_bytes
+        run = peer.run(script, files.model, files.images, folder, **options)
+        return PeerTime.from_steps(run.steps, WARM_UP), run.memory_bytes
 
     def mine(folder: Path) -> ours.LoopTime:
-        return ours.time_loop(context.job(scale, method, folder))
+        return ours.time_loop(context.job(workload, method, folder))
 
-    their, our = context.in_turns(theirs, mine)
+    their, our = context.alternate(theirs, mine)
     row = compare_steps(name, [time for time, _ in their], our)
     row.figures["peer_memory_bytes"] = max(memory for _, memory in their)
-    row.figures["unet_parameters"] = inputs.count_parameters(ready.model)
+    row.figures["unet_parameters"] = inputs.count_parameters(files.model)
     return row
 
 
 def compare_steps(name: str, theirs: list[PeerTime], mine: list[ours.LoopTime]) -> Row:
-    """The row of a comparison of steps, from every round's times.
+    """The row of a comparison, from the times of all rounds.
 
-    Latents and text embeddings are precomputed on both sides: from a script that encodes in the
-    step, that is taken away. Given as well are the ratios with nothing taken away, and with the
-    script's reading and decoding of pictures taken away, too.
+    The main ratio excludes the encoding of a script that encodes in the step, because ours is
+    precomputed. `_whole_iteration` includes it; `_training_only` also excludes the script's reading
+    and decoding of pictures.
     """
     pairs = list(zip(theirs, mine, strict=True))
     kinds = {
@@ -178,16 +179,16 @@ def compare_steps(name: str, theirs: list[PeerTime], mine: list[ours.LoopTime]) 
     if any(their.encode for their in theirs):
         ratios[f"{name}_whole_iteration"] = kinds["iteration"]["median"]
     figures: dict[str, Any] = {f"ratio_{kind}": values for kind, values in kinds.items()}
-    for part in (*kinds, "fetch", "encode"):
-        figures[f"peer_{part}_seconds"] = spread([getattr(their, part) for their in theirs])
+    for kind in (*kinds, "fetch", "encode"):
+        figures[f"peer_{kind}_seconds"] = spread([getattr(their, kind) for their in theirs])
     return Row(name, ratios, figures | loop_figures(mine))
 
 
 def loop_figures(times: list[ours.LoopTime]) -> dict[str, Any]:
-    """Our side's figures of all rounds."""
+    """Figures of our side over all rounds."""
     figures: dict[str, Any] = {
-        part: spread([getattr(time, part) for time in times])
-        for part in ("seconds", "images_per_second", "data_wait")
+        name: spread([getattr(time, name) for time in times])
+        for name in ("seconds", "images_per_second", "data_wait")
     }
     figures["memory_bytes"] = max(time.memory_bytes for time in times)
     shares = [time.mfu for time in times if time.mfu is not None]

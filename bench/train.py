@@ -1,6 +1,6 @@
-"""Training, side by side with diffusers' own scripts: `python -m bench.train --help`.
+"""Compare our training with diffusers' example scripts: `python -m bench.train --help`.
 
-docs/benchmarks.md says what each row times, and what it gave where.
+docs/benchmarks.md describes the rows and has results.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 ROUNDS = 5
 STEPS = 40
-WRONG_INPUT = 2
+WRONG_INPUT = 2  # exit code
 THREADS = "OMP_NUM_THREADS"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line's options."""
+    """Options of the command line."""
     from bench.train_mindspore import MINDSPORE_ROWS
     from bench.train_rows import ROWS
 
@@ -26,54 +26,58 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m bench.train",
         description="Time our training against diffusers' example scripts.",
         epilog=f"Rows: {', '.join(ROWS)}; of mindspore: {', '.join(MINDSPORE_ROWS)}. {THREADS} "
-        "sets both sides' threads.",
+        "sets the number of threads of both sides.",
     )
     parser.add_argument(
         "--runtime",
         choices=("torch", "mindspore"),
         default="torch",
-        help="torch against diffusers' scripts, mindspore against mindone's own training step, "
-        "which needs no script (default: %(default)s)",
+        help="torch: compare with diffusers' scripts; mindspore: compare with mindone's training "
+        "step (default: %(default)s)",
     )
     parser.add_argument(
         "--diffusers-examples",
         type=Path,
         metavar="FOLDER",
-        help="with train_text_to_image_sdxl.py and train_text_to_image_lora_sdxl.py; rows that "
-        "need them are left out without it",
+        help="folder with train_text_to_image_sdxl.py and train_text_to_image_lora_sdxl.py; "
+        "without it, rows that require them are skipped",
     )
     parser.add_argument(
         "--peer-python",
         default=sys.executable,
         metavar="PYTHON",
-        help="interpreter of the environment that those scripts run in (default: this one)",
+        help="Python interpreter for these scripts (default: this one)",
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=STEPS,
-        help="timed steps a round on the tiny model (default: %(default)s); a quarter of them on "
-        "the middle-sized one, five times as many in the whole run",
+        help="timed steps per round of the tiny model (default: %(default)s); the mid model has a "
+        "quarter of them, the whole run five times as many",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=ROUNDS,
-        help=f"rounds of each comparison (default: %(default)s; fewer than {ROUNDS} only to try)",
+        help="rounds of each comparison (default: %(default)s)",
     )
     parser.add_argument(
-        "--only", nargs="+", choices=[*ROWS, *MINDSPORE_ROWS], metavar="ROW", help="these rows only"
+        "--only",
+        nargs="+",
+        choices=[*ROWS, *MINDSPORE_ROWS],
+        metavar="ROW",
+        help="run only these rows",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
     options = parser.parse_args(arguments)
     known = MINDSPORE_ROWS if options.runtime == "mindspore" else ROWS
     if wrong := [name for name in options.only or () if name not in known]:
-        parser.error(f"{', '.join(wrong)}: not a row of --runtime {options.runtime}")
+        parser.error(f"--runtime {options.runtime} has no row {', '.join(wrong)}")
     return options
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rows asked for; 1 if one of them failed, 2 if the peer cannot be run at all."""
+    """Run the selected rows. Returns 1 if a row failed, 2 if --peer-python cannot run."""
     os.environ.setdefault(THREADS, str(len(os.sched_getaffinity(0))))
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     options = parse(arguments)
@@ -90,7 +94,7 @@ def main(arguments: list[str]) -> int:
         try:
             facts["peer_versions"] = peer.versions()
         except (OSError, PeerFailed) as error:
-            report.say(f"error: --peer-python {options.peer_python}: {error}")
+            report.log(f"error: --peer-python {options.peer_python}: {error}")
             return WRONG_INPUT
     if options.runtime != "torch":
         from runtimes.registry import probe_runtime
@@ -101,7 +105,7 @@ def main(arguments: list[str]) -> int:
         context = Context(Path(folder), peer, options.rounds, options.steps)
         known = MINDSPORE_ROWS if options.runtime == "mindspore" else ROWS
         for name in options.only or known:
-            report.say(f"{name} ...")
+            report.log(f"{name} ...")
             rows.append(context.row(name, known[name]))
     report.publish("train", rows, facts, options.json)
     return int(any(row.failed for row in rows))

@@ -1,4 +1,4 @@
-"""The rows of `bench.train --runtime mindspore`: against mindone's own step, and our memory."""
+"""The rows of `bench.train --runtime mindspore`: time and memory against mindone's step."""
 
 from __future__ import annotations
 
@@ -9,81 +9,82 @@ from pathlib import Path
 from typing import Any
 
 from bench import inputs, ours
-from bench.report import Row
-from bench.steps import Context, Scale
+from bench.report import Row, Skip
+from bench.steps import Context, Workload
 from runtimes.process.job import TrainJob, write_job
 from runtimes.registry import interpreter, probe_runtime
 
-SMALL = Scale("small", inputs.write_pipeline, pictures=100, size=32, batch=16)
+SMALL = Workload("small", inputs.write_pipeline, pictures=100, size=32, batch=16)
 TENFOLD = replace(SMALL, name="tenfold", pictures=1000)
-#: Steps that see all of it.
+#: Steps of an epoch.
 EPOCH = TENFOLD.pictures // TENFOLD.batch
-#: Theirs has neither; what ours weigh is drawn on the host.
-ALIKE: dict[str, Any] = {"snr_gamma": None, "device": "cpu"}
+#: Settings as in mindone's step.
+SETTINGS: dict[str, Any] = {"snr_gamma": None, "device": "cpu"}
 
 
-def _job(context: Context, scale: Scale, folder: Path, **train: Any) -> TrainJob:
-    return replace(context.job(scale, "full", folder, **ALIKE, **train), runtime="mindspore")
+def _job(context: Context, workload: Workload, folder: Path, **train: Any) -> TrainJob:
+    return replace(context.job(workload, "full", folder, **SETTINGS, **train), runtime="mindspore")
 
 
 def _measure(job: TrainJob, folder: Path, *arguments: object) -> dict[str, Any]:
     write_job(job, folder / "job.json")
     words = [str(folder / "job.json"), *map(str, arguments)]
-    _, found = ours.run_module("bench.mindone_step", *words, python=interpreter("mindspore"))
-    return dict(found)
+    _, result = ours.run_module("bench.mindone_step", *words, python=interpreter("mindspore"))
+    return dict(result)
 
 
 def step_row(context: Context, name: str, *, mode: str) -> Row:
-    """Seconds a step and peak memory: mindone's step against ours."""
+    """Seconds per step and peak memory: mindone's step against ours."""
+    _require_mindspore()
     steps = context.timed_steps(SMALL)
     with context.scratch() as folder:
         job = _job(context, SMALL, folder)
-        found = _measure(job, folder, context.rounds, steps, mode)
+        result = _measure(job, folder, context.rounds, steps, mode)
         memory = {
             side: _measure(job, folder, 1, 2, mode, side)["memory_bytes"]
             for side in ("theirs", "ours")
         }
-    ratios = {name: found["ratio"]["median"], f"{name}_memory": memory["theirs"] / memory["ours"]}
+    ratios = {name: result["ratio"]["median"], f"{name}_memory": memory["theirs"] / memory["ours"]}
     more = {"memory_bytes": memory["ours"], "peer_memory_bytes": memory["theirs"]}
-    unet = inputs.count_parameters(context.ready(SMALL).model)
-    return Row(name, ratios, {**found, **more, "unet_parameters": unet, "batch": SMALL.batch})
+    unet = inputs.count_parameters(context.files(SMALL).model)
+    return Row(name, ratios, {**result, **more, "unet_parameters": unet, "batch": SMALL.batch})
 
 
 def memory_row(context: Context, name: str) -> Row:
-    """Peak memory on so many pictures over that on ten times as many: of our loop, and of mindone's
-    step with its dataset in memory."""
+    """Peak memory with 100 pictures over that with 1,000: our loop, and mindone's step.
+
+    mindone's script holds its dataset in memory.
+    """
+    _require_mindspore()
     figures: dict[str, Any] = {}
     ratios = {}
     for side in ("", "peer_"):
-        few, many = (_peak(context, scale, theirs=bool(side)) for scale in (SMALL, TENFOLD))
+        few, many = (_peak(context, workload, theirs=bool(side)) for workload in (SMALL, TENFOLD))
         ratios[f"{side}{name}"] = few / many
-        for scale, peak in ((SMALL, few), (TENFOLD, many)):
-            figures[f"{side}memory_bytes_{scale.pictures}_pictures"] = peak
+        for workload, peak in ((SMALL, few), (TENFOLD, many)):
+            figures[f"{side}memory_bytes_{workload.pictures}_pictures"] = peak
     return Row(name, ratios, figures)
 
 
-def _peak(context: Context, scale: Scale, *, theirs: bool) -> int:
+def _peak(context: Context, workload: Workload, *, theirs: bool) -> int:
     with context.scratch() as folder:
-        job = _job(context, scale, folder, steps=EPOCH)
+        job = _job(context, workload, folder, steps=EPOCH)
         if theirs:
-            found = _measure(job, folder, 1, 2, "pynative", "theirs")  # all is there at once
-            return int(found["memory_bytes"])
+            result = _measure(job, folder, 1, 2, "pynative", "theirs")
+            return int(result["memory_bytes"])
         return ours.time_loop(job).memory_bytes
 
 
-def _if_there(make: Callable[[Context, str], Row]) -> Callable[[Context, str], Row]:
-    """The row, left out where the environment is not."""
-
-    def row(context: Context, name: str) -> Row:
-        found = probe_runtime("mindspore")
-        return make(context, name) if found.available else Row(name, left_out=found.reason)
-
-    return row
+def _require_mindspore() -> None:
+    """Raise Skip if runtime mindspore is not installed."""
+    found = probe_runtime("mindspore")
+    if not found.available:
+        raise Skip(found.reason)
 
 
-#: In graph mode mindone's script trains; operators one by one are what ours does by default.
+#: mindone's script trains in graph mode; our default is pynative.
 MINDSPORE_ROWS: dict[str, Callable[[Context, str], Row]] = {
-    "step_vs_mindone": _if_there(partial(step_row, mode="graph")),
-    "step_vs_mindone_pynative": _if_there(partial(step_row, mode="pynative")),
-    "memory_of_a_tenth": _if_there(memory_row),
+    "step_vs_mindone": partial(step_row, mode="graph"),
+    "step_vs_mindone_pynative": partial(step_row, mode="pynative"),
+    "memory_of_a_tenth": memory_row,
 }

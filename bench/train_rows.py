@@ -1,4 +1,4 @@
-"""The rows of `bench.train` that every machine can run."""
+"""The rows of `bench.train` that run on every machine."""
 
 from __future__ import annotations
 
@@ -12,52 +12,47 @@ from typing import Any
 
 from bench import inputs, ours
 from bench.peer import SCRIPTS
-from bench.report import Row, spread
-from bench.steps import COMMON, OURS, Context, Scale, step_row
+from bench.report import Row, Skip, spread
+from bench.steps import COMMON, OURS, Context, Workload, step_row
 from bench.train_cuda import CUDA_ROWS
 from runtimes.process.job import write_job
 
 EQUAL_STEPS, EQUAL_BATCH, EQUAL_WITHIN = 50, 8, 1e-5
-TINY = Scale("tiny", inputs.write_pipeline, pictures=512, size=32, batch=32)
-MIDDLE = Scale(
+TINY = Workload("tiny", inputs.write_pipeline, pictures=512, size=32, batch=32)
+MIDDLE = Workload(
     "mid",
     partial(inputs.write_pipeline, unet=inputs.MIDDLE_UNET),
     pictures=128,
     size=64,
     batch=8,
-    part=4,
+    steps_divisor=4,
 )
 RUN = replace(TINY, name="run", pictures=1000)
-#: The loop's cost is asked for on a step of 0.2 s: the demo's model on larger pictures.
+#: The overhead of the loop is measured on steps of 0.2 s: the demo's model on larger pictures.
 SHORT = replace(TINY, name="short", pictures=128, size=64, batch=10)
 
 
 def run_row(context: Context, name: str) -> Row:
     """Seconds of a whole run: from a folder of pictures to saved weights."""
-    script = SCRIPTS["sdxl", "full"]
-    if reason := context.without(script):
-        return Row(name, left_out=reason)
-    peer, steps, ready = context.peer, 5 * context.steps, context.ready(RUN)
-    assert peer is not None
+    script, steps = SCRIPTS["sdxl", "full"], 5 * context.steps
+    peer, files = context.peer_with(script), context.files(RUN)
 
     def theirs(folder: Path) -> float:
         options = {"resolution": RUN.size, "train_batch_size": RUN.batch, **COMMON}
-        ended = peer.run(
-            script, ready.model, ready.images, folder, max_train_steps=steps, **options
-        )
-        return ended.seconds
+        options["max_train_steps"] = steps
+        return peer.run(script, files.model, files.images, folder, **options).seconds
 
     def mine(folder: Path) -> tuple[float, dict[str, float]]:
         train = {**OURS, "steps": steps, "global_batch_size": RUN.batch}
-        return ours.whole_run(ready.images, ready.model, folder, RUN.size, train)
+        return ours.whole_run(files.images, files.model, folder, RUN.size, train)
 
-    their, our = context.in_turns(theirs, mine)
+    their, our = context.alternate(theirs, mine)
     ratio = spread([a / b for a, (b, _) in zip(their, our, strict=True)])
     figures = {
         "ratio": ratio,
         "peer_seconds": spread(their),
         "seconds": spread([seconds for seconds, _ in our]),
-        **{f"{stage}_seconds": spread([by[stage] for _, by in our]) for stage in our[0][1]},
+        **{f"{stage}_seconds": spread([run[stage] for _, run in our]) for stage in our[0][1]},
         "pictures": RUN.pictures,
         "steps": steps,
     }
@@ -65,78 +60,73 @@ def run_row(context: Context, name: str) -> Row:
 
 
 def equal_row(context: Context, name: str) -> Row:
-    """The script's losses against ours on the same draws; fails if they are too far apart."""
+    """Losses of the script and ours on equal inputs; fails if they differ."""
     script = SCRIPTS["sdxl", "full"]
-    if reason := context.without(script):
-        return Row(name, left_out=reason)
-    peer, ready = context.peer, context.ready(TINY)
-    assert peer is not None
+    peer, files = context.peer_with(script), context.files(TINY)
     with context.scratch() as folder:
         record, job = folder / "record", folder / "job.json"
         record.mkdir()
         options = {"train_batch_size": EQUAL_BATCH, "max_train_steps": EQUAL_STEPS, **COMMON}
         options |= {"resolution": TINY.size, "record": record}
-        peer.run(script, ready.model, ready.images, folder, **options)
+        peer.run(script, files.model, files.images, folder, **options)
         settings = {"steps": EQUAL_STEPS, "global_batch_size": EQUAL_BATCH}
         write_job(context.job(TINY, "full", folder, **settings), job)
-        _, found = ours.run_module("bench.equal", str(job), str(record))
-    difference = found["max_relative_loss_difference"]
+        _, result = ours.run_module("bench.equal", str(job), str(record))
+    difference = result["max_relative_loss_difference"]
     failed = f"losses differ by {difference:.2g}" if difference > EQUAL_WITHIN else ""
-    return Row(name, figures=found, failed=failed)
+    return Row(name, figures=result, failed=failed)
 
 
-def overhead_row(context: Context, name: str, *, scale: Scale) -> Row:
-    """A bare step's seconds over those of a step of the loop."""
+def overhead_row(context: Context, name: str, *, workload: Workload) -> Row:
+    """Seconds of a bare step over seconds of a step of the loop."""
     with context.scratch() as folder:
-        job, rounds, steps = folder / "job.json", context.rounds, context.timed_steps(scale)
-        write_job(context.job(scale, "full", folder), job)
-        _, found = ours.run_module("bench.overhead", str(job), str(rounds), str(steps))
-    return Row(name, {name: found["ratio"]["median"]}, found)
+        job, rounds, steps = folder / "job.json", context.rounds, context.timed_steps(workload)
+        write_job(context.job(workload, "full", folder), job)
+        _, result = ours.run_module("bench.overhead", str(job), str(rounds), str(steps))
+    return Row(name, {name: result["ratio"]["median"]}, result)
 
 
 def jax_row(context: Context, name: str) -> Row:
-    """Seconds of a step of runtime torch, eager and compiled, over those of runtime jax: the same
-    model, batches and CPU, all through our loop.
+    """Seconds per step of runtime torch, eager and compiled, over those of runtime jax.
+
+    All run our loop on the CPU, with the same model and batches.
     """
     if find_spec("jax") is None:
-        return Row(name, left_out="jax is not installed here")
+        raise Skip("jax is not installed")
     cores = len(os.sched_getaffinity(0))
     if int(os.environ.get("OMP_NUM_THREADS", cores)) != cores:
-        return Row(name, left_out=f"XLA takes all {cores} cores, whatever OMP_NUM_THREADS says")
-    sides: dict[str, dict[str, Any]] = {
-        "torch": {},
-        "torch_compile": {"compile": True},
-        "jax": {},
+        raise Skip(f"XLA uses all {cores} cores, OMP_NUM_THREADS does not limit it")
+
+    def seconds(runtime: str, folder: Path, **train: Any) -> float:
+        job = context.job(MIDDLE, "full", folder, device="cpu", **train)
+        return ours.time_loop(replace(job, runtime=runtime)).seconds
+
+    sides = {
+        "torch": partial(seconds, "torch"),
+        "torch_compile": partial(seconds, "torch", compile=True),
+        "jax": partial(seconds, "jax"),
     }
-    times: dict[str, list[ours.LoopTime]] = {side: [] for side in sides}
-    for number in range(context.rounds):
-        order = list(sides)[number % 3 :] + list(sides)[: number % 3]
-        for side in order:
-            with context.scratch() as folder:
-                job = context.job(MIDDLE, "full", folder, device="cpu", **sides[side])
-                job = replace(job, runtime=side.partition("_")[0])
-                times[side].append(ours.time_loop(job))
-    seconds = {side: [time.seconds for time in found] for side, found in times.items()}
+    times = dict(zip(sides, context.alternate(*sides.values()), strict=True))
     over = {
         f"{name}_over_{side}": spread(
-            [a / b for a, b in zip(seconds[side], seconds["jax"], strict=True)]
+            [a / b for a, b in zip(times[side], times["jax"], strict=True)]
         )
         for side in ("torch", "torch_compile")
     }
-    figures = {f"{side}_seconds": spread(found) for side, found in seconds.items()}
+    figures = {f"{side}_seconds": spread(values) for side, values in times.items()}
     ratios = {ratio: values["median"] for ratio, values in over.items()}
     return Row(name, ratios, {**over, **figures})
 
 
 ROWS: dict[str, Callable[[Context, str], Row]] = {
-    "step_vs_diffusers_full": partial(step_row, scale=TINY, method="full"),
-    "step_vs_diffusers_lora": partial(step_row, scale=TINY, method="lora"),
-    "step_vs_diffusers_full_mid": partial(step_row, scale=MIDDLE, method="full"),
-    "step_vs_diffusers_lora_mid": partial(step_row, scale=MIDDLE, method="lora"),
+    "step_vs_diffusers_full": partial(step_row, workload=TINY, method="full"),
+    "step_vs_diffusers_lora": partial(step_row, workload=TINY, method="lora"),
+    "step_vs_diffusers_full_mid": partial(step_row, workload=MIDDLE, method="full"),
+    "step_vs_diffusers_lora_mid": partial(step_row, workload=MIDDLE, method="lora"),
     "run_vs_diffusers": run_row,
     "equal_losses": equal_row,
-    "bare_over_loop": partial(overhead_row, scale=SHORT),
-    "bare_over_loop_tiny": partial(overhead_row, scale=TINY),
+    "bare_over_loop": partial(overhead_row, workload=SHORT),
+    "bare_over_loop_tiny": partial(overhead_row, workload=TINY),
     "jax": jax_row,
     **CUDA_ROWS,
 }

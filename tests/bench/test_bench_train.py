@@ -1,4 +1,4 @@
-"""The parts of `python -m bench.train` at toy size, without the scripts that it compares with."""
+"""`python -m bench.train` with tiny models and a small script instead of diffusers' scripts."""
 
 import json
 import sys
@@ -18,14 +18,14 @@ from bench.options import measure
 from bench.peer import SCRIPTS, Peer, PeerFailed, PeerTime
 from bench.peer_hooks import Stopwatch
 from bench.report import Row, publish
-from bench.steps import Context, Scale, compare_steps
+from bench.steps import Context, Workload, compare_steps
 from bench.train_rows import ROWS, TINY
 from runtimes.families import detect_family
 from runtimes.torch.runtime import TheRuntime
 
 FULL, LORA = SCRIPTS["sdxl", "full"], SCRIPTS["sdxl", "lora"]
 TOY = replace(TINY, pictures=6, batch=2)
-#: A script with the calls that the real ones make, on latents of its own.
+#: A script that calls the same library functions as the real ones, on random latents.
 TOY_SCRIPT = """
 import argparse, torch
 from accelerate import Accelerator
@@ -60,7 +60,7 @@ for latents in data:
 """
 
 
-def test_a_step_is_parted_into_fetching_encoding_and_the_rest(
+def test_stopwatch_splits_a_step_into_fetch_encode_and_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = Stopwatch()
@@ -76,7 +76,7 @@ def test_a_step_is_parted_into_fetching_encoding_and_the_rest(
             work(1)
             yield number
 
-    # An encoder with a projection calls one without: what both take is taken once.
+    # A CLIP encoder with a projection calls one without; the time counts once.
     encode = watch.encoder(watch.encoder(lambda: work(2)))
     for _ in watch.batches(fetch)(None):
         encode()
@@ -87,7 +87,7 @@ def test_a_step_is_parted_into_fetching_encoding_and_the_rest(
     assert (time.iteration, time.precomputed, time.training) == (7, 5, 4)
 
 
-def test_our_step_is_timed_from_clock_to_clock_after_the_warm_up() -> None:
+def test_loop_time_excludes_the_warm_up() -> None:
     progress = {"event": "progress", "memory_bytes": 7}
     events = [
         {"event": "start", "time": 0.0},
@@ -99,7 +99,7 @@ def test_our_step_is_timed_from_clock_to_clock_after_the_warm_up() -> None:
     assert time == ours.LoopTime(0.5, 0.2, 8.0, 7, None)
 
 
-def test_what_a_script_encodes_in_the_step_is_not_counted() -> None:
+def test_step_ratio_excludes_encoding_in_the_step() -> None:
     mine = [ours.LoopTime(2.0, 0.0, 1.0, 1, None)] * 3
     encodes = [PeerTime(fetch=2.0, encode=2.0, body=4.0)] * 3
     row = compare_steps("step", encodes, mine)
@@ -109,21 +109,21 @@ def test_what_a_script_encodes_in_the_step_is_not_counted() -> None:
     assert row.ratios == {"step": 3.0, "step_training_only": 2.0}
 
 
-def test_the_last_line_is_json_and_says_what_was_left_out(
+def test_last_line_is_json_with_the_skipped_rows(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    rows = [Row("fast", {"fast": 1.5}, {"steps": 3}), Row("none", left_out="no device")]
+    rows = [Row("fast", {"fast": 1.5}, {"steps": 3}), Row("none", skipped="no device")]
     publish("toy", rows, {"machine": {}}, tmp_path / "toy.json")
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == json.loads((tmp_path / "toy.json").read_text())
     assert last["ratios"] == {"fast": 1.5}
-    assert last["left_out"] == {"none": "no device"}
+    assert last["skipped"] == {"none": "no device"}
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if "vs_diffusers" in name])
-def test_rows_against_the_scripts_are_left_out_without_them(name: str, tmp_path: Path) -> None:
+def test_rows_with_diffusers_scripts_are_skipped_without_them(name: str, tmp_path: Path) -> None:
     row = Context(tmp_path, None, rounds=1, steps=2).row(name, ROWS[name])
-    assert "--diffusers-examples" in row.left_out
+    assert "--diffusers-examples" in row.skipped
     assert not row.failed
 
 
@@ -137,18 +137,18 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
 
 
 @pytest.mark.slow
-def test_the_loop_and_its_choices_are_timed(
+def test_overhead_and_options_are_timed(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that each step of the runtime moves: 3 s with Adam fused, 5 s without."""
+    """The clock advances by 3 s per step with fused AdamW, and by 5 s without."""
     seconds, attention = [0.0], []
     step = TheRuntime.step
 
-    def timed(runtime: TheRuntime, *given: Any) -> Any:
+    def timed(runtime: TheRuntime, *arguments: Any) -> Any:
         (group,) = runtime._update._optimizer._torch.param_groups
         seconds[0] += 3.0 if group["fused"] else 5.0
         attention.append(torch.backends.cuda.flash_sdp_enabled())
-        return step(runtime, *given)
+        return step(runtime, *arguments)
 
     monkeypatch.setattr(TheRuntime, "step", timed)
     monkeypatch.setattr(overhead, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
@@ -159,26 +159,24 @@ def test_the_loop_and_its_choices_are_timed(
     ]
     assert found["ratio"]["rounds"] == 2
     attention.clear()
-    cases = measure(job, 1, 1, only=frozenset({"as_it_is", "not_fused_adamw", "attention_math"}))
+    cases = measure(job, 1, 1, only=frozenset({"baseline", "unfused_adamw", "attention_math"}))
     assert {name: case["median"] for name, case in cases.items()} == {
-        "as_it_is": 3.0,
-        "not_fused_adamw": 5.0,
+        "baseline": 3.0,
+        "unfused_adamw": 5.0,
         "attention_math": 3.0,
     }
     assert attention == 12 * [True] + 6 * [False]  # five steps warm up
 
 
 @pytest.mark.soak
-def test_recorded_steps_of_a_script_give_the_losses_that_it_had(
-    context: Context, tmp_path: Path
-) -> None:
+def test_recorded_steps_have_equal_losses_in_our_runtime(context: Context, tmp_path: Path) -> None:
     assert context.peer is not None
-    ready, record = context.ready(TOY), tmp_path / "record"
+    files, record = context.files(TOY), tmp_path / "record"
     record.mkdir()
     options = {"max_train_steps": 4, "learning_rate": 1e-3}
-    ended = context.peer.run(FULL, ready.model, ready.images, tmp_path, record=record, **options)
-    assert len(ended.steps) == 4
-    assert ended.memory_bytes > 0
+    run = context.peer.run(FULL, files.model, files.images, tmp_path, record=record, **options)
+    assert len(run.steps) == 4
+    assert run.memory_bytes > 0
     job = context.job(TOY, "full", tmp_path, steps=4, learning_rate=1e-3, snr_gamma=None)
     found = compare_losses(job, record)
     assert found["steps"] == 4
@@ -188,7 +186,7 @@ def test_recorded_steps_of_a_script_give_the_losses_that_it_had(
 
 
 @pytest.mark.soak
-def test_a_script_that_fails_is_quoted(context: Context, tmp_path: Path) -> None:
+def test_error_contains_the_output_of_a_failed_script(context: Context, tmp_path: Path) -> None:
     assert context.peer is not None
     with pytest.raises(PeerFailed, match="out of luck"):
         context.peer.run(LORA, tmp_path, tmp_path, tmp_path)
@@ -196,7 +194,7 @@ def test_a_script_that_fails_is_quoted(context: Context, tmp_path: Path) -> None
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", ["sd", "sdxl"])
-def test_a_pipeline_of_true_shapes_encodes_and_steps(
+def test_full_size_pipeline_is_encoded_and_trained(
     family: str, context: Context, tmp_path: Path
 ) -> None:
     config = {**inputs.MIDDLE_UNET, "block_out_channels": (32, 32, 32), "attention_head_dim": 2}
@@ -205,19 +203,19 @@ def test_a_pipeline_of_true_shapes_encodes_and_steps(
         del config["projection_class_embeddings_input_dim"]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    scale = Scale(
-        f"true-{family}",
-        lambda folder: inputs.write_true_size(folder, path),
+    workload = Workload(
+        f"full-size-{family}",
+        lambda folder: inputs.write_full_size(folder, path),
         pictures=2,
         size=64,
         batch=2,
         family=family,
     )
-    assert detect_family(context.ready(scale).model).name == family
-    job = context.job(scale, "full", tmp_path)
+    assert detect_family(context.files(workload).model).name == family
+    job = context.job(workload, "full", tmp_path)
     ours.time_loop(job)
     lines = (Path(job.out) / "history.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert len(losses) == job.train["steps"]
-    # A velocity that is not known yet is off by its own variance, which is one.
+    # The initial loss is about the variance of the velocity target, which is 1.
     assert 0.5 < losses[0] < 2.0 and np.isfinite(losses).all()

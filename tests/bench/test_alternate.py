@@ -1,11 +1,11 @@
-"""Times of both sides of a comparison stay apart, whichever goes first."""
+"""Context.alternate keeps the results of the sides apart and rotates their order."""
 
 from pathlib import Path
 
 from bench.steps import Context
 
 
-def test_each_side_has_its_own_results_and_goes_first_in_turn(tmp_path: Path) -> None:
+def test_alternate_rotates_the_sides_and_returns_results_by_side(tmp_path: Path) -> None:
     calls: list[str] = []
 
     def side(name: str, folder: Path) -> str:
@@ -14,6 +14,6 @@ def test_each_side_has_its_own_results_and_goes_first_in_turn(tmp_path: Path) ->
         return f"{name} {calls.count(name)}"
 
     context = Context(tmp_path, None, rounds=3, steps=2)
-    found = context.in_turns(lambda f: side("theirs", f), lambda f: side("ours", f))
-    assert found == ([f"theirs {n}" for n in (1, 2, 3)], [f"ours {n}" for n in (1, 2, 3)])
+    found = context.alternate(lambda f: side("theirs", f), lambda f: side("ours", f))
+    assert found == [[f"{name} {n}" for n in (1, 2, 3)] for name in ("theirs", "ours")]
     assert calls == ["theirs", "ours", "ours", "theirs", "theirs", "ours"]
