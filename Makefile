@@ -1,47 +1,47 @@
-# Kilnworks: `make demo` runs the main job, `make test` the tests; each sets up what it needs.
+# Kilnworks: `make demo` runs the demo, `make test` the tests; both create their environments.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PORT ?= 4200
-# Threads that spin for long starve the other processes of a small machine.
+# Spinning OpenMP threads would take the cores from other processes of a small machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 10000
 export DO_NOT_TRACK ?= 1
 export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
 export NO_ALBUMENTATIONS_UPDATE ?= 1
-# Programs that start again and again need their bytecode kept.
+# Bytecode makes repeated starts of programs faster.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
-# Tests of one file share what is slow to make, so a file goes to one process. One thread each; one
-# process more than cores, as many tests wait for others that start.
+# The tests of a file share slow fixtures, so a file runs in one process. Each process has one thread;
+# three processes suit two cores, because many tests wait for child processes.
 PROCESSES ?= 3
-# Runtimes that are tested; those with an environment of their own have it made.
+# Runtimes to test; their environments are created.
 RUNTIMES ?= torch jax xla mindspore
 OWN := xla mindspore
 ifneq ($(filter-out torch jax $(OWN),$(RUNTIMES)),)
-$(error RUNTIMES: $(filter-out torch jax $(OWN),$(RUNTIMES)) is none of torch jax $(OWN))
+$(error RUNTIMES: $(filter-out torch jax $(OWN),$(RUNTIMES)) is not one of torch jax $(OWN))
 endif
-# libtpu is built for this platform alone.
+# libtpu exists for Linux x86_64 only.
 LIBTPU := $(if $(filter jax,$(RUNTIMES)),$(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)))
 export KILN_RUNTIMES := $(RUNTIMES)
-# Of what is tested, these fail where they cannot run; others are skipped.
+# Tests of these fail if they cannot run; others are skipped.
 test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu)
 
 .PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak faults lint format ui clean
 
 help:
-	@echo "make demo    real digits to a published, evaluated model (about 3 minutes after set-up)"
+	@echo "make demo    fine-tune, evaluate and publish a model of digits (3 minutes after set-up)"
 	@echo "make quick   unit tests, in under a minute"
-	@echo "make test    lint, types, and tests of all that Kilnworks can do (of some: RUNTIMES=\"torch jax\")"
-	@echo "make soak    more kills, model families and true sizes; planted faults"
-	@echo "make faults  plant faults in a copy of the code, one by one: the tests must catch each"
-	@echo "make setup   the environment alone (about a minute, once)"
-	@echo "make setup-xla  runtime xla's own environment, in $(VENV)-xla (6 GB, about a minute, once)"
-	@echo "make setup-plan  the TPU's compiler, for kiln plan (no TPU is needed)"
-	@echo "make setup-mindspore  runtime mindspore's, in $(VENV)-mindspore (3 GB, half a minute, once)"
-	@echo "make ui      Prefect's server on http://127.0.0.1:4200 (another: PORT=4201), with the runs so far"
+	@echo "make test    lint, types and tests (of some runtimes: RUNTIMES=\"torch jax\")"
+	@echo "make soak    long tests: more kills, more model families, full-size models"
+	@echo "make faults  plant faults in a copy of the code; tests must catch each"
+	@echo "make setup   create the environment (a minute, once)"
+	@echo "make setup-xla  create the environment of runtime xla, $(VENV)-xla (6 GB, a minute, once)"
+	@echo "make setup-plan  install the TPU compiler for kiln plan (requires no TPU)"
+	@echo "make setup-mindspore  create that of runtime mindspore, $(VENV)-mindspore (3 GB, half a minute, once)"
+	@echo "make ui      start Prefect's server and UI with all runs, at http://127.0.0.1:4200 (PORT=4200)"
 	@echo "make lint    ruff and mypy;  make format  ruff format"
-	@echo "make clean   remove the environment (the store stays)"
+	@echo "make clean   remove the environments (the store remains)"
 
 demo: setup
 	$(BIN)/kiln run digits
@@ -58,7 +58,7 @@ test:
 soak: environments
 	$(PYTEST) -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-# A part of them: make faults SHARD=3/8, the fourth of eight; 11/8 is the same one.
+# Some of the faults: SHARD=3/8 is the fourth of eight parts; 11/8 is the same part.
 faults: environments
 	$(BIN)/python tests/faults/run.py $(if $(SHARD),--shard $(SHARD))
 
@@ -82,13 +82,13 @@ UV := $(VENV)-uv
 CHECK := import sys; from importlib.util import find_spec; v = "%d.%d" % sys.version_info[:2]; \
   v in ("3.11", "3.12") or sys.exit(f"Python 3.11 or 3.12 is needed, $(PYTHON) is {v}: make PYTHON=..."); \
   find_spec("ensurepip") or sys.exit(f"$(PYTHON) has no venv: on Debian and Ubuntu, apt install python{v}-venv")
-# uv is told to look where pip is told to look; of two settings, the environment's comes last.
+# uv uses pip's index settings; an environment variable overrides a file.
 FROM_PIP := sort -r | sed -n 's/^.*\.index-url=/export UV_DEFAULT_INDEX=/p; s/^.*\.find-links=/export UV_FIND_LINKS=/p'
 uv = eval "$$($(UV)/bin/python -m pip config list | $(FROM_PIP))"; $(UV)/bin/uv --quiet
 make_environment = test -x $(1)/bin/pip || { $(uv) venv --clear --seed --python $(UV)/bin/python $(1); }
 install = $(uv) pip install --python $(1)/bin/python
 install_kiln = $(call install,$(1)) --no-deps --build-constraints requirements/base.txt --editable .
-# To import what runs import shows that it is there, and writes its bytecode: a quarter of all there is.
+# Importing the modules checks the installation and writes their bytecode, a quarter of all.
 import = said=$$($(1)/bin/python -c "$(foreach name,$(2),import $(name);)" 2>&1) || { echo "$$said"; exit 1; }
 
 $(UV)/stamp: requirements/uv.txt
@@ -104,7 +104,7 @@ $(VENV)/torch.stamp: requirements/torch.txt | $(UV)/stamp
 	@touch $@
 
 $(VENV)/base.stamp: requirements/base.txt $(VENV)/torch.stamp
-	@echo "$(VENV): Prefect, Beam, img2dataset, diffusers and what they need ($$(wc -l < $<) pinned packages)"
+	@echo "$(VENV): Prefect, Beam, img2dataset, diffusers and their dependencies ($$(wc -l < $<) pinned packages)"
 	@$(call install,$(VENV)) --no-deps --requirements $<
 	@$(call import,$(VENV),prefect.server.api.server apache_beam img2dataset flows.finetune runtimes.torch.runtime)
 	@touch $@
@@ -118,7 +118,7 @@ $(VENV)/dev.stamp: requirements/dev.txt $(VENV)/stamp
 	@$(call install,$(VENV)) --no-deps --requirements $<
 	@touch $@
 
-# Runtimes with an environment of their own.
+# Environments of runtimes.
 $(OWN:%=setup-%): setup-%: $(VENV)-%/stamp
 
 $(OWN:%=$(VENV)-%/list.stamp): $(VENV)-%/list.stamp: requirements/%.txt | $(UV)/stamp
@@ -132,11 +132,11 @@ $(OWN:%=$(VENV)-%/stamp): $(VENV)-%/stamp: pyproject.toml $(VENV)-%/list.stamp
 	@$(call install_kiln,$(VENV)-$*)
 	@touch $@
 
-# Only its compiler is used, by `kiln plan`: in the environment it would slow every start.
+# `kiln plan` uses only libtpu's compiler; in the main environment it would slow every start.
 setup-plan: $(VENV)-libtpu/stamp
 
 $(VENV)-libtpu/stamp: requirements/plan.txt | $(UV)/stamp
-	@echo "$(VENV)-libtpu: the TPU's compiler, 0.7 GB on disk"
+	@echo "$(VENV)-libtpu: the TPU compiler, 0.7 GB"
 	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
 	@touch $@
 

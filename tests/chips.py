@@ -1,4 +1,4 @@
-"""What stands in for each runtime's chips on a machine without them; which runtimes are tested."""
+"""Emulated chips for machines without them, and the selection of runtimes to test."""
 
 import os
 import shutil
@@ -15,39 +15,39 @@ import pytest
 
 from runtimes.registry import probe_runtime
 
-#: A variable: the runtimes whose tests are run, separated by spaces. Unset, all are.
-CHOSEN = "KILN_RUNTIMES"
-#: A variable: runtimes and devices whose tests fail, and are not skipped, where they cannot run.
+#: Environment variable: runtimes to test, separated by spaces; unset: all.
+SELECTED = "KILN_RUNTIMES"
+#: Environment variable: runtimes and devices whose tests fail, not skip, if they cannot run.
 MUST_RUN = "KILN_MUST_RUN"
 
-#: What a Gaudi host has installed, emulated.
+#: Emulated software of a Gaudi host.
 HPU_HOST = Path(__file__).with_name("hpu_host")
-#: What an Ascend host has for PyTorch, emulated.
+#: Emulated PyTorch software of an Ascend host.
 NPU_HOST = Path(__file__).with_name("npu_host")
-#: Of XLA: a program that runs for seconds is not worth minutes of a compiler's time. Its newer way
-#: to fuse operators, by MLIR, takes it half as long again.
-QUICK = " ".join(
+#: XLA flags for fast compilation, because the programs run for seconds only. The MLIR fusion
+#: emitters take 50% longer to compile.
+FAST_COMPILATION = " ".join(
     (
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_use_fusion_emitters=false",
     )
 )
-#: Variables of a process of a runtime, or of a variant of one.
+#: Environment variables of the processes of a runtime or variant.
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "hpu-eager": {"PYTHONPATH": str(HPU_HOST), "PT_HPU_LAZY_MODE": "0"},
     "hpu-lazy": {"PYTHONPATH": str(HPU_HOST), "PT_HPU_LAZY_MODE": "1"},
     "npu": {"PYTHONPATH": str(NPU_HOST)},
     "jax": {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {FAST_COMPILATION}",
     },
-    "xla": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": QUICK},
+    "xla": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "XLA_FLAGS": FAST_COMPILATION},
 }
-#: Settings by which several processes share a run.
-SEVERAL: dict[str, dict[str, Any]] = {
+#: Train settings of a run with several processes.
+MULTI_PROCESS: dict[str, dict[str, Any]] = {
     "torch": {"processes": 2},
-    "jax": {"processes": 2, "fsdp": 2},  # of eight, four in each
+    "jax": {"processes": 2, "fsdp": 2},  # eight devices, four per process
     "mindspore": {"processes": 2},
     "hpu-eager": {"processes": 2},
     "hpu-lazy": {"processes": 2},
@@ -61,16 +61,16 @@ class Variant:
 
     runtime: str
     device: str = "cpu"
-    settings: dict[str, Any] = field(default_factory=dict)  # of `train`, for it alone
-    families: tuple[str, ...] = ("sdxl",)  # of models, where a test goes through them
-    more_families: tuple[str, ...] = ()  # those that only `make soak` goes through
+    settings: dict[str, Any] = field(default_factory=dict)  # of `train`, for this variant only
+    families: tuple[str, ...] = ("sdxl",)  # model families of parametrized tests
+    more_families: tuple[str, ...] = ()  # model families of `make soak` only
 
 
-#: What conformance is run on: every runtime, and its other devices.
+#: Variants of the conformance tests.
 VARIANTS = {
     "torch": Variant("torch", families=("sdxl", "sd", "sd3")),
     "jax": Variant("jax", more_families=("sd", "sd3")),
-    # Of four devices, two share each array, and both pairs each batch.
+    # Four devices: two groups of two; FSDP shards arrays in a group, groups split the batch.
     "xla": Variant("xla", settings={"fsdp": 2}, more_families=("sd", "sd3")),
     "mindspore": Variant("mindspore", more_families=("sd",)),
     "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
@@ -78,13 +78,13 @@ VARIANTS = {
     "npu": Variant("torch", "npu"),
     "cuda": Variant("torch", "cuda", families=("sdxl", "sd", "sd3")),
 }
-#: Devices that nothing stands in for: their tests run on a machine that has one.
+#: Devices without an emulation: their tests require a real one.
 REAL_ONLY = ("cuda",)
 
 
 @contextmanager
 def standing_in(name: str) -> Iterator[None]:
-    """Within, processes that are started are as those of a runtime, or a variant, are to be."""
+    """Set the environment variables of a runtime or variant for processes started within."""
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in ENVIRONMENT.get(name, {}).items():
             if variable == "PYTHONPATH":
@@ -95,35 +95,36 @@ def standing_in(name: str) -> Iterator[None]:
 
 
 def reason_to_skip(variant: str) -> str:
-    """Why tests of a variant are skipped here; empty if they run.
+    """Why tests of a variant are skipped; empty if they run.
 
-    What must run is not asked for what it lacks: its tests run, and fail if it cannot."""
+    A variant in MUST_RUN is not skipped for missing software: its tests run, and fail.
+    """
     on = VARIANTS[variant]
     required = (on.runtime if on.device == "cpu" else on.device) in _must_run()
-    return not_chosen(variant) or ("" if required else _lacking(variant))
+    return not_selected(variant) or ("" if required else _missing(variant))
 
 
 def require(variant: str) -> None:
-    """Skip the test that calls this if a variant is not tested here."""
+    """Skip the calling test if a variant is not tested on this machine."""
     if reason := reason_to_skip(variant):
         pytest.skip(reason)
 
 
-def not_chosen(variant: str) -> str:
-    """Why a variant is no part of this session; empty if it is one."""
-    chosen = os.environ.get(CHOSEN)
-    if chosen is None or VARIANTS[variant].runtime in chosen.split():
+def not_selected(variant: str) -> str:
+    """Why a variant is not selected; empty if it is."""
+    selected = os.environ.get(SELECTED)
+    if selected is None or VARIANTS[variant].runtime in selected.split():
         return ""
-    return f"{CHOSEN} is {chosen!r}"
+    return f"{SELECTED} is {selected!r}"
 
 
 def importorskip(name: str) -> Any:
-    """As pytest's, but what must run fails where it cannot be imported."""
+    """pytest.importorskip, but a package in MUST_RUN fails instead of skipping."""
     return import_module(name) if name in _must_run() else pytest.importorskip(name)
 
 
 def unless_required(name: str, reason: str) -> str:
-    """The reason for which tests cannot run, if any. Fails the test if they must."""
+    """Return the reason why tests cannot run, if any; fail the test if `name` is in MUST_RUN."""
     if reason and name in _must_run():
         pytest.fail(f"{name} must run (see {MUST_RUN}): {reason}", pytrace=False)
     return reason
@@ -134,9 +135,9 @@ def _must_run() -> list[str]:
 
 
 @cache
-def _lacking(variant: str) -> str:
-    """What a variant lacks on this machine; empty if nothing."""
-    if reason := why_not(variant):
+def _missing(variant: str) -> str:
+    """What a variant needs and this machine does not have; empty if nothing."""
+    if reason := missing_for_emulation(variant):
         return reason
     on = VARIANTS[variant]
     found = probe_runtime(on.runtime)
@@ -147,8 +148,8 @@ def _lacking(variant: str) -> str:
     return ""
 
 
-def why_not(name: str) -> str:
-    """What an emulated device lacks here; empty if nothing."""
+def missing_for_emulation(name: str) -> str:
+    """What an emulated device needs and this machine does not have; empty if nothing."""
     if VARIANTS[name].device in ("cpu", *REAL_ONLY):
         return ""
     if shutil.which(os.environ.get("CXX", "g++")) is None:

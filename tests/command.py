@@ -1,4 +1,4 @@
-"""Run `kiln` as its users do: a process, its exit code, its lines."""
+"""Run the command `kiln` in a process; list processes."""
 
 import json
 import os
@@ -17,10 +17,10 @@ def command(*words: str, overrides: dict[str, Any] | None = None) -> list[str]:
 
 
 def environment(tmp_path: Path, api: str | None = None) -> dict[str, str]:
-    """An environment with Prefect's files and our cache below `tmp_path`.
+    """Environment variables with Prefect's files and our cache below `tmp_path`.
 
     Args:
-        api: URL of the Prefect server to use; each run starts its own without.
+        api: URL of the Prefect server; None: each run starts a server.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "KILN_"))}
     return {
@@ -40,7 +40,7 @@ def kiln(
     code: int = 0,
     api: str | None = None,
 ) -> str:
-    """Run `kiln`, expect its exit code, and return what it printed."""
+    """Run `kiln` and check its exit code. Returns stdout, or stderr of an expected error."""
     done = subprocess.run(
         command(*words, overrides=overrides),
         env=environment(tmp_path, api),
@@ -56,41 +56,38 @@ def kiln(
 def run_json(
     tmp_path: Path, recipe: str, overrides: dict[str, Any], api: str | None = None
 ) -> dict[str, Any]:
-    """`kiln run RECIPE --json`: the report on its last line."""
+    """Run `kiln run RECIPE --json`; the report from its last line."""
     out = kiln(tmp_path, "run", recipe, "--json", overrides=overrides, api=api)
     report: dict[str, Any] = json.loads(out.splitlines()[-1])
     return report
 
 
 def processes_below(pid: int) -> dict[int, str]:
-    """Command lines of the processes that a process has started, and those that they have."""
-    listed = subprocess.run(
-        ["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True
-    ).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    """Command lines of all descendants of a process."""
+    rows = _processes()
     found: dict[int, str] = {}
     parents = {pid}
     while parents:
-        born = {int(own): args for own, parent, args in rows if int(parent) in parents}
-        found |= born
-        parents = set(born)
+        children = {own: args for own, parent, args in rows if parent in parents}
+        found |= children
+        parents = set(children)
     return found
 
 
 def jobs_of(pid: int) -> list[int]:
-    """The processes of a runtime that a process has started itself, in order."""
+    """Pids of the runtime processes among the children of a process, in order."""
     rows = _processes()
     return sorted(own for own, parent, args in rows if parent == pid and "-m runtimes" in args)
 
 
 def _processes() -> list[tuple[int, int, str]]:
-    """Pid, parent and command line, uncut, of every process."""
-    told = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True)
-    rows = (line.split(None, 2) for line in told.stdout.splitlines()[1:])
+    """Pid, parent pid and full command line of every process."""
+    listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True)
+    rows = (line.split(None, 2) for line in listed.stdout.splitlines()[1:])
     return [(int(pid), int(parent), args) for pid, parent, args in rows]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there; one that has ended and is not yet waited for is not."""
+    """Whether a process exists and is not a zombie."""
     done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
     return done.stdout.strip()[:1] not in ("", "Z")

@@ -1,13 +1,13 @@
-"""Programs that runs of earlier sessions have compiled, for the stores of new ones."""
+"""Keep compiled programs of stores from one test session to the next."""
 
 import os
 from pathlib import Path
 
 
 def keep(store: Path) -> None:
-    """Have a new store's compiled programs be in the folder that outlives the session.
+    """Create a store whose folder of compiled programs is a link to a persistent one.
 
-    A store keeps its own, before the cache that tests/conftest.py names: each new one starts cold.
+    A store's own folder precedes the cache of tests/conftest.py, so a new store would start cold.
     """
     kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).with_name("of-stores")
     kept.mkdir(parents=True, exist_ok=True)

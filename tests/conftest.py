@@ -1,4 +1,4 @@
-"""What every test may use: tiny models and compiled programs, made once for all workers."""
+"""Fixtures of all tests: tiny models and compiled programs, created once for all workers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["made_up_family", "stores"]
-#: Groups that take longest, in the order they are started in; a group runs on one worker.
+#: Prefixes of the xdist groups that start first, because they take longest.
 LONGEST_FIRST = ("conformance-",)
-#: Of whatever tests draw by chance: another one kills at other moments.
+#: Seed of the random numbers of tests, such as the moments of kills.
 SEED = os.environ.get("KILN_TEST_SEED", "0")
 
 
 def _cpu() -> str:
-    """Which processor programs are compiled for: another one may lack its instructions."""
+    """The processor's instruction sets; compiled programs depend on them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -29,13 +29,13 @@ def _cpu() -> str:
 
 
 def pytest_configure() -> None:
-    """Keep compiled programs from one session to the next, outside the tree."""
-    # With these set, pytest spells out each failed comparison: of two long lists, for hours.
+    """Keep compiled programs of all sessions in one folder outside the tree."""
+    # With these variables pytest prints full differences; for long lists that takes hours.
     for variable in ("CI", "BUILD_NUMBER"):
         os.environ.pop(variable, None)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.environ.get("KILN_TEST_CACHE") or f"{home}/kilnworks-tests").expanduser()
-    os.environ["KILN_TEST_CACHE"] = str(root)  # for what tests start, too
+    os.environ["KILN_TEST_CACHE"] = str(root)  # also for child processes
     kept = root / hashlib.sha256(_cpu().encode()).hexdigest()[:12]
     for variable, name in (
         ("JAX_COMPILATION_CACHE_DIR", "jax"),
@@ -45,13 +45,13 @@ def pytest_configure() -> None:
 
 
 def pytest_report_header() -> str:
-    """Say what `chance` is seeded with."""
+    """Print the seed of the fixture `chance`."""
     return f"KILN_TEST_SEED={SEED}"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file share one worker, as they share fixtures; the longest groups start first."""
+    """Group the tests of a file on one worker, for fixtures; start the longest groups first."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
@@ -67,14 +67,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this session that all xdist workers see."""
+    """A folder of this session that all xdist workers share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture
 def chance(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers of a test's own, the same ones for the same KILN_TEST_SEED."""
+    """A random number generator, seeded with KILN_TEST_SEED and the test's name."""
     return random.Random(f"{SEED} {request.node.name}")
 
 
@@ -83,7 +83,7 @@ MakeOnce = Callable[[str, Callable[[Path], None]], Path]
 
 @pytest.fixture(scope="session")
 def once(shared: Path) -> MakeOnce:
-    """`once(name, make)` is the folder of that name, which `make` fills in one worker alone."""
+    """`once(name, make)` returns a shared folder, which one worker fills with `make(path)`."""
 
     def folder(name: str, make: Callable[[Path], None]) -> Path:
         path, done = shared / name, shared / f"{name}.done"
@@ -100,10 +100,12 @@ def once(shared: Path) -> MakeOnce:
 
 @pytest.fixture(scope="session")
 def tiny_model(once: MakeOnce) -> Callable[[str], Path]:
-    """`tiny_model(name)` is a folder of tiny_models.MODELS."""
+    """`tiny_model(name)` returns the folder of a model in tiny_models.MODELS."""
 
     def saved(name: str) -> Path:
-        from tiny_models import MODELS  # PyTorch and diffusers, which unit tests do without
+        from tiny_models import (
+            MODELS,  # imports PyTorch and diffusers, which unit tests do not need
+        )
 
         return once(name, MODELS[name])
 
@@ -112,31 +114,31 @@ def tiny_model(once: MakeOnce) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def tiny_sdxl(tiny_model: Callable[[str], Path]) -> Path:
-    """A StableDiffusionXLPipeline folder: 32 x 32 pictures, a VAE that shrinks by four."""
+    """A StableDiffusionXLPipeline folder: 32 x 32 pictures, VAE with factor 4."""
     return tiny_model("tiny-sdxl")
 
 
 @pytest.fixture(scope="session")
 def tiny_sd(tiny_model: Callable[[str], Path]) -> Path:
-    """A StableDiffusionPipeline folder, as Stable Diffusion 1 and 2 have it."""
+    """A StableDiffusionPipeline folder, in the layout of Stable Diffusion 1 and 2."""
     return tiny_model("tiny-sd")
 
 
 @pytest.fixture(scope="session")
 def tiny_sd3(tiny_model: Callable[[str], Path]) -> Path:
-    """A StableDiffusion3Pipeline folder, as Stable Diffusion 3 and 3.5 have it."""
+    """A StableDiffusion3Pipeline folder, in the layout of Stable Diffusion 3 and 3.5."""
     return tiny_model("tiny-sd3")
 
 
 @pytest.fixture(scope="session")
 def tiny_sd3_without_t5(tiny_model: Callable[[str], Path]) -> Path:
-    """The same without its third text encoder, as it is often used to save memory."""
+    """The same without the T5 text encoder, a common choice to save memory."""
     return tiny_model("tiny-sd3-without-t5")
 
 
 @pytest.fixture(scope="session")
 def tiny_vae(tiny_model: Callable[[str], Path]) -> Path:
-    """Another AutoencoderKL, in a folder of its own."""
+    """An AutoencoderKL folder with other weights."""
     return tiny_model("tiny-vae")
 
 

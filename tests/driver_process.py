@@ -1,4 +1,4 @@
-"""Call functions of a driver in a process of a runtime, which imports its packages once."""
+"""Call functions of a driver file in a process of a runtime, which imports its packages once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 MAIN = Path(__file__).with_name("driver_process_main.py")
-#: Seconds after which a call is taken to hang: compiling on a busy machine takes minutes.
-PATIENCE = 900.0
+#: Timeout of a call in seconds; compiling on a busy machine takes minutes.
+TIMEOUT = 900.0
 
 
 class DriverProcess:
     """A process that has imported a driver.
 
     Args:
-        driver: the file whose functions are called.
+        driver: file with the functions.
         python: interpreter of the runtime's environment.
-        folder: for the process's log.
-        variables: what its environment has besides ours.
-        fork: each call runs in a fork of the process, and finds nothing that another has left
-            there; without, calls follow each other in it, and share what is compiled.
+        folder: folder of the process's log.
+        variables: additional environment variables.
+        fork: run each call in a fork, isolated from other calls; False: run all calls in the
+            process, so that they share compiled programs.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DriverProcess:
                 [python, "-P", "-u", str(MAIN), *words],
                 env={**os.environ, **(variables or {})},
                 pass_fds=(calls_read, answers_write),
-                stdin=subprocess.PIPE,  # a job ends when it does
+                stdin=subprocess.PIPE,  # a job ends when its standard input closes
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -58,32 +58,33 @@ class DriverProcess:
         self._answers = os.fdopen(answers_read)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What a function gives for arguments, all as JSON.
+        """Call a function; arguments and result are JSON.
 
-        Raises AssertionError, with its traceback or the log's end, if it raises or is killed.
+        Raises AssertionError with the traceback if the function raises, with the end of the log
+        if the process is killed.
         """
         answer: dict[str, Any] = {}
-        deadline = threading.Timer(PATIENCE, self._kill)
+        deadline = threading.Timer(TIMEOUT, self._kill)
         deadline.start()
         try:
             self._calls.write(json.dumps([name, arguments]) + "\n")
             for line in self._answers:
                 answer |= json.loads(line)
-                if "ended" in answer:  # and with it the fork
+                if "ended" in answer:  # the fork has ended
                     break
         except BrokenPipeError:
-            pass  # the log says why
+            pass  # the log has the reason
         finally:
             deadline.cancel()
         assert "found" in answer, f"{name} of {self._name}: {answer.get('failed', self.log_end())}"
         return answer["found"]
 
     def log_end(self) -> str:
-        """The last of what the process has printed."""
+        """The end of the process's log."""
         return self._log.read_text(errors="replace")[-3000:]
 
     def close(self) -> None:
-        """End the process, which has nothing to save."""
+        """Kill the process."""
         self._kill()
         assert self._process.stdin is not None
         for pipe in (self._process.stdin, self._calls, self._answers):

@@ -1,8 +1,9 @@
-"""Run in a runtime's environment: call functions of a driver.
+"""Main program of DriverProcess: call functions of a driver file.
 
-python -P driver_process_main.py fork|stay DRIVER CALLS ANSWERS
+    python -P driver_process_main.py fork|stay DRIVER CALLS ANSWERS
 
-Reads `[name, arguments]` a line from descriptor CALLS, answers on ANSWERS.
+Reads one JSON line `[name, arguments]` per call from descriptor CALLS, and writes the results as
+JSON lines to ANSWERS.
 """
 
 import importlib.util
@@ -26,7 +27,7 @@ def load(path: Path) -> ModuleType:
 
 
 def answer(driver: ModuleType, name: str, arguments: list[Any]) -> dict[str, Any]:
-    """What a function gives, or how it failed."""
+    """The result of a function, or its traceback."""
     try:
         return {"found": getattr(driver, name)(*arguments)}
     except BaseException:
@@ -34,29 +35,29 @@ def answer(driver: ModuleType, name: str, arguments: list[Any]) -> dict[str, Any
 
 
 def write(number: int, facts: dict[str, Any]) -> None:
-    """A line on a descriptor."""
+    """Write a JSON line to a descriptor."""
     with os.fdopen(os.dup(number), "w") as stream:
         stream.write(json.dumps(facts) + "\n")
 
 
 def main(mode: str, path: str, calls: str, answers: str) -> None:
-    """Answer calls until there are no more."""
+    """Run calls until CALLS is closed."""
     tests = Path(__file__).parent
-    # What tests share; the checkout comes first, as both have a folder `runtimes`.
+    # Modules of tests/; the checkout precedes them because both have a folder `runtimes`.
     sys.path += [str(tests.parent), str(tests)]
-    driver, said = load(Path(path)), int(answers)
+    driver, output = load(Path(path)), int(answers)
     with os.fdopen(int(calls)) as lines:
         for line in lines:
             name, arguments = json.loads(line)
             if mode == "stay":
-                write(said, answer(driver, name, arguments) | {"ended": 0})
+                write(output, answer(driver, name, arguments) | {"ended": 0})
                 continue
             child = os.fork()
             if child == 0:
-                write(said, answer(driver, name, arguments))
-                os._exit(0)  # what the packages do at exit is for the process that was forked
+                write(output, answer(driver, name, arguments))
+                os._exit(0)  # without exit handlers, which belong to the parent
             _, status = os.waitpid(child, 0)
-            write(said, {"ended": os.waitstatus_to_exitcode(status)})
+            write(output, {"ended": os.waitstatus_to_exitcode(status)})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The Hugging Face hub on loopback, for its real client: HF_ENDPOINT=<url>.
+"""A server with the Hugging Face hub's API on loopback, for its real client: HF_ENDPOINT=<url>.
 
-Large files are answered with a redirect to another host, as the hub does; each repository has the
-one branch `main`.
+Large files redirect to another host, as on the hub. Each repository has one branch, `main`.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-#: Suffixes that are kept apart from git, behind a redirect.
+#: Suffixes of large files (LFS), which are served behind a redirect.
 LARGE = (".safetensors", ".parquet")
 
 
 @dataclass
 class Repository:
-    """One repository: its files by path, and who may read it."""
+    """A repository: its files by path, and its readers."""
 
     files: dict[str, bytes]
-    accepted_by: set[str] | None = None  # tokens of those who accepted its terms; None: no terms
+    accepted_by: set[str] | None = None  # tokens with access; None: not gated
 
     @property
     def commit(self) -> str:
-        """Its newest commit: another one for other files."""
+        """The commit hash, a digest of the files."""
         digests = {path: hashlib.sha1(data).hexdigest() for path, data in self.files.items()}
         return hashlib.sha1(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
@@ -40,10 +39,10 @@ class HubServer(ThreadingHTTPServer):
     """The server.
 
     Attributes:
-        repositories: by name, those of data sets as `datasets/<name>`.
-        requests: (method, path) of each request so far, in the order that they came in.
-        fault: what goes wrong with each request: an HTTP status; `page`, an answer that is none of
-            the hub's; `cut`, the second half of a file does not come.
+        repositories: repositories by name; data sets as `datasets/<name>`.
+        requests: (method, path) of each request so far, in order.
+        fault: fault of every response: an HTTP status; `page`, an HTML page of another site;
+            `cut`, only the first half of a file.
     """
 
     daemon_threads = True
@@ -56,14 +55,14 @@ class HubServer(ThreadingHTTPServer):
         self.fault: int | str | None = None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that have gone: a killed one cannot close its connections."""
+        """Ignore connection errors, such as those of killed clients."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextmanager
 def serving() -> Iterator[HubServer]:
-    """A server that answers."""
+    """A running server."""
     with HubServer() as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield server
@@ -71,7 +70,7 @@ def serving() -> Iterator[HubServer]:
 
 
 class Refused(Exception):
-    """An answer other than the one asked for."""
+    """An error response."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -92,8 +91,8 @@ _ROUTES = [
 
 class _Handler(BaseHTTPRequestHandler):
     server: HubServer
-    protocol_version = "HTTP/1.1"  # clients keep their connections
-    wbufsize = -1  # headers and body leave together
+    protocol_version = "HTTP/1.1"  # with persistent connections
+    wbufsize = -1  # send headers and body together
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
@@ -112,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 (http.server's names)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the server's `requests` has it."""
+        """Print nothing: `requests` of the server has the log."""
 
     def _route(self, path: str) -> None:
         for pattern, name in _ROUTES:
@@ -129,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _repository(self) -> Repository:
         kind = "datasets/" if self.parts["kind"] == "datasets/" else ""
         found = self.server.repositories.get(kind + self.parts["name"])
-        if found is None:  # to a stranger as if it were private
+        if found is None:  # the hub does not tell private from missing
             raise Refused(404 if self._token else 401, "RepoNotFound", "Repository not found")
         if self.parts.get("revision", "main") not in ("main", found.commit):
             raise Refused(404, "RevisionNotFound", "Invalid rev id")
@@ -147,12 +146,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[:stop])
             self.close_connection = self.close_connection or stop is not None
 
-    def _say(self, answer: object) -> None:
+    def _send_json(self, answer: object) -> None:
         self._send(json.dumps(answer).encode(), Content_Type="application/json")
 
     def _revision(self, found: Repository) -> None:
         names = [{"rfilename": path} for path in sorted(found.files)]
-        self._say({"id": self.parts["name"], "sha": found.commit, "siblings": names})
+        self._send_json({"id": self.parts["name"], "sha": found.commit, "siblings": names})
 
     def _tree(self, found: Repository) -> None:
         folder = f"{self.parts['path']}/" if self.parts["path"] else ""
@@ -164,7 +163,9 @@ class _Handler(BaseHTTPRequestHandler):
             for depth in range(1, len(inside)):
                 name = folder + "/".join(inside[:depth])
                 rows[name] = {"type": "directory", "path": name, "oid": "0" * 40, "size": 0}
-        self._say([r for p, r in rows.items() if is_recursive or "/" not in p.removeprefix(folder)])
+        self._send_json(
+            [r for p, r in rows.items() if is_recursive or "/" not in p.removeprefix(folder)]
+        )
 
     def _resolve(self, found: Repository) -> None:
         path = self.parts["path"]
@@ -189,18 +190,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_file(found.files[self.parts["path"]], {})
 
     def _send_file(self, data: bytes, headers: dict[str, str]) -> None:
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         half = len(data) // 2 if self.server.fault == "cut" else None
-        if asked is None:
+        if span is None:
             self._send(data, 200, half, **headers)
             return
-        first, stop = int(asked[1]), min(int(asked[2] or len(data)) + 1, len(data))
+        first, stop = int(span[1]), min(int(span[2] or len(data)) + 1, len(data))
         headers["Content_Range"] = f"bytes {first}-{stop - 1}/{len(data)}"
         self._send(data[first:stop], 206, half, **headers)
 
 
 def _oid(path: str, data: bytes) -> str:
-    """What the hub names a file's bytes by: git's digest, or a large file's sha256."""
+    """The object id of a file: git's blob digest, or the sha256 of a large file."""
     if path.endswith(LARGE):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

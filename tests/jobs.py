@@ -1,4 +1,4 @@
-"""Settings that tests of jobs share, and a runtime that has trained for a few steps."""
+"""Shared settings of test jobs, and a runtime after a few training steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from runtimes.train.trainer import make_loader
 
 MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py
 CPU = torch.device("cpu")
-#: A run with a bit of everything that a resume must not disturb.
+#: A run with every feature whose state a resume must restore.
 SETTINGS = {
     "steps": 60,
     "checkpointing_steps": 7,
@@ -43,19 +43,19 @@ ADAPTERS = {"rank": 3, "alpha": 5.0, "target_modules": "all"}
 
 
 def lora(**settings: Any) -> dict[str, Any]:
-    """Train settings of adapters on all layers, but for those given."""
+    """Train settings of LoRA on all layers, with changes to section `lora`."""
     return {"method": "lora", "lora": {**ADAPTERS, **settings}, "learning_rate": 1e-2}
 
 
 def start(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
-    """A loaded runtime, and its loader's batches by step."""
+    """A loaded runtime, and a function from step to batch."""
     runtime = TheRuntime(Events())
     runtime.load(job)
     return runtime, make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
 
 
 def trained(job: TrainJob, steps: int = 3, rate: float = 3e-2) -> tuple[TheRuntime, StepBatch]:
-    """Adapters far enough from the base to tell them apart, and a batch not trained on."""
+    """A runtime after a few steps at a high learning rate, and the next batch."""
     runtime, batch = start(job)
     for step in range(steps):
         runtime.step(batch(step), rate)
@@ -63,16 +63,16 @@ def trained(job: TrainJob, steps: int = 3, rate: float = 3e-2) -> tuple[TheRunti
 
 
 def predicted(network: Network, batch: StepBatch) -> torch.Tensor:
-    """What a network predicts for a batch [B, C, h, w]."""
+    """Prediction of a network for a batch, [B, C, h, w]."""
     network.eval()
-    given = Inputs(batch, sender(CPU))
+    inputs = Inputs(batch, sender(CPU))
     with torch.inference_mode():
-        return network(given.noisy_latents, given.timesteps, given.conditioning)
+        return network(inputs.noisy_latents, inputs.timesteps, inputs.conditioning)
 
 
 def curve(job: TrainJob, name: str) -> list[int]:
-    """The steps that TensorBoard shows of a curve."""
-    from tensorboard.backend.event_processing import event_accumulator  # which drivers lack
+    """The steps of a scalar in the job's TensorBoard files."""
+    from tensorboard.backend.event_processing import event_accumulator  # not installed for drivers
 
     accumulator = event_accumulator.EventAccumulator(f"{job.work}/tensorboard")
     accumulator.Reload()
@@ -80,6 +80,6 @@ def curve(job: TrainJob, name: str) -> list[int]:
 
 
 def outputs(job: TrainJob) -> dict[str, bytes]:
-    """The files that a job has left, by path below its output."""
+    """Contents of a job's output files, by relative path."""
     out = Path(job.out)
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}

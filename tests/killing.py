@@ -1,4 +1,4 @@
-"""Kill the process that trains, at a record that it writes, of a flow in this process."""
+"""Kill the training process of a flow while it writes a checkpoint."""
 
 import json
 import os
@@ -11,26 +11,26 @@ from pathlib import Path
 import pytest
 from command import ROOT
 
-PATIENCE = 600  # seconds, for a machine that does much else
+TIMEOUT = 600  # seconds, for a busy machine
 
 
 def kill_training(run: Callable[[], str], folder: Path, checkpoint: int) -> None:
-    """Kill it before it commits a checkpoint, the nth that it writes, while `run()` runs."""
-    told = folder / "told"
-    told.unlink(missing_ok=True)
-    halt = {"record": r"/train/\w+/checkpoints/", "number": checkpoint, "told": str(told)}
+    """Kill the training process of `run()` before it commits its nth checkpoint."""
+    pid_file = folder / "told"
+    pid_file.unlink(missing_ok=True)
+    halt = {"record": r"/train/\w+/checkpoints/", "number": checkpoint, "told": str(pid_file)}
 
     def kill() -> None:
-        until = time.monotonic() + PATIENCE
-        while not told.exists() and time.monotonic() < until:
+        until = time.monotonic() + TIMEOUT
+        while not pid_file.exists() and time.monotonic() < until:
             time.sleep(0.05)
-        os.kill(int(told.read_text()), signal.SIGKILL)
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT / 'tests/halting'}:{ROOT}")
         patch.setenv("KILN_TEST_HALT", json.dumps(halt))
         killing = threading.Thread(target=kill, daemon=True)
         killing.start()
-        said = run()
-    assert "the runtime's process was killed by SIGKILL" in said
+        output = run()
+    assert "the runtime's process was killed by SIGKILL" in output
     killing.join()

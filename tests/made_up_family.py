@@ -1,4 +1,4 @@
-"""Fixtures of the made-up family: its plug-in, and a tiny pipeline of it."""
+"""Fixtures of the test family `patchwork`: its plug-in and a tiny pipeline."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ MADE_UP = Path(__file__).with_name("made_up")
 
 @pytest.fixture
 def plugged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package on the path with an entry point, in this process and in those it starts."""
+    """Install the plug-in, a package with an entry point, for this process and its children."""
     from runtimes import families
 
     record = tmp_path / "site" / "patchwork-1.0.dist-info"
@@ -29,7 +29,7 @@ def plugged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.fixture(scope="session")
 def patchwork(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline of the family: 32 x 32 pictures, eight latent channels, patches of 2 x 2."""
+    """A pipeline folder of the family: 32 x 32 pictures, 8 latent channels, 2 x 2 patches."""
     import tiny_models
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -55,7 +55,7 @@ def patchwork(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_encoder_2=tiny_models.make_t5(),
         tokenizer_2=tiny_models.make_t5_tokenizer(),
     )
-    with torch.no_grad():  # else random weights hardly listen to the prompt
+    with torch.no_grad():  # else the prompt has little effect with random weights
         pipeline.transformer.context_embedder.weight *= 8
         pipeline.transformer.proj_out.weight *= 8
     folder = tmp_path_factory.mktemp("patchwork")

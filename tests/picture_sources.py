@@ -1,4 +1,4 @@
-"""The same few captioned pictures as each kind of source holds them."""
+"""A few captioned pictures, in the format of each kind of source."""
 
 import io
 import json
@@ -15,7 +15,7 @@ COLOURS = ("red", "green", "blue", "black")
 
 @dataclass(frozen=True)
 class Captioned:
-    """A picture with what is said of it."""
+    """A picture with its captions."""
 
     name: str
     shape: str  # of SHAPES
@@ -24,7 +24,7 @@ class Captioned:
 
 
 def make_pictures(count: int = 18, captions: int = 1) -> list[Captioned]:
-    """Noise in each shape in turn, with so many captions each, which name shape and number."""
+    """Noise pictures of alternating shapes; captions contain shape and number."""
     shapes = list(SHAPES)
     return [_picture(number, shapes[number % len(shapes)], captions) for number in range(count)]
 
@@ -34,12 +34,12 @@ def _picture(number: int, shape: str, captions: int) -> Captioned:
     noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).save(buffer, "png")
-    said = tuple(f"{COLOURS[n]} {shape} {number}" for n in range(captions))
-    return Captioned(f"{number:02}", shape, buffer.getvalue(), said)
+    texts = tuple(f"{COLOURS[n]} {shape} {number}" for n in range(captions))
+    return Captioned(f"{number:02}", shape, buffer.getvalue(), texts)
 
 
 def write_folder(folder: Path, pictures: Sequence[Captioned]) -> None:
-    """A picture's caption is in the .txt file beside it."""
+    """Write pictures with a .txt file of captions each."""
     folder.mkdir()
     for one in pictures:
         (folder / f"{one.name}.png").write_bytes(one.png)
@@ -47,7 +47,7 @@ def write_folder(folder: Path, pictures: Sequence[Captioned]) -> None:
 
 
 def write_listed_folder(folder: Path, pictures: Sequence[Captioned]) -> None:
-    """Captions are in metadata.jsonl, a list of them a picture."""
+    """Write pictures with a metadata.jsonl, which has a list of captions per picture."""
     folder.mkdir()
     for one in pictures:
         (folder / f"{one.name}.png").write_bytes(one.png)
@@ -57,7 +57,7 @@ def write_listed_folder(folder: Path, pictures: Sequence[Captioned]) -> None:
 
 
 def write_dataset(folder: Path, pictures: Sequence[Captioned]) -> None:
-    """Parquet files of two splits, as a dataset on the hub has them."""
+    """Write parquet files of two splits, in the layout of a dataset on the hub."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -70,7 +70,7 @@ def write_dataset(folder: Path, pictures: Sequence[Captioned]) -> None:
 
 
 def write_url_list(file: Path, pictures: Sequence[Captioned], base_url: str) -> None:
-    """A parquet list with LAION's columns, but for captions, of which a row has a list."""
+    """Write a parquet list with LAION's columns, but with a list of captions per row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

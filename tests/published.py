@@ -1,4 +1,4 @@
-"""What a run has left in its store, and whether it is what a user may count on."""
+"""Checks of a run's report and published model."""
 
 import json
 import math
@@ -19,10 +19,10 @@ from runtimes.objective.random import Stream, generator
 
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
 METRICS = {"clip_score", "cmmd", "fd", "holdout_loss"}
-#: Of a picture by `kiln generate`, to be compared with one by diffusers alone.
+#: Settings of a picture, for `kiln generate` and for diffusers.
 DRAWING = {"seed": 7, "num_inference_steps": 2, "guidance_scale": 3.0}
 Report = dict[str, Any]
-#: Group of latents -> captions of its pictures, and of how many.
+#: (group of latents, captions of a picture) -> number of pictures.
 Captions = Counter[tuple[str, tuple[str, ...]]]
 
 
@@ -36,16 +36,16 @@ def manifest(report: Report, stage: str) -> dict[str, Any]:
 
 
 def history(trained: Path) -> list[dict[str, Any]]:
-    """What is said of each step in a folder of the train stage."""
+    """The records of all steps of a train artifact."""
     lines = (trained / "history.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def train_apart(recipe: Recipe, report: Report, store: Path) -> Path:
-    """Where the train stage alone, without pictures, leaves what it makes of a run's latents.
+    """Run only the train stage on a run's latents, without sample pictures; the output folder.
 
     Args:
-        store: a new one, where no checkpoint is.
+        store: a new store, without checkpoints.
     """
     from tasks import train
     from tasks.progress import Progress
@@ -61,7 +61,7 @@ def train_apart(recipe: Recipe, report: Report, store: Path) -> Path:
 
 
 def assert_published(report: Report, runtime: str, steps: int) -> None:
-    """Every stage was built, by the runtime, and base and tuned model were measured."""
+    """Check that every stage was built by the runtime, and both models were measured."""
     assert report["status"] == "published"
     assert {n: s["outcome"] for n, s in report["stages"].items()} == dict.fromkeys(STAGES, "built")
     run = manifest(report, "train")["run"]
@@ -78,7 +78,7 @@ def assert_published(report: Report, runtime: str, steps: int) -> None:
 
 
 def assert_trained(report: Report, base: Path) -> None:
-    """The published denoiser differs from the base's, and is close to what was trained."""
+    """Check that the published denoiser differs from the base's and is close to the trained one."""
     name = "unet/diffusion_pytorch_model.safetensors"
     before, after = load_file(base / name), load_file(Path(report["model"]) / name)
     trained = load_file(folder(report, "train") / name)
@@ -89,9 +89,11 @@ def assert_trained(report: Report, base: Path) -> None:
 
 
 def draw(model: Path, prompt: str, *, lora: Path | None = None) -> NDArray[np.int64]:
-    """A picture by diffusers alone: the folder as its users load it, and perhaps adapters.
+    """A picture by diffusers, from the noise and settings of DRAWING, [32, 32, 3].
 
-    It starts from the noise that ours of DRAWING do, with their steps.
+    Args:
+        model: pipeline folder.
+        lora: folder of LoRA weights to load.
     """
     import torch
     from diffusers import DiffusionPipeline
@@ -110,7 +112,7 @@ def draw(model: Path, prompt: str, *, lora: Path | None = None) -> NDArray[np.in
 
 
 def captions_encoded(report: Report, split: str) -> Captions:
-    """What the latents' own token ids say of each picture, group by group."""
+    """Captions by group, decoded from the token ids of a run's latents."""
     found: Captions = Counter()
     for ref in open_latents(str(folder(report, "encode"))).shards:
         shard = LatentShard(ref.url)
@@ -119,13 +121,17 @@ def captions_encoded(report: Report, split: str) -> Captions:
                 continue
             for index in range(count):
                 rows = shard.sample(group, index).caption_rows
-                said = tuple(_text(shard.input_ids(row)[0]) for row in rows)
-                found[group.partition("/")[2], said] += 1
+                texts = tuple(_text(shard.input_ids(row)[0]) for row in rows)
+                found[group.partition("/")[2], texts] += 1
     return found
 
 
 def captions_given(pictures: Sequence[Captioned], groups: dict[str, str]) -> Captions:
-    """The same of the source's pictures, with the group of each shape."""
+    """Expected captions by group, from the source's pictures.
+
+    Args:
+        groups: shape -> group.
+    """
     return Counter(
         (groups[one.shape], tuple(_letters(caption) for caption in one.captions))
         for one in pictures
@@ -133,7 +139,7 @@ def captions_given(pictures: Sequence[Captioned], groups: dict[str, str]) -> Cap
 
 
 def _text(ids: NDArray[np.int32]) -> str:
-    """The letters of a caption: the tiny tokenizer has a token a letter."""
+    """The letters of a caption; the tiny tokenizer has one token per letter."""
     from tiny_models import END, START, VOCABULARY
 
     names = {number: token for token, number in VOCABULARY.items()}

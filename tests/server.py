@@ -1,4 +1,4 @@
-"""A real Prefect server on loopback, for as long as the tests need it."""
+"""A real Prefect server on loopback, shared by the test processes."""
 
 import fcntl
 import json
@@ -18,17 +18,17 @@ from typing import Any
 from command import ROOT, environment
 
 PREFECT = [str(Path(sys.executable).parent / "prefect"), "--no-prompt"]
-PATIENCE = 600  # seconds, for a machine that does much else
-#: Files in the folder of a shared server: its URL, and what its users hold a lock of.
+TIMEOUT = 600  # timeout in seconds, for a busy machine
+#: Files in the folder of a shared server: its URL, and the lock files of users and of the start.
 API, USERS, STARTING = "api", "users", "starting"
 
 
 class Server:
-    """The server, its command line, and processes beside it such as a worker.
+    """A Prefect server, its command line, and other Prefect processes such as a worker.
 
     Args:
-        folder: for the files of Prefect and the logs of the processes.
-        api: URL of a server that runs already.
+        folder: folder of Prefect's files and the processes' logs.
+        api: URL of a running server; None: a new one.
     """
 
     def __init__(self, folder: Path, api: str | None = None) -> None:
@@ -37,17 +37,17 @@ class Server:
             **environment(folder),
             "PREFECT_API_URL": self.api,
             "PREFECT_WORKER_QUERY_SECONDS": "1",
-            # A minute by default, which a test of schedules may have to wait for.
+            # The default is a minute, too long for a test of schedules.
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "10",
         }
         self.folder = folder
         self.children: list[subprocess.Popen[bytes]] = []
 
     def serve(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server and wait until it responds."""
         port = self.api.rpartition(":")[2].removesuffix("/api")
         self.start("server", "server", "start", "--host", "127.0.0.1", "--port", port)
-        self.wait("server", lambda: self.ask("/health"), PATIENCE)
+        self.wait("server", lambda: self.ask("/health"), TIMEOUT)
 
     def start(self, name: str, *words: str) -> None:
         log = (self.folder / f"{name}.log").open("wb")
@@ -68,7 +68,7 @@ class Server:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -83,10 +83,10 @@ class Server:
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
-                if error.code != 503:  # a database that is locked: Prefect's own client waits, too
+                if error.code != 503:  # a locked database; Prefect's client also retries
                     raise
             time.sleep(0.2)
-        raise AssertionError(f"{path}: the server stays busy")
+        raise AssertionError(f"{path}: the server responds with 503")
 
     def wait(self, what: str, ready: Any, seconds: float) -> Any:
         until = time.monotonic() + seconds
@@ -98,25 +98,25 @@ class Server:
                 pass
             time.sleep(0.5)
         logs = "\n".join(p.read_text()[-3000:] for p in self.folder.glob("*.log"))
-        raise AssertionError(f"{what}: not within {seconds} s\n{logs}")
+        raise AssertionError(f"{what}: timeout after {seconds} s\n{logs}")
 
     def run(self, deployment: str, overrides: dict[str, Any], **more: Any) -> str:
-        """Have a worker run it, as `prefect deployment run` does; returns the flow run's id."""
+        """Schedule a run, as `prefect deployment run` does; the flow run's id."""
         number = self.ask(f"/deployments/name/{deployment}")["id"]
-        given = {"overrides": overrides, **more}
-        asked = {"parameters": given, "state": {"type": "SCHEDULED"}}
-        return str(self.ask(f"/deployments/{number}/create_flow_run", asked)["id"])
+        parameters = {"overrides": overrides, **more}
+        body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+        return str(self.ask(f"/deployments/{number}/create_flow_run", body)["id"])
 
     def state(self, run: str) -> str:
         return str(self.ask(f"/flow_runs/{run}")["state"]["name"])
 
     def tasks(self, run: str) -> dict[str, str]:
-        """The state of each task of a run, by name."""
+        """State names of a run's tasks, by task name."""
         found = self.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
         return {task["name"]: task["state"]["name"] for task in found}
 
     def edges(self, run: str) -> set[tuple[str, str]]:
-        """(task, task that was given its result), as the UI draws a run."""
+        """Edges of a run's graph in the UI: (task, task that uses its result)."""
         found = self.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
         names = {task["id"]: task["name"] for task in found}
         return {
@@ -141,9 +141,9 @@ class Server:
 
 @contextmanager
 def shared_server(folder: Path) -> Iterator[str]:
-    """URL of one server for all processes that name the same folder; it ends with the last.
+    """URL of the server that all processes with this folder share; it stops with the last one.
 
-    They hold a lock, which a process that is killed lets go of, too.
+    Each process holds a shared lock, which the kernel releases also if the process is killed.
     """
     folder.mkdir(exist_ok=True)
     keeper = None
@@ -155,11 +155,11 @@ def shared_server(folder: Path) -> Iterator[str]:
                 keeper = _start_keeper(folder)
         yield (folder / API).read_text()
     if keeper is not None:
-        keeper.wait()  # until no process is left, of ours or of the others
+        keeper.wait()  # until the last process releases its lock
 
 
 def _start_keeper(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that has the server as its child; Ctrl-C at a terminal is not for it."""
+    """Start the process that owns the server, in a session of its own, safe from Ctrl-C."""
     with (folder / "keeper.log").open("ab") as log:
         keeper = subprocess.Popen(
             [sys.executable, __file__, str(folder)],
@@ -175,7 +175,7 @@ def _start_keeper(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _keep(folder: Path) -> None:
-    """Serve as long as somebody holds the lock."""
+    """Run the server while any process holds the lock."""
     server = Server(folder)
     with (folder / USERS).open("a") as users:
         try:
@@ -183,7 +183,7 @@ def _keep(folder: Path) -> None:
             (folder / f"{API}.new").write_text(server.api)
             (folder / f"{API}.new").rename(folder / API)
             fcntl.flock(users, fcntl.LOCK_EX)
-            (folder / API).unlink()  # who comes now waits for the lock, and starts another
+            (folder / API).unlink()  # later processes start another server
         finally:
             server.stop()
 

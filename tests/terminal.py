@@ -1,4 +1,4 @@
-"""A terminal of the test's own: what a person at it would have seen."""
+"""A pseudo-terminal for programs under test, with its output."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ class Terminal:
     """A pseudo-terminal of 40 rows and 160 columns.
 
     Attributes:
-        end: descriptor for a program's input and output.
+        end: file descriptor for the input and output of the program.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Terminal:
         while True:
             try:
                 found = os.read(self._ours, 65536)
-            except OSError:  # its other end is closed
+            except OSError:  # the other end is closed
                 return
             if not found:
                 return
@@ -41,16 +41,16 @@ class Terminal:
 
     @property
     def seen(self) -> str:
-        """All of it, control sequences included."""
+        """The output so far, with control sequences."""
         return bytes(self._seen).decode(errors="replace").replace("\r\n", "\n")
 
     @property
     def text(self) -> str:
-        """The same without control sequences."""
+        """The output so far, without control sequences."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen)
 
     def wait(self, pattern: str, alive: Callable[[], bool], seconds: float) -> None:
-        """Until a pattern is on the screen."""
+        """Wait until the text matches a pattern."""
         until = time.monotonic() + seconds
         while re.search(pattern, self.text) is None:
             assert alive() and time.monotonic() < until, self.text[-3000:]
@@ -60,7 +60,7 @@ class Terminal:
         return self
 
     def close(self) -> None:
-        """Take in what is still on its way."""
+        """Read the remaining output, and close the terminal."""
         if self.end >= 0:
             os.close(self.end)
             self.end = -1

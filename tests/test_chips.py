@@ -1,4 +1,4 @@
-"""Which runtimes' tests are run, skipped and failed, as KILN_RUNTIMES and KILN_MUST_RUN say."""
+"""KILN_RUNTIMES and KILN_MUST_RUN select the tests that run, skip and fail."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +11,12 @@ from runtimes.registry import RuntimeSpec
 
 
 @pytest.fixture(autouse=True)
-def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for variable in (chips.CHOSEN, chips.MUST_RUN):
+def _no_selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in (chips.SELECTED, chips.MUST_RUN):
         monkeypatch.delenv(variable, raising=False)
-    chips._lacking.cache_clear()
+    chips._missing.cache_clear()
     yield
-    chips._lacking.cache_clear()
+    chips._missing.cache_clear()
 
 
 @pytest.fixture
@@ -26,24 +26,24 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> str:
     return "xla"
 
 
-def test_what_cannot_be_imported_is_skipped_unless_it_must_run(
+def test_broken_runtime_is_skipped_unless_it_must_run(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "cannot be imported" in chips.reason_to_skip(broken)
     monkeypatch.setenv(chips.MUST_RUN, f"torch {broken}")
-    assert chips.reason_to_skip(broken) == ""  # its tests fail
+    assert chips.reason_to_skip(broken) == ""  # its tests run, and fail
 
 
-def test_a_runtime_that_is_not_chosen_is_skipped_though_it_must_run(
+def test_unselected_runtime_is_skipped_even_if_it_must_run(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(chips.MUST_RUN, broken)
-    monkeypatch.setenv(chips.CHOSEN, "torch jax")
+    monkeypatch.setenv(chips.SELECTED, "torch jax")
     assert chips.reason_to_skip(broken) == "KILN_RUNTIMES is 'torch jax'"
-    assert not chips.not_chosen("hpu-lazy")  # of torch
+    assert not chips.not_selected("hpu-lazy")  # a variant of torch
 
 
-def test_a_device_must_run_by_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_must_run_names_devices_separately(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setenv(chips.MUST_RUN, "torch")
     assert "needs a C++ compiler" in chips.reason_to_skip("hpu-lazy")
@@ -51,7 +51,7 @@ def test_a_device_must_run_by_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_
     assert chips.reason_to_skip("hpu-lazy") == ""
 
 
-def test_what_must_run_fails_where_something_else_is_lacking(
+def test_unless_required_fails_a_required_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert chips.unless_required("libtpu", "there is none") == "there is none"
@@ -61,20 +61,20 @@ def test_what_must_run_fails_where_something_else_is_lacking(
     assert chips.unless_required("libtpu", "") == ""
 
 
-def test_a_package_that_must_run_is_imported_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importorskip_fails_for_a_required_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pytest.skip.Exception):
         chips.importorskip("nowhere")
     monkeypatch.setenv(chips.MUST_RUN, "nowhere")
-    with pytest.raises(BaseException) as raised:  # a skip, too
+    with pytest.raises(BaseException) as raised:  # BaseException includes a skip
         chips.importorskip("nowhere")
     assert raised.type is ModuleNotFoundError
 
 
-def test_an_emulated_device_needs_python_s_headers(
+def test_emulated_device_requires_python_headers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(chips.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert "Python's headers" in chips.why_not("hpu-eager")
-    assert chips.why_not("torch") == ""
+    assert "Python's headers" in chips.missing_for_emulation("hpu-eager")
+    assert chips.missing_for_emulation("torch") == ""
     (tmp_path / "Python.h").touch()
-    assert chips.why_not("hpu-eager") == ""
+    assert chips.missing_for_emulation("hpu-eager") == ""

@@ -1,7 +1,7 @@
-"""Every command line and every recipe that the documents show is one that Kilnworks takes.
+"""Command lines and recipes in the documents are valid.
 
-Nothing is executed: `kiln` parses its own lines, overrides are held against the schema, and targets
-of make, modules, scripts and deployments must be there.
+Nothing is executed: `kiln` parses its command lines, the schema checks overrides, and targets of
+make, modules, scripts and deployments must exist.
 """
 
 import re
@@ -28,23 +28,23 @@ DOCUMENTS = sorted(
 )
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
-#: A recipe of the document's own, which its lines may name.
+#: File name of a recipe that a document shows and its command lines use.
 MINE = "mine.yaml"
-#: What a container is started with goes to `kiln`.
+#: Containers whose entry point is `kiln`.
 CONTAINERS = {"kiln-ascend", "kiln-gaudi"}
-#: Of a recipe's own commands, the first argument is one.
+#: Commands whose first argument is a recipe.
 OF_RECIPES = {"run", "plan", "recipes", "tpu"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """Words of a command line; a span within a sentence may leave some out."""
+    """A command line, or a code span, which may omit arguments."""
 
     text: str
     is_whole: bool
 
     def words(self) -> list[str]:
-        """Without the variables before it, what is optional taken as given."""
+        """The words without environment variables, with optional arguments."""
         text = self.text if self.is_whole else re.sub(r"\[([^]]*)\]|…", r" \1 ", self.text)
         words = shlex.split(text.replace("…", ""), comments=self.is_whole)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
@@ -61,7 +61,7 @@ def lines_of(document: str) -> list[Line]:
 
 
 def recipes_of(document: str, folder: Path) -> Iterator[Path]:
-    """Files of the YAML that a document shows; settings alone are given a recipe to change."""
+    """Write the YAML blocks of a document; settings alone become a recipe that extends `sdxl`."""
     text = (ROOT / document).read_text(encoding="utf-8")
     for number, (language, body) in enumerate(FENCED.findall(text)):
         if language == "yaml":
@@ -72,7 +72,7 @@ def recipes_of(document: str, folder: Path) -> Iterator[Path]:
 
 
 def check_kiln(words: list[str], line: Line, folder: Path) -> None:
-    """Parse a line of `kiln`, and hold what it names against the schema."""
+    """Check a `kiln` command line and its overrides."""
     group = typer.main.get_command(app)
     try:
         context = group.make_context("kiln", list(words))
@@ -86,7 +86,7 @@ def check_kiln(words: list[str], line: Line, folder: Path) -> None:
     if name == "generate" and "key" not in settings:
         read_settings(given["model"], given["prompts"], settings)
     recipe = (given.get("recipe") or given.get("name")) if name in OF_RECIPES else None
-    if recipe is not None and not recipe.isupper():  # RECIPE stands for any
+    if recipe is not None and not recipe.isupper():  # RECIPE is a placeholder
         load_recipe(str(folder / recipe) if recipe == MINE else recipe, settings)
 
 
@@ -98,7 +98,7 @@ def check_make(targets: list[str]) -> None:
 
 
 def check_module(words: list[str]) -> None:
-    """A module that is there, whose options its package knows."""
+    """Check that a module exists and has the options."""
     module, rest = words[0], words[1:]
     if module != "bench.NAME":
         assert find_spec(module) is not None, module
@@ -109,7 +109,7 @@ def check_module(words: list[str]) -> None:
 
 
 def check_deployment(words: list[str]) -> None:
-    """A deployment of deploy/prefect.yaml, with overrides that its recipe takes."""
+    """Check that a deployment exists and its recipe accepts the overrides."""
     listed = yaml.safe_load((ROOT / "deploy/prefect.yaml").read_text(encoding="utf-8"))
     known = {
         f"{entry['entrypoint'].partition(':')[2]}/{entry['name']}": entry["parameters"]
@@ -122,10 +122,10 @@ def check_deployment(words: list[str]) -> None:
 
 
 def check(line: Line, folder: Path) -> str | None:
-    """Which kind of command a line is; None if it is none of ours. Fails if it would."""
+    """Check a command line; its program, None for other programs. Raises if it is invalid."""
     try:
         words = line.words()
-    except ValueError:  # a quotation mark in a sentence's code
+    except ValueError:  # an unbalanced quotation mark in a code span
         return None
     program = words[0].rpartition("/")[2] if words else ""
     if program == "kiln" and len(words) > 1:
@@ -147,13 +147,13 @@ def check(line: Line, folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_command_line_that_a_document_shows_is_taken(document: str, tmp_path: Path) -> None:
+def test_command_lines_of_documents_are_valid(document: str, tmp_path: Path) -> None:
     list(recipes_of(document, tmp_path))
     for line in lines_of(document):
         check(line, tmp_path)
 
 
-def test_lines_of_every_kind_are_found(tmp_path: Path) -> None:
+def test_documents_have_command_lines_of_every_kind(tmp_path: Path) -> None:
     found: dict[str, int] = {}
     for document in DOCUMENTS:
         list(recipes_of(document, tmp_path))
@@ -183,20 +183,20 @@ def test_lines_of_every_kind_are_found(tmp_path: Path) -> None:
         "deploy/gaudi/start.sh JOB.json",
     ],
 )
-def test_a_line_that_would_fail_is_found(text: str, tmp_path: Path) -> None:
+def test_invalid_command_line_raises(text: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, ValueError)):
         check(Line(text, True), tmp_path)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_recipe_that_a_document_shows_is_valid(document: str, tmp_path: Path) -> None:
+def test_recipes_of_documents_are_valid(document: str, tmp_path: Path) -> None:
     for path in recipes_of(document, tmp_path):
         recipe = load_recipe(str(path))
         assert recipe.name == path.stem.partition("-")[0]
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])
-def test_the_recipe_that_is_shown_adds_to_its_parents_prompts(
+def test_recipe_of_a_document_extends_the_prompts_of_its_parent(
     document: str, tmp_path: Path
 ) -> None:
     (path,) = recipes_of(document, tmp_path)

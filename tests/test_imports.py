@@ -1,4 +1,4 @@
-"""Imports go down only: flows → tasks → demo → runtimes → artifacts → configs."""
+"""Imports go in one direction: flows → tasks → demo → runtimes → artifacts → configs."""
 
 import subprocess
 import sys
@@ -8,12 +8,12 @@ ROOT = Path(__file__).parents[1]
 LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
 
 
-def test_every_import_goes_down() -> None:
+def test_imports_follow_the_layers() -> None:
     done = subprocess.run(LINT, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_help_needs_neither_prefect_nor_torch() -> None:
+def test_cli_imports_neither_prefect_nor_torch() -> None:
     code = (
         "import sys; from flows import cli\n"
         "heavy = {'prefect', 'torch', 'apache_beam', 'img2dataset', 'diffusers', 'transformers'}\n"

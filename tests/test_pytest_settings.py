@@ -1,4 +1,4 @@
-"""How pytest is set up: groups share one worker, and a failed comparison is told in short."""
+"""Settings of pytest: xdist groups, and short differences of failed comparisons."""
 
 import os
 
@@ -7,10 +7,10 @@ from _pytest.compat import running_on_ci
 
 
 @pytest.mark.xdist_group("of its own")
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="no workers share the tests")
-def test_the_scheduler_knows_the_group_of_a_test(request: pytest.FixtureRequest) -> None:
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="no xdist worker")
+def test_scheduler_has_the_group_of_a_test(request: pytest.FixtureRequest) -> None:
     assert request.node.nodeid.endswith("@of its own")
 
 
-def test_a_failed_comparison_is_cut_short_on_a_ci_server_too() -> None:
-    assert not running_on_ci()  # it spells out differences of long lists, and that takes hours
+def test_failed_comparison_is_short_on_a_ci_server() -> None:
+    assert not running_on_ci()  # on CI pytest prints full differences, for hours

@@ -1,4 +1,4 @@
-"""Tiny but real models in the layouts of the published ones: random weights, from a fixed seed."""
+"""Tiny models in the layouts of published ones, with random weights from a fixed seed."""
 
 import json
 from functools import partial
@@ -38,7 +38,7 @@ VOCABULARY = {
 
 
 def make_tokenizer(pad_token: str = END) -> CLIPTokenizer:
-    """CLIP's byte-level tokenizer without merges: a token a letter."""
+    """CLIP's byte-level tokenizer without merges: one token per letter."""
     return CLIPTokenizer(vocab=VOCABULARY, merges=[], pad_token=pad_token, model_max_length=77)
 
 
@@ -57,7 +57,7 @@ def make_text_config() -> CLIPTextConfig:
 
 
 def make_t5_tokenizer() -> T5TokenizerFast:
-    """T5's unigrams: a token a letter, and of a caption the first 20."""
+    """T5's unigram tokenizer: one token per letter, at most 20 tokens."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -1.0)]
     letters = [(chr(code), -2.0) for code in range(33, 383)]
     return T5TokenizerFast(vocab=special + letters, extra_ids=0, model_max_length=20)
@@ -78,7 +78,7 @@ def make_t5() -> T5EncoderModel:
 
 
 def make_vae(**more: object) -> AutoencoderKL:
-    """Shrinks by four."""
+    """A VAE with factor 4."""
     settings = {
         "block_out_channels": (8, 16, 16),
         "down_block_types": ["DownEncoderBlock2D"] * 3,
@@ -107,8 +107,8 @@ def make_unet(**more: object) -> UNet2DConditionModel:
     return UNet2DConditionModel(**settings)  # type: ignore[arg-type]
 
 
-#: Of a UNet that has every kind of block once: a compiler takes half as long for it.
-LEAST: dict[str, object] = {
+#: A UNet with one block of each kind, which compiles in half the time.
+MINIMAL_UNET: dict[str, object] = {
     "block_out_channels": (16,),
     "down_block_types": ("DownBlock2D",),
     "up_block_types": ("UpBlock2D",),
@@ -127,7 +127,7 @@ def make_scheduler() -> EulerDiscreteScheduler:
 
 
 def make_sd3(t5: bool) -> StableDiffusion3Pipeline:
-    """32 x 32 pictures, eight latent channels; CLIP gives 64 numbers a token, T5 80."""
+    """32 x 32 pictures, 8 latent channels; embeddings have 64 features (CLIP) and 80 (T5)."""
     torch.manual_seed(4)
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(
@@ -159,7 +159,7 @@ def make_sd3(t5: bool) -> StableDiffusion3Pipeline:
 
 
 def save_sdxl(folder: Path, transformer_layers: tuple[int, ...] = (1, 1), **more: object) -> None:
-    """A StableDiffusionXLPipeline folder: 32 x 32 pictures, a VAE that shrinks by four."""
+    """Write a StableDiffusionXLPipeline: 32 x 32 pictures, VAE with factor 4."""
     torch.manual_seed(0)
     pipeline = StableDiffusionXLPipeline(
         vae=make_vae(),
@@ -182,7 +182,7 @@ def save_sdxl(folder: Path, transformer_layers: tuple[int, ...] = (1, 1), **more
 
 
 def save_sd(folder: Path, **more: object) -> None:
-    """A StableDiffusionPipeline folder, as Stable Diffusion 1 and 2 have it."""
+    """Write a StableDiffusionPipeline in the layout of Stable Diffusion 1 and 2."""
     torch.manual_seed(1)
     pipeline = StableDiffusionPipeline(
         vae=make_vae(),
@@ -198,23 +198,23 @@ def save_sd(folder: Path, **more: object) -> None:
 
 
 def save_sd3(folder: Path) -> None:
-    """A StableDiffusion3Pipeline folder, as Stable Diffusion 3 and 3.5 have it."""
+    """Write a StableDiffusion3Pipeline in the layout of Stable Diffusion 3 and 3.5."""
     make_sd3(t5=True).save_pretrained(folder)
 
 
 def save_sd3_without_t5(folder: Path) -> None:
-    """The same without its third text encoder, as it is often used to save memory."""
+    """The same without the T5 text encoder, a common choice to save memory."""
     make_sd3(t5=False).save_pretrained(folder)
 
 
 def save_vae(folder: Path) -> None:
-    """Another AutoencoderKL, in a folder of its own."""
+    """Write an AutoencoderKL with other weights."""
     torch.manual_seed(2)
     make_vae().save_pretrained(folder)
 
 
 def save_clip(folder: Path) -> None:
-    """A CLIPModel folder with image processor and tokenizer: 32 x 32 pictures, 24 features."""
+    """Write a CLIPModel with image processor and tokenizer: 32 x 32 pictures, 24 features."""
     torch.manual_seed(3)
     vision = {
         "hidden_size": 32,
@@ -236,12 +236,12 @@ def save_clip(folder: Path) -> None:
     (folder / "vocab.json").write_text(json.dumps(VOCABULARY), encoding="utf-8")
 
 
-#: Folder name -> what writes it.
+#: Folder name -> function that writes the folder.
 MODELS = {
     "tiny-sdxl": save_sdxl,
     "tiny-sd": save_sd,
-    "least-sdxl": partial(save_sdxl, transformer_layers=(1,), **LEAST),
-    "least-sd": partial(save_sd, **LEAST),
+    "least-sdxl": partial(save_sdxl, transformer_layers=(1,), **MINIMAL_UNET),
+    "least-sd": partial(save_sd, **MINIMAL_UNET),
     "tiny-sd3": save_sd3,
     "tiny-sd3-without-t5": save_sd3_without_t5,
     "tiny-vae": save_vae,

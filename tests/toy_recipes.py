@@ -1,4 +1,4 @@
-"""Shipped recipes at toy size: tiny models, few pictures and steps; all else is theirs."""
+"""Overrides that shrink shipped recipes: tiny models, few pictures and steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from configs.load import load_recipe
 from configs.schema import Recipe
 
 Overrides = dict[str, Any]
-#: Of tests/tiny_models.py: what has the layout of the recipe's base; the least where XLA compiles.
+#: Recipe -> model of tests/tiny_models.py in its layout; minimal ones where XLA compiles.
 BASES = {
     "sd2": "least-sd",
     "sd2-v5p": "least-sd",
@@ -18,7 +18,7 @@ BASES = {
     "sdxl-lora-text": "tiny-sdxl",
     "sdxl-v5p": "tiny-sdxl",
 }
-#: Sizes, counts and intervals, wherever a recipe has its own.
+#: Sizes, counts and intervals; they replace settings that a recipe sets.
 TOY: Overrides = {
     "download.image_size": 32,
     "download.min_image_size": 16,
@@ -40,13 +40,13 @@ TOY: Overrides = {
     "evaluate.prompts.old.images_per_prompt": 1,
     "evaluate.prompts.scenes.images_per_prompt": 1,
 }
-#: What recipes leave at its default, which is too much for a toy.
-FEWER: Overrides = {
+#: Settings whose defaults are too large for a test.
+REDUCED: Overrides = {
     "evaluate.bootstrap": 5,
     "evaluate.holdout_samples": 4,
     "evaluate.holdout_draws": 1,
 }
-#: Random weights pass no gate; that its rules can be held is tested apart.
+#: Random weights would fail a gate. Another test checks the rules.
 OPEN_GATE: Overrides = {"publish.gate": []}
 
 
@@ -62,7 +62,7 @@ def toy(name: str, store: Path, source: Overrides, tiny_model: Callable[[str], P
     return {
         **model,
         **sizes,
-        **FEWER,
+        **REDUCED,
         **OPEN_GATE,
         "evaluate.clip": str(tiny_model("tiny-clip")),
         "source": source,
@@ -71,7 +71,7 @@ def toy(name: str, store: Path, source: Overrides, tiny_model: Callable[[str], P
 
 
 def _is_set(recipe: Recipe, dotted: str) -> bool:
-    """Whether the recipe has a value of its own there."""
+    """Whether the recipe sets a value."""
     section: Any = recipe
     *parents, last = dotted.split(".")
     for name in parents:

@@ -1,4 +1,4 @@
-"""Train in this process as a runtime's process does, and look at what a run has left."""
+"""Train in the test's process, and read the outputs of a run."""
 
 import hashlib
 import json
@@ -12,24 +12,24 @@ from runtimes.process.signals import Stop
 from runtimes.train import trainer
 
 
-class Heard(Events):
-    """Keeps what is said."""
+class RecordedEvents(Events):
+    """Records the events of a job."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[dict[str, Any]] = []
+        self.recorded: list[dict[str, Any]] = []
 
     def emit(self, event: str, **fields: Any) -> None:
-        self.said.append({"event": event, **fields})
+        self.recorded.append({"event": event, **fields})
         super().emit(event, **fields)
 
     def all(self, event: str) -> list[dict[str, Any]]:
-        return [said for said in self.said if said["event"] == event]
+        return [record for record in self.recorded if record["event"] == event]
 
 
-def train(job: TrainJob, events: Heard | None = None) -> int:
-    """Train to the end; the step it began at."""
-    events = events or Heard()
+def train(job: TrainJob, events: RecordedEvents | None = None) -> int:
+    """Train to the end; the first step."""
+    events = events or RecordedEvents()
     assert trainer.train(job, events, Stop())
     (start,) = events.all("start")
     return int(start["step"])
@@ -44,20 +44,20 @@ def losses(job: TrainJob) -> list[float]:
 
 
 def weights(job: TrainJob) -> dict[str, bytes]:
-    """The files of weights that it has left, by path below its output."""
+    """Contents of the weight files of a job, by path relative to its output."""
     out = Path(job.out)
     found = sorted([*out.glob("*.safetensors"), *out.glob("*/*.safetensors")])
     return {str(path.relative_to(out)): path.read_bytes() for path in found}
 
 
-def left(job: TrainJob) -> list[Any]:
-    """What a run has left: its history, and a digest of each file of weights."""
+def results(job: TrainJob) -> list[Any]:
+    """The history of a run, and the sha256 of each weight file."""
     files = weights(job).items()
     return [history(job), {name: hashlib.sha256(data).hexdigest() for name, data in files}]
 
 
-def forget_after(job: TrainJob, step: int) -> None:
-    """Leave its folders as they were when it was killed after the checkpoint of a step."""
+def roll_back(job: TrainJob, step: int) -> None:
+    """Restore the folders as if the job had been killed after the checkpoint of a step."""
     for path in (Path(job.work) / "checkpoints").iterdir():
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Names of other tools are answered with ours, and the page says the same."""
+"""Setting names of other tools: the errors, the table and its page."""
 
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,15 @@ from configs.schema import Recipe
 PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
 
 
-def test_the_page_is_the_table() -> None:
+def test_page_matches_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == coming_from.page()
 
 
 @pytest.mark.parametrize("foreign", coming_from.TABLE, ids=lambda foreign: foreign.names)
-def test_what_is_named_is_a_setting_of_a_recipe(foreign: coming_from.Foreign) -> None:
+def test_table_names_only_settings_of_a_recipe(foreign: coming_from.Foreign) -> None:
     model: Any = Recipe
     for part in () if foreign.ours == "none" else foreign.ours.split("."):
-        if model is None:  # of a source, whose settings depend on its kind
+        if model is None:  # settings of a source depend on its kind
             return
         assert part in model.model_fields, foreign.ours
         annotation = model.model_fields[part].annotation
@@ -38,18 +38,18 @@ def test_what_is_named_is_a_setting_of_a_recipe(foreign: coming_from.Foreign) ->
         ("train.scale_lr", "no equivalent here: learning_rate is not scaled"),
     ],
 )
-def test_a_key_of_another_tool_is_answered_with_ours(key: str, words: str) -> None:
+def test_error_for_a_setting_of_another_tool_names_ours(key: str, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("digits", {key: 1})
     assert words in str(caught.value)
 
 
-def test_epochs_are_steps_of_all_training_samples() -> None:
+def test_epochs_are_converted_to_steps() -> None:
     train = load_recipe(
         "sdxl", {"train.steps": 1000, "train.epochs": 2.5, "train.global_batch_size": 16}
     ).train
     resolved = train.with_steps(100)
-    assert (resolved.steps, resolved.epochs) == (16, None)  # 250 samples, the last step whole
+    assert (resolved.steps, resolved.epochs) == (16, None)  # 250 samples, rounded up
     assert resolved.with_steps(7) is resolved
     with pytest.raises(RecipeError, match="steps has no effect with epochs: 1"):
         load_recipe("digits", {"train.epochs": 1, "train.steps": 5})

@@ -1,4 +1,4 @@
-"""Recipes load, say what is wrong with them, and repeat themselves."""
+"""Recipes: loading, errors, `extends`, overrides and dumps."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_every_recipe_is_valid(name: str) -> None:
     assert load_recipe(name).name == name
 
 
-def test_the_recipes_users_are_told_of_are_there() -> None:
+def test_documented_recipes_exist() -> None:
     assert {"digits", "sdxl", "sdxl-lora", "sd2"} <= set(recipe_names())
 
 
@@ -41,7 +41,7 @@ def test_the_recipes_users_are_told_of_are_there() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_file_and_path(overrides, words: str) -> None:
+def test_error_names_the_file_and_the_setting(overrides, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("digits", overrides)
     assert words in str(caught.value) and len(str(caught.value)) < 200
@@ -49,13 +49,13 @@ def test_what_is_wrong_is_named_with_its_file_and_path(overrides, words: str) ->
 
 
 @pytest.mark.parametrize("name", ["digit", "nowhere.yaml"])
-def test_an_unknown_recipe_names_the_nearest(name: str) -> None:
+def test_unknown_recipe_raises(name: str) -> None:
     with pytest.raises(RecipeError, match="not found"):
         load_recipe(name)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "extends: loop.yaml"])
-def test_a_file_that_is_no_recipe_is_refused(
+def test_invalid_recipe_file_raises(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -64,7 +64,7 @@ def test_a_file_that_is_no_recipe_is_refused(
         load_recipe("loop.yaml")
 
 
-def test_extends_changes_what_it_says_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_extends_changes_given_settings_and_keeps_others(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits\nname: mine\ntrain: {steps: 7}\n", encoding="utf-8")
     recipe, parent = load_recipe(str(path)), load_recipe("digits")
@@ -73,15 +73,15 @@ def test_extends_changes_what_it_says_and_keeps_the_rest(tmp_path: Path) -> None
     assert recipe.source == parent.source
 
 
-def test_another_kind_of_source_replaces_the_old_one(tmp_path: Path) -> None:
+def test_another_kind_of_source_replaces_the_section(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits\nsource: {kind: folder, path: ./pictures}\n", encoding="utf-8")
     source = load_recipe(str(path)).source
     assert source.kind == "folder"
-    assert source.path == str(tmp_path / "pictures")  # ./ is beside the file that says it
+    assert source.path == str(tmp_path / "pictures")  # ./ is relative to the recipe file
 
 
-def test_a_dumped_recipe_is_enough_to_repeat_it(tmp_path: Path) -> None:
+def test_dumped_recipe_loads_as_the_same_recipe(tmp_path: Path) -> None:
     recipe = load_recipe("digits", {"train.learning_rate": 1e-5, "beam.runner": "DirectRunner"})
     path = tmp_path / "again.yaml"
     path.write_text(dump(recipe), encoding="utf-8")
@@ -97,27 +97,27 @@ def test_a_dumped_recipe_is_enough_to_repeat_it(tmp_path: Path) -> None:
         ("store=gs://b/x=y", ("store", "gs://b/x=y")),
     ],
 )
-def test_overrides_are_read_as_yaml(text: str, expected) -> None:
+def test_override_values_are_yaml(text: str, expected) -> None:
     assert parse_override(text) == expected
 
 
 @pytest.mark.parametrize("text", ["train.steps", "=3", "a=["])
-def test_an_override_that_is_none_is_refused(text: str) -> None:
+def test_invalid_override_raises(text: str) -> None:
     with pytest.raises(RecipeError, match="override"):
         parse_override(text)
 
 
-def test_the_schema_file_is_that_of_the_code() -> None:
+def test_schema_file_matches_the_code() -> None:
     path = Path(__file__).parents[2] / "docs/recipe.schema.json"
     assert json.loads(path.read_text(encoding="utf-8")) == json_schema()
 
 
-def test_an_override_of_a_section_keeps_what_it_does_not_say() -> None:
+def test_override_of_a_section_keeps_other_settings() -> None:
     recipe, plain = load_recipe("digits", {"train": {"steps": 7}}), load_recipe("digits")
     assert recipe.train == plain.train.model_copy(update={"steps": 7})
 
 
-def test_a_dumped_recipe_says_no_password() -> None:
+def test_dumped_recipe_has_no_secrets() -> None:
     url = "https://me:secret@example.org/model?token=hidden"
     text = dump(load_recipe("digits", {"model.path": url}))
     assert "example.org/model" in text

@@ -1,4 +1,4 @@
-"""Shipped recipes: what their gates name is measured, and toys of them stay themselves."""
+"""Shipped recipes: the metrics of their gates, and their toy overrides."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tasks.publish.gate import check_rules
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings by their dotted names."""
+    """Settings by dotted name."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
     found: dict[str, Any] = {}
@@ -22,19 +22,19 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_the_gate_of_a_recipe_can_be_held_against_its_metrics(name: str) -> None:
+def test_gate_of_a_recipe_uses_its_metrics(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.publish.gate
     check_rules(recipe.publish.gate, evaluate.metric_names(recipe))
 
 
-def test_every_recipe_with_a_hub_model_has_a_toy() -> None:
+def test_every_recipe_with_a_hub_model_has_a_tiny_model() -> None:
     hub = {name for name in recipe_names() if not load_recipe(name).model.path.startswith("demo/")}
     assert hub == BASES.keys()
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_toy_differs_from_its_recipe_in_sizes_and_places_alone(name: str, tmp_path: Path) -> None:
+def test_toy_overrides_change_only_sizes_and_paths(name: str, tmp_path: Path) -> None:
     overrides = toy(name, tmp_path, {"kind": "folder", "path": "."}, Path)
     before, after = (flat(load_recipe(name, o).model_dump()) for o in ({}, overrides))
     changed = {dotted for dotted in before | after if before.get(dotted) != after.get(dotted)}

@@ -1,4 +1,4 @@
-"""Which settings of a training run count, and which do not go together."""
+"""Settings of a training run: the key, and invalid combinations."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from configs.training import NOT_IN_KEY, Train, key_settings
         ({"method": "lora"}, {"method": "lora", "processes": 2}),
     ],
 )
-def test_what_has_no_effect_does_not_count(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert key_settings(Train(**one)) == key_settings(Train(**other))
 
 
@@ -33,7 +33,7 @@ def test_what_has_no_effect_does_not_count(one: dict[str, Any], other: dict[str,
         ({"train_text_encoder": True}, {"text_encoder_lr": 1e-6}),
     ],
 )
-def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any]) -> None:
+def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, Any]) -> None:
     assert key_settings(Train(**common)) != key_settings(Train(**common, **change))
 
 
@@ -63,7 +63,7 @@ def test_what_has_an_effect_counts(common: dict[str, Any], change: dict[str, Any
         ({"mindspore": {"jit_level": "O1"}}, "jit_level has no effect with mode: pynative"),
     ],
 )
-def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str) -> None:
+def test_invalid_combination_raises(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         Train(**settings)
 
@@ -71,13 +71,13 @@ def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str)
 @pytest.mark.parametrize(
     "settings", [{"optimizer": "adafactor"}, {"timesteps": {"bias_strategy": "later"}}]
 )
-def test_resolved_settings_name_also_what_has_no_effect(settings: dict[str, Any]) -> None:
+def test_resolved_settings_are_valid(settings: dict[str, Any]) -> None:
     resolved = Train(**settings)
     assert Train(**resolved.model_dump(mode="json")) == resolved
 
 
-#: Every setting that the trained weights depend on, as it is not by default, and what it needs.
-COUNTING: dict[str, tuple[Any, dict[str, Any]]] = {
+#: Setting that affects the weights -> another value, and the settings that it requires.
+IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
     "method": ("lora", {}),
     "lora": ({"rank": 4}, {"method": "lora"}),
     "train_text_encoder": (True, {}),
@@ -118,11 +118,11 @@ COUNTING: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTING)
-def test_every_setting_of_the_weights_counts(name: str) -> None:
-    value, common = COUNTING[name]
+@pytest.mark.parametrize("name", IN_KEY)
+def test_key_has_every_setting_of_the_weights(name: str) -> None:
+    value, common = IN_KEY[name]
     assert key_settings(Train(**common)) != key_settings(Train(**common, **{name: value}))
 
 
-def test_of_every_setting_it_is_known_whether_it_counts() -> None:
-    assert set(Train.model_fields) == COUNTING.keys() | NOT_IN_KEY
+def test_every_setting_is_in_the_key_or_excluded() -> None:
+    assert set(Train.model_fields) == IN_KEY.keys() | NOT_IN_KEY

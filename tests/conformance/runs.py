@@ -77,7 +77,7 @@ def result(job: TrainJob) -> dict[str, Weights]:
     return {str(path.relative_to(job.out)): read_weights(path) for path in files}
 
 
-def forget_after(job: TrainJob, step: int) -> None:
+def roll_back(job: TrainJob, step: int) -> None:
     """Leave a work folder as it was when the process was killed after the checkpoint of `step`."""
     for path in sorted((Path(job.work) / "checkpoints").iterdir()):
         if int(path.name.removeprefix("step-")) > step:

@@ -20,12 +20,12 @@ from conformance.runs import (
     Once,
     assert_close,
     assert_follows,
-    forget_after,
     history,
     plain_adapters,
     plain_denoiser,
     reference,
     result,
+    roll_back,
     run_of_torch,
     skip_unless_known,
     subjects,
@@ -65,7 +65,7 @@ def test_twenty_steps_follow_the_reference_and_a_resume_ends_with_the_same_bits(
 
     if family != runtime.on.families[0]:
         return  # what others resume by is no different
-    forget_after(job, 8)
+    roll_back(job, 8)
     assert runtime.run(job) == 8
     assert history(job) == lines
     resumed = result(job)
@@ -84,9 +84,9 @@ def test_a_run_goes_to_another_runtime_and_back(
     of_torch = run_of_torch(once, "sdxl", lambda f: make_job("torch", name=f, **settings))
     shutil.copytree(of_torch, tmp_path / "run")
     there, back = make_job(runtime.name, **settings), make_job("torch", **settings)
-    forget_after(there, 8)
+    roll_back(there, 8)
     assert runtime.run(there) == 8
-    forget_after(back, 16)
+    roll_back(back, 16)
     assert train_here(back) == 16
     assert_follows(back, expected)
     assert_close(next(iter(result(back).values())), weights)
@@ -106,7 +106,7 @@ def test_adapters_follow_the_reference_and_resume(
     assert len(whole) == len(weights) > 0
     assert_close(whole, weights)
 
-    forget_after(job, 8)
+    roll_back(job, 8)
     assert runtime.run(job) == 8
     np.testing.assert_equal(result(job)[LORA_WEIGHTS], whole)
 
@@ -158,7 +158,7 @@ def test_several_processes_follow_the_reference(
     runtime: Subject, make_job: MakeJob, once: Once
 ) -> None:
     """Those of torch are also held to one process, by tests/runtimes/torch/test_parallel.py."""
-    job = make_job(runtime.name, steps=8, **chips.SEVERAL[runtime.name])
+    job = make_job(runtime.name, steps=8, **chips.MULTI_PROCESS[runtime.name])
     expected, _ = reference(once, "eight-steps", lambda: plain_denoiser(job))
     runtime.run_alone(job)
     assert_follows(job, expected)

@@ -1,4 +1,4 @@
-"""Scripts and containers of deploy/: their shell parses, what they name is there, and it is run."""
+"""Scripts and Dockerfiles of deploy/: syntax, names of files and targets, and executed commands."""
 
 import json
 import os
@@ -13,8 +13,8 @@ DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/*.sh"))
 DOCKERFILES = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/Dockerfile"))
 INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "ENTRYPOINT", "CMD"}
-#: Writes the variables that matter to it, and then its arguments, one a line.
-STARTER = """#!/bin/sh
+#: Prints environment variables and arguments, one per line.
+PRINT_ARGUMENTS = """#!/bin/sh
 echo "PYTHONPATH=$PYTHONPATH"
 echo "PT_HPU_LAZY_MODE=$PT_HPU_LAZY_MODE"
 for word in "$@"; do echo "$word"; done
@@ -27,7 +27,7 @@ def parses(shell: str) -> bool:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the scripts, with nothing else beside them."""
+    """A checkout with only the scripts."""
     for name in SCRIPTS:
         path = tmp_path / "checkout/deploy" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def run(script: Path, *words: str, programs: Path) -> list[str]:
-    """Lines that a script prints, started from another folder."""
+    """Run a script from another folder; the lines of its output."""
     done = subprocess.run(
         [script, *words],
         env={"PATH": f"{programs}:{os.environ['PATH']}"},
@@ -57,7 +57,7 @@ def write_program(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_parses_can_be_run_and_stops_at_an_error(name: str) -> None:
+def test_script_parses_is_executable_and_stops_at_an_error(name: str) -> None:
     text = (DEPLOY / name).read_text(encoding="utf-8")
     assert text.startswith("#!/usr/bin/env bash\n")
     assert parses(text)
@@ -65,8 +65,8 @@ def test_a_script_parses_can_be_run_and_stops_at_an_error(name: str) -> None:
     assert os.access(DEPLOY / name, os.X_OK)
 
 
-def test_a_job_on_several_gaudi_hosts_is_started_by_torchrun(checkout: Path) -> None:
-    write_program(checkout / "bin/torchrun", STARTER)
+def test_gaudi_launcher_starts_torchrun(checkout: Path) -> None:
+    write_program(checkout / "bin/torchrun", PRINT_ARGUMENTS)
     script = checkout / "deploy/gaudi/launch.sh"
     words = run(script, "job.json", "2", "8", "10.0.0.1", "1", programs=checkout / "bin")
     assert words == [
@@ -82,10 +82,10 @@ def test_a_job_on_several_gaudi_hosts_is_started_by_torchrun(checkout: Path) -> 
     ]
 
 
-def test_a_job_on_several_ascend_hosts_is_started_by_msrun_of_its_environment(
+def test_ascend_launcher_starts_msrun_of_the_environment(
     checkout: Path,
 ) -> None:
-    write_program(checkout / ".venv-mindspore/bin/msrun", STARTER)
+    write_program(checkout / ".venv-mindspore/bin/msrun", PRINT_ARGUMENTS)
     script = checkout / "deploy/ascend/launch.sh"
     words = run(script, "job.json", "16", "8", "10.0.0.1", "1", programs=checkout / "none")
     assert words[2:] == [
@@ -101,33 +101,33 @@ def test_a_job_on_several_ascend_hosts_is_started_by_msrun_of_its_environment(
     ]
 
 
-@pytest.mark.parametrize("is_made", [False, True])
-def test_a_tpu_worker_makes_its_environment_once(checkout: Path, is_made: bool) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_tpu_setup_creates_the_environment_once(checkout: Path, exists: bool) -> None:
     environment = checkout / ".venv-xla"
     write_program(environment / "bin/python", '#!/bin/sh\necho python "$@"\n')
     write_program(checkout / "bin/make", '#!/bin/sh\necho make "$@"\n')
-    write_program(checkout / "bin/python3.11", "#!/bin/sh\n")  # has what venv needs
-    if is_made:
+    write_program(checkout / "bin/python3.11", "#!/bin/sh\n")  # has ensurepip
+    if exists:
         (environment / "tpu").touch()
-    told = run(checkout / "deploy/tpu/setup.sh", programs=checkout / "bin")
-    made = [
+    commands = run(checkout / "deploy/tpu/setup.sh", programs=checkout / "bin")
+    expected = [
         "make setup-xla PYTHON=python3.11",
         "python -m pip install --quiet -r requirements/xla-tpu.txt",
     ]
-    assert told == ([] if is_made else made)
+    assert commands == ([] if exists else expected)
     assert (environment / "tpu").is_file()
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """Keyword and the rest of each instruction of a Dockerfile."""
+    """Keyword and arguments of each instruction of a Dockerfile."""
     text = (DEPLOY / name).read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines()]
-    parted = (line.partition(" ") for line in lines if line and not line.startswith("#"))
-    return [(keyword, rest.strip()) for keyword, _, rest in parted]
+    split = (line.partition(" ") for line in lines if line and not line.startswith("#"))
+    return [(keyword, rest.strip()) for keyword, _, rest in split]
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_a_container_is_made_of_what_is_there(name: str) -> None:
+def test_dockerfile_names_existing_files_and_targets(name: str) -> None:
     found = instructions(name)
     keywords = [keyword for keyword, _ in found]
     assert set(keywords) <= INSTRUCTIONS
@@ -153,6 +153,6 @@ def test_a_container_is_made_of_what_is_there(name: str) -> None:
             assert all(re.fullmatch(r"\w+=\S+", word) for word in rest.split())
 
 
-def test_environments_and_stores_of_a_checkout_stay_out_of_its_container() -> None:
+def test_dockerignore_excludes_environments() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert any(pattern in ignored for pattern in (".venv*", ".venv*/", "**/.venv*"))

@@ -183,7 +183,7 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(plan, "compiler_folder", lambda: None)
-    monkeypatch.setenv("XLA_FLAGS", chips.QUICK)
+    monkeypatch.setenv("XLA_FLAGS", chips.FAST_COMPILATION)
     settings: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4}
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, **settings)
     tell(recipe, "v5e-1", search=False, as_json=True)
@@ -257,7 +257,7 @@ for name in sys.argv[1:]:
 @pytest.fixture
 def libtpu() -> None:
     lacking = "" if plan.compiler_folder() else "there is no libtpu: make setup-plan"
-    if reason := chips.not_chosen("jax") or chips.unless_required("libtpu", lacking):
+    if reason := chips.not_selected("jax") or chips.unless_required("libtpu", lacking):
         pytest.skip(reason)
 
 

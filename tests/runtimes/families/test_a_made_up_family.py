@@ -16,7 +16,7 @@ import torch
 from diffusers import FluxPipeline
 from jobs import SAMPLER, lora
 from PIL import Image
-from training import forget_after, losses, train, weights
+from training import losses, roll_back, train, weights
 
 from runtimes.families import detect_family
 from runtimes.models.encoder import Encoder
@@ -70,7 +70,7 @@ def test_it_trains_on_both_runtimes_alike_and_resumes(job: Any, method: str) -> 
         assert train(one) == 0
         found.append(losses(one))
         whole = weights(one)
-        forget_after(one, 3)
+        roll_back(one, 3)
         assert train(one) == 3
         assert losses(one) == found[-1] and weights(one) == whole
     assert found[1] == pytest.approx(found[0], rel=1e-4)

@@ -55,7 +55,7 @@ def train(given: dict[str, Any], warm_up: int = 2**31) -> dict[str, Any]:
         return output
 
     TheRuntime.step = watched  # type: ignore[method-assign]
-    events = training.Heard()
+    events = training.RecordedEvents()
     training.train(TrainJob(**given), events)
     return {
         "compiled": compiled,

@@ -14,7 +14,7 @@ from jobs import MakeJob
 
 @pytest.fixture(scope="session", autouse=True)
 def _chosen() -> None:
-    if reason := chips.not_chosen("jax"):
+    if reason := chips.not_selected("jax"):
         pytest.skip(reason)
 
 

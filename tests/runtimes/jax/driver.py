@@ -58,12 +58,12 @@ def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
     jax.monitoring.register_event_listener(count)
     job = TrainJob(**given)
     trainer.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
-    began, hits, left = [training.train(job)], [counts[HIT]], [training.left(job)]
+    began, hits, left = [training.train(job)], [counts[HIT]], [training.results(job)]
     for step in again:
-        training.forget_after(job, step)
+        training.roll_back(job, step)
         began.append(training.train(job))
         hits.append(counts[HIT] - hits[-1])
-        left.append(training.left(job))
+        left.append(training.results(job))
     state = Counting.made[0]._state
     return {
         "began": began,

@@ -21,7 +21,7 @@ from driver_process import DriverProcess
 from jobs import SAMPLER, MakeJob, lora
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from training import forget_after, history, losses, train, weights
+from training import history, losses, roll_back, train, weights
 
 from runtimes.objective.random import Stream, generator
 from runtimes.process.job import TrainJob, write_job
@@ -125,7 +125,7 @@ def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
     scale = load_file(Path(job.work) / "checkpoints/step-00000003/loss_scale.safetensors")
     assert scale["updates"] == 3 - len(overflowed)
 
-    forget_after(job, 3)
+    roll_back(job, 3)
     assert driver.call("train", asdict(job)) == 3
     assert history(job) == lines
     assert weights(job) == whole

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 PROMPTS = ("one", "two", "three")
 
 
-class Heard(Events):
+class RecordedEvents(Events):
     def __init__(self) -> None:
         self.drawn: list[int] = []
 
@@ -67,7 +67,7 @@ def job(tiny_sdxl: Path, tuned: Path, latents_url: str, tmp_path: Path) -> Gener
 
 
 def generate(job: GenerateJob) -> tuple[list[dict[str, bytes]], list[int]]:
-    heard = Heard()
+    heard = RecordedEvents()
     runtimes.sample.generate_job.generate(job, heard)
     folders = [Path(drawing.out) for drawing in job.drawings]
     files = [{p.name: p.read_bytes() for p in sorted(f.iterdir())} for f in folders]

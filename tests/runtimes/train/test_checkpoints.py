@@ -77,7 +77,7 @@ for url in sys.argv[1:]:
 def test_a_runtime_with_an_environment_of_its_own_keeps_checkpoints_in_buckets(
     runtime: str, url_of: UrlOf
 ) -> None:
-    if reason := chips.not_chosen(runtime) or without_environment(runtime):
+    if reason := chips.not_selected(runtime) or without_environment(runtime):
         pytest.skip(reason)
     urls = [url_of("s3"), url_of("gs")]
     done = subprocess.run(

@@ -15,7 +15,7 @@ from runtimes.train.divergence import DivergenceDetector
 from runtimes.train.recorder import Recorder
 
 
-class Heard(Events):
+class RecordedEvents(Events):
     def __init__(self) -> None:
         self.progress: list[dict[str, Any]] = []
 
@@ -50,14 +50,14 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
-def make(runtime: Idle, heard: Heard, **more: Any) -> Recorder:
+def make(runtime: Idle, heard: RecordedEvents, **more: Any) -> Recorder:
     divergence = DivergenceDetector(OnDivergence())
     known = cast(Runtime, runtime)
     return Recorder(heard, Boards([]), known, divergence, batch_size=8, **{"total": 9, **more})
 
 
 def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:
-    heard = Heard()
+    heard = RecordedEvents()
     recorder = make(Idle(), heard, total=6)
     recorder.begin([json.dumps({"step": step}) for step in (1, 2)])  # resumed after two
     for seconds, paused in ((1.0, 0.0), (1.0, 5.0), (3.0, 0.0), (3.0, 7.0)):
@@ -75,7 +75,7 @@ def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:
 
 
 def test_flops_are_counted_once_a_shape_and_told_of_what_was_done(now: list[float]) -> None:
-    heard, runtime = Heard(), Idle()
+    heard, runtime = RecordedEvents(), Idle()
     recorder = make(runtime, heard, peak=96e9)
     for sizes, seconds in (((8, 8), 2.0), ((8, 4), 1.0)):
         for size in sizes:
@@ -91,7 +91,7 @@ def test_flops_are_counted_once_a_shape_and_told_of_what_was_done(now: list[floa
 def test_what_is_not_known_is_null(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     for flops in (None, 3e9):
         monkeypatch.setattr(Idle, "flops", lambda self, batch, flops=flops: flops)
-        heard = Heard()
+        heard = RecordedEvents()
         recorder = make(Idle(), heard)
         recorder.add(batch(), StepOutput(0.5, 0.5), 1e-3)
         now[0] += 1.0

@@ -38,7 +38,7 @@ def _no_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TheRuntime, "flops", lambda runtime, batch: None)
 
 
-class Heard(Events):
+class RecordedEvents(Events):
     """Keeps events; asks the run to stop once it has reported step `until`."""
 
     def __init__(self, until: int = 10**9) -> None:
@@ -54,9 +54,9 @@ class Heard(Events):
         return [fields for event, fields in self.events if event == kind]
 
 
-def run(job: TrainJob, until: int = 10**9) -> Heard:
+def run(job: TrainJob, until: int = 10**9) -> RecordedEvents:
     """Train, to the end or until it has reported a step."""
-    heard = Heard(until)
+    heard = RecordedEvents(until)
     assert train(job, heard, heard.stop) == (until > job.train["steps"])
     return heard
 
@@ -75,7 +75,7 @@ def test_the_loop_goes_on_while_a_checkpoint_is_written(
         assert reported.wait(60), "the loop waits for the disk"
         return save(self, step, *arguments, **more)
 
-    class Reported(Heard):
+    class Reported(RecordedEvents):
         def emit(self, event: str, **fields: Any) -> None:
             super().emit(event, **fields)
             if event == "progress" and fields["step"] == 3:
@@ -110,7 +110,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
     (first, second) = (event["message"] for event in heard.of("warning"))
     assert "step-00000004 could not be written: No space left on device" in first
     assert "the last good one is of step 2" in first and "step-00000006" in second
-    heard = Heard(until=3)
+    heard = RecordedEvents(until=3)
     with pytest.raises(CheckpointNotWritten, match="the last good one is of step 2"):
         train(job, heard, heard.stop)
     monkeypatch.undo()

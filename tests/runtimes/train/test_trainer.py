@@ -29,7 +29,7 @@ def _known_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TheRuntime, "flops", lambda runtime, batch: 2e9)
 
 
-class Heard(Events):
+class RecordedEvents(Events):
     """Keeps events, and hands each to `then`."""
 
     def __init__(self, then: Callable[[str, dict], None] = lambda event, fields: None) -> None:
@@ -52,17 +52,17 @@ def stopping_at(step: int, job: TrainJob) -> bool:
         if event == "progress" and fields["step"] >= step:
             stop.requested = True
 
-    return train(job, Heard(hear), stop)
+    return train(job, RecordedEvents(hear), stop)
 
 
 def test_stopped_and_resumed_the_history_is_whole(make_job: MakeJob) -> None:
     settings = {**SETTINGS, "steps": 12}
     whole, job = make_job("whole", **settings), make_job("parts", **settings)
-    assert train(whole, Heard(), Stop())
+    assert train(whole, RecordedEvents(), Stop())
     assert not stopping_at(4, job)
     assert not stopping_at(8, job)
     assert not Path(job.out).exists()
-    assert train(job, Heard(), Stop())
+    assert train(job, RecordedEvents(), Stop())
     assert outputs(job) == outputs(whole)
     lines = [json.loads(line) for line in outputs(job)["history.jsonl"].splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
@@ -72,18 +72,18 @@ def test_stopped_and_resumed_the_history_is_whole(make_job: MakeJob) -> None:
 def test_a_broken_checkpoint_costs_steps_not_the_result(make_job: MakeJob) -> None:
     settings = {**SETTINGS, "steps": 10, "checkpointing_steps": 3}
     whole, job = make_job("whole", **settings), make_job("broken", **settings)
-    assert train(whole, Heard(), Stop())
+    assert train(whole, RecordedEvents(), Stop())
     assert not stopping_at(7, job)
     newest = sorted(Path(job.work, "checkpoints").iterdir())[-1]
     (newest / "ema.safetensors").write_bytes((newest / "ema.safetensors").read_bytes()[:-4])
-    heard = Heard()
+    heard = RecordedEvents()
     assert train(job, heard, Stop())
     assert heard.of("start")[0]["step"] == 6
     assert outputs(job) == outputs(whole)
 
 
 def test_events_say_how_it_goes(make_job: MakeJob) -> None:
-    heard = Heard()
+    heard = RecordedEvents()
     sampler = {"seed": 0, "num_inference_steps": 1, "guidance_scale": 1.0, "batch_size": 2}
     job = make_job(
         steps=5, logging_steps=2, checkpointing_steps=2, sample_every_n_steps=4, peak_tflops=0.5
@@ -104,23 +104,23 @@ def test_events_say_how_it_goes(make_job: MakeJob) -> None:
 def test_a_loss_of_nan_ends_the_run_before_it_is_saved(make_job: MakeJob) -> None:
     job = make_job(steps=20, learning_rate=1e18, max_grad_norm=None, checkpointing_steps=1)
     with pytest.raises(Diverged, match=r"at step \d+: lower train\.learning_rate"):
-        train(job, Heard(), Stop())
+        train(job, RecordedEvents(), Stop())
     saved = Checkpoints(job.work, 9).latest()
     assert saved is not None and "NaN" not in "".join(saved.history)
 
 
 def test_another_run_s_work_folder_is_refused(make_job: MakeJob) -> None:
-    assert train(make_job(steps=4, checkpointing_steps=2), Heard(), Stop())
+    assert train(make_job(steps=4, checkpointing_steps=2), RecordedEvents(), Stop())
     settings = {"steps": 4, "checkpointing_steps": 3, "micro_batch_size": 2, "logging_steps": 1}
-    assert train(make_job(**settings), Heard(), Stop()), "these may change"
+    assert train(make_job(**settings), RecordedEvents(), Stop()), "these may change"
     with pytest.raises(WrongInput, match=r"holds a run with train\.learning_rate=0\.001"):
-        train(make_job(steps=4, learning_rate=2e-3), Heard(), Stop())
+        train(make_job(steps=4, learning_rate=2e-3), RecordedEvents(), Stop())
 
 
 def test_wrong_train_settings_are_wrong_input(make_job: MakeJob) -> None:
     job = make_job()
     with pytest.raises(WrongInput, match=r"^train\.steps: .*greater than 0$"):
-        train(replace(job, train={**job.train, "steps": 0}), Heard(), Stop())
+        train(replace(job, train={**job.train, "steps": 0}), RecordedEvents(), Stop())
 
 
 def test_stopped_without_room_for_a_checkpoint_is_no_clean_stop(make_job: MakeJob) -> None:
@@ -138,7 +138,7 @@ def test_sample_pictures_that_fail_cost_no_step(
     shutil.rmtree(model / "text_encoder")
     sampler = {"seed": 0, "num_inference_steps": 1, "guidance_scale": 1.0, "batch_size": 2}
     job = make_job(model=str(model), steps=4, sample_every_n_steps=2)
-    heard = Heard()
+    heard = RecordedEvents()
     assert train(replace(job, sample_prompts=("a",), sampler=sampler), heard, Stop())
     assert ["no sample pictures" in event["message"] for event in heard.of("warning")] == [True] * 2
     assert not heard.of("sample")
@@ -156,7 +156,7 @@ def test_it_stops_while_the_loader_stalls(
     monkeypatch.setattr("runtimes.data.prefetch.JOIN_SECONDS", 0.1)
     stop = Stop()
     asking = threading.Timer(0.3, lambda: setattr(stop, "requested", True))
-    heard = Heard(lambda event, fields: asking.start() if event == "progress" else None)
+    heard = RecordedEvents(lambda event, fields: asking.start() if event == "progress" else None)
     job = make_job(steps=9, logging_steps=3, checkpointing_steps=9)
     try:
         assert not train(job, heard, stop)

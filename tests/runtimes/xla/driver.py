@@ -67,12 +67,12 @@ def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
     job = TrainJob(**given)
     trainer.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
     began, counted = [training.train(job)], [compiles()]
-    left = [training.left(job)]
+    left = [training.results(job)]
     for step in again:
-        training.forget_after(job, step)
+        training.roll_back(job, step)
         began.append(training.train(job))
         counted.append(compiles())
-        left.append(training.left(job))
+        left.append(training.results(job))
     names = metrics.counter_names()
     return {
         "began": began,
