@@ -88,9 +88,8 @@ def write_full_size(folder: Path, config: Path) -> Path:
     from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     torch.manual_seed(0)
-    with torch.device(
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ):  # SDXL takes minutes on a CPU
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # initialization of SDXL is slow on CPU
+    with torch.device(device):
         unet = UNet2DConditionModel.from_config(json.loads(config.read_text(encoding="utf-8")))
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     tokenizer = CLIPTokenizer.from_pretrained(BASE / "tokenizer", local_files_only=True)

@@ -55,8 +55,8 @@ def read_settings(
     own = {"model": model, "prompts": tuple(prompts or ())}
     if twice := sorted(own.keys() & (settings or {}).keys()):
         raise RecipeError(f"generate: {twice[0]} is an argument, not a setting")
-    given = {**own, **(settings or {})}
+    values = {**own, **(settings or {})}
     try:
-        return Generate.model_validate(given)
+        return Generate.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(explain("generate", error, given, Generate)) from None
+        raise RecipeError(explain("generate", error, values, Generate)) from None

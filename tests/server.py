@@ -120,11 +120,11 @@ class Server:
         found = self.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
         names = {task["id"]: task["name"] for task in found}
         return {
-            (names[given["id"]], task["name"])
+            (names[source["id"]], task["name"])
             for task in found
             for inputs in task["task_inputs"].values()
-            for given in inputs
-            if given["input_type"] == "task_run"
+            for source in inputs
+            if source["input_type"] == "task_run"
         }
 
     def stop(self) -> None:

@@ -77,15 +77,15 @@ def check_kiln(words: list[str], line: Line, folder: Path) -> None:
     try:
         context = group.make_context("kiln", list(words))
         name, command, rest = group.resolve_command(context, list(words))  # type: ignore[attr-defined]
-        given = command.make_context(name, list(rest), parent=context).params
+        parameters = command.make_context(name, list(rest), parent=context).params
     except TyperException as error:
         names_only = not line.is_whole and "Missing parameter" in str(error)
         assert names_only, f"{line.text}: {error}"
         return
-    settings = dict(parse_override(text) for text in given.get("override") or [])
+    settings = dict(parse_override(text) for text in parameters.get("override") or [])
     if name == "generate" and "key" not in settings:
-        read_settings(given["model"], given["prompts"], settings)
-    recipe = (given.get("recipe") or given.get("name")) if name in OF_RECIPES else None
+        read_settings(parameters["model"], parameters["prompts"], settings)
+    recipe = (parameters.get("recipe") or parameters.get("name")) if name in OF_RECIPES else None
     if recipe is not None and not recipe.isupper():  # RECIPE is a placeholder
         load_recipe(str(folder / recipe) if recipe == MINE else recipe, settings)
 
@@ -93,8 +93,8 @@ def check_kiln(words: list[str], line: Line, folder: Path) -> None:
 def check_make(targets: list[str]) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     known = set(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())
-    asked = {word for word in targets if "=" not in word and not word.startswith("-")}
-    assert asked <= known, asked - known
+    names = {word for word in targets if "=" not in word and not word.startswith("-")}
+    assert names <= known, names - known
 
 
 def check_module(words: list[str]) -> None:
