@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -20,6 +21,22 @@ RECIPES = Path(__file__).parent
 
 class RecipeError(ValueError):
     """A recipe is invalid; the message names the file, the setting and the remedy."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with the floats of YAML 1.2, such as 1e-5; a commit such as 4e12345 is a string."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that `_Loader` would read as floats."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d{1,3}$"),
+        list("-+.0123456789"),
+    )
 
 
 def recipe_names() -> list[str]:
@@ -40,7 +57,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     path = find_recipe(name)
     settings = _read(path, seen=())
     for dotted, value in (overrides or {}).items():
-        _set(settings, dotted, value)
+        _set(settings, dotted, _anchor(value, Path.cwd()))
     try:
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
@@ -65,7 +82,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not sign or not key.strip():
         raise RecipeError(f"override {text!r}: write it as key=value, such as train.steps=100")
     try:
-        return key.strip(), _scalar(yaml.safe_load(value))
+        return key.strip(), yaml.load(value, _Loader)
     except yaml.YAMLError:
         raise RecipeError(f"override {text!r}: the value is not valid YAML") from None
 
@@ -81,7 +98,7 @@ def json_schema() -> dict[str, Any]:
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML, complete except for secrets in URLs."""
     settings = _redacted(json.loads(recipe.model_dump_json()))
-    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _redacted(value: Any) -> Any:
@@ -98,7 +115,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         raise RecipeError(f"{path.name}: `extends` forms a cycle")
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
@@ -119,23 +136,7 @@ def _anchor(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
         return [_anchor(item, folder) for item in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
-        return _short((folder / value).resolve())
-    return _scalar(value)
-
-
-def _short(path: Path) -> str:
-    """The path relative to the working directory if it lies below it, so records are portable."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
-def _scalar(value: Any) -> Any:
-    """Convert a string such as 1e-5, which YAML 1.1 does not parse as a number, to a float."""
-    if isinstance(value, str) and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        return str((folder / value).resolve())
     return value
 
 

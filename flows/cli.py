@@ -42,7 +42,6 @@ RegistryUrl = Annotated[
     str | None, typer.Option("--registry", help="Registry, if it is not in the store.")
 ]
 
-FLOORS = {"artifacts", "configs", "demo", "flows", "runtimes", "tasks"}
 FAILED = 1
 WRONG_INPUT = 2
 REJECTED = 3
@@ -286,10 +285,11 @@ def main() -> None:
     except Exception as error:
         # Errors of ours say what to do; any other is a bug, and keeps its trace.
         from artifacts.commit import is_of_client
+        from tasks.stage import is_ours
 
         if is_of_client(error):
             _fail(f"the store cannot be used now ({' '.join(str(error).split())[:300]})", FAILED)
-        if type(error).__module__.partition(".")[0] not in FLOORS:
+        if not is_ours(error):
             raise
         _fail(str(error), WRONG_INPUT if isinstance(error, ValueError) else FAILED)
 

@@ -9,17 +9,16 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from prefect import flow, task
+from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
 from artifacts.store import Store
 from configs.generating import Generate, read_settings
 from flows.logs import log_to_prefect
-from flows.stages import DAY, EVERY_STAGE, ended
+from flows.stages import DAY, EVERY_STAGE, begin, ended
 from runtimes.contract import WrongInput
 from tasks import generate as stage
-from tasks.progress import Progress
 from tasks.stage import StageResult, build_or_reuse
 
 log = logging.getLogger("kiln")
@@ -33,12 +32,12 @@ log = logging.getLogger("kiln")
     tags={"accelerator"},
     **EVERY_STAGE,
 )
-def draw(settings: Generate) -> StageResult:
+def draw(settings: Generate, run_id: str) -> StageResult:
     """Draw every prompt, as often as is asked."""
     found = stage.find_model(settings)
     stage.check(settings, found)
     store, parts = Store(settings.store), stage.key_parts(settings, found)
-    progress = Progress(stage.STAGE, settings.model)
+    progress = begin(store, run_id, parts, settings.model, {"settings": parts.settings})
     build = partial(stage.build, settings, found, progress=progress)
     result = build_or_reuse(store, parts, build, parents={})
     return ended(store, settings.model, result, stage.show)
@@ -86,7 +85,7 @@ def generate(
     log_to_prefect()
     given = stage.with_prompts(read_settings(model, prompts, settings))
     folder = _made(out)
-    return copy(given, draw(given), folder, not skip_grid, not skip_save)
+    return copy(given, draw(given, runtime.flow_run.id), folder, not skip_grid, not skip_save)
 
 
 def _made(out: str) -> Path:

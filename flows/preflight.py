@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.gc import record_run
 from artifacts.latents import Latents
 from artifacts.models import ModelNotFound, resolve_model
 from artifacts.store import KeyParts, Store
 from configs.load import RecipeError, dump
 from configs.schema import STAGES, Recipe, StageName
+from flows.stages import begin
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.latent_scale import LatentScale
@@ -34,7 +34,7 @@ from tasks.encode.transform import TransformSettings
 from tasks.progress import Progress
 from tasks.publish.assemble import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
-from tasks.stage import storage_error, storing
+from tasks.stage import storage_error
 from tasks.tpu import launch
 
 
@@ -55,14 +55,8 @@ class Run:
         return self.recipe.publish.name
 
     def begin(self, parts: KeyParts) -> Progress:
-        """Remember, before a stage is built, that this run needs it; the progress of building it.
-
-        Garbage collection asks what recent runs need.
-        """
-        facts = {"recipe": dump(self.recipe), "stages": {parts.stage: {"key": parts.key}}}
-        with storing(self.store):
-            record_run(self.store, self.id, facts)
-        return Progress(parts.stage, self.model_name)
+        """Record that this run needs a stage; returns the progress of building it."""
+        return begin(self.store, self.id, parts, self.model_name, {"recipe": dump(self.recipe)})
 
 
 def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None = None) -> Run:

@@ -11,11 +11,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from artifacts.gc import record_run
 from artifacts.store import Artifact, KeyParts, Store
 from tasks.panels import Panel
+from tasks.progress import Progress
 from tasks.publish import STAGE, Rejected, show_verdicts
 from tasks.show import artifact_key, show_in_prefect
-from tasks.stage import StageResult, TransientError
+from tasks.stage import StageResult, TransientError, storing
 
 DAY = 86400.0  # seconds
 log = logging.getLogger("kiln")
@@ -38,6 +40,21 @@ EVERY_STAGE: dict[str, Any] = {
     "retry_condition_fn": may_pass,
     "retry_jitter_factor": 0.5,
 }
+
+
+def begin(
+    store: Store, run_id: str, parts: KeyParts, model: str, facts: dict[str, Any]
+) -> Progress:
+    """Record, before a stage is built, that a run needs it: `kiln gc` keeps what runs need.
+
+    Args:
+        facts: other facts of the run, for its record.
+
+    Returns the progress of building the stage.
+    """
+    with storing(store):
+        record_run(store, run_id, {**facts, "stages": {parts.stage: {"key": parts.key}}})
+    return Progress(parts.stage, model)
 
 
 def ended(

@@ -33,6 +33,7 @@ from tasks.panels import Facts, Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
 from tasks.publish.model_registry import Registry
+from tasks.stage import runtime_facts
 
 STAGE = "generate"
 VERSION = 1
@@ -134,7 +135,7 @@ def build(
         "num_images_per_prompt": settings.num_images_per_prompt,
         "drawn": result["drawn"],
     }
-    return {**kept, **times}
+    return {**kept, **times, "run": runtime_facts(settings.runtime)}
 
 
 def ordered(settings: Generate) -> tuple[str, ...]:

@@ -136,15 +136,14 @@ def wait_for_result(
     threads = [_pump(read) for read in pumps]
     try:
         code = child.wait()
-        if code != 0:
-            _signal_group(child, signal.SIGKILL)  # the child's own children
+        _signal_group(child, signal.SIGKILL)  # its own children, which may hold the pipes open
     except BaseException:
         stop()
         raise
     finally:
         if child.stdin is not None:
             child.stdin.close()
-        # The child has exited, so both pipes end; a slow display only delays the join.
+        # Nothing of the group is left, so both pipes end; a slow display only delays the join.
         for thread in threads:
             thread.join()
     if code == 0 and "result" in output.last_events:

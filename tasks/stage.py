@@ -7,18 +7,20 @@ import logging
 import platform
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from artifacts.commit import is_of_client
 from artifacts.store import Artifact, Draft, KeyParts, Store
+from runtimes.registry import interpreter
 
 log = logging.getLogger("kiln")
 
@@ -26,14 +28,21 @@ PACKAGES = (
     "apache-beam",
     "diffusers",
     "img2dataset",
+    "jax",
     "kilnworks",
+    "mindspore",
     "numpy",
     "pillow",
     "prefect",
     "safetensors",
     "torch",
+    "torch_xla",
+    "torchax",
     "transformers",
 )
+
+#: The packages of Kilnworks.
+OURS = {"artifacts", "configs", "demo", "flows", "runtimes", "tasks"}
 
 
 class TransientError(RuntimeError):
@@ -124,11 +133,18 @@ def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str,
 
 @contextmanager
 def failing(stage: str) -> Iterator[None]:
-    """Turn wrong input that shows only within a stage into StageFailed: others have been built."""
+    """Convert wrong input, a ValueError of ours, to StageFailed; other errors are bugs."""
     try:
         yield
     except ValueError as error:
+        if not is_ours(error):
+            raise
         raise StageFailed(f"{stage}: {error}") from error
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether an error is of a class of Kilnworks: its message then says what to do."""
+    return type(error).__module__.partition(".")[0] in OURS
 
 
 @contextmanager
@@ -165,7 +181,7 @@ def run_facts() -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": package_versions(sys.executable),
         "git": _git_commit(),
     }
 
@@ -196,11 +212,16 @@ def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list
     return names
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def runtime_facts(name: str) -> dict[str, Any]:
+    """The runtime of a stage and the package versions of its environment, for a manifest."""
+    return {"runtime": name, "versions": package_versions(interpreter(name))}
+
+
+def package_versions(python: str) -> dict[str, str]:
+    """Package -> version of the PACKAGES in the environment of a Python interpreter."""
+    folders = [str(path) for path in Path(python).parents[1].glob("lib/python*/site-packages")]
+    found = {name: list(distributions(name=name, path=folders)) for name in PACKAGES}
+    return {name: one[0].version for name, one in found.items() if one}
 
 
 def _git_commit() -> str | None:

@@ -24,6 +24,7 @@ from tasks.panels import Facts, Panel, Picture, Table, human
 from tasks.process import Event, run_job
 from tasks.progress import Progress
 from tasks.show import show_in_prefect
+from tasks.stage import runtime_facts
 from tasks.tpu import launch
 
 STAGE = "train"
@@ -105,7 +106,8 @@ def build(
     for path in watched.files:
         draft.add(path)
     history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))
-    run = {"runtime": recipe.runtime, **watched.facts}
+    here = recipe.tpu is None
+    run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watched.facts
     if scores := watched.all_scores(f"{draft.path}/samples"):
         run["sample_scores"] = scores
     return _summary(recipe, history) | {"run": run}

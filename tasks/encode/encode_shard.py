@@ -21,7 +21,7 @@ from artifacts.latents import (
     to_bfloat16,
     write_latent_shard,
 )
-from runtimes.contract import PipelineEncoder
+from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.pipeline_folder.describe import TEXT_BATCH
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.masks import draw_mask
@@ -67,7 +67,7 @@ def encode_shard(
     and on one machine the same bytes.
 
     Raises:
-        ValueError: the text encoders return NaN for the empty caption.
+        WrongInput: the text encoders return NaN for the empty caption.
     """
     bad: Counter[str] = Counter()
     encoded = dict(_encode_pictures(samples, encoder, settings, batch_size, bad))
@@ -233,7 +233,7 @@ def _encode_captions(
             finite = np.isfinite(states[index]).all()
             if not finite or (summary is not None and not np.isfinite(summary).all()):
                 if caption == "":
-                    raise ValueError("the text encoders return NaN for the empty caption")
+                    raise WrongInput("the text encoders return NaN for the empty caption")
                 continue
             rows[caption] = len(embeds)
             embeds.append(to_bfloat16(states[index]))

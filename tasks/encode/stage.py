@@ -19,6 +19,7 @@ from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
 from tasks.encode.transform import TransformSettings
 from tasks.panels import Facts, Panel, Table
 from tasks.quiet import quiet_import
+from tasks.stage import runtime_facts
 
 SHARDS_SHOWN = 50
 log = logging.getLogger("kiln")
@@ -97,7 +98,7 @@ def build(
         draft.add_shard(shard)
     info |= {"masks": settings.masks, "scored": settings.scored}
     draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
-    return summary
+    return summary | {"run": runtime_facts(recipe.runtime)}
 
 
 def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:

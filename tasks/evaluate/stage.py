@@ -52,6 +52,7 @@ from tasks.evaluate.published import load_published_model
 from tasks.panels import Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
+from tasks.stage import runtime_facts
 from tasks.trained_weights import local_weights, weights_content
 
 METRICS = "metrics.json"
@@ -155,7 +156,12 @@ def build(
     text = json.dumps({"metrics": found, "fingerprint": mark}, indent=1, allow_nan=False)
     draft.write(METRICS, text.encode())
     draft.write(GRID, _grid(draft.store, shards, suite.sets))
-    return {"pictures": len(conditions.prompts), "fingerprint": mark, "metrics": found}
+    return {
+        "pictures": len(conditions.prompts),
+        "fingerprint": mark,
+        "metrics": found,
+        "run": runtime_facts(recipe.runtime),
+    }
 
 
 def _measure(

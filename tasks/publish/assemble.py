@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.adapters.lora import Adapter, Adapters, stored_name
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import SCHEDULER_FILE
 from runtimes.pipeline_folder.denoiser_config import folder_extras
@@ -38,7 +39,7 @@ def assemble(
 
     Raises:
         FileNotFoundError: a part or its weights are missing.
-        ValueError: a part lacks a layer of its adapters.
+        WrongInput: a part lacks a layer of its adapters.
         OverflowError: a weight does not fit `dtype`.
     """
     adapters = adapters or {}
@@ -78,9 +79,9 @@ class _Merging:
         return torch.from_numpy(adapter.merged(tensor.float().numpy()))
 
     def finish(self) -> None:
-        """Raise ValueError if an adapter had no layer."""
+        """Raise WrongInput if an adapter had no layer."""
         if self._unused:
-            raise ValueError(f"the adapters are for another model: it has no {min(self._unused)}")
+            raise WrongInput(f"the adapters are for another model: it has no {min(self._unused)}")
 
 
 def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> None:

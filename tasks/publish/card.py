@@ -16,6 +16,7 @@ from tasks.publish.gate import Verdict, as_rows
 from tasks.trained_weights import TrainedWeights
 
 UNKNOWN_LICENSE = "other"
+LICENSE_FIELDS = ("license", "license_name", "license_link")
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,11 @@ class Weights:
         return cls(merged or not has_lora, has_lora, "scheduler" in tuned.parts)
 
 
-def base_card(base: Path) -> dict[str, Any]:
-    """The YAML metadata of the base's README.md; empty if there is none."""
+def base_card(base: Path) -> dict[str, str]:
+    """The licence fields of the YAML metadata in the base's README.md, where they are texts.
+
+    Nothing else is read: YAML aliases in a hostile card would expand to gigabytes.
+    """
     path = base / "README.md"
     if not path.is_file():
         return {}
@@ -44,12 +48,14 @@ def base_card(base: Path) -> dict[str, Any]:
         found = yaml.safe_load(text[4:].split("\n---", 1)[0])
     except yaml.YAMLError:
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: found[name] for name in LICENSE_FIELDS if isinstance(found.get(name), str)}
 
 
 def license_of(recipe: Recipe, base: Path) -> str:
     """The licence of the recipe, else of the base's card, else `other`."""
-    return recipe.publish.license or str(base_card(base).get("license") or UNKNOWN_LICENSE)
+    return recipe.publish.license or base_card(base).get("license", UNKNOWN_LICENSE)
 
 
 def write_card(

@@ -57,7 +57,7 @@ def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) 
     inputs = {
         "model": trained.digest,
         "evaluation": evaluated.digest,
-        "card": digest_json(str(card.base_card(base))),
+        "card": digest_json(card.base_card(base)),
     }
     champion = registry_of(recipe).champion()
     if champion is None or not gate.needs_champion(recipe.publish.gate):

@@ -81,6 +81,31 @@ def test_another_kind_of_source_replaces_the_section(tmp_path: Path) -> None:
     assert source.path == str(tmp_path / "pictures")  # ./ is relative to the recipe file
 
 
+def test_a_relative_path_is_recorded_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder, `demo/base` would be an id on the hub."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: digits\nmodel: {path: ./demo/base}\n", encoding="utf-8")
+    assert load_recipe(str(path)).model.path == str(tmp_path / "demo/base")
+    recipe = load_recipe("digits", {"model.path": "./other"})
+    assert recipe.model.path == str(tmp_path / "other")
+
+
+@pytest.mark.parametrize("text", ["4e12345", '"1e5"', "12e4567"])
+def test_a_revision_that_looks_like_a_number_stays_a_string(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: digits\nmodel: {{revision: {text}}}\n", encoding="utf-8")
+    expected = text.strip('"')
+    assert load_recipe(str(path)).model.revision == expected
+    key, value = parse_override(f"model.revision={text}")
+    recipe = load_recipe("digits", {key: value})
+    assert recipe.model.revision == expected
+    path.write_text(dump(recipe), encoding="utf-8")
+    assert load_recipe(str(path)) == recipe
+
+
 def test_dumped_recipe_loads_as_the_same_recipe(tmp_path: Path) -> None:
     recipe = load_recipe("digits", {"train.learning_rate": 1e-5, "beam.runner": "DirectRunner"})
     path = tmp_path / "again.yaml"

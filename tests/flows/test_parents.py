@@ -11,8 +11,9 @@ from artifacts import gc
 from artifacts.latents import INFO
 from artifacts.models import digest_model
 from artifacts.store import Artifact, KeyParts, Store
+from configs.generating import read_settings
 from configs.load import load_recipe
-from flows import finetune
+from flows import finetune, generate
 from flows.preflight import Run
 from tasks import download, publish
 from tasks.stage import StageResult, TransientError, build_or_reuse
@@ -106,6 +107,25 @@ def test_what_a_run_needs_is_kept_from_before_it_is_built(
     with pytest.raises(KeyboardInterrupt):
         finetune.encode.fn(run, reused(images))
     assert [set(one["stages"]) for one in kept] == [{"download"}, {"download", "encode"}]
+
+
+def test_what_generate_draws_is_kept_from_before_it_is_built(
+    tmp_path: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"store": str(tmp_path / "store"), "device": "cpu", "num_inference_steps": 1}
+    settings = read_settings(str(tiny_sdxl), ["a cat"], given)
+    kept: list[tuple[str, str]] = []
+
+    def drawn(store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact]) -> Any:
+        roots = [run["stages"]["generate"]["key"] for run in gc.recent_runs(store, days=1)]
+        kept.extend((key, parts.key) for key in roots)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "build_or_reuse", drawn)
+    with pytest.raises(KeyboardInterrupt):
+        generate.draw.fn(settings, "a-run")
+    ((recorded, wanted),) = kept
+    assert recorded == wanted
 
 
 def test_what_was_built_names_what_it_was_made_from(run: Run) -> None:

@@ -12,6 +12,7 @@ from server import Server
 from artifacts.store import Draft, KeyParts, Store
 from configs.load import load_recipe
 from configs.schema import STAGES
+from runtimes.contract import WrongInput
 from tasks.stage import StageResult, TransientError
 
 PASSING = [TransientError("away"), ConnectionError("reset"), TimeoutError("too long")]
@@ -119,7 +120,7 @@ def test_what_fails_at_every_try_fails(stage: Stage) -> None:
     ("error", "words"),
     [
         (RuntimeError("a bug"), "a bug"),
-        (ValueError("wrong input"), "encode: wrong input"),
+        (WrongInput("of ours"), "encode: of ours"),
         (PermissionError(errno.EACCES, "closed"), "no permission"),
     ],
     ids=lambda value: type(value).__name__,

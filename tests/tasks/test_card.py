@@ -1,6 +1,9 @@
 """The card's numbers are those of the model that they stand under."""
 
-from tasks.publish.card import metric_rows
+import time
+from pathlib import Path
+
+from tasks.publish.card import base_card, metric_rows
 
 
 def test_each_model_has_its_own_column() -> None:
@@ -12,3 +15,14 @@ def test_each_model_has_its_own_column() -> None:
         {"metric": "cmmd", "base": "5 [4, 6]", "tuned": "1 [0.5, 1.5]", "samples": 12},
         {"metric": "fd", "base": "—", "tuned": "1 [0.5, 1.5]", "samples": 12},
     ]
+
+
+def test_aliases_in_a_base_s_card_do_not_expand(tmp_path: Path) -> None:
+    """Nine levels of ten aliases are a gigabyte of text."""
+    levels = ["a0: &a0 lol"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    text = "\n".join(["---", *levels, "license: *a9", "license_name: x", "---", ""])
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    begun = time.monotonic()
+    assert base_card(tmp_path) == {"license_name": "x"}
+    assert time.monotonic() - begun < 5

@@ -15,7 +15,7 @@ from command import jobs_of
 
 from runtimes.contract import WrongInput
 from runtimes.process.job import GenerateJob, TrainJob, write_job
-from tasks.process import JobFailed, run_job
+from tasks.process import ChildOutput, JobFailed, run_job, wait_for_result
 
 #: Does a job, repeats the events that it is told, and exits with 130 when it is interrupted.
 STAGE = """
@@ -79,3 +79,15 @@ def test_when_we_are_interrupted_the_process_ends_with_us(
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < until, "the process is left behind"
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_result() -> None:
+    script = """sleep 60 & echo '{"event": "result", "n": 1}'"""
+    child = subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    output, begun = ChildOutput(lambda event: None), time.monotonic()
+    pumps = [lambda: output.mixed(child.stdout)]
+    assert wait_for_result(child, output, pumps, child.kill)["n"] == 1
+    assert time.monotonic() - begun < 30

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -24,7 +25,6 @@ from runtimes.contract import WrongInput
 from tasks.evaluate.published import load_published_model
 from tasks.publish import build
 from tasks.publish.assemble import assemble
-from tasks.publish.card import base_card
 from tasks.publish.stage import registry_of, show
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content
@@ -127,7 +127,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
 def test_the_card_says_which_base_and_how_to_load(tmp_path: Path, tiny_sdxl: Path) -> None:
     alone = publish(tmp_path, digits(tmp_path, tiny_sdxl))
     card = alone.read("README.md").decode()
-    head = base_card(Path(alone.path))
+    head = ModelCard.load(Path(alone.path, "README.md")).data.to_dict()
     assert head["base_model"] == str(tiny_sdxl) and head["base_model_relation"] == "adapter"
     assert "lora" in head["tags"]
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)

@@ -2,17 +2,28 @@
 
 import errno
 import logging
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gcs_server import GcsServer
 from stores import UrlOf
 
 from artifacts.store import Draft, KeyParts, Store
-from tasks.stage import StageResult, StorageError, build_or_reuse, storage_error
+from runtimes.contract import WrongInput
+from tasks.stage import (
+    StageFailed,
+    StageResult,
+    StorageError,
+    build_or_reuse,
+    package_versions,
+    storage_error,
+)
 
 SETTINGS = {"size": 32, "name": "a", "adam": {"rate": 1.0, "decay": 0.0}, "betas": [0.9, 0.99]}
 
@@ -159,3 +170,26 @@ def test_a_bucket_that_does_not_answer_is_said(url_of: UrlOf, s3_away: None) -> 
 def test_an_error_that_is_not_of_the_store_stays_itself(store: Store) -> None:
     away = ConnectionResetError(errno.ECONNRESET, "reset")
     assert storage_error(store, away) is away
+
+
+def test_wrong_input_of_ours_is_one_line_and_a_library_s_error_keeps_its_traceback(
+    store: Store,
+) -> None:
+    def refuse(draft: Draft) -> dict[str, Any]:
+        raise WrongInput("raise encode.resolution")
+
+    def fail(draft: Draft) -> dict[str, Any]:
+        return {"shape": np.zeros(3) + np.zeros(2)}
+
+    with pytest.raises(StageFailed, match=r"^encode: raise encode\.resolution$"):
+        build_or_reuse(store, parts(), refuse, parents={})
+    with pytest.raises(ValueError, match="could not be broadcast"):
+        build_or_reuse(store, parts(), fail, parents={})
+
+
+def test_a_runtime_s_versions_are_those_of_its_own_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "lib/python3.11/site-packages/torch_xla-2.9.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Name: torch_xla\nVersion: 2.9.0\n", encoding="utf-8")
+    assert package_versions(str(tmp_path / "bin/python")) == {"torch_xla": "2.9.0"}
+    assert package_versions(sys.executable)["numpy"] == np.__version__
