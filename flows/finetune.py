@@ -102,9 +102,9 @@ def evaluate(
 ) -> StageResult:
     """Measure the tuned model against its base, on the same prompts and noise."""
     pictures, encoded, tuned = (one.load(run.store) for one in (images, latents, trained))
-    measured = (run.recipe, pictures, encoded, tuned, run.base, run.vae, run.clip)
-    parts = tasks.evaluate.key_parts(*measured)
-    build = partial(tasks.evaluate.build, *measured, progress=run.begin(parts))
+    given = run.eval_inputs(pictures, encoded)
+    parts = tasks.evaluate.key_parts(given, tuned)
+    build = partial(tasks.evaluate.build, given, tuned, progress=run.begin(parts))
     parents = {"images": pictures, "latents": encoded, "model": tuned}
     result = build_or_reuse(run.store, parts, build, parents=parents)
     metrics = result.load(run.store).summary["metrics"]
@@ -131,16 +131,8 @@ def publish(
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
     parts = tasks.publish.key_parts(run.recipe, tuned, measured, run.base)
-    champion_metrics = partial(
-        tasks.evaluate.metrics_of_published,
-        run.recipe,
-        images=pictures,
-        latents=encoded,
-        model_folder=run.base,
-        vae_folder=run.vae,
-        clip_folder=run.clip,
-        evaluated=measured,
-    )
+    given = run.eval_inputs(pictures, encoded)
+    champion_metrics = partial(tasks.evaluate.metrics_of_published, given, measured)
     lineage = tasks.publish.lineage_of(pictures, encoded, tuned, measured)
     build = partial(
         tasks.publish.build,

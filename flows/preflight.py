@@ -9,7 +9,7 @@ from pathlib import Path
 
 from artifacts.latents import Latents
 from artifacts.models import ModelNotFound, resolve_model
-from artifacts.store import KeyParts, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load import RecipeError, dump
 from configs.schema import STAGES, Recipe, StageName
 from flows.stages import begin
@@ -31,6 +31,7 @@ from runtimes.train.wandb_board import check_wandb
 from tasks import check_targets, download, evaluate
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.transform import TransformSettings
+from tasks.evaluate.inputs import EvalInputs
 from tasks.progress import Progress
 from tasks.publish.assemble import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
@@ -53,6 +54,10 @@ class Run:
     def model_name(self) -> str:
         """Of the model that is made, in the registry and in Prefect."""
         return self.recipe.publish.name
+
+    def eval_inputs(self, images: Artifact, latents: Artifact) -> EvalInputs:
+        """The inputs of an evaluation."""
+        return EvalInputs(self.recipe, images, latents, self.base, self.vae, self.clip)
 
     def begin(self, parts: KeyParts) -> Progress:
         """Record that this run needs a stage; returns the progress of building it."""

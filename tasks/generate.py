@@ -26,7 +26,7 @@ from runtimes.registry import (
     uses_tabulated_scheduler,
 )
 from runtimes.sample.start import check_size
-from tasks.evaluate.pictures import EvalModel, Run, progress_callback, scratch
+from tasks.evaluate.pictures import SAMPLER_SETTINGS, EvalModel, Run, progress_callback, scratch
 from tasks.evaluate.prompts import read_prompts
 from tasks.evaluate.published import load_published_model
 from tasks.panels import Facts, Panel, Picture, Table
@@ -183,8 +183,7 @@ def show(artifact: Artifact) -> list[Panel]:
 def _job(
     settings: Generate, model: EvalModel, prompts: tuple[str, ...], out: Path, draft: Draft
 ) -> GenerateJob:
-    names = {"seed", "scheduler", "num_inference_steps", "guidance_scale", "height", "width"}
-    names |= {"negative_prompt", *SCORES}
+    names = SAMPLER_SETTINGS | {"negative_prompt"}
     given = settings.model_dump(mode="json")
     sampler = {name: given[name] for name in sorted(names)}
     sampler |= {"eta": settings.ddim_eta, "batch_size": settings.num_images_per_prompt}

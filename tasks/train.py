@@ -20,6 +20,7 @@ from configs.training import key_settings
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.job import TrainJob
+from tasks.evaluate.pictures import SAMPLER_SETTINGS
 from tasks.panels import Facts, Panel, Picture, Table, human
 from tasks.process import Event, run_job
 from tasks.progress import Progress
@@ -29,18 +30,6 @@ from tasks.tpu import launch
 
 STAGE = "train"
 VERSION = 1
-#: Settings of evaluation that pictures while training are drawn with too.
-SAMPLER = {
-    "seed",
-    "scheduler",
-    "aesthetic_score",
-    "negative_aesthetic_score",
-    "num_inference_steps",
-    "guidance_scale",
-    "height",
-    "width",
-    "batch_size",
-}
 #: What is kept of the progress that a run makes; those not known are null.
 FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
 #: What pictures while training are worth, by name; a PNG has all of a step side by side.
@@ -93,7 +82,7 @@ def build(
         work=draft.uri,
         out=draft.uri,
         sample_prompts=sample_prompts,
-        sampler=recipe.evaluate.model_dump(mode="json", include=SAMPLER),
+        sampler=recipe.evaluate.model_dump(mode="json", include=SAMPLER_SETTINGS | {"batch_size"}),
         denoiser_config=_denoiser_config(recipe),
         compiled=draft.store.compiled_url,
     )

@@ -29,17 +29,12 @@ class EncodeFailed(RuntimeError):
     """Too many samples are bad, or none is left; the message says which and what to do."""
 
 
-def inputs(images: Artifact, model_folder: Path, vae_folder: Path | None) -> dict[str, str]:
-    """Digests of what is encoded, and of what it is encoded with. Raises WrongInput."""
-    return {"images": images.digest, "encoders": digest_encoders(model_folder, vae_folder)}
-
-
 def key_parts(
     recipe: Recipe, images: Artifact, model_folder: Path, vae_folder: Path | None
 ) -> KeyParts:
-    """What the latents depend on: settings, pictures and encoders."""
-    found = inputs(images, model_folder, vae_folder)
-    return KeyParts(STAGE, VERSION, settings_for_key(recipe), found)
+    """The artifact's key: settings, pictures and encoders. Raises WrongInput."""
+    inputs = {"images": images.digest, "encoders": digest_encoders(model_folder, vae_folder)}
+    return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
 
 def build(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,7 +82,7 @@ class ClipFeatures:
 
         rows: list[Float32] = []
         with torch.inference_mode():
-            for batch in _batches(pictures):
+            for batch in batches(pictures, BATCH):
                 pixels = self._processor(images=batch, return_tensors="pt").pixel_values
                 output = self._model.get_image_features(pixel_values=pixels.to(self._device))
                 rows.append(output.pooler_output.cpu().numpy())
@@ -97,7 +98,7 @@ class ClipFeatures:
         distinct = list(dict.fromkeys(prompts))
         rows: list[Float32] = []
         with torch.inference_mode():
-            for batch in _batches(distinct):
+            for batch in batches(distinct, BATCH):
                 inputs = self._tokenizer(
                     batch,
                     padding="max_length",
@@ -115,12 +116,8 @@ class ClipFeatures:
         return int(self._model.config.projection_dim)
 
 
-def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    batch: list[Item] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == BATCH:
-            yield batch
-            batch = []
-    if batch:
+def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Lists of up to `size` items, in order."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
         yield batch

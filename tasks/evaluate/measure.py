@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from artifacts.keys import digest_json
 from artifacts.latents import open_latents
 from artifacts.models import digest_model
-from artifacts.store import Artifact, Shard, Store
+from artifacts.store import Shard, Store
 from configs.schema import Recipe
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, schedule_facts
@@ -22,10 +22,17 @@ from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe import describe_encoders
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import metrics
-from tasks.evaluate.features import ClipFeatures, Float32
+from tasks.evaluate.features import ClipFeatures, Float32, batches
+from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import JUDGES, judge_pictures
 from tasks.evaluate.metrics import Metric
-from tasks.evaluate.pictures import VERSION, SamplingSpec, read_losses, read_pictures
+from tasks.evaluate.pictures import (
+    SAMPLER_SETTINGS,
+    VERSION,
+    SamplingSpec,
+    read_losses,
+    read_pictures,
+)
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference import reference_pictures
 
@@ -47,18 +54,12 @@ class MetricSuite:
     reference: Float32  # [M, D] of the held-out pictures; M = 0 without a held-out split
 
     @classmethod
-    def of(cls, recipe: Recipe, images: Artifact, latents: Artifact, clip: Path) -> MetricSuite:
-        """The metrics of a recipe. Raises WrongInput if the CLIP model fails to load.
-
-        Args:
-            images: artifact with the held-out pictures.
-            latents: artifact whose `size_step` the held-out pictures are resized to.
-            clip: folder of the CLIP model.
-        """
-        sets = prompt_sets(recipe)
-        scorer = ClipFeatures(clip, recipe.evaluate.device)
-        factor = open_latents(latents.uri).info["size_step"]
-        held_out = reference_pictures(images, TransformSettings.of(recipe), factor)
+    def of(cls, given: EvalInputs) -> MetricSuite:
+        """The metrics of a recipe. Raises WrongInput if the CLIP model fails to load."""
+        recipe, sets = given.recipe, prompt_sets(given.recipe)
+        scorer = ClipFeatures(given.clip, recipe.evaluate.device)
+        factor = open_latents(given.latents.uri).info["size_step"]
+        held_out = reference_pictures(given.images, TransformSettings.of(recipe), factor)
         return cls(
             sets=sets,
             compared=compared_sets(recipe),
@@ -93,8 +94,9 @@ class MetricSuite:
             return {}
         verdicts: dict[str, list[NDArray[np.bool_]]] = {}
         prompts, start = all_prompts(self.sets), 0
-        for pictures in _batches(read_pictures(store, drawn)):
-            batch = judge_pictures(self.judges, pictures, prompts[start : start + len(pictures)])
+        for pictures in batches(read_pictures(store, drawn), JUDGE_BATCH):
+            given = prompts[start : start + len(pictures)]
+            batch = judge_pictures(self.judges, np.stack(pictures), given)
             for name, passed in batch.items():
                 verdicts.setdefault(name, []).append(passed)
             start += len(pictures)
@@ -105,35 +107,24 @@ class MetricSuite:
         }
 
 
-def sampling_spec(recipe: Recipe, latents: Artifact) -> SamplingSpec:
-    """The sampling settings of a recipe's evaluation, equal for all models."""
-    given = recipe.evaluate
+def sampling_spec(given: EvalInputs) -> SamplingSpec:
+    """The sampling settings of an evaluation, equal for all models."""
+    recipe, latents, settings = given.recipe, given.latents, given.recipe.evaluate
     has_holdout = open_latents(latents.uri).has_holdout
     if not has_holdout:
         log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, cmmd, fd")
-    names = (
-        "seed",
-        "scheduler",
-        "num_inference_steps",
-        "guidance_scale",
-        "aesthetic_score",
-        "negative_aesthetic_score",
-        "height",
-        "width",
-        "dtype",
-    )
     return SamplingSpec(
         runtime=recipe.runtime,
-        device=given.device,
-        batch_size=given.batch_size,
+        device=settings.device,
+        batch_size=settings.batch_size,
         prompts=tuple(all_prompts(prompt_sets(recipe))),
-        sampler={name: getattr(given, name) for name in names},
+        sampler=settings.model_dump(mode="json", include=SAMPLER_SETTINGS | {"dtype"}),
         latents=latents.uri if has_holdout else None,
         latents_digest=latents.digest,
         holdout={
-            "samples": given.holdout_samples,
-            "draws": given.holdout_draws,
-            "seed": given.seed,
+            "samples": settings.holdout_samples,
+            "draws": settings.holdout_draws,
+            "seed": settings.seed,
             "noise_offset": recipe.train.noise_offset,
         },
         flash_attention=recipe.train.mindspore.flash_attention,
@@ -148,29 +139,22 @@ def loss_facts(
     return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
 
 
-def fingerprint(
-    recipe: Recipe,
-    images: Artifact,
-    latents: Artifact,
-    model_folder: Path,
-    vae_folder: Path | None,
-    clip: Path,
-) -> str:
+def fingerprint(given: EvalInputs) -> str:
     """sha256 of all facts that two evaluations must share for comparable metrics."""
-    schedule = read_schedule(model_folder / "scheduler", recipe.train)
+    recipe = given.recipe
+    schedule = read_schedule(given.base / "scheduler", recipe.train)
+    extras = ExtraInputs.from_settings(recipe.train)
     return digest_json(
         {
             "version": VERSION,
-            "sitting": sampling_spec(recipe, latents).facts(),
+            "sampling": sampling_spec(given).facts(),
             "sets": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
             "compared": list(compared_sets(recipe)),
-            "clip": digest_model(clip),
-            "reference": images.digest,
+            "clip": digest_model(given.clip),
+            "reference": given.images.digest,
             "transform": vars(TransformSettings.of(recipe)),
             "judges": list(recipe.evaluate.judges),
-            "loss": loss_facts(
-                schedule, model_folder, vae_folder, ExtraInputs.from_settings(recipe.train)
-            ),
+            "loss": loss_facts(schedule, given.base, given.vae, extras),
         }
     )
 
@@ -214,18 +198,6 @@ def slices_by_set(sets: PromptSets) -> dict[str, slice]:
         found[name] = slice(start, start + len(prompts))
         start += len(prompts)
     return found
-
-
-def _batches(pictures: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
-    """Batches u8 [B, H, W, 3] of pictures u8 [H, W, 3]."""
-    batch: list[NDArray[np.uint8]] = []
-    for picture in pictures:
-        batch.append(picture)
-        if len(batch) == JUDGE_BATCH:
-            yield np.stack(batch)
-            batch = []
-    if batch:
-        yield np.stack(batch)
 
 
 def as_rows(

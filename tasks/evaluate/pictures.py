@@ -27,6 +27,7 @@ from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.job import Drawing, GenerateJob, Job
+from tasks.process import Event
 from tasks.progress import Progress
 from tasks.trained_weights import BASE, TrainedWeights
 
@@ -36,19 +37,15 @@ VERSION = 2
 LOSSES = "losses.json"
 #: The parts of a pipeline folder that affect its pictures.
 DRAWING_PARTS = (
-    "model_index.json",
-    "scheduler",
-    "text_encoder",
-    "text_encoder_2",
-    "text_encoder_3",
-    "tokenizer",
-    "tokenizer_2",
-    "tokenizer_3",
-    "transformer",
-    "unet",
-    "vae",
+    *("model_index.json", "scheduler", "transformer", "unet", "vae"),
+    *("text_encoder", "text_encoder_2", "text_encoder_3"),
+    *("tokenizer", "tokenizer_2", "tokenizer_3"),
 )
-Event = dict[str, Any]
+#: The settings of `evaluate` and `generate` that a job's `sampler` has.
+SAMPLER_SETTINGS = {
+    *("seed", "scheduler", "num_inference_steps", "guidance_scale", "height", "width"),
+    *("aesthetic_score", "negative_aesthetic_score"),
+}
 log = logging.getLogger("kiln")
 Run = Callable[[Job, Callable[[Event], None]], Any]
 

@@ -1,4 +1,4 @@
-"""The evaluate stage: base and tuned model draw the same prompts from the same noise."""
+"""The evaluate stage: the base and the tuned model sample equal prompts from equal noise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.keys import digest_json
-from artifacts.models import digest_model, resolve_model
+from artifacts.models import resolve_model
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.schema import Recipe
 from runtimes.contract import WrongInput
@@ -23,6 +22,7 @@ from runtimes.objective.scheduler_config import read_schedule
 from runtimes.sample import start
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import grid
+from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts
 from tasks.evaluate.measure import (
     MetricSuite,
@@ -40,8 +40,6 @@ from tasks.evaluate.pictures import (
     VERSION,
     EvalModel,
     Run,
-    SamplingSpec,
-    digest_pipeline,
     draw,
     progress_callback,
     read_pictures,
@@ -53,7 +51,7 @@ from tasks.panels import Panel, Picture, Table
 from tasks.process import run_job
 from tasks.progress import Progress
 from tasks.stage import runtime_facts
-from tasks.trained_weights import local_weights, weights_content
+from tasks.trained_weights import local_weights
 
 METRICS = "metrics.json"
 GRID = "before_after.png"
@@ -62,7 +60,7 @@ log = logging.getLogger("kiln")
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that change pictures or metrics: prompts by their words, not by their file."""
+    """The settings that affect pictures or metrics, with the prompts' text instead of the file."""
     settings = recipe.evaluate.model_dump(
         mode="json", exclude={"prompts", "clip", "device", "batch_size"}
     )
@@ -75,144 +73,81 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def inputs(
-    recipe: Recipe,
-    images: Artifact,
-    latents: Artifact,
-    trained: Artifact,
-    model_folder: Path,
-    vae_folder: Path | None,
-    clip_folder: Path,
-) -> dict[str, str]:
-    """Digests of all that is drawn with and measured against."""
-    found = {
-        "images": images.digest,
-        "latents": latents.digest,
-        "model": trained.digest,
-        "base": digest_pipeline(model_folder),
-        "clip": digest_model(clip_folder),
-    }
-    return found | ({} if vae_folder is None else {"vae": digest_model(vae_folder)})
-
-
-def key_parts(
-    recipe: Recipe,
-    images: Artifact,
-    latents: Artifact,
-    trained: Artifact,
-    model_folder: Path,
-    vae_folder: Path | None,
-    clip_folder: Path,
-) -> KeyParts:
-    """What the evaluation depends on: settings, both models, and what they are measured against."""
-    found = inputs(recipe, images, latents, trained, model_folder, vae_folder, clip_folder)
-    return KeyParts(STAGE, VERSION, settings_for_key(recipe), found)
+def key_parts(given: EvalInputs, trained: Artifact) -> KeyParts:
+    """The artifact's key: settings, both models and the reference data."""
+    inputs = given.digests() | {"model": trained.digest}
+    return KeyParts(STAGE, VERSION, settings_for_key(given.recipe), inputs)
 
 
 def check(recipe: Recipe) -> None:
-    """Raise WrongInput for prompts that cannot be read, or that a judge cannot judge."""
+    """Raise WrongInput for an unreadable prompt file or a prompt that a judge does not support."""
     check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
 
 
-def check_size(recipe: Recipe, model_folder: Path, vae_folder: Path | None = None) -> None:
-    """Raise WrongInput for a picture size that the model cannot draw."""
+def check_size(recipe: Recipe, base: Path, vae: Path | None = None) -> None:
+    """Raise WrongInput for a picture size that the model does not support."""
     given = recipe.evaluate
     asked = {"evaluate.height": given.height, "evaluate.width": given.width}
-    start.check_size(asked, model_folder, vae_folder)
+    start.check_size(asked, base, vae)
 
 
 def build(
-    recipe: Recipe,
-    images: Artifact,
-    latents: Artifact,
-    trained: Artifact,
-    model_folder: Path,
-    vae_folder: Path | None,
-    clip_folder: Path,
-    draft: Draft,
-    progress: Progress,
-    *,
-    run: Run = run_job,
+    given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: Run = run_job
 ) -> dict[str, Any]:
-    """Draw with both models, measure, and put metrics, pictures and the grid into the draft."""
-    conditions = sampling_spec(recipe, latents)
-    base = EvalModel(_digest(model_folder, vae_folder, None), model_folder, vae=vae_folder)
-    with scratch(draft) as folder, local_weights(trained) as tuned:
-        digest = _digest(model_folder, vae_folder, trained)
-        models = [base, EvalModel(digest, model_folder, tuned, vae_folder)]
-        shards = draw(
-            models, conditions, draft.store, folder, run, progress_callback("evaluate", progress)
-        )
-    log.info("evaluate: measuring %d pictures a model", len(conditions.prompts))
-    suite = MetricSuite.of(recipe, images, latents, clip_folder)
-    measured = [suite.measure(draft.store, shard) for shard in shards]
+    """Sample with both models, and write metrics, pictures and the grid into the draft."""
+    spec, store = sampling_spec(given), draft.store
+    with scratch(draft) as folder, local_weights(trained) as weights:
+        models = [given.model(), given.model(trained, weights)]
+        shards = draw(models, spec, store, folder, run, progress_callback(STAGE, progress))
+    log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
+    suite = MetricSuite.of(given)
+    measured = [suite.measure(store, shard) for shard in shards]
     found = {
         name: {model: one[name] for model, one in zip(MODELS, measured, strict=True)}
         for name in measured[0]
     }
-    mark = fingerprint(recipe, images, latents, model_folder, vae_folder, clip_folder)
+    facts = {"metrics": found, "fingerprint": fingerprint(given)}
     for shard in shards:
         draft.add_shard(shard)
-    text = json.dumps({"metrics": found, "fingerprint": mark}, indent=1, allow_nan=False)
-    draft.write(METRICS, text.encode())
-    draft.write(GRID, _grid(draft.store, shards, suite.sets))
-    return {
-        "pictures": len(conditions.prompts),
-        "fingerprint": mark,
-        "metrics": found,
-        "run": runtime_facts(recipe.runtime),
-    }
-
-
-def _measure(
-    model: EvalModel, conditions: SamplingSpec, suite: MetricSuite, store: Store, run: Run
-) -> dict[str, Metric]:
-    """Metrics of what one model draws."""
-    with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as scratch:
-        shards = draw([model], conditions, store, Path(scratch), run)
-    return suite.measure(store, shards[0])
+    draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
+    draft.write(GRID, _grid(store, shards, suite.sets))
+    run_facts = runtime_facts(given.recipe.runtime)
+    return {"pictures": len(spec.prompts), **facts, "run": run_facts}
 
 
 def metrics_of_published(
-    recipe: Recipe,
-    uri: str,
-    images: Artifact,
-    latents: Artifact,
-    model_folder: Path,
-    vae_folder: Path | None,
-    clip_folder: Path,
-    evaluated: Artifact,
-    *,
-    run: Run = run_job,
+    given: EvalInputs, evaluated: Artifact, uri: str, *, run: Run = run_job
 ) -> dict[str, dict[str, Metric]]:
-    """A published model's metrics as its `tuned` ones, comparable with those of `evaluated`.
+    """A published model's metrics, comparable with the `tuned` ones of an evaluation.
 
-    What was measured when it was published is taken if it was measured the same way, and its files
-    are not even fetched; if not, the model draws again. Its held-out loss is then left out if it is
-    the error of something else.
+    The metrics of its own publication are reused if their fingerprint is equal; its weights are
+    then not read. Otherwise the model samples again. The held-out loss is then omitted if the model
+    predicts another quantity or has other inputs.
+
+    Args:
+        evaluated: artifact of the evaluation.
+        uri: folder or URL of the published model.
     """
-    wanted = json.loads(evaluated.read(METRICS))["fingerprint"]
     published = _published_metrics(uri)
-    if published.get("fingerprint") == wanted:
+    if published.get("fingerprint") == evaluated.summary["fingerprint"]:
         found = {name: metric["tuned"] for name, metric in published["metrics"].items()}
     else:
-        log.info("evaluate: measuring the champion again, as it was measured otherwise")
-        model, conditions = load_published_model(resolve_model(uri)), sampling_spec(recipe, latents)
-        if not _same_loss(recipe, model, model_folder, vae_folder):
-            conditions = replace(conditions, latents=None)  # it may not even take ours
-        suite = MetricSuite.of(recipe, images, latents, clip_folder)
-        found = _measure(model, conditions, suite, evaluated.store, run)
+        log.info("evaluate: the champion has no comparable metrics: measuring it again")
+        model, spec = load_published_model(resolve_model(uri)), sampling_spec(given)
+        if not _same_loss(given, model):
+            spec = replace(spec, latents=None)  # the model may not even accept our latents
+        with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as folder:
+            (shard,) = draw([model], spec, evaluated.store, Path(folder), run)
+        found = MetricSuite.of(given).measure(evaluated.store, shard)
     return {name: {"tuned": metric} for name, metric in found.items()}
 
 
-def _same_loss(
-    recipe: Recipe, model: EvalModel, model_folder: Path, vae_folder: Path | None
-) -> bool:
-    """Whether a model predicts the same thing, seeing the same, as what we tune."""
+def _same_loss(given: EvalInputs, model: EvalModel) -> bool:
+    """Whether a model has the prediction and the inputs of the model in training."""
     theirs = read_schedule(model.part("scheduler"))
-    ours = read_schedule(model_folder / "scheduler", recipe.train)
+    ours = read_schedule(given.base / "scheduler", given.recipe.train)
     return loss_facts(theirs, model.folder, model.vae, model.extras) == loss_facts(
-        ours, model_folder, vae_folder, ExtraInputs.from_settings(recipe.train)
+        ours, given.base, given.vae, ExtraInputs.from_settings(given.recipe.train)
     )
 
 
@@ -222,16 +157,6 @@ def show(artifact: Artifact) -> list[Panel]:
         Picture("Before (base) and after (tuned)", artifact.read(GRID)),
         Table("Metrics, with 95% confidence intervals", as_rows(artifact.summary["metrics"])),
     ]
-
-
-def _digest(model_folder: Path, vae_folder: Path | None, trained: Artifact | None) -> str:
-    return digest_json(
-        {
-            "pipeline": digest_pipeline(model_folder),
-            "vae": None if vae_folder is None else digest_model(vae_folder),
-            "tuned": None if trained is None else weights_content(trained),
-        }
-    )
 
 
 def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
@@ -259,5 +184,5 @@ def _published_metrics(uri: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     if not isinstance(found, dict):
-        raise WrongInput(f"{uri}/{METRICS}: not an evaluation's metrics")
+        raise WrongInput(f"{uri}/{METRICS}: not the metrics of an evaluation")
     return found

@@ -80,14 +80,8 @@ def _encode(
     recipe: Recipe, images: Artifact, vae: Path | None = None, seen: list | None = None
 ) -> Artifact:
     model = Path(recipe.model.path)
-    parts = KeyParts(
-        encode.STAGE,
-        encode.VERSION,
-        encode.settings_for_key(recipe),
-        encode.inputs(images, model, vae),
-    )
     store = Store(recipe.store)
-    draft = store.draft(parts)
+    draft = store.draft(encode.key_parts(recipe, images, model, vae))
 
     def progress(done: int, total: int, text: str = "") -> None:
         if seen is not None:

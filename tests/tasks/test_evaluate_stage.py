@@ -30,6 +30,7 @@ from runtimes.process.job import Drawing, GenerateJob, Job
 from runtimes.sample.generate_job import generate
 from tasks import encode, evaluate
 from tasks.evaluate.grid import MARGIN
+from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.measure import fingerprint
 from tasks.evaluate.published import load_published_model
 from tasks.process import run_job
@@ -118,22 +119,19 @@ class World:
     def evaluate(
         self, trained: Artifact, recipe: Recipe | None = None, run: Any = None
     ) -> Artifact:
-        recipe = recipe or self.recipe
-        inputs = (recipe, self.images, self.latents, trained, self.model, None, self.clip)
-        parts = KeyParts(
-            evaluate.STAGE,
-            evaluate.VERSION,
-            evaluate.settings_for_key(recipe),
-            evaluate.inputs(*inputs),
-        )
-        draft = self.store.draft(parts)
-        summary = evaluate.build(*inputs, draft, Progress("evaluate"), run=run or self.run)
+        given = self.inputs(recipe or self.recipe)
+        draft = self.store.draft(evaluate.key_parts(given, trained))
+        progress = Progress("evaluate")
+        summary = evaluate.build(given, trained, draft, progress, run=run or self.run)
         return draft.commit(summary, {})
+
+    def inputs(self, recipe: Recipe) -> EvalInputs:
+        return EvalInputs(recipe, self.images, self.latents, self.model, None, self.clip)
 
     def metrics_of(self, champion: Path, evaluated: Artifact) -> dict[str, Any]:
         """A published model's, to be compared with what was evaluated."""
-        places = (self.images, self.latents, self.model, None, self.clip, evaluated)
-        return evaluate.metrics_of_published(self.recipe, str(champion), *places, run=self.run)
+        given = self.inputs(self.recipe)
+        return evaluate.metrics_of_published(given, evaluated, str(champion), run=self.run)
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +143,7 @@ def made(
     recipe = _recipe(tmp / "store", tiny_sdxl, tiny_clip)
     store = Store(recipe.store)
     images = _images(store, tmp / "shard.tar")
-    settings = encode.settings_for_key(recipe)
-    draft = store.draft(KeyParts("encode", 1, settings, encode.inputs(images, tiny_sdxl, None)))
+    draft = store.draft(encode.key_parts(recipe, images, tiny_sdxl, None))
     draft.commit(encode.build(recipe, images, tiny_sdxl, None, draft, Progress("encode")), {})
     return tmp / "store", recipe
 
@@ -255,8 +252,8 @@ def test_prompts_and_seeds_change_the_fingerprint_and_speed_does_not(world: Worl
 def test_another_clip_model_is_another_fingerprint(world: World, tmp_path: Path) -> None:
     other = Path(shutil.copytree(world.clip, tmp_path / "clip"))
     (other / "preprocessor_config.json").write_text("{}")
-    given = world.recipe, world.images, world.latents, world.model, None
-    assert fingerprint(*given, other) != fingerprint(*given, world.clip)
+    given = world.inputs(world.recipe)
+    assert fingerprint(replace(given, clip=other)) != fingerprint(given)
 
 
 def drawn(world: World, parts: dict[str, str]) -> list[np.ndarray]:

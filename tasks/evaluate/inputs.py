@@ -1,0 +1,44 @@
+"""The inputs of an evaluation, except the trained weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from artifacts.keys import digest_json
+from artifacts.models import digest_model
+from artifacts.store import Artifact
+from configs.schema import Recipe
+from tasks.evaluate.pictures import EvalModel, digest_pipeline
+from tasks.trained_weights import BASE, TrainedWeights, weights_content
+
+
+@dataclass(frozen=True)
+class EvalInputs:
+    """A recipe, its data and its models."""
+
+    recipe: Recipe
+    images: Artifact  # with the held-out pictures
+    latents: Artifact  # with the held-out latents
+    base: Path  # pipeline folder
+    vae: Path | None  # None: the VAE of the base
+    clip: Path  # CLIPModel folder
+
+    def digests(self) -> dict[str, str]:
+        """Input name -> sha256 of its content."""
+        found = {
+            "images": self.images.digest,
+            "latents": self.latents.digest,
+            "base": digest_pipeline(self.base),
+            "clip": digest_model(self.clip),
+        }
+        return found | ({} if self.vae is None else {"vae": digest_model(self.vae)})
+
+    def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
+        """The base, or the model with the weights of a train artifact."""
+        content = {
+            "pipeline": digest_pipeline(self.base),
+            "vae": None if self.vae is None else digest_model(self.vae),
+            "tuned": None if trained is None else weights_content(trained),
+        }
+        return EvalModel(digest_json(content), self.base, weights, self.vae)
