@@ -26,8 +26,8 @@ app = typer.Typer(
 DEFAULT_STORE = "store"
 
 
-def _there(store: str) -> str:
-    """The store as it was given; where nothing has run yet, only the default one may be missing."""
+def _existing(store: str) -> str:
+    """Check that the store exists; the default one may be missing before the first run."""
     if store != DEFAULT_STORE:
         from flows.store_commands import check_store
 
@@ -35,11 +35,21 @@ def _there(store: str) -> str:
     return store
 
 
-Store = Annotated[str, typer.Option("--store", help="Folder or URL of the store.", callback=_there)]
+Store = Annotated[
+    str, typer.Option("--store", help="Store: folder or URL.", callback=_existing)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Name = Annotated[str, typer.Argument(help="Name of the model in the registry (publish.name).")]
 RegistryUrl = Annotated[
-    str | None, typer.Option("--registry", help="Registry, if it is not in the store.")
+    str | None, typer.Option("--registry", help="Registry, if outside the store.")
+]
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a YAML file.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a dotted setting."),
 ]
 
 FAILED = 1
@@ -48,25 +58,26 @@ REJECTED = 3
 INTERRUPTED = 130
 
 
+def _parsed(override: list[str] | None) -> dict[str, Any]:
+    return dict(parse_override(text) for text in override or [])
+
+
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a YAML file.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
-    ] = None,
+    recipe: RecipeArgument,
+    override: Overrides = None,
     until: Annotated[StageName, typer.Option("--until", help="The last stage to run.")] = "publish",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
     ] = False,
 ) -> None:
-    """Run a recipe: download, encode, train, evaluate, publish; reuse what is there.
+    """Run a recipe: download, encode, train, evaluate, publish; finished stages are reused.
 
-    Exit code: 0 published (or all built, up to --until), 3 refused by the gate, 2 wrong input
-    (nothing was started), 1 failed.
+    Exit code: 0 published (or all stages up to --until built), 3 rejected by the gate, 2 wrong
+    input (nothing was started), 1 failed.
     """
-    overrides = dict(parse_override(text) for text in override or [])
-    load_recipe(recipe, overrides)  # wrong input should not wait for imports and servers
+    overrides = _parsed(override)
+    load_recipe(recipe, overrides)  # report wrong input before slow imports and servers
     from flows import runner
 
     report = runner.run(recipe, overrides, until, as_json=as_json)
@@ -79,30 +90,25 @@ def generate(
     model: Annotated[
         str, typer.Argument(help="Published model (digits, digits@v2), folder, hub id or URL.")
     ],
-    prompts: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts to sample.")] = None,
     file: Annotated[
-        str | None, typer.Option("--from-file", help="Text file with one prompt a line.")
+        str | None, typer.Option("--from-file", help="Text file with one prompt per line.")
     ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-o",
-            "--override",
-            metavar="KEY=VALUE",
-            help="A setting, such as seed=7 or scheduler=ddim (docs/generation.md).",
-        ),
-    ] = None,
-    out: Annotated[str, typer.Option(help="Folder that pictures are copied into.")] = "outputs",
+    override: Overrides = None,
+    out: Annotated[str, typer.Option(help="Output folder for the pictures.")] = "outputs",
     skip_grid: Annotated[bool, typer.Option("--skip-grid", help="Leave out the grid.")] = False,
     skip_save: Annotated[
         bool, typer.Option("--skip-save", help="Leave out the single pictures.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw prompts with a model; what was drawn before with the same settings is reused."""
-    settings = dict(parse_override(text) for text in override or [])
+    """Sample pictures of prompts from a model; equal settings reuse earlier pictures.
+
+    The settings are those of docs/generation.md, such as seed=7 or scheduler=ddim.
+    """
+    settings = _parsed(override)
     settings |= {} if file is None else {"file": file}
-    read_settings(model, prompts, settings)  # wrong input should not wait for servers
+    read_settings(model, prompts, settings)  # report wrong input before servers start
     from flows import runner
 
     runner.generate(
@@ -118,48 +124,41 @@ def generate(
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a YAML file.")],
+    recipe: RecipeArgument,
     topology: Annotated[
         str | None,
         typer.Option(
             "--topology",
-            help="TPU slice, such as v5p-8, v4-32, v5e-8 or v6e-16; else that of the recipe's tpu.",
+            help="TPU slice, such as v5p-8, v4-32, v5e-8 or v6e-16; default: that of recipe.tpu.",
         ),
     ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
-    ] = None,
+    override: Overrides = None,
     search: Annotated[
-        bool, typer.Option("--largest", help="Look for the largest batch that fits, too.")
+        bool, typer.Option("--largest", help="Search for the largest batch that fits.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what training takes on a TPU slice, by compiling its step for it: none is needed.
+    """Plan training on a TPU slice by compiling its step; no TPU is needed.
 
-    Exit code 2 if the recipe's batch does not fit: the message says which one does.
+    Exit code 2 if the recipe's batch does not fit; the message has the largest that does.
     """
-    loaded = load_recipe(recipe, dict(parse_override(text) for text in override or []))
-    from flows.plan import tell
+    loaded = load_recipe(recipe, _parsed(override))
+    from flows.show_plan import show_plan
 
-    tell(loaded, topology, search=search, as_json=as_json)
+    show_plan(loaded, topology, search=search, as_json=as_json)
 
 
 @app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Print this recipe, resolved.")] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
-    ] = None,
+    override: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema.")] = False,
 ) -> None:
     """List the recipes that come with Kilnworks, or print one with everything it extends."""
     if schema:
         print(json.dumps(json_schema(), indent=1))
     elif name is not None:
-        overrides = dict(parse_override(text) for text in override or [])
-        print(dump(load_recipe(name, overrides)), end="")
+        print(dump(load_recipe(name, _parsed(override))), end="")
     else:
         _print_recipes()
 
@@ -174,7 +173,7 @@ def _print_recipes() -> None:
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Tell what this machine has, and what is missing, for every runtime."""
+    """Check this machine: versions, devices and missing parts of every runtime."""
     from flows.doctor import examine
 
     if not examine(as_json=as_json):
@@ -183,16 +182,13 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def tpu(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a YAML file.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a setting: dotted."),
-    ] = None,
+    recipe: RecipeArgument,
+    override: Overrides = None,
 ) -> None:
-    """Print what a run of a recipe would tell gcloud about its slice; nothing is done."""
+    """Print the gcloud commands of a recipe's run on a slice; none is executed."""
     from flows.store_commands import show_tpu
 
-    show_tpu(load_recipe(recipe, dict(parse_override(text) for text in override or [])))
+    show_tpu(load_recipe(recipe, _parsed(override)))
 
 
 @app.command(name="ls")
@@ -211,7 +207,7 @@ def show(
     store: Store = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> None:
-    """Show an artifact: settings, lineage back to the source, and why it was built."""
+    """Show an artifact: settings, lineage back to the source, and the reason of its build."""
     from flows.store_commands import show_artifact
 
     show_artifact(store, what, as_json=as_json)
@@ -220,7 +216,7 @@ def show(
 @app.command()
 def verify(
     what: Annotated[
-        str | None, typer.Argument(help="Beginning of a key; everything without it.")
+        str | None, typer.Argument(help="Beginning of a key; default: everything.")
     ] = None,
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
@@ -236,10 +232,12 @@ def verify(
 def gc(
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
-    days: Annotated[float, typer.Option(help="Runs younger than this keep their artifacts.")] = 30,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete; otherwise only tell.")] = False,
+    days: Annotated[float, typer.Option(help="Keep artifacts of younger runs.")] = 30,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete what is listed.")
+    ] = False,
 ) -> None:
-    """Delete what no published model and no recent run needs (without --delete: list it)."""
+    """List, or delete with --delete, what no published model and no recent run needs."""
     from flows.store_commands import collect_garbage
 
     collect_garbage(store, registry, days=days, delete=delete)
@@ -269,21 +267,20 @@ def rollback(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = N
 
 
 def main() -> None:
-    """Entry point: one clear line and an exit code for what can be told, a traceback for bugs."""
+    """Entry point: an error of ours is one line and an exit code, a bug keeps its traceback."""
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     try:
-        if (code := app(standalone_mode=False)) == INTERRUPTED:  # which Typer has caught
+        if (code := app(standalone_mode=False)) == INTERRUPTED:  # Typer has caught it
             raise KeyboardInterrupt
         sys.exit(code)
     except TyperException as error:
-        error.show()  # type: ignore[attr-defined]  # wrong usage prints itself
+        error.show()  # type: ignore[attr-defined]
         sys.exit(WRONG_INPUT)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; run the same command to go on from here", INTERRUPTED)
+        _fail("interrupted; run the same command to resume", INTERRUPTED)
     except Exception as error:
-        # Errors of ours say what to do; any other is a bug, and keeps its trace.
         from artifacts.commit import is_of_client
         from tasks.stage import is_ours
 
@@ -296,7 +293,7 @@ def main() -> None:
 
 def _fail(message: Any, code: int) -> None:
     print(f"kiln: {message}", file=sys.stderr)
-    # What is said last is what went wrong, not how a server shuts down, or cannot be told.
+    # The error stays the last line: loggers would add lines while a server shuts down.
     logging.disable()
     logging.raiseExceptions = False
     sys.exit(code)

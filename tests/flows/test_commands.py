@@ -124,7 +124,7 @@ def test_what_gcloud_would_be_told_is_printed(here: Here, place: Path) -> None:
 def test_a_plan_for_many_chips_says_what_it_lacks(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.plan.compiler_folder", lambda: None)
+    monkeypatch.setattr("tasks.tpu.slice_plan.compiler_folder", lambda: None)
     said = here("plan", "digits", "--topology", "v5p-64", "-o", f"store={tmp_path}", code=2)
     assert said.splitlines()[-1] == ("kiln: topology v5p-64: 32 chips need libtpu: make setup-plan")
 

@@ -78,7 +78,7 @@ def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
     assert "starting Prefect (its own server, for this run)" in text
     assert "download: reused" in text and "encode: reused" in text
     assert text.rstrip().splitlines()[-1] == (
-        "kiln: interrupted; run the same command to go on from here"
+        "kiln: interrupted; run the same command to resume"
     )
     assert "Traceback" not in text
     assert len(set(re.findall(r"(\d+)/1", text))) > 1  # the bar has moved

@@ -15,12 +15,12 @@ import pytest
 
 from configs.schema import Recipe
 from configs.training import Train
-from flows.plan import DoesNotFit, tell
+from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
 from runtimes.jax.plan import Plan, _refused
 from runtimes.spmd.tpu_specs import parse_slice
-from tasks import plan
-from tasks.plan import Size, _largest, _size
+from tasks.tpu import slice_plan
+from tasks.tpu.slice_plan import Size, _largest, _size
 
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
@@ -116,10 +116,10 @@ def test_rows_that_only_fill_micro_batches_up_are_no_pictures(
     recipe = make_recipe(tmp_path, global_batch_size=16, micro_batch_size=4)
     size = _size(recipe, SLICE)
     assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
-    found = plan.Planned(recipe, SLICE, size, PLAN, {})
-    monkeypatch.setattr("flows.plan.make_plan", lambda *_, **__: found)
-    monkeypatch.setattr(plan.Planned, "bytes_per_picture", 7)
-    tell(recipe, "v5e-8", search=False, as_json=True)
+    found = slice_plan.SlicePlan(recipe, SLICE, size, PLAN, {})
+    monkeypatch.setattr("flows.show_plan.make_plan", lambda *_, **__: found)
+    monkeypatch.setattr(slice_plan.SlicePlan, "bytes_per_picture", 7)
+    show_plan(recipe, "v5e-8", search=False, as_json=True)
     facts = json.loads(capsys.readouterr().out)
     assert facts["global_batch_size"] == 16
     assert facts["images_per_second"] == pytest.approx(16 / 0.1)
@@ -133,14 +133,14 @@ def test_what_does_not_fit_is_refused_with_what_does(
     """Also where the compiler does not say how much it needs."""
     recipe = make_recipe(tmp_path, global_batch_size=64)
     size, refused = _size(recipe, SLICE), replace(PLAN, total=total, flops=0, fits=False)
-    found = plan.Planned(recipe, SLICE, size, refused, {}, size.with_per_chip(3))
-    monkeypatch.setattr("flows.plan.make_plan", lambda *_, **__: found)
-    monkeypatch.setattr(plan.Planned, "bytes_per_picture", 7)
+    found = slice_plan.SlicePlan(recipe, SLICE, size, refused, {}, size.with_per_chip(3))
+    monkeypatch.setattr("flows.show_plan.make_plan", lambda *_, **__: found)
+    monkeypatch.setattr(slice_plan.SlicePlan, "bytes_per_picture", 7)
     with pytest.raises(DoesNotFit, match="micro_batch_size=24"):
-        tell(recipe, "v5e-8", search=False, as_json=False)
+        show_plan(recipe, "v5e-8", search=False, as_json=False)
     said = capsys.readouterr().out
-    assert ("too much by 4.0 GiB" in said) == (total > 0)
-    assert " 0.00 of" not in said and " 0 TFLOP" not in said and "by -" not in said
+    assert ("4.0 GiB too much" in said) == (total > 0)
+    assert " 0.00 of" not in said and " 0 TFLOP" not in said and ": -" not in said
 
 
 def test_what_a_model_sees_beside_text_is_planned_too(tmp_path: Path) -> None:
@@ -149,10 +149,10 @@ def test_what_a_model_sees_beside_text_is_planned_too(tmp_path: Path) -> None:
     encode = recipe.encode.model_copy(update={"masks": 3})
     recipe = recipe.model_copy(update={"train": train, "encode": encode})
     size = _size(recipe, SLICE)
-    asked = Train(**plan._of_the_step(recipe.train, size))
+    asked = Train(**slice_plan._of_the_step(recipe.train, size))
     assert asked.inpainting and asked.aesthetic_score
     info = {"vae_scale_factor": 8, "latent_channels": 4, "tokens": 77, "prompt_dim": 32}
-    planned = plan.Planned(recipe, SLICE, size, PLAN, {**info, "pooled_dim": None})
+    planned = slice_plan.SlicePlan(recipe, SLICE, size, PLAN, {**info, "pooled_dim": None})
     latents, masks = np.zeros((4, 4, 4), np.uint16), np.zeros((3, 4, 4), np.uint8)
     masked_means, prompt = np.zeros((3, 4, 4, 4), np.uint16), np.zeros((77, 32), np.uint16)
     kept = [latents, latents, masks, masked_means, prompt]  # two: mean and log-variance
@@ -182,11 +182,11 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_kept(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(plan, "compiler_folder", lambda: None)
+    monkeypatch.setattr(slice_plan, "compiler_folder", lambda: None)
     monkeypatch.setenv("XLA_FLAGS", chips.FAST_COMPILATION)
     settings: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4}
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, **settings)
-    tell(recipe, "v5e-1", search=False, as_json=True)
+    show_plan(recipe, "v5e-1", search=False, as_json=True)
     facts, said = _read(capsys)
     assert facts["compiler"].startswith("XLA for the CPU") and facts["fits"]
     assert "compiling" in said
@@ -199,12 +199,12 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_kept(
     # How long and how fast it is trained makes no other program.
     other = {"ema_decay": 0.99, "learning_rate": 1e-3, "seed": 1}
     changed = make_recipe(tmp_path, least_model, **other, **settings)
-    tell(changed, "v5e-1", search=False, as_json=True)
+    show_plan(changed, "v5e-1", search=False, as_json=True)
     assert _read(capsys) == (facts, "")
 
     refused = make_recipe(tmp_path, least_model, optimizer="adafactor", **settings)
     with pytest.raises(WrongInput, match="adafactor"):
-        tell(refused, "v5e-1", search=False, as_json=True)
+        show_plan(refused, "v5e-1", search=False, as_json=True)
 
 
 def _read(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
@@ -256,13 +256,13 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def libtpu() -> None:
-    lacking = "" if plan.compiler_folder() else "there is no libtpu: make setup-plan"
+    lacking = "" if slice_plan.compiler_folder() else "there is no libtpu: make setup-plan"
     if reason := chips.not_selected("jax") or chips.unless_required("libtpu", lacking):
         pytest.skip(reason)
 
 
 def ask_compiler(program: str, *slices: str) -> None:
-    paths = [os.environ.get("PYTHONPATH", ""), str(plan.compiler_folder()), str(ROOT)]
+    paths = [os.environ.get("PYTHONPATH", ""), str(slice_plan.compiler_folder()), str(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", program, *slices], check=True, env=environment)
 
@@ -273,9 +273,9 @@ def test_with_libtpu_the_step_is_compiled_for_the_slice(
     least_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, global_batch_size=8)
-    tell(recipe, "v5e-1", search=False, as_json=True)
+    show_plan(recipe, "v5e-1", search=False, as_json=True)
     facts, _ = _read(capsys)
-    assert facts["compiler"] == f"libtpu {plan.compiler_version()}" and facts["fits"]
+    assert facts["compiler"] == f"libtpu {slice_plan.compiler_version()}" and facts["fits"]
     of_pictures = 8 * facts["flops_per_image"]
     assert 0.9 * of_pictures < facts["flops"] < 1.5 * of_pictures
     state = 4 * 4 * facts["parameters"]  # weights, moments and average, laid out in tiles

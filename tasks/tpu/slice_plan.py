@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,11 @@ COMPILER = "-libtpu"
 #: Assumed fraction of a chip's peak without a time estimate of the compiler; typical of good code.
 TYPICAL_MFU = 0.4
 #: Train settings that affect the compiled step.
-STEP_SETTINGS = (
-    "method",
-    "lora",
-    "train_text_encoder",
-    "inpainting",
-    "aesthetic_score",
-    "optimizer",
-    "ema_decay",
-    "max_grad_norm",
-    "mixed_precision",
-    "gradient_checkpointing",
-    "compile",
-    "fsdp",
-)
+STEP_SETTINGS = {
+    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
+    *("optimizer", "ema_decay", "max_grad_norm"),
+    *("mixed_precision", "gradient_checkpointing", "compile", "fsdp"),
+}
 PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
 
 
@@ -85,34 +76,34 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """The plan of a recipe on a slice."""
+class SlicePlan:
+    """Memory, time, storage and cost of a recipe's training on a slice."""
 
     recipe: Recipe
     where: Slice
-    size: Size
-    plan: Plan
+    batch: Size
+    step: Plan
     info: dict[str, Any]  # of the encoders, from describe_encoders
     largest: Size | None = None  # the largest batch that fits; None if not searched or none fits
 
     @property
     def fits(self) -> bool:
-        return _fits(self.plan, self.where)
+        return _fits(self.step, self.where)
 
     @property
     def step_seconds(self) -> float | None:
         """Seconds per step on the slice; None without an estimate of time or FLOPs."""
-        if self.plan.optimal_seconds is not None:
-            return self.plan.optimal_seconds
-        if self.plan.flops_per_image is None:
+        if self.step.optimal_seconds is not None:
+            return self.step.optimal_seconds
+        if self.step.flops_per_image is None:
             return None
-        images = self.size.per_chip * self.size.micro_batches
-        return self.plan.flops_per_image * images / (self.where.chip.peak * TYPICAL_MFU)
+        images = self.batch.per_chip * self.batch.micro_batches
+        return self.step.flops_per_image * images / (self.where.chip.peak * TYPICAL_MFU)
 
     @property
     def assumption(self) -> str:
         """The assumption behind `step_seconds`."""
-        if self.plan.optimal_seconds is not None:
+        if self.step.optimal_seconds is not None:
             return "as the compiler estimates its own program, batches always ready"
         return f"at {TYPICAL_MFU:.0%} of the chip's peak, batches always ready"
 
@@ -126,17 +117,12 @@ class Planned:
 
     @property
     def hours(self) -> float | None:
-        seconds = self.step_seconds
-        if seconds is None or self.steps is None:
-            return None
-        return seconds * self.steps / 3600
+        return self.step_seconds and self.steps and self.step_seconds * self.steps / 3600
 
     @property
     def cost(self) -> float | None:
         price = self.recipe.plan.chip_hour_price
-        if self.hours is None or price is None:
-            return None
-        return self.hours * self.where.chips * price
+        return None if price is None else self.hours and self.hours * self.where.chips * price
 
     @property
     def bytes_per_picture(self) -> int:
@@ -148,10 +134,16 @@ class Planned:
         pictures = (moments + masked) * (2 if encode.flip else 1)
         return pictures + 2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0))
 
+    @property
+    def storage_bytes(self) -> int | None:
+        """Stored bytes of all pictures; None without `plan.pictures`."""
+        pictures = self.recipe.plan.pictures
+        return None if pictures is None else pictures * self.bytes_per_picture
+
 
 def make_plan(
     recipe: Recipe, topology: str, *, search: bool, say: Callable[[str], None]
-) -> Planned:
+) -> SlicePlan:
     """Plan a recipe's training on a slice.
 
     Args:
@@ -170,7 +162,7 @@ def make_plan(
     if recipe.model.vae is not None:
         vae = vae_path(model, resolve_configs(recipe.model.vae))
     measure = _Measure(recipe, where, model, vae, say)
-    found = Planned(recipe, where, size, measure(size), describe_encoders(model, vae))
+    found = SlicePlan(recipe, where, size, measure(size), describe_encoders(model, vae))
     if found.fits and not search:
         return found
     return replace(found, largest=_largest(measure, size))
@@ -188,54 +180,50 @@ def _size(recipe: Recipe, where: Slice) -> Size:
     return Size(min(settings.micro_batch_size or share, share), share, where)
 
 
+@dataclass
 class _Measure:
     """Compiles a recipe's step for a batch size, each size once."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        where: Slice,
-        model: Path,
-        vae: Path | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self._recipe, self._where, self._say = recipe, where, say
-        self._model, self._vae = model, vae
-        self._store = Store(recipe.store)
-        self._plans: dict[Size, Plan] = {}
+    recipe: Recipe
+    where: Slice
+    model: Path
+    vae: Path | None
+    say: Callable[[str], None]
+    plans: dict[Size, Plan] = field(default_factory=dict)
 
     def __call__(self, size: Size) -> Plan:
-        if size not in self._plans:
-            self._plans[size] = self._load_or_compile(size)
-        return self._plans[size]
+        if size not in self.plans:
+            self.plans[size] = self._load_or_compile(size)
+        return self.plans[size]
 
     def _load_or_compile(self, size: Size) -> Plan:
-        config = self._recipe.train.denoiser_config
+        config = self.recipe.train.denoiser_config
         request = Request(
-            model=str(self._model),
-            train=_of_the_step(self._recipe.train, size),
-            resolution=self._recipe.encode.resolution,
-            topology=self._where.name,
-            vae=None if self._vae is None else str(self._vae),
+            model=str(self.model),
+            train=_of_the_step(self.recipe.train, size),
+            resolution=self.recipe.encode.resolution,
+            topology=self.where.name,
+            vae=None if self.vae is None else str(self.vae),
             denoiser_config=None if config is None else read_config(Path(config)),
         )
-        path = f"{self._store.root}/plans/{self._key(request)}.json"
+        store = Store(self.recipe.store)
+        path = f"{store.root}/plans/{self._key(request)}.json"
         try:
-            record = read_record(self._store.fs, path)
+            record = read_record(store.fs, path)
         except ValueError:  # a damaged record is replaced
             record = None
         if record is None:
-            self._say(
-                f"compiling the step for {self._where.name}, {size.per_chip} pictures per chip and "
+            self.say(
+                f"compiling the step for {self.where.name}, {size.per_chip} pictures per chip and "
                 "forward pass: minutes for a large model"
             )
             record = {"plan": asdict(_compile(request))}
-            write_record(self._store.fs, path, record)
+            write_record(store.fs, path, record)
         return Plan(**record["plan"])
 
     def _key(self, request: Request) -> str:
         """Cache key: a digest of the request, the configs' contents and the package versions."""
-        folders = [folder for folder in (self._model, self._vae) if folder is not None]
+        folders = [folder for folder in (self.model, self.vae) if folder is not None]
         configs = {
             f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
             for number, folder in enumerate(folders)
@@ -248,7 +236,7 @@ class _Measure:
 
 def _of_the_step(train: Train, size: Size) -> dict[str, Any]:
     """The train settings that affect the compiled step, with the batch of `size`."""
-    settings = train.model_dump(mode="json", include=set(STEP_SETTINGS))
+    settings = train.model_dump(mode="json", include=STEP_SETTINGS)
     # The decay's value is an argument of the compiled step: see runtimes/jax/step.py.
     settings["ema_decay"] = None if train.ema_decay is None else 0.0
     batch = {"micro_batch_size": size.micro_batch_size, "global_batch_size": size.global_batch_size}
