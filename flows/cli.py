@@ -35,9 +35,7 @@ def _existing(store: str) -> str:
     return store
 
 
-Store = Annotated[
-    str, typer.Option("--store", help="Store: folder or URL.", callback=_existing)
-]
+Store = Annotated[str, typer.Option("--store", help="Store: folder or URL.", callback=_existing)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Name = Annotated[str, typer.Argument(help="Name of the model in the registry (publish.name).")]
 RegistryUrl = Annotated[
@@ -233,9 +231,7 @@ def gc(
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
     days: Annotated[float, typer.Option(help="Keep artifacts of younger runs.")] = 30,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Delete what is listed.")
-    ] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed.")] = False,
 ) -> None:
     """List, or delete with --delete, what no published model and no recent run needs."""
     from flows.store_commands import collect_garbage

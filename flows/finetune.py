@@ -10,116 +10,88 @@ from typing import Any
 
 from prefect import flow, runtime, task
 from prefect.states import Completed
-from prefect.tasks import exponential_backoff
 
-import tasks.download
-import tasks.encode
-import tasks.evaluate
-import tasks.publish
-import tasks.train
 from artifacts.latents import open_latents
 from configs.load import load_recipe
 from configs.schema import STAGES, StageName
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare
-from flows.stages import DAY, EVERY_STAGE, ended, refused
+from flows.stages import ended, rejected, stage_task
+from tasks import download as download_stage
+from tasks import train as train_stage
+from tasks.encode import stage as encode_stage
+from tasks.evaluate import stage as evaluate_stage
+from tasks.evaluate.prompts import sample_prompts
+from tasks.evaluate.samples import SampleScorer
+from tasks.publish import stage as publish_stage
 from tasks.show import artifact_key, show_in_prefect
 from tasks.stage import StageResult, build_or_reuse, failing
 
+#: Stage name -> function that returns the panels of its artifact.
+SHOWS = {
+    module.STAGE: module.show
+    for module in (download_stage, encode_stage, train_stage, evaluate_stage, publish_stage)
+}
 
-@task(
-    task_run_name="download",
-    retries=5,
-    retry_delay_seconds=exponential_backoff(15),
-    timeout_seconds=14 * DAY,
-    tags={"network"},
-    **EVERY_STAGE,
-)
+
+@task(**stage_task("download", retries=5, wait=15, days=14, tag="network"))
 def download(run: Run) -> StageResult:
     """Fetch, check and resize every picture of the source: image shards."""
-    plan = tasks.download.plan(run.recipe)
-    parts = tasks.download.key_parts(run.recipe, plan)
-    build = partial(tasks.download.build, run.recipe, plan, progress=run.begin(parts))
+    plan = download_stage.plan(run.recipe)
+    parts = download_stage.key_parts(run.recipe, plan)
+    build = partial(download_stage.build, run.recipe, plan, progress=run.begin(parts))
     result = build_or_reuse(run.store, parts, build, parents={})
-    return ended(run.store, run.model_name, result, tasks.download.show)
+    return ended(run.store, run.model_name, result, download_stage.show)
 
 
-@task(
-    task_run_name="encode",
-    retries=3,
-    retry_delay_seconds=exponential_backoff(30),
-    timeout_seconds=14 * DAY,
-    tags={"accelerator"},
-    **EVERY_STAGE,
-)
+@task(**stage_task("encode", retries=3, wait=30, days=14, tag="accelerator"))
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode every picture and caption by the base's own encoders: latent shards."""
     pictures = images.load(run.store)
-    parts = tasks.encode.key_parts(run.recipe, pictures, run.base, run.vae)
+    parts = encode_stage.key_parts(run.recipe, pictures, run.base, run.vae)
     build = partial(
-        tasks.encode.build, run.recipe, pictures, run.base, run.vae, progress=run.begin(parts)
+        encode_stage.build, run.recipe, pictures, run.base, run.vae, progress=run.begin(parts)
     )
     result = build_or_reuse(run.store, parts, build, parents={"images": pictures})
-    return ended(run.store, run.model_name, result, tasks.encode.show)
+    return ended(run.store, run.model_name, result, encode_stage.show)
 
 
-@task(
-    task_run_name="train",
-    retries=5,
-    retry_delay_seconds=exponential_backoff(60),
-    timeout_seconds=30 * DAY,
-    tags={"accelerator"},
-    **EVERY_STAGE,
-)
+@task(**stage_task("train", retries=5, wait=60, days=30, tag="accelerator"))
 def train(run: Run, latents: StageResult) -> StageResult:
     """Fine-tune the base; a further try goes on from the newest checkpoint."""
     encoded = latents.load(run.store)
     with failing("train"):
         check_gate(run.recipe, open_latents(encoded.uri))
-    prompts = tasks.evaluate.sample_prompts(run.recipe)
-    score = tasks.evaluate.SampleScorer(run.recipe.evaluate.judges, run.clip, prompts)
-    parts = tasks.train.key_parts(run.recipe, encoded, run.base)
+    prompts = sample_prompts(run.recipe)
+    score = SampleScorer(run.recipe.evaluate.judges, run.clip, prompts)
+    parts = train_stage.key_parts(run.recipe, encoded, run.base)
     build = partial(
-        tasks.train.build,
+        train_stage.build,
         *(run.recipe, encoded, run.base, run.vae, prompts, score),
         progress=run.begin(parts),
     )
     result = build_or_reuse(run.store, parts, build, parents={"latents": encoded})
-    return ended(run.store, run.model_name, result, tasks.train.show)
+    return ended(run.store, run.model_name, result, train_stage.show)
 
 
-@task(
-    task_run_name="evaluate",
-    retries=3,
-    retry_delay_seconds=exponential_backoff(30),
-    timeout_seconds=7 * DAY,
-    tags={"accelerator"},
-    **EVERY_STAGE,
-)
+@task(**stage_task("evaluate", retries=3, wait=30, days=7, tag="accelerator"))
 def evaluate(
     run: Run, images: StageResult, latents: StageResult, trained: StageResult
 ) -> StageResult:
     """Measure the tuned model against its base, on the same prompts and noise."""
     pictures, encoded, tuned = (one.load(run.store) for one in (images, latents, trained))
     given = run.eval_inputs(pictures, encoded)
-    parts = tasks.evaluate.key_parts(given, tuned)
-    build = partial(tasks.evaluate.build, given, tuned, progress=run.begin(parts))
+    parts = evaluate_stage.key_parts(given, tuned)
+    build = partial(evaluate_stage.build, given, tuned, progress=run.begin(parts))
     parents = {"images": pictures, "latents": encoded, "model": tuned}
     result = build_or_reuse(run.store, parts, build, parents=parents)
     metrics = result.load(run.store).summary["metrics"]
     result = replace(result, facts={"metrics": metrics})
-    return ended(run.store, run.model_name, result, tasks.evaluate.show)
+    return ended(run.store, run.model_name, result, evaluate_stage.show)
 
 
-@task(
-    task_run_name="publish",
-    retries=5,
-    retry_delay_seconds=exponential_backoff(10),
-    timeout_seconds=DAY,
-    tags={"registry"},
-    **EVERY_STAGE,
-)
+@task(**stage_task("publish", retries=5, wait=10, days=1, tag="registry"))
 def publish(
     run: Run,
     images: StageResult,
@@ -130,24 +102,24 @@ def publish(
     """Put the model into the registry, its champion if it is new there, unless the gate refuses."""
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
-    parts = tasks.publish.key_parts(run.recipe, tuned, measured, run.base)
+    parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base)
     given = run.eval_inputs(pictures, encoded)
-    champion_metrics = partial(tasks.evaluate.metrics_of_published, given, measured)
-    lineage = tasks.publish.lineage_of(pictures, encoded, tuned, measured)
+    champion_metrics = partial(evaluate_stage.metrics_of_published, given, measured)
+    lineage = publish_stage.lineage_of(pictures, encoded, tuned, measured)
     build = partial(
-        tasks.publish.build,
+        publish_stage.build,
         *(run.recipe, tuned, measured, lineage, run.base, run.vae, champion_metrics),
         progress=run.begin(parts),
     )
     parents = {"model": tuned, "evaluation": measured}
     try:
         result = build_or_reuse(run.store, parts, build, parents=parents)
-    except tasks.publish.Rejected as rejection:
-        return refused(run.model_name, parts, rejection)
-    registered = tasks.publish.register(run.recipe, run.base, run.store, (*before, result))
-    version = partial(tasks.publish.show_version, registered)
+    except publish_stage.Rejected as rejection:
+        return rejected(run.model_name, parts, rejection)
+    registered = publish_stage.register(run.recipe, run.base, run.store, (*before, result), SHOWS)
+    version = partial(publish_stage.show_version, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
-    return ended(run.store, run.model_name, replace(result, facts=registered), tasks.publish.show)
+    return ended(run.store, run.model_name, replace(result, facts=registered), publish_stage.show)
 
 
 @flow(name="finetune", flow_run_name="finetune {recipe}")
@@ -186,7 +158,7 @@ def _stages(run: Run) -> Iterator[Any]:
 
 def _report(results: Sequence[StageResult]) -> dict[str, Any]:
     last, status = results[-1], "built"
-    if last.stage == tasks.publish.STAGE:
+    if last.stage == publish_stage.STAGE:
         status = "rejected" if last.outcome == "rejected" else "published"
     stages = {
         one.stage: {

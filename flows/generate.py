@@ -11,12 +11,11 @@ from typing import Any
 
 from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.tasks import exponential_backoff
 
 from artifacts.store import Store
 from configs.generating import Generate, read_settings
 from flows.logs import log_to_prefect
-from flows.stages import DAY, EVERY_STAGE, begin, ended
+from flows.stages import begin, ended, stage_task
 from runtimes.contract import WrongInput
 from tasks import generate as stage
 from tasks.stage import StageResult, build_or_reuse
@@ -24,14 +23,7 @@ from tasks.stage import StageResult, build_or_reuse
 log = logging.getLogger("kiln")
 
 
-@task(
-    task_run_name="generate",
-    retries=3,
-    retry_delay_seconds=exponential_backoff(10),
-    timeout_seconds=DAY,
-    tags={"accelerator"},
-    **EVERY_STAGE,
-)
+@task(**stage_task("generate", retries=3, wait=10, days=1, tag="accelerator"))
 def draw(settings: Generate, run_id: str) -> StageResult:
     """Draw every prompt, as often as is asked."""
     found = stage.find_model(settings)

@@ -28,10 +28,13 @@ from runtimes.registry import (
     check_settings,
 )
 from runtimes.train.wandb_board import check_wandb
-from tasks import check_targets, download, evaluate
+from tasks import check_targets, download
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.transform import TransformSettings
+from tasks.evaluate import stage as evaluate
+from tasks.evaluate.features import check_clip
 from tasks.evaluate.inputs import EvalInputs
+from tasks.evaluate.measure import metric_names
 from tasks.progress import Progress
 from tasks.publish.assemble import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
@@ -70,7 +73,7 @@ def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None 
     Raises a ValueError of ours (RecipeError, GateError, ModelNotFound, SourceError, WrongInput)
     with one clear line.
     """
-    check_rules(recipe.publish.gate, evaluate.metric_names(recipe))
+    check_rules(recipe.publish.gate, metric_names(recipe))
     store = _check_places(recipe)
     stages = STAGES[: 1 + STAGES.index(until)]
     _check_runtime(recipe, stages)
@@ -86,7 +89,7 @@ def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None 
         check_options(recipe.beam)
     model, vae = _check_models(recipe)
     clip = resolve_model(recipe.evaluate.clip)
-    evaluate.check_clip(clip)
+    check_clip(clip)
     return Run(recipe, store, model, vae, clip, run_id or str(uuid.uuid4()))
 
 
@@ -96,8 +99,8 @@ def check_gate(recipe: Recipe, latents: Latents) -> None:
         f"encode.holdout {recipe.encode.holdout:g} has held out none of these few pictures: raise "
         "it, or leave the rule out"
     )
-    names = evaluate.metric_names(recipe, held_out=latents.has_holdout)
-    check_rules(recipe.publish.gate, names, hint)
+    known = metric_names(recipe, held_out=latents.has_holdout)
+    check_rules(recipe.publish.gate, known, hint)
 
 
 def _check_places(recipe: Recipe) -> Store:

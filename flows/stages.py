@@ -1,4 +1,4 @@
-"""How a stage ends in Prefect, and when it is tried again."""
+"""Prefect task settings, run records and final states of the stages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
+from prefect.tasks import exponential_backoff
 
 from artifacts.gc import record_run
 from artifacts.store import Artifact, KeyParts, Store
 from tasks.panels import Panel
 from tasks.progress import Progress
-from tasks.publish import STAGE, Rejected, show_verdicts
+from tasks.publish.stage import STAGE, Rejected, show_verdicts
 from tasks.show import artifact_key, show_in_prefect
 from tasks.stage import StageResult, TransientError, storing
 
@@ -24,7 +25,7 @@ log = logging.getLogger("kiln")
 
 
 def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
-    """Whether a failure is worth another try."""
+    """Whether a failed task should be retried."""
     try:
         state.result()
     except (TransientError, ConnectionError, TimeoutError):
@@ -34,12 +35,26 @@ def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
     return False
 
 
-#: Of each task: the store alone says what is reused, and waits between tries vary by half.
-EVERY_STAGE: dict[str, Any] = {
-    "cache_policy": NO_CACHE,
-    "retry_condition_fn": may_pass,
-    "retry_jitter_factor": 0.5,
-}
+def stage_task(name: str, *, retries: int, wait: float, days: float, tag: str) -> dict[str, Any]:
+    """Arguments of `@task` for a stage.
+
+    The store alone decides on reuse, and jitter separates the retries of parallel runs.
+
+    Args:
+        wait: seconds before the first retry; each further wait is twice as long.
+        days: time limit of one attempt.
+        tag: limits concurrency on the server.
+    """
+    return {
+        "task_run_name": name,
+        "retries": retries,
+        "retry_delay_seconds": exponential_backoff(wait),
+        "timeout_seconds": days * DAY,
+        "tags": {tag},
+        "cache_policy": NO_CACHE,
+        "retry_condition_fn": may_pass,
+        "retry_jitter_factor": 0.5,
+    }
 
 
 def begin(
@@ -60,13 +75,13 @@ def begin(
 def ended(
     store: Store, model: str, result: StageResult, show: Callable[[Artifact], list[Panel]]
 ) -> Any:
-    """Show a stage's artifact in the UI; the state in which its task ends.
+    """Show a stage's artifact in the UI, and return the final state of its task.
 
-    A task that is given the state gets the result, and Prefect draws an edge.
+    Prefect passes the result to a task that receives the state, and draws an edge.
 
     Args:
-        model: Name of the model that is made, by which recipes are told apart.
-        show: What a stage shows of its artifact.
+        model: name of the model in training, which separates recipes in the UI.
+        show: returns the panels of the stage's artifact.
     """
     heading = f"{result.stage}: {result.outcome}"
     panels = partial(show, result.load(store))
@@ -75,11 +90,11 @@ def ended(
     return Completed(name="Reused" if result.outcome == "reused" else None, data=result)
 
 
-def refused(model: str, parts: KeyParts, rejection: Rejected) -> Any:
-    """Show the gate's verdicts; the state in which `publish` ends: an outcome, not a failure."""
+def rejected(model: str, parts: KeyParts, rejection: Rejected) -> Any:
+    """Show the gate's verdicts, and return the final state: a completed task, not a failed one."""
     log.warning("%s", rejection)
     panels = partial(show_verdicts, rejection.verdicts)
-    show_in_prefect(artifact_key(model, STAGE), f"{STAGE}: refused by the gate", panels)
+    show_in_prefect(artifact_key(model, STAGE), f"{STAGE}: rejected by the gate", panels)
     verdicts = [vars(verdict) for verdict in rejection.verdicts]
     result = StageResult(STAGE, parts.key, "", "", "rejected", 0.0, {"gate": verdicts})
     return Completed(name="Rejected", message=str(rejection), data=result)

@@ -1,4 +1,4 @@
-"""What a stage shows of itself, as data: rendered to markdown for the Prefect UI and to HTML."""
+"""Panels: a stage's output for people, as markdown in the Prefect UI and as HTML."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
-#: Most bytes of a picture in markdown, which Prefect keeps in its database.
+#: Maximum bytes of a picture in markdown, which Prefect stores in its database.
 SMALL = 64_000
 
 
@@ -34,7 +35,7 @@ class Picture:
         return _data_uri("png", self.png)
 
     def small_uri(self) -> str:
-        """The picture itself if it is small, else a JPEG of it, made smaller until it is."""
+        """The picture as a data URI: the PNG if it is small, else a JPEG reduced until it is."""
         if len(self.png) <= SMALL:
             return self.data_uri
         from PIL import Image
@@ -59,47 +60,51 @@ class Facts:
     title: str
     values: Mapping[str, Any]
 
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        return [{"": name, " ": value} for name, value in self.values.items()]
+
 
 Panel = Table | Picture | Facts
 
 
 def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
-    """GitHub-flavoured markdown with small pictures; whatever came from outside is escaped."""
+    """GitHub-flavoured markdown with small pictures, with all external text escaped."""
     parts = [f"# {escape_markdown(heading)}"]
     for panel in panels:
         parts.append(f"## {escape_markdown(panel.title)}")
         if isinstance(panel, Picture):
             parts.append(f"![{escape_markdown(panel.title)}]({panel.small_uri()})")
         else:
-            parts.append(_markdown_table(_rows(panel)))
+            parts.append(markdown_table(panel.rows))
     return "\n\n".join(parts) + "\n"
 
 
 def to_html(panels: Sequence[Panel]) -> str:
-    """HTML of the panels, without a page around them; whatever came from outside is escaped."""
-    parts = []
-    for panel in panels:
-        title = html.escape(panel.title)
-        if isinstance(panel, Picture):
-            parts.append(
-                f'<figure><img src="{panel.data_uri}" alt="{title}">'
-                f"<figcaption>{title}</figcaption></figure>"
-            )
-        else:
-            parts.append(f"<h3>{title}</h3>{_html_table(_rows(panel))}")
-    return "\n".join(parts)
+    """HTML of the panels without a page around them, with all external text escaped."""
+    return render_html("panels.html.jinja", panels=panels)
+
+
+def render_html(template: str, **values: Any) -> str:
+    """A Jinja2 template of this folder, with all values escaped."""
+    from jinja2 import Environment, FileSystemLoader
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True)
+    templates.filters["human"] = human
+    return templates.get_template(template).render(values)
 
 
 def escape_markdown(text: Any) -> str:
-    """Text that markdown shows as it is: no HTML, links, pictures, tables or emphasis."""
+    """The text without HTML, links, pictures, tables and emphasis in markdown."""
     line = html.escape(" ".join(str(text).split()), quote=False)
     line = re.sub(r"([\\`*_{}\[\]()#|!~])", r"\\\1", line)
-    # GitHub's markdown makes links of bare addresses too.
+    # GitHub's markdown converts bare addresses to links.
     return line.replace("://", ":&#47;&#47;").replace("www.", "www&#46;")
 
 
 def human(value: Any) -> str:
-    """A value as people read it: four significant digits, thousands apart."""
+    """A value for people: four significant digits, thousands separated."""
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -107,31 +112,11 @@ def human(value: Any) -> str:
     return str(value)
 
 
-def _rows(panel: Table | Facts) -> Sequence[Mapping[str, Any]]:
-    if isinstance(panel, Facts):
-        return [{"": name, " ": value} for name, value in panel.values.items()]
-    return panel.rows
-
-
-def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table in GitHub-flavoured markdown, with all external text escaped."""
     if not rows:
         return "none"
     names = list(rows[0])
-    lines = [
-        "| " + " | ".join(escape_markdown(name) for name in names) + " |",
-        "|" + "---|" * len(names),
-    ]
-    lines += ["| " + " | ".join(escape_markdown(human(r[n])) for n in names) + " |" for r in rows]
-    return "\n".join(lines)
-
-
-def _html_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return "<p>none</p>"
-    names = list(rows[0])
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(human(row[n]))}</td>" for n in names) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    cells = [names, *([human(row[name]) for name in names] for row in rows)]
+    lines = ["| " + " | ".join(map(escape_markdown, line)) + " |" for line in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(names), *lines[1:]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +119,17 @@ def build(
 
 
 def register(
-    recipe: Recipe, base: Path, store: Store, results: Sequence[StageResult]
+    recipe: Recipe,
+    base: Path,
+    store: Store,
+    results: Sequence[StageResult],
+    shows: Mapping[str, Callable[[Artifact], list[Panel]]],
 ) -> dict[str, Any]:
     """Copy the model into the registry, its report beside it; a new version becomes the champion.
 
     Args:
         results: of every stage, in their order.
+        shows: stage name -> function that returns the panels of its artifact.
 
     Returns `model`, the URL of its version, and `champion`, how the present one came to be it:
     after a rollback that is another. Raises TransientError if the champion is no longer the one
@@ -136,7 +141,7 @@ def register(
     with storing(store):
         path = f"{published.path}/{report.NAME}"
         if results[-1].outcome == "built" or not store.fs.exists(path):  # else it is of that run
-            page = report.page(recipe, list(zip(artifacts, results, strict=True)))
+            page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
             write_atomic(store.fs, path, page.encode())
         version = registry.publish(published)
         if not registry.was_champion(version.name):

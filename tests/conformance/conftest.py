@@ -24,7 +24,8 @@ from configs.schema import Recipe
 from configs.training import Train
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
-from tasks import encode, process
+from tasks import process
+from tasks.encode import stage as encode
 from tasks.progress import Progress
 
 PICTURES = 60
@@ -156,7 +157,7 @@ def _encode(folder: Path, model: Path) -> str:
     draft = store.draft(KeyParts("encode", 1, {}, {}))
     found = images.commit({}, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.encode.pipeline.open_encoder", Drawn)
+        patch.setattr("tasks.pipeline.open_encoder", Drawn)
         draft.commit(encode.build(recipe, found, model, None, draft, Progress("encode")), {})
     return draft.uri
 

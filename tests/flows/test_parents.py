@@ -15,7 +15,8 @@ from configs.generating import read_settings
 from configs.load import load_recipe
 from flows import finetune, generate
 from flows.preflight import Run
-from tasks import download, publish
+from tasks import download
+from tasks.publish import stage as publish
 from tasks.stage import StageResult, TransientError, build_or_reuse
 
 
@@ -160,9 +161,9 @@ def test_only_a_model_that_was_compared_with_the_champion_becomes_it(
     results = [reused(artifact) for artifact in (*before, published)]
     if compared_with == "first":
         with pytest.raises(TransientError, match="another model became champion meanwhile"):
-            publish.register(run.recipe, run.base, store, results)
+            publish.register(run.recipe, run.base, store, results, {})
     else:
-        publish.register(run.recipe, run.base, store, results)
+        publish.register(run.recipe, run.base, store, results, {})
     champion = registry.champion()
     assert champion is not None
     assert champion.name == ("v2" if compared_with == "first" else "v3")

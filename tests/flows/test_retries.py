@@ -35,9 +35,9 @@ class Stage:
         self.tries = 0
         self.run = ""
         parts = KeyParts("encode", 1, {}, {})
-        monkeypatch.setattr("tasks.encode.key_parts", lambda *_: parts)
-        monkeypatch.setattr("tasks.encode.build", self.build)
-        monkeypatch.setattr("tasks.encode.show", lambda artifact: [])
+        monkeypatch.setattr("tasks.encode.stage.key_parts", lambda *_: parts)
+        monkeypatch.setattr("tasks.encode.stage.build", self.build)
+        monkeypatch.setattr("tasks.encode.stage.show", lambda artifact: [])
 
     def build(self, *inputs: Any, **more: Any) -> dict[str, Any]:
         draft: Draft = inputs[-1]

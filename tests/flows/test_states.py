@@ -12,8 +12,8 @@ from configs.load import load_recipe
 from configs.schema import STAGES
 from flows import finetune
 from flows.preflight import Run
-from tasks.publish import Rejected
 from tasks.publish.gate import Verdict
+from tasks.publish.stage import Rejected
 from tasks.stage import StageResult
 
 
@@ -41,7 +41,7 @@ def test_a_task_ends_in_a_state_that_says_how_its_artifact_came_about(
     run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str, name: str
 ) -> None:
     made = result(run.store, "encode", outcome)
-    monkeypatch.setattr("tasks.encode.key_parts", lambda *_: KeyParts("encode", 1, {}, {}))
+    monkeypatch.setattr("tasks.encode.stage.key_parts", lambda *_: KeyParts("encode", 1, {}, {}))
     monkeypatch.setattr(finetune, "build_or_reuse", lambda *_, **__: made)
     state: Any = finetune.encode.fn(run, result(run.store, "download"))
     assert state.is_completed() and state.name == name
@@ -56,8 +56,8 @@ def test_a_model_that_is_refused_is_an_outcome_with_its_verdicts(
         raise Rejected([Verdict("cmmd < base", False, 2.0, 1.0)])
 
     parts = KeyParts("publish", 1, {}, {})
-    monkeypatch.setattr("tasks.publish.key_parts", lambda *_: parts)
-    monkeypatch.setattr("tasks.publish.lineage_of", lambda *_: {})
+    monkeypatch.setattr("tasks.publish.stage.key_parts", lambda *_: parts)
+    monkeypatch.setattr("tasks.publish.stage.lineage_of", lambda *_: {})
     monkeypatch.setattr(finetune, "build_or_reuse", refuse)
     before = (result(run.store, stage) for stage in STAGES[:-1])
     state: Any = finetune.publish.fn(run, *before)
@@ -94,8 +94,8 @@ def test_two_functions_lie_between_a_line_of_the_flow_and_the_stage_s_own_code(
     def build(*_: Any, **__: Any) -> dict[str, Any]:
         raise RuntimeError("here")
 
-    monkeypatch.setattr("tasks.encode.key_parts", lambda *_: KeyParts("encode", 1, {}, {}))
-    monkeypatch.setattr("tasks.encode.build", build)
+    monkeypatch.setattr("tasks.encode.stage.key_parts", lambda *_: KeyParts("encode", 1, {}, {}))
+    monkeypatch.setattr("tasks.encode.stage.build", build)
     with pytest.raises(RuntimeError, match="here") as error:
         finetune.encode.fn(run, result(run.store, "download"))
     _, *passed, last = (frame.name for frame in error.traceback)

@@ -77,9 +77,7 @@ def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
     text = terminal.text
     assert "starting Prefect (its own server, for this run)" in text
     assert "download: reused" in text and "encode: reused" in text
-    assert text.rstrip().splitlines()[-1] == (
-        "kiln: interrupted; run the same command to resume"
-    )
+    assert text.rstrip().splitlines()[-1] == ("kiln: interrupted; run the same command to resume")
     assert "Traceback" not in text
     assert len(set(re.findall(r"(\d+)/1", text))) > 1  # the bar has moved
     assert terminal.seen.count("\x1b[?25l") == terminal.seen.count("\x1b[?25h") > 0  # the cursor

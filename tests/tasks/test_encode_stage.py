@@ -18,8 +18,8 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
 from runtimes.contract import WrongInput
 from runtimes.models.encoder import Encoder
-from tasks import encode
 from tasks.encode import pipeline
+from tasks.encode import stage as encode
 from tasks.encode.encode_shard import encode_shard
 from tasks.encode.transform import TransformSettings
 

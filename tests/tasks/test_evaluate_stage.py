@@ -28,10 +28,12 @@ from runtimes.pipeline_folder.describe import read_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, Job
 from runtimes.sample.generate_job import generate
-from tasks import encode, evaluate
+from tasks.encode import stage as encode
+from tasks.evaluate import stage as evaluate
 from tasks.evaluate.grid import MARGIN
 from tasks.evaluate.inputs import EvalInputs
-from tasks.evaluate.measure import fingerprint
+from tasks.evaluate.measure import fingerprint, flatten, metric_names
+from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.published import load_published_model
 from tasks.process import run_job
 from tasks.progress import Progress
@@ -163,7 +165,7 @@ def _metrics(artifact: Artifact) -> dict[str, Any]:
 def test_every_metric_named_beforehand_is_measured_for_both(world: World) -> None:
     artifact = world.evaluate(world.trained(0.5))
     found = _metrics(artifact)
-    assert list(found) == evaluate.metric_names(world.recipe)
+    assert list(found) == metric_names(world.recipe)
     assert found["clip_score"]["tuned"]["n"] == 5
     assert found["clip_score/new"]["tuned"]["n"] == 4 and found["clip_score/old"]["base"]["n"] == 1
     assert found["holdout_loss"]["base"]["n"] == 4
@@ -173,7 +175,7 @@ def test_every_metric_named_beforehand_is_measured_for_both(world: World) -> Non
             assert metric["ci"][0] <= metric["ci"][1]
     for name in ("cmmd", "fd", "holdout_loss"):
         assert found[name]["base"]["value"] != found[name]["tuned"]["value"]
-    flat = evaluate.flatten(found)
+    flat = flatten(found)
     assert flat["cmmd"] == {m: found["cmmd"][m]["value"] for m in ("base", "tuned")}
     assert not (Path(artifact.path) / "drawing").exists()
 
@@ -183,7 +185,7 @@ def test_sets_of_other_subjects_are_not_compared_with_the_held_out_pictures(worl
         sets = {"new": {"prompts": NEW}, "old": {"prompts": ["a house", "a tree"], **old}}
         recipe = _recipe(Path(world.recipe.store), world.model, world.clip, prompts=sets)
         found = _metrics(world.evaluate(trained, recipe))
-        assert list(found) == evaluate.metric_names(recipe)
+        assert list(found) == metric_names(recipe)
         return found
 
     trained = world.trained(0.5)
@@ -363,7 +365,7 @@ def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
     )
     world.latents = draft.commit({}, {})
     found = _metrics(world.evaluate(world.trained(0.5), recipe))
-    assert list(found) == evaluate.metric_names(recipe)
+    assert list(found) == metric_names(recipe)
     assert set(found) == {"clip_score", "clip_score/new", "clip_score/old"}
 
 
@@ -372,7 +374,7 @@ def test_prompts_come_from_files_too_and_are_checked(world: World, tmp_path: Pat
     sets = {"a": {"file": str(tmp_path / "prompts.txt"), "images_per_prompt": 2}}
     recipe = _recipe(tmp_path, world.model, world.clip, prompts=sets | {"b": {"prompts": ["x"]}})
     assert evaluate.settings_for_key(recipe)["prompts"]["a"] == ["one", "one", "two", "two"]
-    assert evaluate.sample_prompts(recipe) == ("one", "x", "two")
+    assert sample_prompts(recipe) == ("one", "x", "two")
     evaluate.check(recipe)
     (tmp_path / "prompts.txt").unlink()
     with pytest.raises(WrongInput, match=r"evaluate\.prompts\.a\.file"):

@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
 from configs.schema import Recipe
-from tasks.publish import Rejected, build
 from tasks.publish.assemble import assemble, cast
 from tasks.publish.card import base_card, license_of
-from tasks.publish.stage import registry_of, show
+from tasks.publish.stage import Rejected, build, registry_of, show
 from tasks.train import STAGE as TRAIN
 
 METRICS = {

@@ -23,9 +23,8 @@ from configs.schema import Recipe
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
 from tasks.evaluate.published import load_published_model
-from tasks.publish import build
 from tasks.publish.assemble import assemble
-from tasks.publish.stage import registry_of, show
+from tasks.publish.stage import build, registry_of, show
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content
 
