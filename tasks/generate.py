@@ -30,6 +30,7 @@ from tasks.evaluate.pictures import SAMPLER_SETTINGS, EvalModel, Run, progress_c
 from tasks.evaluate.prompts import read_prompts
 from tasks.evaluate.published import load_published_model
 from tasks.panels import Facts, Panel, Picture, Table
+from tasks.picture_grid import picture_grid, to_png
 from tasks.process import run_job
 from tasks.progress import Progress
 from tasks.publish.model_registry import Registry
@@ -95,7 +96,7 @@ def settings_for_key(settings: Generate) -> dict[str, Any]:
 
 
 def key_parts(settings: Generate, model: EvalModel) -> KeyParts:
-    """What the pictures depend on: settings and model."""
+    """The artifact's key: settings and model."""
     return KeyParts(STAGE, VERSION, settings_for_key(settings), {"model": model.digest})
 
 
@@ -147,20 +148,8 @@ def ordered(settings: Generate) -> tuple[str, ...]:
 def grid(artifact: Artifact, columns: int, limit: int | None = None) -> bytes:
     """PNG bytes of an artifact's first `limit` pictures (default: all), `columns` per row."""
     names = sample_names(artifact)[:limit]
-    columns = min(columns, len(names))
-    rows = -(-len(names) // columns)
-    page: Image.Image | None = None
-    for number, name in enumerate(names):
-        picture = Image.open(BytesIO(artifact.read(name)))
-        step = (picture.width + GAP, picture.height + GAP)
-        if page is None:
-            page = Image.new("RGB", (columns * step[0] - GAP, rows * step[1] - GAP), "white")
-        row, column = divmod(number, columns)
-        page.paste(picture, (column * step[0], row * step[1]))
-    assert page is not None  # there is at least one
-    buffer = BytesIO()
-    page.save(buffer, "png")
-    return buffer.getvalue()
+    pictures = (Image.open(BytesIO(artifact.read(name))) for name in names)
+    return to_png(picture_grid(pictures, len(names), columns, gap=GAP))
 
 
 def sample_names(artifact: Artifact) -> list[str]:

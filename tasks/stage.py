@@ -1,4 +1,4 @@
-"""Build an artifact or reuse it: the one way every stage comes about."""
+"""Build or reuse an artifact: every stage goes through `build_or_reuse`."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ OURS = {"artifacts", "configs", "demo", "flows", "runtimes", "tasks"}
 
 
 class TransientError(RuntimeError):
-    """What failed may work when tried again: a network away, a full disk that clears."""
+    """A failure that may pass, such as a lost network or a full disk: retry."""
 
 
 class StorageError(RuntimeError):
-    """The store cannot be used; the message says why and what to do."""
+    """The store is unusable; the message has the reason and the remedy."""
 
 
 class StorageAway(StorageError, TransientError):
-    """The store is full or does not answer, which may pass."""
+    """The store is full or does not answer: retry."""
 
 
 class StageFailed(RuntimeError):
-    """A stage could not use what it was given; what was built before it is kept."""
+    """A stage has wrong input; the artifacts before it are kept."""
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage hands on: where its artifact is, and how it came about.
+    """A stage's result: its artifact and the outcome.
 
-    It holds no manifest: Prefect walks through all that is handed from task to task.
+    It has no manifest, since Prefect traverses all values that tasks exchange.
     """
 
     stage: str
@@ -74,14 +74,14 @@ class StageResult:
     digest: str
     outcome: str  # built | reused | rejected
     seconds: float
-    facts: dict[str, Any] = field(default_factory=dict)  # what the run's report says of it
+    facts: dict[str, Any] = field(default_factory=dict)  # added to the run's report
 
     def load(self, store: Store) -> Artifact:
-        """The artifact. Raises StageFailed if it has been deleted since."""
+        """The artifact. Raises StageFailed if it was deleted."""
         with storing(store):
             artifact = store.load(self.stage, self.key)
         if artifact is None:
-            raise StageFailed(f"{self.stage} {self.key[:12]}: it has been deleted: run again")
+            raise StageFailed(f"{self.stage} {self.key[:12]}: it was deleted: run again")
         return artifact
 
 
@@ -92,22 +92,25 @@ def build_or_reuse(
     *,
     parents: dict[str, Artifact],
 ) -> StageResult:
-    """Reuse the artifact of `parts`, or be its only builder.
+    """Reuse the artifact of `parts`, or build it under a lock.
 
-    `build` adds files to the draft and returns the summary.
+    Args:
+        build: adds files to the draft and returns the summary. Facts of the run, which do not
+            affect the artifact's digest, are in the summary's `run`.
+        parents: input name -> artifact, for the lineage.
 
     Raises:
-        StageFailed: `build` raised a ValueError, wrong input that shows only now.
-        StorageError: the store cannot be used.
+        StageFailed: the input is wrong, which only `build` could detect.
+        StorageError: the store is unusable.
     """
     started, outcome = time.monotonic(), "reused"
     with failing(parts.stage), storing(store):
         artifact = store.find(parts.stage, parts.key)
         if artifact is None:
-            with store.lock(parts.stage, parts.key, partial(_say_who_builds, parts)):
+            with store.lock(parts.stage, parts.key, partial(_log_builder, parts)):
                 artifact = store.find(parts.stage, parts.key)  # another may have built it
                 if artifact is None:
-                    outcome, reason = "built", why_not_cached(store, parts)
+                    outcome, reason = "built", why_built(store, parts)
                     log.info("%s: building (%s)", parts.stage, reason)
                     draft, begun = store.draft(parts), time.monotonic()
                     summary = build(draft)
@@ -117,7 +120,7 @@ def build_or_reuse(
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
 
 
-def _say_who_builds(parts: KeyParts, owner: dict[str, Any]) -> None:
+def _log_builder(parts: KeyParts, owner: dict[str, Any]) -> None:
     where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
     log.info("%s %s: %s is building it; waiting", parts.stage, parts.key[:12], where)
 
@@ -149,34 +152,34 @@ def is_ours(error: Exception) -> bool:
 
 @contextmanager
 def storing(store: Store) -> Iterator[None]:
-    """Turn what goes wrong with a store into a StorageError; other errors stay themselves."""
+    """Convert errors of the store to StorageError; other errors pass through."""
     try:
         yield
     except Exception as error:
-        told = storage_error(store, error)
-        if told is error:
+        converted = storage_error(store, error)
+        if converted is error:
             raise
-        raise told from error
+        raise converted from error
 
 
 def storage_error(store: Store, error: Exception) -> Exception:
-    """An error of the store in words, or the error itself when it is about something else."""
+    """The StorageError of a store's error, or the error itself if it has another cause."""
     number = getattr(error, "errno", None)
     place = getattr(error, "filename", None) or store.url
     if number in (errno.ENOSPC, errno.EDQUOT):
         return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
-    # S3's client gives no number, Google's neither a number nor a type of its own.
+    # S3's client has no errno; Google's has neither an errno nor an own type.
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
     if forbidden or number in (errno.EPERM, errno.EROFS):
-        return StorageError(f"no permission for {place}: mend that, or choose another `store`")
+        return StorageError(f"no permission for {place}: grant it, or choose another `store`")
     if is_of_client(error) and not store.is_local:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return StorageAway(f"{store.url} cannot be used now ({reason}): run again when it can")
+        return StorageAway(f"{store.url} cannot be used now ({reason}): run again later")
     return error
 
 
 def run_facts() -> dict[str, Any]:
-    """Facts of this run that change nothing in an artifact's content."""
+    """Facts of this run that do not affect an artifact's content."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
@@ -186,30 +189,41 @@ def run_facts() -> dict[str, Any]:
     }
 
 
-def why_not_cached(store: Store, parts: KeyParts) -> str:
-    """What differs from the artifact of this stage that is most like the one wanted."""
+def why_built(store: Store, parts: KeyParts) -> str:
+    """The reason of a build: how the key differs from that of the newest artifact of the stage."""
+    folder = f"{store.root}/{parts.stage}"
     try:
-        if store.fs.exists(f"{store.root}/{parts.stage}/{parts.key}/manifest.json"):
+        if store.fs.exists(f"{folder}/{parts.key}/manifest.json"):
             return "it was damaged"
-        others = [a.manifest for a in store.artifacts() if a.stage == parts.stage]
-    except OSError:
-        return "the store could not be read"
-    if not others:
-        return "none was built before"
-    changes = [_changes(other, parts.as_dict()) for other in others]
-    return "changed: " + ", ".join(min(changes, key=len)[:6])
+        manifests = store.fs.glob(f"{folder}/*/manifest.json")
+        if not manifests:
+            return "none was built before"
+        newest = max(manifests, key=store.fs.modified)
+        found = store.load(parts.stage, newest.split("/")[-2])
+    except (OSError, ValueError):
+        found = None
+    if found is None:
+        return "the newest artifact could not be read"
+    new = _flat(parts.as_dict())
+    old = {name: found.manifest[name] for name in parts.as_dict()}
+    return "changed: " + ", ".join(_changes(_flat(old), new)[:6])
 
 
-def _changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    names: list[str] = []
-    for name in sorted(set(new) | (set(old) if prefix else set())):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            names += _changes(before, after, f"{prefix}{name}.")
-        elif before != after:
-            short = not isinstance(after, str | dict | list) and not isinstance(before, dict | list)
-            names.append(f"{prefix}{name} {before} → {after}" if short else f"{prefix}{name}")
-    return names
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Dotted name -> value."""
+    if not isinstance(value, dict):
+        return {name: value}
+    parts = (_flat(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items())
+    return {key: inner for part in parts for key, inner in part.items()}
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    names = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
+    changes = ((name, old.get(name), new.get(name)) for name in names)
+    return [
+        name if isinstance(after, str | list) else f"{name} {before} → {after}"
+        for name, before, after in changes
+    ]
 
 
 def runtime_facts(name: str) -> dict[str, Any]:
@@ -225,7 +239,7 @@ def package_versions(python: str) -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Commit of the checkout this code runs from, marked when it has changes; None outside one."""
+    """Git commit of this code, with -dirty if the checkout has changes; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(

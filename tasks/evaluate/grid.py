@@ -6,11 +6,12 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
+
+from tasks.picture_grid import picture_grid, to_png
 
 CELL = (96, 256)  # minimum and maximum width of a cell, pixels
 COLUMNS = 10
@@ -42,9 +43,7 @@ def render(sets: dict[str, list[Column]], rows: Sequence[str]) -> bytes:
     page = Image.new("RGB", (width, len(sets) * block + MARGIN), PAPER)
     for index, (name, columns) in enumerate(sets.items()):
         _draw_block(page, MARGIN + index * block, name, columns, rows, cell)
-    buffer = BytesIO()
-    page.save(buffer, "png")
-    return buffer.getvalue()
+    return to_png(page)
 
 
 def _draw_block(
@@ -66,9 +65,9 @@ def _draw_block(
         left = LABEL + index * (cell[0] + MARGIN)
         words = textwrap.wrap(column.prompt, max(8, cell[0] // 6), max_lines=LINES, placeholder="…")
         pen.multiline_text((left, top + LINE + MARGIN - 2), "\n".join(words), INK, small, spacing=1)
-        for number, picture in enumerate(column.pictures):
-            place = (left, first_row + number * (cell[1] + MARGIN))
-            page.paste(_fit(picture, cell), place)
+    cells = [_fit(column.pictures[row], cell) for row in range(len(rows)) for column in columns]
+    pictures = picture_grid(cells, len(cells), len(columns), gap=MARGIN, paper=PAPER)
+    page.paste(pictures, (LABEL, first_row))
 
 
 def _cell_size(picture: NDArray[np.uint8]) -> tuple[int, int]:

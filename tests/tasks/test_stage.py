@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import sys
 import threading
 import time
@@ -106,10 +107,12 @@ def test_what_has_changed_is_said(store: Store, wanted: KeyParts, reason: str) -
     assert found == reason
 
 
-def test_what_is_wanted_is_compared_with_what_is_most_like_it(store: Store) -> None:
-    for settings in ({"size": 1, "name": "b"}, {"size": 2}, {"size": 3, "betas": []}):
-        built(store, parts(**settings))
-    assert built(store, parts()).endswith("size 2 → 32")
+def test_a_build_is_compared_with_the_newest_artifact_of_its_stage(store: Store) -> None:
+    for age, settings in ((20, {"size": 2}), (0, {"size": 3, "betas": []}), (10, {"size": 1})):
+        result = build_or_reuse(store, parts(**settings), write, parents={})
+        then = time.time() - age
+        os.utime(f"{store.root}/encode/{result.key}/manifest.json", (then, then))
+    assert built(store, parts()) == "changed: settings.betas, settings.size 3 → 32"
 
 
 def test_one_that_was_damaged_is_built_for_that(store: Store) -> None:
@@ -123,7 +126,7 @@ def test_one_that_was_damaged_is_built_for_that(store: Store) -> None:
     [
         (errno.ENOSPC, "no space left for /a/b: free some (try `kiln gc`), then run again"),
         (errno.EDQUOT, "no space left for /a/b"),
-        (errno.EACCES, "no permission for /a/b: mend that, or choose another `store`"),
+        (errno.EACCES, "no permission for /a/b: grant it, or choose another `store`"),
         (errno.EROFS, "no permission for /a/b"),
     ],
 )
@@ -141,7 +144,7 @@ def test_a_bucket_that_is_closed_to_us_is_said(
 ) -> None:
     bucket = Store(url_of("gs"))
     monkeypatch.setattr(gcs, "forbidden", "^POST ")
-    with pytest.raises(StorageError, match=f"^no permission for {bucket.url}: mend that"):
+    with pytest.raises(StorageError, match=f"^no permission for {bucket.url}: grant it"):
         build_or_reuse(bucket, parts(), write, parents={})
     denied = PermissionError("Access Denied")  # as S3's client has it: without a number
     assert "no permission for" in str(storage_error(bucket, denied))
