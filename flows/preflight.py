@@ -13,6 +13,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load import RecipeError, dump
 from configs.schema import STAGES, Recipe, StageName
 from flows.stages import begin
+from runtimes import registry
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.latent_scale import LatentScale
@@ -20,13 +21,6 @@ from runtimes.objective.objective import Objective
 from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
-from runtimes.registry import (
-    check_devices,
-    check_family,
-    check_installed,
-    check_scheduler,
-    check_settings,
-)
 from runtimes.train.wandb_board import check_wandb
 from tasks import check_targets, download
 from tasks.encode.buckets import bucket_sizes
@@ -105,8 +99,8 @@ def check_gate(recipe: Recipe, latents: Latents) -> None:
 
 def _check_places(recipe: Recipe) -> Store:
     store = Store(recipe.store)
-    registry = recipe.publish.registry
-    for place in [store] if registry is None else [store, Store(registry)]:
+    other = recipe.publish.registry
+    for place in [store] if other is None else [store, Store(other)]:
         try:
             place.check_writable()
         except Exception as error:
@@ -120,18 +114,18 @@ def _check_places(recipe: Recipe) -> Store:
 def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
     if "encode" not in stages:
         return
-    check_installed(recipe.runtime)
+    registry.check_installed(recipe.runtime)
     computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
-    asked = {stage: getattr(recipe, stage).device for stage in computing}
+    asked = {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
     settings = recipe.train
     several = settings.processes > 1 and settings.device != "cpu"
     other = recipe.runtime != "torch"  # with settings of its own that it refuses
     unsure = several or settings.optimizer == "adamw_8bit" or other
     if set(asked.values()) <= {"auto", "cpu"} and not unsure:
         return  # always there; looking for others imports the runtime, which takes seconds
-    check_devices(recipe.runtime, {f"{name}.device": device for name, device in asked.items()})
+    registry.check_devices(recipe.runtime, asked)
     if "train" in stages:
-        check_settings(recipe.runtime, settings)
+        registry.check_settings(recipe.runtime, settings)
 
 
 def _check_watching(recipe: Recipe) -> None:
@@ -147,13 +141,15 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     vae = resolve_model(recipe.model.vae) if recipe.model.vae else None
     # Raises for a folder of another family, or without its configs.
     found = describe_encoders(model, vae)
-    check_family(recipe.runtime, found["family"])
+    registry.check_family(recipe.runtime, found["family"])
     factor = found["size_step"]
     bucket_sizes(TransformSettings.of(recipe), factor)
     evaluate.check_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
-    check_scheduler(recipe.runtime, read_config(model / "scheduler"), recipe.evaluate.scheduler)
+    registry.check_scheduler(
+        recipe.runtime, read_config(model / "scheduler"), recipe.evaluate.scheduler
+    )
     check_targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
 

@@ -214,5 +214,5 @@ def show_tpu(recipe: Recipe) -> None:
     """Print the commands that make a recipe's slice, train on it and delete it."""
     if recipe.tpu is None:
         raise RecipeError(f"recipe {recipe.name}: it has no section `tpu` (see docs/tpu.md)")
-    for why, command in launch.plan(recipe.tpu):
+    for why, command in launch.list_commands(recipe.tpu):
         print(f"# {why}\n{shlex.join(command)}")

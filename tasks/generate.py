@@ -14,17 +14,11 @@ from artifacts.models import resolve_model
 from artifacts.store import Artifact, Draft, KeyParts
 from configs.generating import Generate
 from configs.schema import NAME
+from runtimes import registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import drawing_config, read_config
-from runtimes.process.job import Drawing, GenerateJob
-from runtimes.registry import (
-    check_devices,
-    check_family,
-    check_installed,
-    check_scheduler,
-    uses_tabulated_scheduler,
-)
+from runtimes.process.job import GenerateJob
 from runtimes.sample.start import check_size
 from tasks.evaluate.pictures import SAMPLER_SETTINGS, EvalModel, Run, progress_callback, scratch
 from tasks.evaluate.prompts import read_prompts
@@ -56,19 +50,19 @@ def find_model(settings: Generate) -> EvalModel:
     name, _, version = settings.model.partition("@")
     found = None
     if re.fullmatch(NAME, name):
-        registry = Registry(settings.registry or f"{settings.store}/registry", name)
-        found = registry.version(version) if version else registry.champion()
+        models = Registry(settings.registry or f"{settings.store}/registry", name)
+        found = models.version(version) if version else models.champion()
     return load_published_model(resolve_model(settings.model if found is None else found.uri))
 
 
 def check(settings: Generate, model: EvalModel) -> None:
     """Raise WrongInput for settings that the model or the runtime does not support."""
-    check_installed(settings.runtime)
+    registry.check_installed(settings.runtime)
     if settings.device not in ("auto", "cpu"):
-        check_devices(settings.runtime, {"device": settings.device})
-    check_family(settings.runtime, detect_family(model.folder).name)
+        registry.check_devices(settings.runtime, {"device": settings.device})
+    registry.check_family(settings.runtime, detect_family(model.folder).name)
     own = read_config(model.part("scheduler"))
-    check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
+    registry.check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
     chosen = settings.scheduler
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):
@@ -82,7 +76,7 @@ def check(settings: Generate, model: EvalModel) -> None:
         raise WrongInput(
             "negative_prompt: it has no effect without guidance: raise guidance_scale above 1"
         )
-    if settings.ddim_eta and uses_tabulated_scheduler(settings.runtime):
+    if settings.ddim_eta and registry.uses_tabulated_scheduler(settings.runtime):
         raise WrongInput(
             f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0"
         )
@@ -181,7 +175,7 @@ def _job(
     return GenerateJob(
         runtime=settings.runtime,
         model=str(model.folder),
-        drawings=(Drawing(str(out), model.weights.part_paths(), model.weights.lora_path()),),
+        drawings=(model.weights.drawing(out),),
         prompts=prompts,
         sampler=sampler,
         device=settings.device,

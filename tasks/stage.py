@@ -24,23 +24,11 @@ from runtimes.registry import interpreter
 
 log = logging.getLogger("kiln")
 
+#: Packages whose versions a manifest records.
 PACKAGES = (
-    "apache-beam",
-    "diffusers",
-    "img2dataset",
-    "jax",
-    "kilnworks",
-    "mindspore",
-    "numpy",
-    "pillow",
-    "prefect",
-    "safetensors",
-    "torch",
-    "torch_xla",
-    "torchax",
-    "transformers",
+    *("kilnworks", "prefect", "apache-beam", "img2dataset", "numpy", "pillow", "safetensors"),
+    *("torch", "diffusers", "transformers", "torch_xla", "jax", "torchax", "mindspore"),
 )
-
 #: The packages of Kilnworks.
 OURS = {"artifacts", "configs", "demo", "flows", "runtimes", "tasks"}
 

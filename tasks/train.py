@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,26 +31,26 @@ from tasks.tpu import launch
 
 STAGE = "train"
 VERSION = 1
-#: What is kept of the progress that a run makes; those not known are null.
+#: Figures of the last progress event in the manifest; null if unknown.
 FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
-#: What pictures while training are worth, by name; a PNG has all of a step side by side.
+#: Scores of samples, by name; the PNG has all samples of a step side by side.
 Score = Callable[[bytes], dict[str, float]]
 log = logging.getLogger("kiln")
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that change the trained weights.
+    """The settings that affect the trained weights.
 
-    Not among them is how the run is carried out, which may change at a resume; nor the runtime.
+    The runtime and the settings of the execution are excluded: a resume may change them.
     """
     settings = key_settings(recipe.train)
-    if (config := _denoiser_config(recipe)) is not None:  # what it says, wherever it lies
+    if (config := _denoiser_config(recipe)) is not None:  # the content, not the path
         settings["denoiser_config"] = config
     return settings
 
 
 def key_parts(recipe: Recipe, latents: Artifact, model_folder: Path) -> KeyParts:
-    """What the trained weights depend on: settings, latents, and the weights that are tuned."""
+    """The artifact's key: settings, latents and the weights of the base in training."""
     family = detect_family(model_folder)
     texts = family.clip_encoders if recipe.train.train_text_encoder else ()
     base = digest_model(model_folder, (family.denoiser, "scheduler", *texts))
@@ -72,7 +73,7 @@ def build(
     draft: Draft,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Train in the draft's folder, resuming from checkpoints that an earlier run left there."""
+    """Train in the draft's folder, and resume from checkpoints of an earlier run there."""
     job = TrainJob(
         runtime=recipe.runtime,
         model=str(model_folder),
@@ -86,24 +87,24 @@ def build(
         denoiser_config=_denoiser_config(recipe),
         compiled=draft.store.compiled_url,
     )
-    watched = _Watch(progress, draft.store.fs, score)
+    watch = _Watch(progress, draft.store.fs, score)
     grace = recipe.train.grace_seconds
     if recipe.tpu is None:
-        run_job(job, watched, grace_seconds=grace)
+        run_job(job, watch, grace_seconds=grace)
     else:
-        launch.run_on_slice(recipe.tpu, job, watched, store=draft.store, grace_seconds=grace)
-    for path in watched.files:
+        launch.run_on_slice(recipe.tpu, job, watch, store=draft.store, grace_seconds=grace)
+    for path in watch.files:
         draft.add(path)
     history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))
     here = recipe.tpu is None
-    run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watched.facts
-    if scores := watched.all_scores(f"{draft.path}/samples"):
+    run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watch.facts
+    if scores := watch.all_scores(f"{draft.path}/samples"):
         run["sample_scores"] = scores
     return _summary(recipe, history) | {"run": run}
 
 
 def _count(latents: Artifact) -> int:
-    """Training samples of a latents artifact; a mirrored copy is no other sample."""
+    """Training samples of a latents artifact; mirrored copies do not count."""
     groups = (ref.groups for ref in open_latents(latents.uri).shards)
     return sum(n for shard in groups for name, n in shard.items() if name.startswith("train/"))
 
@@ -140,7 +141,7 @@ def show(artifact: Artifact) -> list[Panel]:
 
 
 def loss_curve(history: list[dict[str, Any]]) -> bytes:
-    """A PNG of the loss of every step, its running mean, the held-out loss, the learning rate."""
+    """A PNG of the loss per step, its running mean, the held-out loss and the learning rate."""
     from matplotlib.figure import Figure
 
     steps = [line["step"] for line in history]
@@ -164,47 +165,53 @@ def loss_curve(history: list[dict[str, Any]]) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass
 class _Watch:
-    """Turns the process's events into progress, log lines and facts about the run."""
+    """Converts the events of a training process to progress, log lines and facts of the run."""
 
-    def __init__(self, progress: Progress, fs: AbstractFileSystem, score: Score) -> None:
-        self.fs = fs
-        self.progress = progress
-        self.score = score
-        self.facts: dict[str, Any] = {}
-        self.history: list[dict[str, Any]] = []
-        self.scores: dict[int, dict[str, float]] = {}  # of the pictures of a step
-        self.files: list[str] = []  # what the run has written
+    progress: Progress
+    fs: AbstractFileSystem
+    score: Score
+    facts: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> of its samples
+    files: list[str] = field(default_factory=list)  # written by the process
 
     def __call__(self, event: Event) -> None:
-        if event["event"] == "start":
-            self.facts["device"] = event["device"]
-            self.facts["resumed_from"] = event["step"]
-            if event["step"]:
-                log.info("train: resuming from step %d", event["step"])
-        elif event["event"] == "progress":
-            self.facts |= {name: event[name] for name in FIGURES}
-            self.history.append(event)
-            self.progress(event["step"], event["total"], _in_words(event))
-        elif event["event"] == "result":
-            self.files = event["files"]
-            self.facts["images_per_second"] = event["images_per_second"]
-        elif event["event"] == "sample":
-            heading = f"{STAGE}: step {event['step']}"
-            self._score(event["step"], event["path"])
-            show_in_prefect(self.progress.key, heading, partial(self._so_far, event["path"]))
-        elif event["event"] == "validation":
-            log.info("train: held-out loss %.4f at step %d", event["loss"], event["step"])
-            if self.history and self.history[-1]["step"] == event["step"]:
-                self.history[-1] = {**self.history[-1], "validation_loss": event["loss"]}
-        elif event["event"] == "back":
-            self.history = [line for line in self.history if line["step"] <= event["step"]]
-            self.scores = {n: kept for n, kept in self.scores.items() if n <= event["step"]}
-        elif event["event"] == "checkpoint":
-            log.debug("train: checkpoint at step %d", event["step"])
+        """Call `_on_KIND`, if there is one, for an event of that kind."""
+        if (handler := getattr(self, f"_on_{event['event']}", None)) is not None:
+            handler(event)
+
+    def _on_start(self, event: Event) -> None:
+        self.facts |= {"device": event["device"], "resumed_from": event["step"]}
+        if event["step"]:
+            log.info("train: resuming from step %d", event["step"])
+
+    def _on_progress(self, event: Event) -> None:
+        self.facts |= {name: event[name] for name in FIGURES}
+        self.history.append(event)
+        self.progress(event["step"], event["total"], _progress_text(event))
+
+    def _on_result(self, event: Event) -> None:
+        self.files = event["files"]
+        self.facts["images_per_second"] = event["images_per_second"]
+
+    def _on_sample(self, event: Event) -> None:
+        heading = f"{STAGE}: step {event['step']}"
+        self._score(event["step"], event["path"])
+        show_in_prefect(self.progress.key, heading, partial(self._panels, event["path"]))
+
+    def _on_validation(self, event: Event) -> None:
+        log.info("train: held-out loss %.4f at step %d", event["loss"], event["step"])
+        if self.history and self.history[-1]["step"] == event["step"]:
+            self.history[-1] = {**self.history[-1], "validation_loss": event["loss"]}
+
+    def _on_back(self, event: Event) -> None:
+        self.history = [line for line in self.history if line["step"] <= event["step"]]
+        self.scores = {n: kept for n, kept in self.scores.items() if n <= event["step"]}
 
     def all_scores(self, folder: str) -> list[dict[str, Any]]:
-        """Those of every step whose pictures are in a folder, also from before a resume."""
+        """Scores of all samples in a folder, including those from before a resume."""
         for path in sorted(self.fs.glob(f"{folder}/step-*.png")):
             step = int(Path(path).stem.removeprefix("step-"))
             if step not in self.scores:
@@ -217,14 +224,14 @@ class _Watch:
     def _score(self, step: int, path: str) -> None:
         try:
             found = self.score(bytes(self.fs.cat_file(path)))
-        except Exception as error:  # no run ends for a score; the evaluation says what is wrong
+        except Exception as error:  # a score must not stop a run; the evaluation reports the error
             log.warning("train: no scores of the pictures at step %d: %s", step, error)
             return
         self.scores[step] = found
-        said = ", ".join(f"{name} {human(value)}" for name, value in found.items())
-        log.info("train: step %d draws with %s", step, said)
+        text = ", ".join(f"{name} {human(value)}" for name, value in found.items())
+        log.info("train: samples of step %d: %s", step, text)
 
-    def _so_far(self, path: str) -> list[Panel]:
+    def _panels(self, path: str) -> list[Panel]:
         return [
             Picture("Loss", loss_curve(self.history)),
             Picture("Samples while training", bytes(self.fs.cat_file(path))),
@@ -232,7 +239,7 @@ class _Watch:
         ]
 
 
-def _in_words(event: Event) -> str:
+def _progress_text(event: Event) -> str:
     left = int(event["eta_seconds"])
     minutes, seconds = divmod(left, 60)
     hours, minutes = divmod(minutes, 60)
@@ -245,7 +252,7 @@ def _history(text: bytes) -> list[dict[str, Any]]:
 
 
 def _running_mean(values: list[float], decay: float = 0.95) -> list[float]:
-    """Exponential mean corrected for its start (Adam's bias correction)."""
+    """Exponential mean with Adam's bias correction."""
     means, mean = [], 0.0
     for count, value in enumerate(values, start=1):
         mean = decay * mean + (1 - decay) * value

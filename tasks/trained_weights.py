@@ -12,6 +12,7 @@ from typing import Any
 from artifacts.store import Artifact
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.objective.scheduler_config import SCHEDULER_FILE
+from runtimes.process.job import Drawing
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,10 @@ class TrainedWeights:
     parts: dict[str, Path] = field(default_factory=dict)  # unet, text_encoder, ... -> folder
     lora: Path | None = None  # adapter file in diffusers' format
 
-    def part_paths(self) -> dict[str, str]:
-        """Part name -> folder, as strings for a job."""
-        return {name: str(folder) for name, folder in self.parts.items()}
-
-    def lora_path(self) -> str | None:
-        """The adapter file, as a string for a job; None without adapters."""
-        return None if self.lora is None else str(self.lora)
+    def drawing(self, out: Path) -> Drawing:
+        """A generate job's part that samples with these weights to a folder."""
+        parts = {name: str(folder) for name, folder in self.parts.items()}
+        return Drawing(str(out), parts, None if self.lora is None else str(self.lora))
 
 
 BASE = TrainedWeights()

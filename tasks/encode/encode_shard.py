@@ -133,44 +133,30 @@ def _encode_batch(
     batch: list[_Picture], encoder: PipelineEncoder, settings: TransformSettings, bad: Counter[str]
 ) -> Iterator[tuple[int, _Encoded]]:
     """Encode a batch: first the plain variants, then the mirrored ones in a batch of their own."""
-    found: dict[int, list[LatentSample]] = defaultdict(list)
+    found: dict[int, list[LatentSample | None]] = defaultdict(list)
     for variant in range(2):
         pictures = [picture for picture in batch if len(picture.variants) > variant]
         if pictures:
-            latents = _moments(pictures, variant, encoder, settings)
+            latents = _encode_variant(pictures, variant, encoder, settings)
             for picture, latent in zip(pictures, latents, strict=True):
                 found[picture.position].append(latent)
     for picture in batch:
-        variants = found[picture.position]
-        if not all(_is_finite(latent) for latent in variants):
+        variants = [latent for latent in found[picture.position] if latent is not None]
+        if len(variants) < len(picture.variants):
             bad["NaN latent"] += 1
             continue
         split = "holdout" if is_holdout(picture.sha256, settings.holdout) else "train"
         height, width = variants[0].mean.shape[1:]
-        rounded = [_rounded(latent) for latent in variants]
-        yield picture.position, _Encoded(f"{split}/{height}x{width}", picture.captions, rounded)
+        yield picture.position, _Encoded(f"{split}/{height}x{width}", picture.captions, variants)
 
 
-def _is_finite(latent: LatentSample) -> bool:
-    arrays = [latent.mean, latent.logvar]
-    if latent.masked is not None:
-        arrays.append(latent.masked.means)
-    return all(np.isfinite(array).all() for array in arrays)
-
-
-def _rounded(latent: LatentSample) -> LatentSample:
-    """The sample with bf16 bits, which halves its memory until the shard is written."""
-    masked = latent.masked
-    if masked is not None:
-        masked = replace(masked, means=to_bfloat16(masked.means))
-    mean, logvar = to_bfloat16(latent.mean), to_bfloat16(latent.logvar)
-    return replace(latent, mean=mean, logvar=logvar, masked=masked)
-
-
-def _moments(
+def _encode_variant(
     pictures: list[_Picture], variant: int, encoder: PipelineEncoder, settings: TransformSettings
-) -> list[LatentSample]:
-    """The latents (f32) of each picture's variant 0 (plain) or 1 (mirrored)."""
+) -> Iterator[LatentSample | None]:
+    """The latents of each picture's variant 0 (plain) or 1 (mirrored); None if not finite.
+
+    They have bf16 bits, which halves their memory until the shard is written.
+    """
     transformed = [picture.variants[variant] for picture in pictures]
     pixels = np.stack([one.pixels for one in transformed])
     means, logvars = encoder.images(pixels)
@@ -186,8 +172,15 @@ def _moments(
     ]
     masked_means = [encoder.images(np.where(m[:, None], np.float32(0), pixels))[0] for m in masks]
     step = encoder.info["vae_scale_factor"]
-    found = [
-        LatentSample(
+    for row, (picture, one) in enumerate(zip(pictures, transformed, strict=True)):
+        arrays = [means[row], logvars[row], *(masked[row] for masked in masked_means)]
+        if not all(np.isfinite(array).all() for array in arrays):
+            yield None
+            continue
+        mean, logvar, *hidden = map(to_bfloat16, arrays)
+        # Nearest-neighbour reduction to the latents' size, as in diffusers' pipelines.
+        small = [mask[row, ::step, ::step].astype(np.uint8) for mask in masks]
+        yield LatentSample(
             mean=mean,
             logvar=logvar,
             id=picture.sha256,
@@ -197,22 +190,8 @@ def _moments(
             flip=one.flip,
             caption_rows=(),
             aesthetic_score=picture.score,
+            masked=Masked(np.stack(small), np.stack(hidden)) if masks else None,
         )
-        for picture, one, mean, logvar in zip(pictures, transformed, means, logvars, strict=True)
-    ]
-    if not masks:
-        return found
-    return [
-        replace(
-            latent,
-            # Nearest-neighbour reduction to the latents' size, as in diffusers' pipelines.
-            masked=Masked(
-                np.stack([mask[row, ::step, ::step] for mask in masks]).astype(np.uint8),
-                np.stack([mean[row] for mean in masked_means]),
-            ),
-        )
-        for row, latent in enumerate(found)
-    ]
 
 
 def _encode_captions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from tasks.evaluate.pictures import (
 )
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference import reference_pictures
+from tasks.panels import human
 
 log = logging.getLogger("kiln")
 JUDGE_BATCH = 256  # pictures in memory per call of a judge
@@ -200,16 +200,20 @@ def slices_by_set(sets: PromptSets) -> dict[str, slice]:
     return found
 
 
-def as_rows(
-    measured: dict[str, dict[str, Metric]], models: Sequence[str] = ("base", "tuned")
-) -> list[dict[str, Any]]:
-    """Table rows, one per metric: values, 95% intervals and the sample count."""
-    rows = []
-    for name, found in measured.items():
-        row: dict[str, Any] = {"metric": name}
-        for model in models:
-            one = found[model]
-            row[model] = one["value"]
-            row[f"{model}, 95%"] = "{:.4g} to {:.4g}".format(*one["ci"])
-        rows.append({**row, "n": found[models[0]]["n"]})
-    return rows
+def metric_rows(metrics: dict[str, dict[str, Metric]]) -> list[dict[str, Any]]:
+    """Table rows, one per metric: base and tuned value with 95% interval, and the sample count."""
+    return [
+        {
+            "metric": name,
+            **{model: _with_interval(models.get(model)) for model in ("base", "tuned")},
+            "samples": models["tuned"]["n"],
+        }
+        for name, models in metrics.items()
+    ]
+
+
+def _with_interval(metric: Metric | None) -> str:
+    if metric is None:
+        return "—"
+    low, high = metric["ci"]
+    return f"{human(float(metric['value']))} [{human(float(low))}, {human(float(high))}]"

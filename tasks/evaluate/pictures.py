@@ -26,7 +26,7 @@ from artifacts.store import SHARDS, Draft, Shard, Store
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras
-from runtimes.process.job import Drawing, GenerateJob, Job
+from runtimes.process.job import GenerateJob, Job
 from tasks.process import Event
 from tasks.progress import Progress
 from tasks.trained_weights import BASE, TrainedWeights
@@ -191,15 +191,11 @@ def _job(
     first = next(iter(models.values()))
     if any((m.folder, m.vae) != (first.folder, first.vae) for m in models.values()):
         raise ValueError("models of one job must share their pipeline folder and VAE")
-    drawings = (
-        Drawing(str(outs[key]), model.weights.part_paths(), model.weights.lora_path())
-        for key, model in models.items()
-    )
     sampler = {name: value for name, value in spec.sampler.items() if name != "dtype"}
     return GenerateJob(
         runtime=spec.runtime,
         model=str(first.folder),
-        drawings=tuple(drawings),
+        drawings=tuple(model.weights.drawing(outs[key]) for key, model in models.items()),
         prompts=spec.prompts,
         sampler={**sampler, "batch_size": spec.batch_size},
         device=spec.device,

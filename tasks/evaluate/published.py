@@ -43,7 +43,7 @@ def load_published_model(folder: Path) -> EvalModel:
 
 def _pipeline_model(folder: Path) -> EvalModel:
     digest = digest_pipeline(folder)
-    if not _trained_texts(folder):
+    if not _recipe(folder).get("train", {}).get("train_text_encoder"):
         return EvalModel(digest, folder)
     # Trained text encoders also encode the held-out captions, so the loss differs from that with
     # the embeddings stored in the latents. The digest must differ too.
@@ -52,25 +52,23 @@ def _pipeline_model(folder: Path) -> EvalModel:
     return EvalModel(digest, folder, TrainedWeights({name: folder / name for name in texts}, None))
 
 
-def _trained_texts(folder: Path) -> bool:
-    """Whether the folder has a recipe that trained the text encoders."""
+def _recipe(folder: Path) -> dict[str, Any]:
+    """The recipe of a published folder; empty without one."""
     try:
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-        return bool(recipe["train"]["train_text_encoder"])
-    except (OSError, KeyError, TypeError, yaml.YAMLError):
-        return False
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return recipe if isinstance(recipe, dict) else {}
 
 
 def _base_of(folder: Path) -> tuple[Path, Path | None]:
     """The pipeline folder and the separate VAE, if any, of the recipe of a folder's adapters."""
-    path = folder / "recipe.yaml"
     try:
-        model: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        model = _recipe(folder)["model"]
         base = resolve_model(model["path"], revision=model.get("revision"))
         given = model.get("vae")
-        vae = None if given is None else vae_path(base, resolve_model(given))
-    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise WrongInput(f"{path} does not name the base of its adapters: {error}") from None
+        return base, None if given is None else vae_path(base, resolve_model(given))
+    except (KeyError, TypeError):
+        raise WrongInput(f"{folder}/recipe.yaml does not name the base of its adapters") from None
     except ModelNotFound as error:
         raise ModelNotFound(f"{folder}: the base of its adapters is missing: {error}") from None
-    return base, vae

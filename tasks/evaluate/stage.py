@@ -21,30 +21,12 @@ from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.sample import start
 from tasks.encode.transform import TransformSettings
-from tasks.evaluate import grid
+from tasks.evaluate import grid, measure, pictures
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts
-from tasks.evaluate.measure import (
-    MetricSuite,
-    all_prompts,
-    as_rows,
-    compared_sets,
-    fingerprint,
-    loss_facts,
-    sampling_spec,
-    slices_by_set,
-)
+from tasks.evaluate.measure import MetricSuite, all_prompts
 from tasks.evaluate.metrics import Metric
-from tasks.evaluate.pictures import (
-    STAGE,
-    VERSION,
-    EvalModel,
-    Run,
-    draw,
-    progress_callback,
-    read_pictures,
-    scratch,
-)
+from tasks.evaluate.pictures import STAGE, VERSION, EvalModel, Run
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.published import load_published_model
 from tasks.panels import Panel, Picture, Table
@@ -67,7 +49,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     return {
         **settings,
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
-        "compared": compared_sets(recipe),
+        "compared": measure.compared_sets(recipe),
         "reference": vars(TransformSettings.of(recipe)),
         "noise_offset": recipe.train.noise_offset,
     }
@@ -95,10 +77,12 @@ def build(
     given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: Run = run_job
 ) -> dict[str, Any]:
     """Sample with both models, and write metrics, pictures and the grid into the draft."""
-    spec, store = sampling_spec(given), draft.store
-    with scratch(draft) as folder, local_weights(trained) as weights:
+    spec, store = measure.sampling_spec(given), draft.store
+    with pictures.scratch(draft) as folder, local_weights(trained) as weights:
         models = [given.model(), given.model(trained, weights)]
-        shards = draw(models, spec, store, folder, run, progress_callback(STAGE, progress))
+        shards = pictures.draw(
+            models, spec, store, folder, run, pictures.progress_callback(STAGE, progress)
+        )
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
     suite = MetricSuite.of(given)
     measured = [suite.measure(store, shard) for shard in shards]
@@ -106,7 +90,7 @@ def build(
         name: {model: one[name] for model, one in zip(MODELS, measured, strict=True)}
         for name in measured[0]
     }
-    facts = {"metrics": found, "fingerprint": fingerprint(given)}
+    facts = {"metrics": found, "fingerprint": measure.fingerprint(given)}
     for shard in shards:
         draft.add_shard(shard)
     draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
@@ -133,11 +117,11 @@ def metrics_of_published(
         found = {name: metric["tuned"] for name, metric in published["metrics"].items()}
     else:
         log.info("evaluate: the champion has no comparable metrics: measuring it again")
-        model, spec = load_published_model(resolve_model(uri)), sampling_spec(given)
+        model, spec = load_published_model(resolve_model(uri)), measure.sampling_spec(given)
         if not _same_loss(given, model):
             spec = replace(spec, latents=None)  # the model may not even accept our latents
         with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as folder:
-            (shard,) = draw([model], spec, evaluated.store, Path(folder), run)
+            (shard,) = pictures.draw([model], spec, evaluated.store, Path(folder), run)
         found = MetricSuite.of(given).measure(evaluated.store, shard)
     return {name: {"tuned": metric} for name, metric in found.items()}
 
@@ -146,7 +130,7 @@ def _same_loss(given: EvalInputs, model: EvalModel) -> bool:
     """Whether a model has the prediction and the inputs of the model in training."""
     theirs = read_schedule(model.part("scheduler"))
     ours = read_schedule(given.base / "scheduler", given.recipe.train)
-    return loss_facts(theirs, model.folder, model.vae, model.extras) == loss_facts(
+    return measure.loss_facts(theirs, model.folder, model.vae, model.extras) == measure.loss_facts(
         ours, given.base, given.vae, ExtraInputs.from_settings(given.recipe.train)
     )
 
@@ -155,7 +139,10 @@ def show(artifact: Artifact) -> list[Panel]:
     """The before/after grid and the metrics."""
     return [
         Picture("Before (base) and after (tuned)", artifact.read(GRID)),
-        Table("Metrics, with 95% confidence intervals", as_rows(artifact.summary["metrics"])),
+        Table(
+            "Metrics, with 95% confidence intervals",
+            measure.metric_rows(artifact.summary["metrics"]),
+        ),
     ]
 
 
@@ -163,11 +150,15 @@ def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
     prompts = all_prompts(sets)
     chosen = {
         name: [part.start + number for number in grid.choose(prompts[part])]
-        for name, part in slices_by_set(sets).items()
+        for name, part in measure.slices_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
     drawn: list[dict[int, NDArray[np.uint8]]] = [
-        {n: picture for n, picture in enumerate(read_pictures(store, shard)) if n in wanted}
+        {
+            n: picture
+            for n, picture in enumerate(pictures.read_pictures(store, shard))
+            if n in wanted
+        }
         for shard in shards
     ]
     columns = {

@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from artifacts.safetensors import Arrays
 from runtimes.adapters import kohya
@@ -35,18 +36,15 @@ def write_adapters(
         OverflowError: a weight does not fit `dtype`.
     """
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
     with safe_open(lora, framework="pt") as stream:
-        metadata = stream.metadata()
-        tensors = {n: cast(n, stream.get_tensor(n), dtype) for n in stream.keys()}  # noqa: SIM118
-    save_file(tensors, out / LORA_WEIGHTS, metadata=metadata)
+        tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        _save(tensors, out / LORA_WEIGHTS, dtype, stream.metadata())
     if scheduler is not None:
         shutil.copytree(scheduler, out / "scheduler", dirs_exist_ok=True)
-    arrays = _as_kohya(lora, base)
-    if arrays:
-        _save(arrays, out / f"{name}{KOHYA_SUFFIX}", dtype)
+    if arrays := _as_kohya(lora, base):
+        _save(arrays, out / f"{name}{KOHYA_SUFFIX}", dtype, {"format": "pt"})
 
 
 def _as_kohya(lora: Path, base: Path) -> Arrays:
@@ -63,15 +61,16 @@ def _as_kohya(lora: Path, base: Path) -> Arrays:
         return {}
 
 
-def _save(arrays: Mapping[str, object], path: Path, dtype: str) -> None:
-    import numpy as np
+def _save(
+    arrays: Mapping[str, Any], path: Path, dtype: str, metadata: dict[str, str] | None
+) -> None:
     import torch
     from safetensors.torch import save_file
 
-    whole = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
+    tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
     tensors = {
         # Alpha scales the whole adapter: half precision could round or overflow it.
         name: tensor if name.endswith(".alpha") else cast(name, tensor, dtype)
-        for name, tensor in whole.items()
+        for name, tensor in tensors.items()
     }
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, path, metadata=metadata)

@@ -11,7 +11,8 @@ import yaml
 from configs.load import dump
 from configs.schema import Recipe
 from configs.urls import without_secrets
-from tasks.panels import escape_markdown, human, markdown_table
+from tasks.evaluate.measure import metric_rows
+from tasks.panels import escape_markdown, markdown_table
 from tasks.publish.gate import Verdict, as_rows
 from tasks.trained_weights import TrainedWeights
 
@@ -109,22 +110,3 @@ def write_card(
         without_secrets=without_secrets,
     )
     return str(card)
-
-
-def metric_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per metric: base and tuned value with 95% interval, and the sample count."""
-    rows = []
-    for name, models in metrics.items():
-        row: dict[str, Any] = {"metric": name}
-        for model in ("base", "tuned"):
-            row[model] = _with_interval(models.get(model))
-        row["samples"] = models["tuned"]["n"]
-        rows.append(row)
-    return rows
-
-
-def _with_interval(measured: dict[str, Any] | None) -> str:
-    if measured is None:
-        return "—"
-    low, high = measured["ci"]
-    return f"{human(float(measured['value']))} [{human(float(low))}, {human(float(high))}]"

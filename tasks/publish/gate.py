@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,8 @@ _RULE = re.compile(
     r"|(?P<model>base|champion)(?:\s*(?P<how>[*+-])\s*(?P<by>[\d.]+(?:e[-+]?\d+)?))?)\s*",
     re.IGNORECASE,
 )
-_COMPARE: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-_ADJUST: dict[str, Callable[[float, float], float]] = {
-    "*": operator.mul,
-    "+": operator.add,
-    "-": operator.sub,
-}
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+_ADJUST = {"*": operator.mul, "+": operator.add, "-": operator.sub}
 
 
 class GateError(ValueError):
@@ -125,7 +116,7 @@ def _judge_one(rule: Rule, values: Values, champion: bool) -> Verdict:
         return Verdict(rule.text, passed, value, None, note)
     if rule.how is not None:
         bound = _ADJUST[rule.how](bound, rule.by)
-    return Verdict(rule.text, _COMPARE[rule.op](value, bound), value, bound)
+    return Verdict(rule.text, bool(_COMPARE[rule.op](value, bound)), value, bound)
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:

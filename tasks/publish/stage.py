@@ -14,7 +14,7 @@ from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.load import dump
 from configs.schema import Recipe
 from runtimes.adapters.lora import read_adapters
-from tasks.evaluate.measure import flatten
+from tasks.evaluate.measure import flatten, metric_rows
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.progress import Progress
 from tasks.publish import card, gate, report
@@ -214,7 +214,7 @@ def show(artifact: Artifact) -> list[Panel]:
         Facts("Model", about),
         Table("Gate", gate.as_rows(verdicts)),
         Picture("Before (above) and after (below)", artifact.read("before_after.png")),
-        Table("Metrics (95% confidence interval)", card.metric_rows(metrics)),
+        Table("Metrics (95% confidence interval)", metric_rows(metrics)),
     ]
 
 

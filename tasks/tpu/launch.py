@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import logging
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from artifacts.images import add_member
@@ -31,13 +32,8 @@ from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Com
 
 #: The parts of a checkout that the workers need.
 PACKED = (
-    "Makefile",
-    "pyproject.toml",
-    "requirements",
-    "artifacts",
-    "configs",
-    "runtimes",
-    "deploy",
+    *("Makefile", "pyproject.toml", "requirements", "deploy"),
+    *("artifacts", "configs", "runtimes"),
 )
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 20.0
@@ -63,7 +59,7 @@ def check(tpu: Tpu, store: str, wandb: Wandb | None) -> None:
         raise WrongInput("tpu: run kiln from a checkout: its code is copied to the slice")
 
 
-def plan(tpu: Tpu) -> list[tuple[str, Command]]:
+def list_commands(tpu: Tpu) -> list[tuple[str, Command]]:
     """The (purpose, gcloud command) pairs of a run, in order; none is executed."""
     tpu_slice = Slice(tpu)
     home = _home(_pack())
@@ -114,20 +110,19 @@ def run_on_slice(
             run.delete()
 
 
+@dataclass
 class _SliceRun:
-    def __init__(
-        self,
-        tpu_slice: Slice,
-        job: TrainJob,
-        on_event: Callable[[Event], None],
-        grace_seconds: float,
-        poll_seconds: float,
-    ) -> None:
-        self._slice, self._job, self._on_event = tpu_slice, job, on_event
-        self._grace, self._poll = grace_seconds, poll_seconds
-        self.created = False  # by this run, which therefore deletes it
-        self._code = _pack()
-        self._home = _home(self._code)
+    slice: Slice
+    job: TrainJob
+    on_event: Callable[[Event], None]
+    grace_seconds: float
+    poll_seconds: float
+    created: bool = False  # by this run, which therefore deletes it
+    code: bytes = field(default_factory=lambda: _pack())
+
+    @property
+    def home(self) -> str:
+        return _home(self.code)
 
     def train_with_restarts(self, restarts: int) -> Event:
         """Train, on up to `restarts` further slices after preemptions."""
@@ -138,23 +133,22 @@ class _SliceRun:
                 return self._train()
             except (JobFailed, OSError, TransientError, subprocess.CalledProcessError) as error:
                 state = self._settled_state()
-                if state == "READY":
-                    if isinstance(error, JobFailed) and error.code == SSH_LOST:
-                        log.warning("tpu: the connection was lost; %d more attempts", left)
-                        continue
-                    if isinstance(error, subprocess.CalledProcessError):
-                        raise SliceUnavailable(
-                            f"the slice cannot be set up: {_message(error)}"
-                        ) from None
+                if state != "READY":
+                    log.warning("tpu: the slice is %s; %d more restarts", state or "gone", left)
+                    self.delete()
+                elif isinstance(error, JobFailed) and error.code == SSH_LOST:
+                    log.warning("tpu: the connection was lost; %d more attempts", left)
+                elif isinstance(error, subprocess.CalledProcessError):
+                    reason = _message(error)
+                    raise SliceUnavailable(f"the slice cannot be set up: {reason}") from None
+                else:
                     raise  # the job itself failed, so a new slice would not help
-                log.warning("tpu: the slice is %s; %d more restarts", state or "gone", left)
-                self.delete()
         raise SliceUnavailable("the slice was preempted too often: raise tpu.restarts or run again")
 
     def delete(self) -> None:
         """Delete the slice if it exists."""
         with suppress(subprocess.CalledProcessError):
-            _run_command(self._slice.delete())
+            _run_command(self.slice.delete())
 
     def _make(self) -> None:
         """Wait until the slice is ready; create it if it does not exist."""
@@ -163,10 +157,10 @@ class _SliceRun:
             self.delete()
             state = request = None
         if state is None and request is None:
-            log.info("tpu: creating %s", self._slice.tpu.name)
+            log.info("tpu: creating %s", self.slice.tpu.name)
             self.created = True
             try:
-                _run_command(self._slice.create())
+                _run_command(self.slice.create())
             except subprocess.CalledProcessError as error:
                 reason = _message(error)
                 raise SliceUnavailable(f"gcloud did not create the slice: {reason}") from None
@@ -181,39 +175,39 @@ class _SliceRun:
             if state not in PENDING_STATES and request is None:
                 raise SliceUnavailable(f"the slice is {state or 'missing'} and not requested")
             log.info("tpu: waiting, the slice is %s", state or request)
-            time.sleep(self._poll)
+            time.sleep(self.poll_seconds)
 
     def _settled_state(self) -> str | None:
         """The slice's state after a failure; the API reports a preemption with a delay."""
         for _ in range(STATE_CHECKS):
             if (state := self._state()) != "READY":
                 return state
-            time.sleep(self._poll)
+            time.sleep(self.poll_seconds)
         return "READY"
 
     def _state(self) -> str | None:
-        return _state_of(self._slice.describe())
+        return _state_of(self.slice.describe())
 
     def _request(self) -> str | None:
         """The state of the queued request; None without one."""
-        if not self._slice.tpu.queued:
+        if not self.slice.tpu.queued:
             return None
-        return _state_of(self._slice.describe_request())
+        return _state_of(self.slice.describe_request())
 
     def _send(self) -> None:
         """Copy code and job to every worker, and set up the environment."""
         with tempfile.TemporaryDirectory(prefix="kiln-tpu-") as folder:
             code, job = Path(folder, "kiln.tgz"), Path(folder, "job.json")
-            code.write_bytes(self._code)
-            write_job(self._job, job)
+            code.write_bytes(self.code)
+            write_job(self.job, job)
             log.info("tpu: setting up (minutes, once per slice)")
-            _run_command(self._slice.copy(code, f"{self._home}.tgz"))
-            _run_command(self._slice.ssh(_set_up(self._home)))
-            _run_command(self._slice.copy(job, f"{self._home}/job.json"))
+            _run_command(self.slice.copy(code, f"{self.home}.tgz"))
+            _run_command(self.slice.ssh(_set_up(self.home)))
+            _run_command(self.slice.copy(job, f"{self.home}/job.json"))
 
     def _train(self) -> Event:
         child = subprocess.Popen(
-            self._slice.ssh(_train(self._home, self._slice.tpu)),
+            self.slice.ssh(_train(self.home, self.slice.tpu)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -221,20 +215,20 @@ class _SliceRun:
             text=True,
             errors="replace",
         )
-        output = ChildOutput(self._on_event)
+        output = ChildOutput(self.on_event)
         pumps = (lambda: output.mixed(child.stdout),)
         return wait_for_result(child, output, pumps, lambda: self._stop(child))
 
     def _stop(self, child: subprocess.Popen[str]) -> None:
         """Signal every worker to checkpoint and exit; kill them after the grace period."""
-        log.info("tpu: stopping (it has %g s to checkpoint)", self._grace)
+        log.info("tpu: stopping (it has %g s to checkpoint)", self.grace_seconds)
         with suppress(subprocess.CalledProcessError):
-            _run_command(self._slice.ssh(_signal(self._home, signal.SIGTERM)))
+            _run_command(self.slice.ssh(_signal(self.home, signal.SIGTERM)))
         try:
-            child.wait(self._grace)
+            child.wait(self.grace_seconds)
         except BaseException:
             with suppress(subprocess.CalledProcessError):
-                _run_command(self._slice.ssh(_signal(self._home, signal.SIGKILL)))
+                _run_command(self.slice.ssh(_signal(self.home, signal.SIGKILL)))
             child.kill()
             child.wait()
 
@@ -255,22 +249,17 @@ def _signal(home: str, number: signal.Signals) -> str:
 def _pack() -> bytes:
     """A gzipped tar of the PACKED files, deterministic for equal code."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in sorted(p for name in PACKED for p in _files(ROOT / name)):
             name, mode = str(path.relative_to(ROOT)), path.stat().st_mode & 0o777
             add_member(tar, name, path.read_bytes(), mode)
-    return _without_clock(buffer.getvalue())
+    return gzip.compress(buffer.getvalue(), compresslevel=6, mtime=0)
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     return [p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-
-
-def _without_clock(packed: bytes) -> bytes:
-    """A gzip file with its time stamp set to zero (RFC 1952, MTIME)."""
-    return packed[:4] + bytes(4) + packed[8:]
 
 
 def _home(code: bytes) -> str:

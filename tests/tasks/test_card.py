@@ -3,7 +3,8 @@
 import time
 from pathlib import Path
 
-from tasks.publish.card import base_card, metric_rows
+from tasks.evaluate.measure import metric_rows
+from tasks.publish.card import base_card
 
 
 def test_each_model_has_its_own_column() -> None:

@@ -210,11 +210,11 @@ def test_a_scheduler_of_their_own_goes_with_them(tmp_path: Path, tiny_sdxl: Path
     assert alone.read(name) == own
     assert "scheduler/" in alone.read("README.md").decode()
     model = load_published_model(Path(alone.path))
-    assert model.weights.part_paths() == {"scheduler": f"{alone.path}/scheduler"}
+    assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
 
 
 def test_only_weights_are_what_training_left(tmp_path: Path, tiny_sdxl: Path) -> None:
     trained = train(tmp_path, digits(tmp_path, tiny_sdxl))
     assert [entry["path"] for entry in weights_content(trained)] == [LORA_WEIGHTS]
     with local_weights(trained) as tuned:
-        assert tuned.lora_path() == f"{trained.path}/{LORA_WEIGHTS}" and not tuned.parts
+        assert tuned.drawing(tmp_path).lora == f"{trained.path}/{LORA_WEIGHTS}" and not tuned.parts

@@ -53,7 +53,7 @@ def test_the_code_that_is_sent_is_whole_and_always_the_same() -> None:
 
 def verbs(**settings: Any) -> list[str]:
     """What gcloud is told to do, in order; of a shell's commands, which script they start."""
-    commands = [command for _, command in launch.plan(Tpu(**SLICE, **settings))]
+    commands = [command for _, command in launch.list_commands(Tpu(**SLICE, **settings))]
     scripts = [re.findall(r"deploy/tpu/(\w+)\.sh", command[-1]) for command in commands]
     return [
         " ".join([command[4], *script]) for command, script in zip(commands, scripts, strict=True)

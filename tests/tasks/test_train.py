@@ -73,7 +73,7 @@ def test_samples_are_scored_as_they_come_and_those_of_earlier_runs_at_the_end(
             path = str(tmp_path / f"step-{step:08d}.png")
             watch({"event": "sample", "step": step, "path": path})
         assert watch.scores == {4: {"brightness": 20.0}, 6: {"brightness": 30.0}}
-        assert "step 6 draws with brightness 30" in caplog.text
+        assert "samples of step 6: brightness 30" in caplog.text
         watch({"event": "back", "step": 5, "left_out": 6})
         assert list(watch.scores) == [4]
         (tmp_path / "step-00000006.png").write_bytes(b"torn")
