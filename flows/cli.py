@@ -12,7 +12,7 @@ import typer
 from typer.exceptions import TyperException
 
 from configs.generating import read_settings
-from configs.load import RecipeError, dump, json_schema, load_recipe, parse_override, recipe_names
+from configs.load import dump, json_schema, load_recipe, parse_override, recipe_names
 from configs.schema import StageName
 
 app = typer.Typer(
@@ -158,15 +158,8 @@ def recipes(
     elif name is not None:
         print(dump(load_recipe(name, _parsed(override))), end="")
     else:
-        _print_recipes()
-
-
-def _print_recipes() -> None:
-    for known in recipe_names():
-        try:
+        for known in recipe_names():
             print(f"{known:16} {load_recipe(known).description}")
-        except RecipeError as error:
-            print(f"{known:16} ({str(error).partition(': ')[2]})")
 
 
 @app.command()

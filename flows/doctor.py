@@ -1,11 +1,11 @@
-"""What this machine has, and what is missing."""
+"""Check this machine: versions, devices, the Prefect server and missing parts."""
 
 from __future__ import annotations
 
 import json
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
+import sys
 from typing import Any, get_args
 
 from configs.schema import RuntimeName
@@ -15,8 +15,9 @@ from runtimes.hosts import gaudi
 from runtimes.hosts.ascend import cann_version, count_npus, missing_components, torch_npu_version
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
+from tasks.stage import package_versions
 
-#: Versions that pip resolves but that do not work together: what, why.
+#: Packages that must not be installed, with the reason.
 TRAPS = {
     "dataclasses": "shadows the standard library inside Prefect's server: uninstall it",
 }
@@ -24,7 +25,7 @@ PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transf
 
 
 def examine(*, as_json: bool) -> bool:
-    """Print the findings; whether `kiln run` can work here."""
+    """Print the findings; returns whether `kiln run` works here."""
     found = _findings()
     if as_json:
         print(json.dumps(found))
@@ -34,12 +35,15 @@ def examine(*, as_json: bool) -> bool:
 
 
 def _findings() -> dict[str, Any]:
-    runtimes = {name: _runtime(name) for name in get_args(RuntimeName)}
-    versions = {name: _version(name) for name in PINNED}
+    probes = {name: probe_runtime(name) for name in get_args(RuntimeName)}
+    fields = ("available", "devices", "reason")
+    runtimes = {name: {f: getattr(probe, f) for f in fields} for name, probe in probes.items()}
+    installed = package_versions(sys.executable, (*PINNED, *TRAPS))
+    versions = {name: installed.get(name) for name in PINNED}
     problems = [
         f"{name} is not installed: run `make setup`" for name, v in versions.items() if not v
     ]
-    problems += [f"{name} {why}" for name, why in TRAPS.items() if _version(name)]
+    problems += [f"{name} {why}" for name, why in TRAPS.items() if name in installed]
     if not any(found["available"] for found in runtimes.values()):
         problems.append("no runtime can train here")
     server, wrong = _server()
@@ -71,10 +75,10 @@ def _findings() -> dict[str, Any]:
 
 
 def _server() -> tuple[str, list[str]]:
-    """The Prefect server that runs would use, in words, and what is wrong with it."""
+    """The Prefect server of a run as text, and the problems with it."""
     url = configured_server()
     if url is None:
-        return "embedded, for the time of a run", []
+        return "embedded, during a run", []
     try:
         check_server(url)
     except ServerAway as error:
@@ -82,23 +86,11 @@ def _server() -> tuple[str, list[str]]:
     return f"{without_secrets(url)} (answers)", []
 
 
-def _runtime(name: str) -> dict[str, Any]:
-    found = probe_runtime(name)
-    return {"available": found.available, "devices": found.devices, "reason": found.reason}
-
-
 def _host(found: dict[str, Any], chips: str, *software: str) -> str:
-    """Chips and their software in words, and what they lack."""
+    """A host's chips, their software and the missing parts, as text."""
     there = [f"{found[chips]} {chips[:-1].upper()}s"]
     there += [f"{name} {found[name]}" for name in software if found[name]]
     return ", ".join(there) + "".join(f"; {words}" for words in found["lacking"])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _print(found: dict[str, Any]) -> None:

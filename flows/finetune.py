@@ -37,7 +37,7 @@ SHOWS = {
 
 @task(**stage_task("download", retries=5, wait=15, days=14, tag="network"))
 def download(run: Run) -> StageResult:
-    """Fetch, check and resize every picture of the source: image shards."""
+    """Fetch, check and resize the pictures of the source to image shards."""
     plan = download_stage.plan(run.recipe)
     parts = download_stage.key_parts(run.recipe, plan)
     build = partial(download_stage.build, run.recipe, plan, progress=run.begin(parts))
@@ -47,7 +47,7 @@ def download(run: Run) -> StageResult:
 
 @task(**stage_task("encode", retries=3, wait=30, days=14, tag="accelerator"))
 def encode(run: Run, images: StageResult) -> StageResult:
-    """Encode every picture and caption by the base's own encoders: latent shards."""
+    """Encode pictures and captions with the base's encoders to latent shards."""
     pictures = images.load(run.store)
     parts = encode_stage.key_parts(run.recipe, pictures, run.base, run.vae)
     build = partial(
@@ -59,7 +59,7 @@ def encode(run: Run, images: StageResult) -> StageResult:
 
 @task(**stage_task("train", retries=5, wait=60, days=30, tag="accelerator"))
 def train(run: Run, latents: StageResult) -> StageResult:
-    """Fine-tune the base; a further try goes on from the newest checkpoint."""
+    """Fine-tune the base; a retry resumes from the newest checkpoint."""
     encoded = latents.load(run.store)
     with failing("train"):
         check_gate(run.recipe, open_latents(encoded.uri))
@@ -99,7 +99,7 @@ def publish(
     trained: StageResult,
     evaluated: StageResult,
 ) -> StageResult:
-    """Put the model into the registry, its champion if it is new there, unless the gate refuses."""
+    """Publish the model if it passes the gate; a new version becomes the champion."""
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
     parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base)
@@ -128,15 +128,15 @@ def finetune(
     overrides: Overrides = NO_OVERRIDES,
     until: StageName = "publish",
 ) -> Any:
-    """Download, encode, train, evaluate, publish: each reused if its inputs have not changed.
+    """Download, encode, train, evaluate, publish; a stage with equal inputs is reused.
 
     Args:
-        recipe: Name of a recipe, or path of one (`kiln recipes` lists them).
+        recipe: Name or path of a recipe (`kiln recipes` lists them).
         overrides: Dotted settings to change, such as {"train.steps": 100}.
         until: The last stage to run.
 
-    Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; if it is
-    published, the version that is `champion` and why; if it is rejected, the `gate`'s verdicts.
+    Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; a published
+    model adds the `champion` and its last move, a rejected one the verdicts of the `gate`.
     """
     log_to_prefect()
     run = prepare(load_recipe(recipe, overrides), until=until, run_id=runtime.flow_run.id)
@@ -148,7 +148,7 @@ def finetune(
 
 
 def _stages(run: Run) -> Iterator[Any]:
-    """Every stage in its turn, given what those before it have made."""
+    """The final state of each stage, in order."""
     yield (images := download(run))
     yield (latents := encode(run, images))
     yield (trained := train(run, latents))
@@ -160,13 +160,9 @@ def _report(results: Sequence[StageResult]) -> dict[str, Any]:
     last, status = results[-1], "built"
     if last.stage == publish_stage.STAGE:
         status = "rejected" if last.outcome == "rejected" else "published"
+    shown = ("key", "uri", "outcome", "seconds")
     stages = {
-        one.stage: {
-            "key": one.key,
-            "uri": one.uri,
-            "outcome": one.outcome,
-            "seconds": one.seconds,
-        }
+        one.stage: {name: getattr(one, name) for name in shown}
         for one in results
         if one.outcome != "rejected"
     }

@@ -1,4 +1,4 @@
-"""The flow `generate`: prompts in, pictures out, by any model on any runtime."""
+"""The flow `generate`: sample pictures of prompts from any model on any runtime."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("kiln")
 
 @task(**stage_task("generate", retries=3, wait=10, days=1, tag="accelerator"))
 def draw(settings: Generate, run_id: str) -> StageResult:
-    """Draw every prompt, as often as is asked."""
+    """Sample the pictures of all prompts."""
     found = stage.find_model(settings)
     stage.check(settings, found)
     store, parts = Store(settings.store), stage.key_parts(settings, found)
@@ -37,7 +37,7 @@ def draw(settings: Generate, run_id: str) -> StageResult:
 
 @task(task_run_name="copy", cache_policy=NO_CACHE)
 def copy(settings: Generate, drawn: StageResult, out: Path, grid: bool, samples: bool) -> Any:
-    """Copy pictures, their list and a grid of them into a folder of their own below `out`."""
+    """Copy the pictures, their index and a grid to a folder below `out`."""
     artifact = drawn.load(Store(settings.store))
     folder = out / artifact.key[:12]
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,44 +62,44 @@ def generate(
     skip_grid: bool = False,
     skip_save: bool = False,
 ) -> Any:
-    """Draw prompts; what has been drawn before with the same settings is reused.
+    """Sample pictures of prompts; equal settings reuse earlier pictures.
 
     Args:
         model: Name of a published model (`digits`, `digits@v2`), folder, hub id or URL.
-        prompts: What to draw; or name a file of prompts in `settings`.
-        settings: Anything else of configs/generating.py, such as {"seed": 7}.
-        out: Folder that pictures are copied into, below a name of their own.
+        prompts: Prompts; alternatively `settings` has a `file` of prompts.
+        settings: Other settings of configs/generating.py, such as {"seed": 7}.
+        out: Output folder; the pictures are in a folder of it, named by the key.
         skip_grid: Leave out the grid.
         skip_save: Leave out the single pictures.
 
-    Returns where they are: `folder`, `pictures`, `seconds`, `first_seconds`, `compile_seconds`.
+    Returns a report: `folder`, `pictures`, `seconds`, `first_seconds`, `compile_seconds`.
     """
     log_to_prefect()
     given = stage.with_prompts(read_settings(model, prompts, settings))
-    folder = _made(out)
+    folder = _output_folder(out)
     return copy(given, draw(given, runtime.flow_run.id), folder, not skip_grid, not skip_save)
 
 
-def _made(out: str) -> Path:
-    """The folder, there to be written into. Raises WrongInput: better now than after drawing."""
+def _output_folder(out: str) -> Path:
+    """The output folder, created if missing. Raises WrongInput if it is not writable."""
     if "://" in out:
-        raise WrongInput(f"out: {out} is a URL, give a folder; `store` is what may be elsewhere")
+        raise WrongInput(f"out: {out} is a URL: choose a local folder; only `store` may be a URL")
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise WrongInput(f"out: {out} cannot be written into: {error}") from None
+        raise WrongInput(f"out: {out} is not writable: {error}") from None
     return Path(out)
 
 
 def print_report(report: dict[str, Any], *, as_json: bool) -> None:
-    """Where the pictures are, and how long they took."""
+    """Print the output folder and the timings."""
     if as_json:
         print(json.dumps(report), flush=True)
         return
     if report["outcome"] == "reused":
-        print(f"{report['pictures']} pictures, drawn before: {report['folder']}")
+        print(f"{report['pictures']} pictures, reused: {report['folder']}")
         return
     print(
         f"{report['pictures']} pictures: {report['folder']} "

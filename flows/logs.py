@@ -1,4 +1,4 @@
-"""Send Kilnworks' log lines to the Prefect run that they belong to."""
+"""Send Kilnworks' log lines to the Prefect run of their thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from prefect.logging.handlers import APILogHandler
 
 
 def log_to_prefect() -> None:
-    """Attach Prefect's handler to the `kiln` logger, once, and let it follow the run's thread."""
+    """Add Prefect's handler to the `kiln` logger, once.
+
+    PREFECT_LOGGING_EXTRA_LOGGERS would add it without a level, and warn about other threads.
+    """
     logger = logging.getLogger("kiln")
     if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
         handler = APILogHandler()
@@ -20,5 +23,5 @@ def log_to_prefect() -> None:
 
 
 def _in_a_run(record: logging.LogRecord) -> bool:
-    """Lines from threads that know no run (a heartbeat, say) stay local."""
+    """Whether the thread belongs to a run; a heartbeat's does not."""
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None

@@ -1,4 +1,4 @@
-"""What the flows take: checked by pydantic before a run starts, and shown as a form in the UI."""
+"""Parameters of the flow: checked by pydantic before a run, shown as a form in the UI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _find(recipe: str) -> str:
 
 
 def _check(overrides: dict[str, Any], others: ValidationInfo) -> dict[str, Any]:
-    if "recipe" in others.data:  # else it is wrong itself, which has been said
+    if "recipe" in others.data:  # otherwise its own error is reported
         load_recipe(others.data["recipe"], overrides)
     return overrides
 

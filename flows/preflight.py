@@ -1,4 +1,4 @@
-"""Everything that can be found wrong with a recipe before work starts, or before training does."""
+"""Checks of a recipe before the first stage, and before training."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from tasks.tpu import launch
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a recipe: its store is writable, and its models are on this machine."""
+    """A run of a checked recipe, with a writable store and local models."""
 
     recipe: Recipe
     store: Store
-    base: Path  # the pipeline folder of the model that is tuned
+    base: Path  # pipeline folder
     vae: Path | None
     clip: Path
     id: str  # of the flow run
 
     @property
     def model_name(self) -> str:
-        """Of the model that is made, in the registry and in Prefect."""
+        """Name of the model in training, in the registry and in Prefect."""
         return self.recipe.publish.name
 
     def eval_inputs(self, images: Artifact, latents: Artifact) -> EvalInputs:
@@ -62,10 +62,10 @@ class Run:
 
 
 def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None = None) -> Run:
-    """Check a recipe against the world; devices and watchers only of stages up to `until`.
+    """Check a recipe's places, models, settings and, for the stages up to `until`, devices.
 
-    Raises a ValueError of ours (RecipeError, GateError, ModelNotFound, SourceError, WrongInput)
-    with one clear line.
+    Raises:
+        RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
     """
     check_rules(recipe.publish.gate, metric_names(recipe))
     store = _check_places(recipe)
@@ -74,7 +74,7 @@ def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None 
     if "train" in stages:
         if recipe.tpu is not None:
             launch.check(recipe.tpu, recipe.store, recipe.train.wandb)
-        _check_watching(recipe)
+        _check_monitoring(recipe)
     download.check(recipe)
     evaluate.check(recipe)
     if recipe.beam:
@@ -88,11 +88,9 @@ def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None 
 
 
 def check_gate(recipe: Recipe, latents: Latents) -> None:
-    """Raise GateError for rules that could not be held against a model trained on these latents."""
-    hint = (
-        f"encode.holdout {recipe.encode.holdout:g} has held out none of these few pictures: raise "
-        "it, or leave the rule out"
-    )
+    """Raise GateError for rules on metrics that these latents do not support."""
+    share = f"encode.holdout {recipe.encode.holdout:g}"
+    hint = f"{share} selected none of these few pictures: raise it or remove the rule"
     known = metric_names(recipe, held_out=latents.has_holdout)
     check_rules(recipe.publish.gate, known, hint)
 
@@ -104,10 +102,10 @@ def _check_places(recipe: Recipe) -> Store:
         try:
             place.check_writable()
         except Exception as error:
-            told = storage_error(place, error)
-            if told is error and not isinstance(error, OSError):
+            converted = storage_error(place, error)
+            if converted is error and not isinstance(error, OSError):
                 raise
-            raise RecipeError(f"store: {told}") from error
+            raise RecipeError(f"store: {converted}") from error
     return store
 
 
@@ -119,27 +117,26 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
     asked = {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
     settings = recipe.train
     several = settings.processes > 1 and settings.device != "cpu"
-    other = recipe.runtime != "torch"  # with settings of its own that it refuses
+    other = recipe.runtime != "torch"  # it refuses some settings
     unsure = several or settings.optimizer == "adamw_8bit" or other
     if set(asked.values()) <= {"auto", "cpu"} and not unsure:
-        return  # always there; looking for others imports the runtime, which takes seconds
+        return  # always available; a probe would import the runtime, which takes seconds
     registry.check_devices(recipe.runtime, asked)
     if "train" in stages:
         registry.check_settings(recipe.runtime, settings)
 
 
-def _check_watching(recipe: Recipe) -> None:
-    """Raise for what training is to be watched by, and cannot be."""
+def _check_monitoring(recipe: Recipe) -> None:
+    """Raise RecipeError or WrongInput for a board or a held-out loss that cannot work."""
     check_wandb(recipe.train.wandb)
     if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
         raise RecipeError("train.holdout_loss needs held-out samples: raise encode.holdout")
 
 
 def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
-    """The base's folder and, if the recipe names one, another VAE's."""
+    """Check the models; returns the base's folder and that of a separate VAE, if any."""
     model = resolve_model(recipe.model.path, revision=recipe.model.revision)
     vae = resolve_model(recipe.model.vae) if recipe.model.vae else None
-    # Raises for a folder of another family, or without its configs.
     found = describe_encoders(model, vae)
     registry.check_family(recipe.runtime, found["family"])
     factor = found["size_step"]
@@ -161,20 +158,21 @@ def _check_weights(model: Path, vae: Path | None) -> None:
 
 
 def _check_objective(recipe: Recipe, model: Path) -> None:
-    """Raise WrongInput for train settings that do not go with the base or with each other."""
+    """Raise WrongInput for train settings that contradict the base or each other."""
     folder = model / "scheduler"
     Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0))
-    if recipe.encode.holdout:  # evaluation takes the base's loss too
+    if recipe.encode.holdout:  # evaluation computes the base's loss
         Objective(read_schedule(folder), LatentScale(1.0), seed=0)
     denoiser = model / detect_family(model).denoiser
     if trained_scheduler(folder, recipe.train) is not None:
-        why = "errors of different predictions, as train.prediction_type or train.zero_terminal_snr"
+        why = "the scheduler (train.prediction_type or train.zero_terminal_snr)"
     elif folder_extras(denoiser) != ExtraInputs.from_settings(recipe.train):
-        why = "models that see different things, as train.inpainting or train.aesthetic_score"
+        why = "the inputs (train.inpainting or train.aesthetic_score)"
     else:
         return
     for rule in map(parse_rule, recipe.publish.gate):
         if (rule.metric, rule.model) == ("holdout_loss", "base"):
             raise RecipeError(
-                f"publish.gate: {rule.text!r} compares {why} is not the base's: leave it out"
+                f"publish.gate: {rule.text!r} compares incomparable losses, since {why} of the tuned "
+                "model differ from the base's: remove the rule"
             )

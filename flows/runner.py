@@ -1,4 +1,4 @@
-"""Run the flow from the command line, with Prefect embedded and a progress bar for people."""
+"""Run a flow from the command line, with an embedded Prefect server and a progress display."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -25,18 +25,14 @@ from configs.schema import StageName
 from configs.urls import without_secrets
 from tasks import progress
 
+logger = logging.getLogger("kiln")
+
 
 def run(
     recipe: str, overrides: dict[str, Any], until: StageName, *, as_json: bool
 ) -> dict[str, Any]:
-    """Run `finetune` and print how it went; with `as_json`, the report as the last line."""
-
-    def start() -> Any:
-        from flows.finetune import finetune
-
-        return finetune(recipe, overrides, until)
-
-    report = _with_prefect(start, as_json=as_json)
+    """Run `finetune` and print its report; with `as_json`, as JSON on the last line."""
+    report = _run_flow("finetune", as_json, recipe=recipe, overrides=overrides, until=until)
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)
@@ -44,36 +40,31 @@ def run(
 
 
 def generate(*, as_json: bool, **arguments: Any) -> None:
-    """Run `generate` with its arguments, and print where the pictures are."""
-
-    def start() -> Any:
-        from flows.generate import generate
-
-        return generate(**arguments)
-
-    report = _with_prefect(start, as_json=as_json)
+    """Run `generate` and print its report."""
+    report = _run_flow("generate", as_json, **arguments)
     from flows.generate import print_report
 
     print_report(report, as_json=as_json)
 
 
-def _with_prefect(start: Callable[[], Any], *, as_json: bool) -> dict[str, Any]:
-    """Start a flow, and show how it goes.
+def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
+    """Run the flow `name` of the module of that name, and display its progress.
 
-    Uses the Prefect server that is configured, else one of its own for the time of the run.
+    It uses the configured Prefect server, else one of its own during the run.
     """
-    # Our own lines say it shorter; the server's are for its own console.
+    # Our display replaces Prefect's log lines; the console of a server would repeat them.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     with _Display(as_json=as_json) as display:
         if (server := configured_server()) is None:
-            display.say("starting Prefect (its own server, for this run) …")
+            display.print("starting Prefect (its own server, for this run) …")
             _start_server()
         else:
             check_server(server)
         try:
-            found: dict[str, Any] = start()
+            flow = getattr(import_module(f"flows.{name}"), name)
+            found: dict[str, Any] = flow(**arguments)
         except Exception as error:
             if as_json:
                 print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
@@ -82,7 +73,7 @@ def _with_prefect(start: Callable[[], Any], *, as_json: bool) -> dict[str, Any]:
 
 
 def configured_server() -> str | None:
-    """URL of the server that the environment or Prefect's profile names."""
+    """URL of the server in the environment or in Prefect's profile; None without one."""
     if (named := os.environ.get("PREFECT_API_URL")) is not None:
         return named
     from prefect.settings import get_current_settings
@@ -91,14 +82,14 @@ def configured_server() -> str | None:
 
 
 def _start_server() -> None:
-    """Start Prefect's own server where Ctrl-C does not reach it.
+    """Start Prefect's own server with SIGINT blocked.
 
-    A server that the same Ctrl-C ends cannot be told that the run has ended: Prefect's client asks
-    again for a minute.
+    Ctrl-C would otherwise end the server before the run, and Prefect's client would retry its last
+    request for a minute.
     """
     from prefect.server.api.server import SubprocessASGIServer
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # its process inherits that
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server inherits it
     try:
         SubprocessASGIServer().start()
     finally:
@@ -113,18 +104,19 @@ def check_server(url: str) -> None:
     except (OSError, ValueError) as error:
         raise ServerAway(
             f"no Prefect server answers at PREFECT_API_URL={without_secrets(url)} ({error}): start "
-            "it (`make ui`), or unset the variable to use one for the time of the run"
+            "it (`make ui`), or unset the variable: a run then starts its own"
         ) from None
 
 
 class ServerAway(ValueError):
-    """The Prefect server that was asked for is not there."""
+    """The configured Prefect server does not answer."""
 
 
-class _Display:
-    """A progress bar at a terminal, plain lines elsewhere; log lines go above it."""
+class _Display(logging.Handler):
+    """Prints log lines above a progress bar at a terminal; elsewhere each tenth is a line."""
 
     def __init__(self, *, as_json: bool) -> None:
+        super().__init__(logging.INFO)
         self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
         self.rows: dict[str, TaskID] = {}
@@ -141,45 +133,36 @@ class _Display:
                 console=self.console,
             )
             self.bar.start()
-        self._handler = _LinesTo(self)
-        logger = logging.getLogger("kiln")
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # Prefect's console would say each line again
-        logger.addHandler(self._handler)
+        logger.propagate = False  # Prefect's console would repeat each line
+        logger.addHandler(self)
         progress.listeners.append(self.update)
         return self
 
     def __exit__(self, *exc: object) -> None:
         progress.listeners.remove(self.update)
-        logger = logging.getLogger("kiln")
-        logger.removeHandler(self._handler)
+        logger.removeHandler(self)
         logger.propagate = True
         if self.bar is not None:
             self.bar.stop()
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         self.console.print(line, markup=False)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        self.print(level + record.getMessage())
 
     def update(self, stage: str, done: int, total: int, text: str) -> None:
         if self.bar is None:
             tenth = 10 * done // max(total, 1)
             if tenth != self.tenths.get(stage):
                 self.tenths[stage] = tenth
-                self.say(f"{stage}: {done}/{total} {text}".rstrip())
+                self.print(f"{stage}: {done}/{total} {text}".rstrip())
             return
         if stage not in self.rows:
             self.rows[stage] = self.bar.add_task(stage, total=total, text=text)
         self.bar.update(self.rows[stage], completed=done, total=total, text=text)
-
-
-class _LinesTo(logging.Handler):
-    def __init__(self, display: _Display) -> None:
-        super().__init__(logging.INFO)
-        self.display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        self.display.say(mark + record.getMessage())
 
 
 def _print_summary(report: dict[str, Any], file: Any) -> None:
@@ -188,7 +171,7 @@ def _print_summary(report: dict[str, Any], file: Any) -> None:
         print(f"  {name:24} {values}", file=file)
     if report["status"] == "rejected":
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
-        print(f"refused by the gate: {'; '.join(failed)}", file=file)
+        print(f"rejected by the gate: {'; '.join(failed)}", file=file)
     elif report["status"] == "built":
         for name, stage in report["stages"].items():
             print(f"{name:9} {stage['outcome']}: {stage['uri']}", file=file)
@@ -198,7 +181,7 @@ def _print_summary(report: dict[str, Any], file: Any) -> None:
 
 
 def _other_champion(report: dict[str, Any]) -> str:
-    """Which version is the champion, if it is not the one of this run: after a rollback, say."""
+    """The champion if it is not this run's model, for example after a rollback; else empty."""
     move, version = report["champion"], report["model"].rpartition("/")[2]
     if move is None or move["version"] == version:
         return ""

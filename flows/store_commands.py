@@ -1,4 +1,4 @@
-"""Look at a store: list, show, verify, collect garbage."""
+"""Commands on a store: list, show, verify, collect garbage."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ log = logging.getLogger("kiln")
 
 
 class NotInStore(ValueError):
-    """No artifact, or more than one, goes by what was asked for."""
+    """No artifact, or more than one, matches."""
 
 
 class StoreNotThere(ValueError):
-    """There is nothing where a store was looked for."""
+    """The store does not exist."""
 
 
 def check_store(url: str) -> None:
-    """Raise StoreNotThere, or a StoreError for a URL that cannot be one."""
+    """Raise StoreNotThere for a missing store, StoreError for an unsupported URL."""
     store = Store(url)
     if not store.fs.exists(store.root):
-        raise StoreNotThere(f"store {without_secrets(url)}: not there")
+        raise StoreNotThere(f"store {without_secrets(url)}: not found")
 
 
 def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
@@ -41,7 +41,11 @@ def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
     rows = [_row(artifact) for artifact in store.artifacts()]
     models = list(_models(store, registry))
     if as_json:
-        print(json.dumps({"artifacts": rows, "models": [_model_row(*m) for m in models]}))
+        published = [
+            {"name": found.name, "version": one.name, "uri": one.uri, "champion": champion}
+            for found, one, champion in models
+        ]
+        print(json.dumps({"artifacts": rows, "models": published}))
         return
     for row in rows:
         print(
@@ -56,7 +60,7 @@ def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
 
 
 def show_artifact(url: str, what: str, *, as_json: bool) -> None:
-    """Print one artifact's settings, lineage and the reason it was built."""
+    """Print an artifact's settings, lineage and the reason of its build."""
     store = Store(url)
     artifact = _one(store, what)
     manifest = artifact.manifest
@@ -70,7 +74,7 @@ def show_artifact(url: str, what: str, *, as_json: bool) -> None:
     print(f"  digest  {artifact.digest}")
     print(f"  built   {run['created']} on {run['host']} in {run['seconds']:.1f} s: {run['reason']}")
     fault = store.fault(artifact)
-    print(f"  state   {'whole: it will be reused' if fault is None else fault}")
+    print(f"  state   {'whole: a run reuses it' if fault is None else fault}")
     print("  lineage")
     for depth, name, key in _lineage(store, artifact):
         print(f"    {'  ' * depth}{name} {key[:16]}")
@@ -81,32 +85,39 @@ def show_artifact(url: str, what: str, *, as_json: bool) -> None:
 
 
 def verify_store(url: str, what: str | None, registry: str | None = None) -> bool:
-    """Re-hash and print; whether everything is whole."""
-    store = Store(url)
+    """Re-hash artifacts and models, and print a line for each; returns whether all are intact."""
     whole = True
-    damaged = [found for found in store.unreadable() if _goes_by(what or "", *found[:2])]
-    for stage, key, error in damaged:
-        print(f"{stage:9} {key[:12]}  {error}")
-        whole = False
-    if what and damaged:
-        return whole
-    for artifact in [_one(store, what)] if what else store.artifacts():
-        fault = store.fault(artifact, deep=True)
-        print(f"{artifact.stage:9} {artifact.key[:12]}  {fault or 'whole'}")
-        whole &= fault is None
-    for name, error in [] if what else _damage(store, registry):
-        print(f"model     {name}  {error}")
-        whole = False
-    for found, version, _ in [] if what else _models(store, registry):
-        root = f"{found.root}/{version.name}"
-        fault = first_fault(found.fs, root, version.manifest["files"], deep=True)
-        print(f"model     {found.name} {version.name}  {fault or 'whole'}")
+    for name, fault in _verify(Store(url), what, registry):
+        print(f"{name}  {fault or 'whole'}")
         whole &= fault is None
     return whole
 
 
+def _verify(store: Store, what: str | None, url: str | None) -> Iterator[tuple[str, str | None]]:
+    """(name, fault or None) of artifacts and, without `what`, of published models."""
+    damaged = [found for found in store.unreadable() if _matches(what or "", *found[:2])]
+    for stage, key, error in damaged:
+        yield f"{stage:9} {key[:12]}", error
+    if what and damaged:
+        return
+    for artifact in [_one(store, what)] if what else store.artifacts():
+        yield f"{artifact.stage:9} {artifact.key[:12]}", store.fault(artifact, deep=True)
+    if what:
+        return
+    for name, error in _damage(store, url):
+        yield f"model     {name}", error
+    for found, version, _ in _models(store, url):
+        root = f"{found.root}/{version.name}"
+        fault = first_fault(found.fs, root, version.manifest["files"], deep=True)
+        yield f"model     {found.name} {version.name}", fault
+
+
 def collect_garbage(url: str, registry: str | None = None, *, days: float, delete: bool) -> None:
-    """List what nothing needs, and delete it if asked."""
+    """List unneeded files, and delete them with `delete`.
+
+    Raises:
+        GarbageUnsure: a damaged record hides what is needed.
+    """
     store = Store(url)
     roots = [
         (stage, found["key"])
@@ -114,8 +125,8 @@ def collect_garbage(url: str, registry: str | None = None, *, days: float, delet
         for stage, found in run["stages"].items()
     ]
     wanted = list(roots)
-    for name, error in _damage(store, registry):  # what it was made from is not known
-        raise gc.GarbageUnsure(f"{name}: {error}; nothing is deleted before that is mended")
+    for name, error in _damage(store, registry):  # its parents are unknown
+        raise gc.GarbageUnsure(f"{name}: {error}; nothing is deleted before its repair")
     roots += [("publish", version.manifest["key"]) for _, version, _ in _models(store, registry)]
     items = gc.garbage(store, gc.needed_by(store, roots), wanted)
     for item in items:
@@ -129,14 +140,14 @@ def collect_garbage(url: str, registry: str | None = None, *, days: float, delet
 
 
 def _one(store: Store, what: str) -> Artifact:
-    found = [a for a in store.artifacts() if _goes_by(what, a.stage, a.key)]
+    found = [a for a in store.artifacts() if _matches(what, a.stage, a.key)]
     if len(found) != 1:
         names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found) or "nothing"
-        raise NotInStore(f"{what}: {names} goes by that; see `kiln ls`")
+        raise NotInStore(f"{what}: matches {names}; see `kiln ls`")
     return found[0]
 
 
-def _goes_by(what: str, stage: str, key: str) -> bool:
+def _matches(what: str, stage: str, key: str) -> bool:
     wanted_stage, _, start = what.rpartition("/")
     return key.startswith(start) and wanted_stage in ("", stage)
 
@@ -151,7 +162,7 @@ def _registries(store: Store, url: str | None) -> Iterator[Registry]:
 
 
 def _damage(store: Store, url: str | None) -> Iterator[tuple[str, str]]:
-    """(model and version, what is wrong) of what is published and cannot be read."""
+    """(model and version, fault) of unreadable published models."""
     for registry in _registries(store, url):
         for version, error in registry.unreadable():
             yield f"{registry.name} {version}", error
@@ -165,7 +176,7 @@ def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, 
     for registry in _registries(store, url):
         try:
             champion = registry.champion()
-        except RegistryError as error:  # a damaged champion hides none of the others
+        except RegistryError as error:  # the other versions stay visible
             log.warning("%s", error)
             champion = None
         for version in registry.versions():
@@ -193,15 +204,6 @@ def _row(artifact: Artifact) -> dict[str, Any]:
     }
 
 
-def _model_row(registry: Registry, version: Version, champion: bool) -> dict[str, Any]:
-    return {
-        "name": registry.name,
-        "version": version.name,
-        "uri": version.uri,
-        "champion": champion,
-    }
-
-
 def _size(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -211,8 +213,8 @@ def _size(count: float) -> str:
 
 
 def show_tpu(recipe: Recipe) -> None:
-    """Print the commands that make a recipe's slice, train on it and delete it."""
+    """Print the commands that create a recipe's slice, train on it and delete it."""
     if recipe.tpu is None:
-        raise RecipeError(f"recipe {recipe.name}: it has no section `tpu` (see docs/tpu.md)")
+        raise RecipeError(f"recipe {recipe.name}: no section `tpu` (see docs/tpu.md)")
     for why, command in launch.list_commands(recipe.tpu):
         print(f"# {why}\n{shlex.join(command)}")

@@ -41,12 +41,25 @@ class ShardProgress:
     unit: str = "rows"
 
 
+@contextmanager
+def _quiet_beam() -> Iterator[None]:
+    """Silence Beam's logger, which prints a traceback several times before raising it."""
+    logger = logging.getLogger("apache_beam")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@_quiet_beam()
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise BeamOptionsError for a runner or options that Beam rejects; nothing is run."""
-    with _quiet_beam():
-        _pipeline(options, threads=1)
+    _pipeline(options, threads=1)
 
 
+@_quiet_beam()
 def run_linear(
     elements: Sequence[Any],
     dofn: beam.DoFn,
@@ -70,10 +83,9 @@ def run_linear(
         BeamOptionsError: Beam rejects the options.
         OSError: the store is full or not writable.
     """
-    with _quiet_beam():
-        pipeline = _pipeline(options, threads)
-        _ = pipeline | beam.Create(list(elements)) | beam.Reshuffle() | beam.ParDo(dofn)
-    with _quiet_beam(), _watching(watch):
+    pipeline = _pipeline(options, threads)
+    _ = pipeline | beam.Create(list(elements)) | beam.Reshuffle() | beam.ParDo(dofn)
+    with _watching(watch):
         try:
             pipeline.run().wait_until_finish()
         except Exception as error:
@@ -100,18 +112,6 @@ def _pipeline(options: Mapping[str, Any], threads: int) -> beam.Pipeline:
         hint = f" (did you mean beam.{near[0]}?)" if near else ""
         raise BeamOptionsError(f"beam.{name}: unknown to Beam and this runner{hint}")
     return pipeline
-
-
-@contextmanager
-def _quiet_beam() -> Iterator[None]:
-    """Silence Beam's logger, which prints a traceback several times before raising it."""
-    logger = logging.getLogger("apache_beam")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 @contextmanager

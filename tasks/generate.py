@@ -122,15 +122,14 @@ def build(
         {"file": f"samples/{number:05d}.png", "prompt": prompt, "noise": number % noise}
         for number, prompt in enumerate(prompts)
     ]
-    times = {name: result[name] for name in ("seconds", "first_seconds", "compile_seconds")}
     text = json.dumps({"pictures": listed, "settings": job.words}, indent=1, ensure_ascii=False)
     draft.write(LIST, text.encode())
-    kept = {
+    return {
         "pictures": len(prompts),
         "num_images_per_prompt": settings.num_images_per_prompt,
-        "drawn": result["drawn"],
+        **{name: result[name] for name in ("drawn", "seconds", "first_seconds", "compile_seconds")},
+        "run": runtime_facts(settings.runtime),
     }
-    return {**kept, **times, "run": runtime_facts(settings.runtime)}
 
 
 def ordered(settings: Generate) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How far a stage is: to the terminal, and to a Prefect progress artifact when a run is on."""
+"""Report a stage's progress to the terminal and, in a run, to a Prefect progress artifact."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tasks.show import artifact_key
 
 log = logging.getLogger("kiln")
 
-#: Called with (stage, done, total, text); `kiln run` puts its progress bar here.
+#: Callbacks (stage, done, total, text); `kiln run` adds its progress bar.
 listeners: list[Callable[[str, int, int, str], None]] = []
 
 
 class Progress:
-    """Callable with (done, total, text); cheap enough to call for every step.
+    """A callback (done, total, text), cheap enough for every step.
 
     Args:
-        model: Name of the model that is made, by which recipes are told apart in Prefect.
+        model: name of the model in training, which separates recipes in Prefect.
     """
 
     EVERY_SECONDS = 1.0
@@ -55,6 +55,6 @@ class Progress:
                 self._artifact = made if isinstance(made, UUID) else None
             else:
                 update_progress_artifact(self._artifact, percent, description=text or self.stage)
-        except Exception as error:  # a server that is away must not stop a training run
-            log.warning("%s: progress could not be shown in Prefect: %s", self.stage, error)
+        except Exception as error:  # an unreachable server must not stop a training run
+            log.warning("%s: progress is not shown in Prefect: %s", self.stage, error)
             self._next = time.monotonic() + 30.0

@@ -11,10 +11,7 @@ from contextlib import contextmanager
 def quiet_import() -> Iterator[None]:
     """Discard records of the root logger during the block."""
     root, silence = logging.getLogger(), logging.NullHandler()
-
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
-
+    nothing = logging.Filter("no logger of this name")
     root.addHandler(silence)  # otherwise logging would install a default handler
     root.addFilter(nothing)
     try:

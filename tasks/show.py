@@ -17,7 +17,7 @@ def artifact_key(*names: str) -> str:
 
 
 def show_in_prefect(key: str, heading: str, panels: Callable[[], Sequence[Panel]]) -> None:
-    """Create the artifact `key`, if a run is on; what cannot be shown stops nothing."""
+    """Create the artifact `key` in a run; a failure is only logged."""
     from prefect.artifacts import create_markdown_artifact
     from prefect.context import FlowRunContext
 
@@ -25,5 +25,5 @@ def show_in_prefect(key: str, heading: str, panels: Callable[[], Sequence[Panel]
         return
     try:
         create_markdown_artifact(markdown=to_markdown(heading, panels()), key=key)
-    except Exception as error:  # a server that is away, a picture that does not open
-        log.warning("%s could not be shown in Prefect: %s", key, error)
+    except Exception as error:  # such as an unreachable server or a damaged picture
+        log.warning("%s is not shown in Prefect: %s", key, error)

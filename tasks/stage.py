@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -114,8 +114,13 @@ def _log_builder(parts: KeyParts, owner: dict[str, Any]) -> None:
 
 
 def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str, Any]:
+    """Facts of this run that do not affect an artifact's content."""
     return {
-        **run_facts(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "versions": package_versions(sys.executable),
+        "git": _git_commit(),
         "reason": reason,
         "seconds": round(time.monotonic() - begun, 3),
         "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
@@ -166,17 +171,6 @@ def storage_error(store: Store, error: Exception) -> Exception:
     return error
 
 
-def run_facts() -> dict[str, Any]:
-    """Facts of this run that do not affect an artifact's content."""
-    return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "versions": package_versions(sys.executable),
-        "git": _git_commit(),
-    }
-
-
 def why_built(store: Store, parts: KeyParts) -> str:
     """The reason of a build: how the key differs from that of the newest artifact of the stage."""
     folder = f"{store.root}/{parts.stage}"
@@ -219,10 +213,11 @@ def runtime_facts(name: str) -> dict[str, Any]:
     return {"runtime": name, "versions": package_versions(interpreter(name))}
 
 
-def package_versions(python: str) -> dict[str, str]:
-    """Package -> version of the PACKAGES in the environment of a Python interpreter."""
-    folders = [str(path) for path in Path(python).parents[1].glob("lib/python*/site-packages")]
-    found = {name: list(distributions(name=name, path=folders)) for name in PACKAGES}
+def package_versions(python: str, packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Package -> version of installed packages in the environment of a Python interpreter."""
+    folders = map(str, Path(python).parents[1].glob("lib/python*/site-packages"))
+    path = sys.path if python == sys.executable else list(folders)
+    found = {name: list(distributions(name=name, path=path)) for name in packages}
     return {name: one[0].version for name, one in found.items() if one}
 
 

@@ -1,4 +1,4 @@
-"""The encode stage: what its artifact is made of, how it is built, and how it shows itself."""
+"""The encode stage: key, build, checks and panels of the latents artifact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("kiln")
 
 
 class EncodeFailed(RuntimeError):
-    """Too many samples are bad, or none is left; the message says which and what to do."""
+    """Too many samples are bad, or none is left; the message has the remedy."""
 
 
 def key_parts(
@@ -45,13 +45,13 @@ def build(
     draft: Draft,
     progress: Callable[[int, int, str], None],
 ) -> dict[str, Any]:
-    """Encode every image shard that is not encoded yet, and name them all in the draft.
+    """Encode the image shards that have no latent shard, and add all latent shards to the draft.
 
     Raises:
-        WrongInput: the model or the settings cannot be used; nothing was encoded.
+        WrongInput: the model or the settings are invalid; nothing was encoded.
         EncodeFailed: more than `encode.max_bad` of the samples are bad, or no sample is left.
     """
-    # Beam takes seconds to import: only what builds pays for it.
+    # Beam takes seconds to import, which a reused artifact does not need.
     with quiet_import():
         from tasks.encode.pipeline import EncodeShard, EncodeTask, encode_shards
 
@@ -60,14 +60,14 @@ def build(
     bucket_sizes(settings, info["size_step"])
     digest = digest_encoders(model_folder, vae_folder)
     dtype = recipe.encode.dtype
-    works = {}
+    tasks = {}
     for entry in images.files:
         if entry.path.endswith(".tar"):
             key = shard_key(entry.sha256, digest, dtype, recipe.encode.batch_size, settings)
             tar, samples = images.url(entry.path), entry.meta["samples"]
-            works[key] = EncodeTask(key, tar, entry.sha256, samples)
-    if not works:
-        raise EncodeFailed("encode: the download stage has left no image shard to encode")
+            tasks[key] = EncodeTask(key, tar, entry.sha256, samples)
+    if not tasks:
+        raise EncodeFailed("encode: the images artifact has no shard")
     store = draft.store
     encoders = EncodeJob(
         runtime=recipe.runtime,
@@ -79,13 +79,13 @@ def build(
         compiled=store.compiled_url,
     )
     dofn = EncodeShard(store.url, encoders, settings, recipe.encode.batch_size)
-    shards = encode_shards(list(works.values()), store, dofn, recipe.beam, progress)
+    shards = encode_shards(list(tasks.values()), store, dofn, recipe.beam, progress)
     summary = summarise(shards, info["vae_scale_factor"])
     check(summary, recipe.encode.max_bad)
     if summary["uncaptioned"]:
         log.warning(
-            "encode: %d of %d pictures have no caption: they train unconditionally; if they should "
-            "have one, look at source.caption_column, or for .txt files beside them",
+            "encode: %d of %d pictures have no caption and train unconditionally; if this is wrong, "
+            "check source.caption_column or the .txt files beside them",
             summary["uncaptioned"],
             summary["samples"],
         )
@@ -133,7 +133,7 @@ def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:
 
 
 def check(summary: dict[str, Any], max_bad: float) -> None:
-    """Raise EncodeFailed when too little is left; what is committed stays, to be reused."""
+    """Raise EncodeFailed for too many bad samples; committed shards stay for the next run."""
     bad = sum(summary["bad"].values())
     reasons = ", ".join(f"{reason}: {n}" for reason, n in summary["bad"].items()) or "none read"
     if summary["samples"] == 0:
@@ -146,7 +146,7 @@ def check(summary: dict[str, Any], max_bad: float) -> None:
         )
     if summary["samples"] == summary["holdout"]:
         raise EncodeFailed(
-            f"encode: all {summary['holdout']} samples fell to the held-out split; add pictures or "
+            f"encode: all {summary['holdout']} samples are in the held-out split; add pictures or "
             "lower encode.holdout"
         )
 

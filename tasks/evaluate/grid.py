@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +18,8 @@ MARGIN, LABEL, LINE, LINES = 6, 64, 13, 4
 INK, PAPER = (40, 30, 25), (250, 246, 240)
 
 
-@dataclass(frozen=True)
-class Column:
-    """One prompt and each model's picture of it, in row order."""
-
-    prompt: str
-    pictures: tuple[NDArray[np.uint8], ...]  # [H, W, 3] each
+#: A prompt and each model's picture u8 [H, W, 3] of it, in row order.
+Column = tuple[str, tuple[NDArray[np.uint8], ...]]
 
 
 def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
@@ -36,7 +31,7 @@ def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
 
 def render(sets: dict[str, list[Column]], rows: Sequence[str]) -> bytes:
     """PNG bytes with one block per prompt set, one row per model, one column per prompt."""
-    cell = _cell_size(next(iter(sets.values()))[0].pictures[0])
+    cell = _cell_size(next(iter(sets.values()))[0][1][0])
     widest = max(len(columns) for columns in sets.values())
     block = LINE + MARGIN + LINES * LINE + len(rows) * (cell[1] + MARGIN) + MARGIN
     width = LABEL + widest * (cell[0] + MARGIN) + MARGIN
@@ -61,13 +56,13 @@ def _draw_block(
     for number, row in enumerate(rows):
         middle = first_row + number * (cell[1] + MARGIN) + cell[1] // 2
         pen.text((MARGIN, middle), row, INK, large, anchor="lm")
-    for index, column in enumerate(columns):
+    for index, (prompt, _) in enumerate(columns):
         left = LABEL + index * (cell[0] + MARGIN)
-        words = textwrap.wrap(column.prompt, max(8, cell[0] // 6), max_lines=LINES, placeholder="…")
+        words = textwrap.wrap(prompt, max(8, cell[0] // 6), max_lines=LINES, placeholder="…")
         pen.multiline_text((left, top + LINE + MARGIN - 2), "\n".join(words), INK, small, spacing=1)
-    cells = [_fit(column.pictures[row], cell) for row in range(len(rows)) for column in columns]
-    pictures = picture_grid(cells, len(cells), len(columns), gap=MARGIN, paper=PAPER)
-    page.paste(pictures, (LABEL, first_row))
+    cells = [_fit(pictures[row], cell) for row in range(len(rows)) for _, pictures in columns]
+    block = picture_grid(cells, len(cells), len(columns), gap=MARGIN, paper=PAPER)
+    page.paste(block, (LABEL, first_row))
 
 
 def _cell_size(picture: NDArray[np.uint8]) -> tuple[int, int]:

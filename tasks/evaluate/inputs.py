@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.keys import digest_json
 from artifacts.models import digest_model
 from artifacts.store import Artifact
 from configs.schema import Recipe
-from tasks.evaluate.pictures import EvalModel, digest_pipeline
+from tasks.evaluate.pictures import EvalModel, digest_eval_model, digest_pipeline
 from tasks.trained_weights import BASE, TrainedWeights, weights_content
 
 
@@ -36,9 +35,6 @@ class EvalInputs:
 
     def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
         """The base, or the model with the weights of a train artifact."""
-        content = {
-            "pipeline": digest_pipeline(self.base),
-            "vae": None if self.vae is None else digest_model(self.vae),
-            "tuned": None if trained is None else weights_content(trained),
-        }
-        return EvalModel(digest_json(content), self.base, weights, self.vae)
+        content = None if trained is None else weights_content(trained)
+        digest = digest_eval_model(self.base, self.vae, content)
+        return EvalModel(digest, self.base, weights, self.vae)

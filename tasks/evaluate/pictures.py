@@ -185,6 +185,12 @@ def digest_pipeline(folder: Path) -> str:
     return digest_model(folder, DRAWING_PARTS)
 
 
+def digest_eval_model(base: Path, vae: Path | None, weights: Any) -> str:
+    """sha256 of all content that affects a model's pictures; `weights` identifies trained ones."""
+    found = None if vae is None else digest_model(vae)
+    return digest_json({"pipeline": digest_pipeline(base), "vae": found, "tuned": weights})
+
+
 def _job(
     models: dict[str, EvalModel], outs: dict[str, Path], spec: SamplingSpec, compiled: str
 ) -> GenerateJob:

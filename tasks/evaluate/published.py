@@ -13,7 +13,7 @@ from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe import vae_path
-from tasks.evaluate.pictures import EvalModel, digest_pipeline
+from tasks.evaluate.pictures import EvalModel, digest_eval_model, digest_pipeline
 from tasks.trained_weights import TrainedWeights
 
 
@@ -31,13 +31,7 @@ def load_published_model(folder: Path) -> EvalModel:
         raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
     base, vae = _base_of(folder)
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
-    digest = digest_json(
-        {
-            "pipeline": digest_pipeline(base),
-            "vae": None if vae is None else digest_model(vae),
-            "tuned": digest_model(folder, (LORA_WEIGHTS, *own)),
-        }
-    )
+    digest = digest_eval_model(base, vae, digest_model(folder, (LORA_WEIGHTS, *own)))
     return EvalModel(digest, base, TrainedWeights(own, lora), vae)
 
 

@@ -162,7 +162,7 @@ def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
         for shard in shards
     ]
     columns = {
-        name: [grid.Column(prompts[n], tuple(model[n] for model in drawn)) for n in numbers]
+        name: [(prompts[n], tuple(model[n] for model in drawn)) for n in numbers]
         for name, numbers in chosen.items()
     }
     return grid.render(columns, MODELS)

@@ -12,10 +12,11 @@ from typing import Any
 #: metric name -> model ("base", "tuned", "champion") -> value
 Values = Mapping[str, Mapping[str, float]]
 
+#: Groups: metric, operator, number, model, adjustment, amount.
 _RULE = re.compile(
-    r"\s*(?P<metric>[A-Za-z_][\w/.-]*)\s*(?P<op>>=|<=|>|<)\s*"
-    r"(?:(?P<number>[-+]?[\d.]+(?:e[-+]?\d+)?)"
-    r"|(?P<model>base|champion)(?:\s*(?P<how>[*+-])\s*(?P<by>[\d.]+(?:e[-+]?\d+)?))?)\s*",
+    r"\s*([A-Za-z_][\w/.-]*)\s*(>=|<=|>|<)\s*"
+    r"(?:([-+]?[\d.]+(?:e[-+]?\d+)?)"
+    r"|(base|champion)(?:\s*([*+-])\s*([\d.]+(?:e[-+]?\d+)?))?)\s*",
     re.IGNORECASE,
 )
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -62,16 +63,9 @@ def parse_rule(text: str) -> Rule:
             f"gate rule {text!r}: write it as `metric >= number`, `metric < base` or "
             "`metric >= champion * 0.98`"
         )
-    part = match.groupdict()
-    return Rule(
-        text=text,
-        metric=part["metric"],
-        op=part["op"],
-        number=float(part["number"]) if part["number"] else None,
-        model=part["model"].lower() if part["model"] else None,
-        how=part["how"],
-        by=float(part["by"]) if part["by"] else 0.0,
-    )
+    metric, op, number, model, how, by = match.groups()
+    bound = None if number is None else float(number)
+    return Rule(text, metric, op, bound, model and model.lower(), how, float(by or 0))
 
 
 def check_rules(rules: Sequence[str], metrics: Sequence[str], hint: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The publish stage: through the gate, into a diffusers folder, into the registry."""
+"""The publish stage: gate, diffusers folder, registry."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ VERSION = 1
 
 
 class Rejected(Exception):
-    """The gate did not let the model through; `verdicts` says why."""
+    """The model failed a rule of the gate; `verdicts` has all results."""
 
     def __init__(self, verdicts: list[gate.Verdict]) -> None:
         self.verdicts = verdicts
-        failed = [_in_words(v) for v in verdicts if not v.passed]
-        super().__init__("the gate refused the model: " + "; ".join(failed))
+        failed = [_verdict_text(v) for v in verdicts if not v.passed]
+        super().__init__("the gate rejected the model: " + "; ".join(failed))
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that change what is published."""
+    """The settings that affect the published folder."""
     return recipe.publish.model_dump(mode="json", exclude={"registry"})
 
 
 def key_parts(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) -> KeyParts:
-    """What the gate's verdict rests on, the champion included if a rule names it."""
+    """The artifact's key, with the champion if a rule names it."""
     inputs = _inputs(recipe, trained, evaluated, base)
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
@@ -51,8 +51,8 @@ def key_parts(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path
 def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) -> dict[str, str]:
     """Digests of the inputs.
 
-    The champion that a model was published against stays its input once it is champion itself,
-    so that running its recipe again reuses it.
+    If the model itself is the champion, its input stays the champion it was compared with, so that
+    another run of its recipe reuses it.
     """
     inputs = {
         "model": trained.digest,
@@ -85,9 +85,14 @@ def build(
     draft: Draft,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Judge, then put the folder together. Raises Rejected, and leaves nothing, if a rule fails.
+    """Judge the model, then write the published folder into the draft.
 
-    `champion_metrics(url)` are a version's metrics, measured the way that `evaluated` was.
+    Args:
+        lineage: input name -> digest, for the card.
+        champion_metrics: URL of a published version -> metrics, comparable with `evaluated`.
+
+    Raises:
+        Rejected: a rule failed; the draft is empty.
     """
     measured = json.loads(evaluated.read("metrics.json"))
     champion = registry_of(recipe).champion()
@@ -98,7 +103,7 @@ def build(
         local_weights(trained) as tuned,
     ):
         out = Path(scratch) / "model"
-        _put_together(recipe, tuned, base, vae, out)
+        _write_weights(recipe, tuned, base, vae, out)
         facts = card.Weights.of(tuned, merged=recipe.publish.merge)
         text = card.write_card(recipe, base, measured["metrics"], verdicts, lineage, facts)
         (out / "README.md").write_text(text, encoding="utf-8")
@@ -125,29 +130,31 @@ def register(
     results: Sequence[StageResult],
     shows: Mapping[str, Callable[[Artifact], list[Panel]]],
 ) -> dict[str, Any]:
-    """Copy the model into the registry, its report beside it; a new version becomes the champion.
+    """Copy the model and its report to the registry; a new version becomes the champion.
 
     Args:
-        results: of every stage, in their order.
+        results: one per stage, in the order of the flow.
         shows: stage name -> function that returns the panels of its artifact.
 
-    Returns `model`, the URL of its version, and `champion`, how the present one came to be it:
-    after a rollback that is another. Raises TransientError if the champion is no longer the one
-    that the gate compared with.
+    Returns {"model": URL of the version, "champion": the registry's last move}. After a rollback
+    the champion may be another version.
+
+    Raises:
+        TransientError: the champion is not the one that the gate compared with.
     """
     registry = registry_of(recipe)
     artifacts = [result.load(store) for result in results]
     trained, evaluated, published = artifacts[-3:]
     with storing(store):
         path = f"{published.path}/{report.NAME}"
-        if results[-1].outcome == "built" or not store.fs.exists(path):  # else it is of that run
+        if results[-1].outcome == "built" or not store.fs.exists(path):
             page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
             write_atomic(store.fs, path, page.encode())
         version = registry.publish(published)
         if not registry.was_champion(version.name):
             now = _inputs(recipe, trained, evaluated, base)
             if now.get("champion") != published.manifest["inputs"].get("champion"):
-                raise TransientError("another model became champion meanwhile: run again")
+                raise TransientError("another model became the champion meanwhile: run again")
             registry.promote(version.name, "published")
         return {"model": version.uri, "champion": registry.last_move()}
 
@@ -155,7 +162,7 @@ def register(
 def lineage_of(
     images: Artifact, latents: Artifact, trained: Artifact, evaluated: Artifact
 ) -> dict[str, str]:
-    """Digests of all that a model was made from, for its card."""
+    """Digests of all inputs of a model, for its card."""
     return {
         "source (rows of the list)": images.manifest["inputs"]["source"],
         "images": images.digest,
@@ -183,10 +190,10 @@ def _judge(
     return verdicts
 
 
-def _put_together(
+def _write_weights(
     recipe: Recipe, tuned: TrainedWeights, base: Path, vae: Path | None, out: Path
 ) -> None:
-    """The weights: a pipeline's folder; adapters alone; or one with them merged, and them in it."""
+    """Write a pipeline folder, adapters, or a pipeline with merged adapters and a copy of them."""
     dtype, lora = recipe.publish.dtype, tuned.lora
     alone = lora is not None and not recipe.publish.merge
     if not alone:
@@ -219,12 +226,12 @@ def show(artifact: Artifact) -> list[Panel]:
 
 
 def show_verdicts(verdicts: Sequence[gate.Verdict]) -> list[Panel]:
-    """Why a model was refused."""
+    """The verdicts on a rejected model."""
     return [Table("Gate", gate.as_rows(verdicts))]
 
 
 def show_version(registered: dict[str, Any]) -> list[Panel]:
-    """Where a model is in the registry, and which version is the champion."""
+    """The model's URL in the registry, and the champion."""
     url, champion = registered["model"], registered["champion"]
     facts = {
         "model": url,
@@ -235,7 +242,7 @@ def show_version(registered: dict[str, Any]) -> list[Panel]:
     return [Facts("Published", facts)]
 
 
-def _in_words(verdict: gate.Verdict) -> str:
+def _verdict_text(verdict: gate.Verdict) -> str:
     if verdict.value is None or verdict.bound is None:
         return f"{verdict.rule} ({verdict.note})"
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g})"

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, distributions, version
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def make_plan(
     vae = None
     if recipe.model.vae is not None:
         vae = vae_path(model, resolve_configs(recipe.model.vae))
-    measure = _Measure(recipe, where, model, vae, say)
+    measure = partial(_load_or_compile, recipe, model, vae, say)
     found = SlicePlan(recipe, where, size, measure(size), describe_encoders(model, vae))
     if found.fits and not search:
         return found
@@ -180,58 +181,46 @@ def _size(recipe: Recipe, where: Slice) -> Size:
     return Size(min(settings.micro_batch_size or share, share), share, where)
 
 
-@dataclass
-class _Measure:
-    """Compiles a recipe's step for a batch size, each size once."""
-
-    recipe: Recipe
-    where: Slice
-    model: Path
-    vae: Path | None
-    say: Callable[[str], None]
-    plans: dict[Size, Plan] = field(default_factory=dict)
-
-    def __call__(self, size: Size) -> Plan:
-        if size not in self.plans:
-            self.plans[size] = self._load_or_compile(size)
-        return self.plans[size]
-
-    def _load_or_compile(self, size: Size) -> Plan:
-        config = self.recipe.train.denoiser_config
-        request = Request(
-            model=str(self.model),
-            train=_of_the_step(self.recipe.train, size),
-            resolution=self.recipe.encode.resolution,
-            topology=self.where.name,
-            vae=None if self.vae is None else str(self.vae),
-            denoiser_config=None if config is None else read_config(Path(config)),
+def _load_or_compile(
+    recipe: Recipe, model: Path, vae: Path | None, say: Callable[[str], None], batch: Size
+) -> Plan:
+    """The cost of the recipe's step for a batch, from the store's cache if it is there."""
+    config = recipe.train.denoiser_config
+    request = Request(
+        model=str(model),
+        train=_of_the_step(recipe.train, batch),
+        resolution=recipe.encode.resolution,
+        topology=batch.where.name,
+        vae=None if vae is None else str(vae),
+        denoiser_config=None if config is None else read_config(Path(config)),
+    )
+    store = Store(recipe.store)
+    path = f"{store.root}/plans/{_cache_key(request)}.json"
+    try:
+        record = read_record(store.fs, path)
+    except ValueError:  # a damaged record is replaced
+        record = None
+    if record is None:
+        say(
+            f"compiling the step for {batch.where.name}, {batch.per_chip} pictures per chip and "
+            "forward pass: minutes for a large model"
         )
-        store = Store(self.recipe.store)
-        path = f"{store.root}/plans/{self._key(request)}.json"
-        try:
-            record = read_record(store.fs, path)
-        except ValueError:  # a damaged record is replaced
-            record = None
-        if record is None:
-            self.say(
-                f"compiling the step for {self.where.name}, {size.per_chip} pictures per chip and "
-                "forward pass: minutes for a large model"
-            )
-            record = {"plan": asdict(_compile(request))}
-            write_record(store.fs, path, record)
-        return Plan(**record["plan"])
+        record = {"plan": asdict(_compile(request))}
+        write_record(store.fs, path, record)
+    return Plan(**record["plan"])
 
-    def _key(self, request: Request) -> str:
-        """Cache key: a digest of the request, the configs' contents and the package versions."""
-        folders = [folder for folder in (self.model, self.vae) if folder is not None]
-        configs = {
-            f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
-            for number, folder in enumerate(folders)
-            for path in sorted([*folder.rglob("*config.json"), *folder.glob("model_index.json")])
-        }
-        versions = {name: version(name) for name in PACKAGES} | {"libtpu": compiler_version()}
-        content = {**asdict(request), "model": None, "vae": None}
-        return digest_json([VERSION, content, configs, versions])
+
+def _cache_key(request: Request) -> str:
+    """A digest of the request, the configs' contents and the package versions."""
+    folders = [Path(folder) for folder in (request.model, request.vae) if folder is not None]
+    configs = {
+        f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
+        for number, folder in enumerate(folders)
+        for path in sorted([*folder.rglob("*config.json"), *folder.glob("model_index.json")])
+    }
+    versions = {name: version(name) for name in PACKAGES} | {"libtpu": compiler_version()}
+    content = {**asdict(request), "model": None, "vae": None}
+    return digest_json([VERSION, content, configs, versions])
 
 
 def _of_the_step(train: Train, size: Size) -> dict[str, Any]:
@@ -283,12 +272,8 @@ def compiler_folder() -> Path | None:
 def compiler_version() -> str | None:
     """libtpu's version; None if it is not installed."""
     folder = compiler_folder()
-    if folder is not None:
-        return next(found.version for found in distributions(name="libtpu", path=[str(folder)]))
-    try:
-        return version("libtpu")
-    except PackageNotFoundError:
-        return None
+    path = sys.path if folder is None else [str(folder)]
+    return next((found.version for found in distributions(name="libtpu", path=path)), None)
 
 
 def _compile(request: Request) -> Plan:

@@ -30,7 +30,7 @@ def only_line(said: str) -> str:
         (["run", "digits", "-o", "runtime=hpu"], "runtime: Input should be 'torch'"),
         (["show", "xyz"], "xyz: nothing goes by that"),
         (["promote", "nobody", "v1"], "no such version"),
-        (["ls", "--store", "nowhere"], "store nowhere: not there"),
+        (["ls", "--store", "nowhere"], "store nowhere: not found"),
         (["gc", "--store", "foo://bar"], "foo"),
     ],
 )

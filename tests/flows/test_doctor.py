@@ -109,7 +109,7 @@ def test_without_one_a_run_brings_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    assert findings(capsys)["prefect_api"] == "embedded, for the time of a run"
+    assert findings(capsys)["prefect_api"] == "embedded, during a run"
 
 
 def test_a_machine_that_lacks_something_is_told_so_by_the_exit_code(

@@ -83,7 +83,7 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
 
     rule = "holdout_loss < champion * 0.1"
     harder = {**small, "train.learning_rate": 2e-3, "publish.gate": [rule]}
-    assert "refused by the gate" in here("run", "digits", overrides=harder, code=3, api=api)
+    assert "rejected by the gate" in here("run", "digits", overrides=harder, code=3, api=api)
 
     store = str(small["store"])
     listed = json.loads(here("ls", "--store", store, "--json"))
@@ -194,7 +194,7 @@ def test_a_model_the_gate_refuses_is_not_published(
     shutil.rmtree(registry)
     strict = {**small, "publish.gate": ["digit/new >= 1.1"]}
     out = here("run", "digits", "--json", overrides=strict, code=3, api=api)
-    assert "refused by the gate" in out
+    assert "rejected by the gate" in out
     assert not registry.exists()
 
 

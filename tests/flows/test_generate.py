@@ -75,7 +75,7 @@ def test_pictures_come_with_their_settings(
     assert noise == [0, 1] * 4
 
     told = say("num_rounds=2", "grid_columns=4").splitlines()[-1]
-    assert told == f"8 pictures, drawn before: {folder}"
+    assert told == f"8 pictures, reused: {folder}"
     bare = draw("--skip-save", "num_rounds=2", "grid_columns=2")
     assert bare["outcome"] == "reused" and bare["folder"] == first["folder"]
     assert "ddim_eta is for scheduler ddim" in say("ddim_eta=0.5", "scheduler=euler", code=2)

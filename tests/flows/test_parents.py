@@ -160,7 +160,7 @@ def test_only_a_model_that_was_compared_with_the_champion_becomes_it(
     store.fs.pipe_file(f"{published.path}/report.html", b"")
     results = [reused(artifact) for artifact in (*before, published)]
     if compared_with == "first":
-        with pytest.raises(TransientError, match="another model became champion meanwhile"):
+        with pytest.raises(TransientError, match="another model became the champion meanwhile"):
             publish.register(run.recipe, run.base, store, results, {})
     else:
         publish.register(run.recipe, run.base, store, results, {})

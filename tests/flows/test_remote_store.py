@@ -46,7 +46,7 @@ def look_after(here: Here, url: str, report: Report) -> None:
     (model,) = listed["models"]
     assert (model["uri"], model["champion"]) == (report["model"], True)
     shown = here("show", f"train/{report['stages']['train']['key']}", "--store", url)
-    assert "whole: it will be reused" in shown and f"at      {url}/train/" in shown
+    assert "whole: a run reuses it" in shown and f"at      {url}/train/" in shown
     assert "damaged" not in here("verify", "--store", url)
 
     trained = f"{store.root}/train/{report['stages']['train']['key']}"

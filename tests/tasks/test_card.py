@@ -1,10 +1,15 @@
-"""The card's numbers are those of the model that they stand under."""
+"""The model card: numbers, code, and hostile metadata of the base."""
 
+import ast
+import re
 import time
 from pathlib import Path
 
+import pytest
+
+from configs.load import load_recipe
 from tasks.evaluate.measure import metric_rows
-from tasks.publish.card import base_card
+from tasks.publish.card import Weights, base_card, write_card
 
 
 def test_each_model_has_its_own_column() -> None:
@@ -27,3 +32,26 @@ def test_aliases_in_a_base_s_card_do_not_expand(tmp_path: Path) -> None:
     begun = time.monotonic()
     assert base_card(tmp_path) == {"license_name": "x"}
     assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("score", [True, False])
+@pytest.mark.parametrize("inpainting", [True, False])
+@pytest.mark.parametrize(
+    "weights",
+    [Weights(True), Weights(True, True), Weights(False, True), Weights(False, True, True)],
+)
+def test_the_code_of_every_kind_of_card_is_python(
+    weights: Weights, inpainting: bool, score: bool, tmp_path: Path
+) -> None:
+    recipe = load_recipe("digits", {"model.vae": "a/vae"})
+    train = recipe.train.model_copy(update={"inpainting": inpainting, "aesthetic_score": score})
+    recipe = recipe.model_copy(update={"train": train})
+    card = write_card(recipe, tmp_path, {}, [], {"images": "abc"}, weights)
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    ast.parse(code)
+    assert ("mask_image=mask" in code) == inpainting
+    assert ('kwargs | {"class_labels": scores}' in code) == ("import torch" in code) == score
+    assert ("load_lora_weights" in code) == ("VAE 'a/vae'" in code) == (not weights.pipeline)
+    assert ("scheduler/: load it" in code) == weights.scheduler
+    assert "\n\n\n" not in code and not code.endswith("\n\n")
+    assert ("Adapters of rank 16" in card) == weights.adapters
