@@ -173,6 +173,6 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     for rule in map(parse_rule, recipe.publish.gate):
         if (rule.metric, rule.model) == ("holdout_loss", "base"):
             raise RecipeError(
-                f"publish.gate: {rule.text!r} compares incomparable losses, since {why} of the tuned "
-                "model differ from the base's: remove the rule"
+                f"publish.gate: {rule.text!r} compares incomparable losses, since {why} "
+                "of the tuned model differ from the base's: remove the rule"
             )

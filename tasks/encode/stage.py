@@ -84,8 +84,8 @@ def build(
     check(summary, recipe.encode.max_bad)
     if summary["uncaptioned"]:
         log.warning(
-            "encode: %d of %d pictures have no caption and train unconditionally; if this is wrong, "
-            "check source.caption_column or the .txt files beside them",
+            "encode: %d of %d pictures have no caption and train unconditionally; if this is "
+            "wrong, check source.caption_column or the .txt files beside them",
             summary["uncaptioned"],
             summary["samples"],
         )
