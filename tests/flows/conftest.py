@@ -1,4 +1,4 @@
-"""A server that runs share, a small and fast recipe, and `kiln` without a process of its own."""
+"""A shared server, a small recipe, and `kiln` in this process."""
 
 import json
 import logging
@@ -18,14 +18,14 @@ from flows.cli import main
 
 @pytest.fixture(scope="session")
 def api(shared: Path) -> Iterator[str]:
-    """URL of a server that all runs may share: an own one costs each some ten seconds."""
+    """URL of a server that all runs share: an own one takes ten seconds."""
     with shared_server(shared / "prefect-server") as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def smallest() -> dict[str, object]:
-    """Overrides of `digits` for a whole run in seconds; the gate lets everything pass."""
+    """Overrides of `digits` for a whole run in seconds, without rules of the gate."""
     return {
         "source.count": 60,
         "source.rehearsal": 0,
@@ -46,13 +46,13 @@ def smallest() -> dict[str, object]:
 
 @pytest.fixture
 def small(smallest: dict[str, object], tmp_path: Path) -> dict[str, object]:
-    """The same, with a store of the test's own."""
+    """The same, with an own store for the test."""
     return {**smallest, "store": str(tmp_path / "store")}
 
 
 @pytest.fixture(scope="session")
 def published(once: Callable[..., Path], smallest: dict[str, object]) -> Path:
-    """A folder that `kiln run` has left its `store` in, and its report as `report.json`.
+    """A folder with the `store` of a `kiln run` and its report, `report.json`.
 
     The run had a Prefect server of its own, with its files in `prefect`.
     """

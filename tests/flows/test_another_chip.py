@@ -1,4 +1,4 @@
-"""A run that is killed on one runtime goes on on another: the same recipe with `-o runtime=`."""
+"""A run killed on one runtime resumes on another: the same recipe with `-o runtime=`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,14 +45,14 @@ def saved(store: Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
 
-def test_a_run_is_killed_on_torch_goes_on_on_jax_and_back(
+def test_a_run_killed_on_torch_resumes_on_jax_and_back(
     tmp_path: Path, recipe: Overrides, here: Here, run_here: RunHere, api: str
 ) -> None:
     store = Path(recipe["store"])
     compiled_programs.keep(store)
 
     def killed(**more: str) -> None:
-        """A run whose training is killed at the second checkpoint that it writes."""
+        """A run whose training is killed at its second checkpoint."""
         overrides = {**recipe, **more}
         run = partial(here, "run", "digits", overrides=overrides, code=1, api=api)
         kill_training(run, tmp_path, 2)

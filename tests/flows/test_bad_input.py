@@ -34,11 +34,11 @@ def only_line(said: str) -> str:
         (["gc", "--store", "foo://bar"], "foo"),
     ],
 )
-def test_what_is_found_without_starting_anything(here: Here, words: list[str], line: str) -> None:
+def test_errors_found_before_anything_starts(here: Here, words: list[str], line: str) -> None:
     assert line in only_line(here(*words, code=2))
 
 
-def test_a_stage_to_stop_at_is_one_of_them(here: Here) -> None:
+def test_until_must_be_a_stage(here: Here) -> None:
     said = here("run", "digits", "--until", "encod", code=2)
     assert all(f"'{stage}'" in said for stage in (*STAGES, "encod"))
 
@@ -61,7 +61,7 @@ def test_a_stage_to_stop_at_is_one_of_them(here: Here) -> None:
         ({"store": "foo://bar"}, "foo"),
     ],
 )
-def test_what_is_found_before_any_stage(
+def test_errors_found_before_any_stage(
     here: Here, small: dict[str, Any], api: str, overrides: dict[str, Any], line: str
 ) -> None:
     said = here("run", "digits", overrides={**small, **overrides}, code=2, api=api)
@@ -87,7 +87,7 @@ def test_a_wrong_deployment_fails_before_any_stage(
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_said(here: Here, small: dict[str, Any], api: str) -> None:
+def test_a_port_in_use_is_reported(here: Here, small: dict[str, Any], api: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -97,7 +97,9 @@ def test_a_port_in_use_is_said(here: Here, small: dict[str, Any], api: str) -> N
 
 
 @pytest.mark.slow
-def test_a_process_says_it_in_one_line_too(tmp_path: Path, small: dict[str, Any], api: str) -> None:
+def test_the_error_of_the_command_is_one_line(
+    tmp_path: Path, small: dict[str, Any], api: str
+) -> None:
     assert "did you mean digits?" in only_line(kiln(tmp_path, "run", "digit", code=2))
     wrong = {**small, "model.path": "nowhere/at/all"}
     said = kiln(tmp_path, "run", "digits", overrides=wrong, code=2, api=api)

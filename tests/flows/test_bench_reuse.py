@@ -1,4 +1,4 @@
-"""`python -m bench.reuse` times a run that finds everything made, and refuses one that does not."""
+"""`python -m bench.reuse` times a fully reused run, and refuses any other."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from configs.load import dump, load_recipe
 
 
 @pytest.mark.soak
-def test_a_run_that_is_reused_is_timed_beside_a_flow_that_does_nothing(
+def test_a_reused_run_is_timed_against_an_empty_flow(
     first: dict[str, Any],
     small: dict[str, Any],
     at_home: Callable[..., None],

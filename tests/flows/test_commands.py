@@ -1,4 +1,4 @@
-"""Every command of `kiln` but those that work for long: what it says, at a terminal and without."""
+"""The output of every short command of `kiln`, with and without a terminal."""
 
 import json
 import shlex
@@ -54,7 +54,7 @@ def made(store: Store, stage: str) -> Artifact:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store with a published model and something that nothing needs, and a recipe for a slice."""
+    """A store with a published model and garbage, and a recipe for a slice."""
     store = Store(str(tmp_path / "store"))
     registry = Registry(f"{store.root}/registry", "tiny")
     registry.promote(registry.publish(made(store, "publish")).name)
@@ -66,18 +66,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Free:
-    """A disk that says the same whenever it is asked."""
+    """A disk with constant free space."""
 
     free = 10**12
 
 
-def test_every_command_is_tried() -> None:
+def test_every_command_has_a_test() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert names == {words[0] for words in TELLING.values()}
 
 
 @pytest.mark.parametrize("name", TELLING)
-def test_a_command_says_the_same_at_a_terminal(
+def test_a_command_prints_the_same_at_a_terminal(
     name: str, place: Path, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [word.format(place=place) for word in TELLING[name]]
@@ -93,24 +93,24 @@ def test_a_command_says_the_same_at_a_terminal(
         assert terminal.text == said
 
 
-def test_every_recipe_is_listed_with_what_it_does(here: Here) -> None:
+def test_every_recipe_is_listed_with_its_description(here: Here) -> None:
     lines = here("recipes").splitlines()
     assert [line.split()[0] for line in lines] == recipe_names()
     for line in lines:
         assert line.split(None, 1)[1] == load_recipe(line.split()[0]).description
 
 
-def test_a_recipe_is_printed_as_it_can_be_run(here: Here, tmp_path: Path) -> None:
+def test_a_printed_recipe_can_be_run(here: Here, tmp_path: Path) -> None:
     path = tmp_path / "printed.yaml"
     path.write_text(here("recipes", "digits", "-o", "train.steps=7"), encoding="utf-8")
     assert load_recipe(str(path)) == load_recipe("digits", {"train.steps": 7})
 
 
-def test_the_schema_is_the_documents(here: Here) -> None:
+def test_the_printed_schema_is_that_of_the_docs(here: Here) -> None:
     assert json.loads(here("recipes", "--schema")) == json.loads(SCHEMA.read_bytes())
 
 
-def test_what_gcloud_would_be_told_is_printed(here: Here, place: Path) -> None:
+def test_the_gcloud_commands_are_printed(here: Here, place: Path) -> None:
     lines = here("tpu", str(place / "on-slice.yaml")).splitlines()
     reasons, commands = lines[::2], [shlex.split(line) for line in lines[1::2]]
     assert all(reason.startswith("# ") for reason in reasons)
@@ -121,7 +121,7 @@ def test_what_gcloud_would_be_told_is_printed(here: Here, place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_for_many_chips_says_what_it_lacks(
+def test_a_plan_for_many_chips_needs_libtpu(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.tpu.slice_plan.compiler_folder", lambda: None)
@@ -133,7 +133,7 @@ def stages(store: Store) -> set[str]:
     return {artifact.stage for artifact in store.artifacts()}
 
 
-def test_garbage_is_told_of_and_then_deleted(here: Here, place: Path) -> None:
+def test_garbage_is_listed_and_then_deleted(here: Here, place: Path) -> None:
     store = Store(str(place / "store"))
     told = here("gc", "--store", store.root).splitlines()
     assert told[-1].startswith("1 things, ") and told[0].split()[:2] == ["artifact", "encode"]
@@ -143,7 +143,7 @@ def test_garbage_is_told_of_and_then_deleted(here: Here, place: Path) -> None:
     assert here("gc", "--delete", "--store", store.root) == "deleted 0 things, 0 B\n"
 
 
-def test_a_damaged_store_is_told_by_the_exit_code(here: Here, place: Path) -> None:
+def test_the_exit_code_reports_a_damaged_store(here: Here, place: Path) -> None:
     assert "damaged" not in here("verify", "--store", f"{place}/store")
     (victim,) = (place / "store/encode").glob("*/model_index.json")
     victim.write_bytes(b"[]")

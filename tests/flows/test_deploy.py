@@ -38,9 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, api: str) -> Iterator[Serve
         found.stop()
 
 
-def test_the_demos_deployment_ends_completed_and_shows_itself(
-    server: Server, small: dict[str, Any]
-) -> None:
+def test_the_demos_deployment_completes_and_is_shown(server: Server, small: dict[str, Any]) -> None:
     given = f"overrides={json.dumps(small)}"
     said = server.cli("deployment", "run", "finetune/digits", "-p", given)
     run = next(word for word in said.split() if word.count("-") == 4 and len(word) == 36)
@@ -64,7 +62,7 @@ def test_the_demos_deployment_ends_completed_and_shows_itself(
     assert server.tasks(again) == dict.fromkeys(STAGES, "Reused")
 
 
-def test_a_model_that_is_refused_leaves_no_failed_task(
+def test_a_rejected_model_leaves_no_failed_task(
     server: Server, first: dict[str, Any], small: dict[str, Any]
 ) -> None:
     strict = {**small, "publish.gate": ["digit/new >= 1.1"], "publish.name": "strict"}
@@ -101,7 +99,7 @@ def test_a_scheduled_run_appears(server: Server) -> None:
 def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(
     server: Server, small: dict[str, Any]
 ) -> None:
-    """It was not killed for want of time: the checkpoint is the one that it leaves when asked."""
+    """The checkpoint is that of a requested stop, not of a kill."""
     endless = {**small, "train.steps": 100_000, "train.checkpointing_steps": 100_000}
     run = server.run("finetune/digits", endless)
     store = Path(str(small["store"]))

@@ -1,4 +1,4 @@
-"""`kiln doctor` tells whether the Prefect server that runs would use is there."""
+"""`kiln doctor` checks the Prefect server of runs."""
 
 import json
 import socket
@@ -30,7 +30,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Of a server on loopback that answers as Prefect's does when it is well."""
+    """Address of a loopback server that answers as a healthy Prefect server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"127.0.0.1:{server.server_port}"
@@ -40,7 +40,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runtimes that are asked for, none of whose interpreters is started."""
+    """The probed runtimes; no interpreter is started."""
     names: list[str] = []
 
     def probe(name: str) -> Probe:
@@ -68,7 +68,7 @@ def test_a_server_that_answers(
 
 
 @pytest.mark.usefixtures("asked")
-def test_a_server_that_does_not(
+def test_a_server_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as taken:  # bound, and not listening
@@ -82,7 +82,7 @@ def test_a_server_that_does_not(
     assert "secret" not in said
 
 
-def test_a_server_that_a_profile_names_is_the_one_that_is_asked(
+def test_the_server_of_a_profile_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
@@ -94,9 +94,7 @@ def test_a_server_that_a_profile_names_is_the_one_that_is_asked(
     assert f"prefect server: {url} (does not answer)" in capsys.readouterr().out
 
 
-def test_hosts_of_other_chips_are_told_of(
-    asked: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_hosts_are_reported(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     examine(as_json=False)
     said = capsys.readouterr().out
     assert sorted(asked) == sorted(RUNTIMES)
@@ -105,14 +103,14 @@ def test_hosts_of_other_chips_are_told_of(
 
 
 @pytest.mark.usefixtures("asked")
-def test_without_one_a_run_brings_its_own(
+def test_without_a_server_a_run_starts_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     assert findings(capsys)["prefect_api"] == "embedded, during a run"
 
 
-def test_a_machine_that_lacks_something_is_told_so_by_the_exit_code(
+def test_the_exit_code_reports_a_missing_part(
     here: Here, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert here("doctor").splitlines()[-1] == "ready"

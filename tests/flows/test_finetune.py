@@ -1,4 +1,4 @@
-"""`kiln run`: a whole run, what a second run reuses, and what damage rebuilds."""
+"""`kiln run`: a whole run, reuse, and rebuilds after damage."""
 
 import base64
 import io
@@ -52,7 +52,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_run_is_published_and_everything_about_it_is_reused(
+def test_a_run_is_published_and_its_repetition_reuses_everything(
     first: Report, small: Overrides, here: Here, run_here: RunHere, api: str
 ) -> None:
     assert first["status"] == "published"
@@ -101,7 +101,7 @@ def test_a_run_is_published_and_everything_about_it_is_reused(
 
 
 def drawn(report: Report) -> set[str]:
-    """Names of the shards with what either model has drawn for the evaluation."""
+    """Names of the shards with either model's samples."""
     return {
         file["path"] for file in manifest(report, "evaluate")["files"] if "/shards/" in file["path"]
     }
@@ -112,7 +112,7 @@ def scored(report: Report, model: str) -> dict[str, float]:
 
 
 def check_pictures(report: Report, base: str) -> None:
-    """The page has each stage's pictures; what the base drew is above what the tuned model did."""
+    """The page has each stage's pictures, with the base's above the tuned model's."""
     html = (Path(report["model"]) / "report.html").read_text(encoding="utf-8")
     parts = re.split(r'<h2 id="(\w+)">', html)[1:]
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
@@ -147,7 +147,7 @@ def first_picture(tar: Path) -> Picture:
 
 
 def where(page: Picture, picture: Picture, enlarged: int = 3) -> tuple[int, int]:
-    """Row and column at which a page has a picture, enlarged pixel by pixel."""
+    """Row and column of an enlarged picture on a page."""
     wanted = picture.repeat(enlarged, 0).repeat(enlarged, 1)
     height, width = wanted.shape[:2]
     rows, columns = (page.shape[0] - height + 1, page.shape[1] - width + 1)
@@ -162,7 +162,7 @@ def where(page: Picture, picture: Picture, enlarged: int = 3) -> tuple[int, int]
     return place
 
 
-def test_damage_rebuilds_just_what_was_damaged(
+def test_only_damaged_artifacts_are_rebuilt(
     first: Report, small: Overrides, run_here: RunHere
 ) -> None:
     store = Path(str(small["store"]))
@@ -187,7 +187,7 @@ def test_damage_rebuilds_just_what_was_damaged(
     assert outcomes(run_here("digits", small)) == expect("encode")
 
 
-def test_a_model_the_gate_refuses_is_not_published(
+def test_a_rejected_model_is_not_published(
     first: Report, small: Overrides, here: Here, api: str
 ) -> None:
     registry = Path(str(small["store"])) / "registry"
@@ -220,7 +220,7 @@ def test_a_run_until_a_stage_builds_up_to_it(
 def test_a_run_on_mindspore_is_published(
     small: Overrides, run_here: RunHere, tiny_model: Callable[[str], Path], tiny_clip: Path
 ) -> None:
-    """By its own environment from encoding to drawing, in the process of each stage."""
+    """Each stage from encoding to sampling runs in the runtime's own environment."""
     chips.require("mindspore")
     least = {
         "model.path": str(tiny_model("least-sdxl")),  # a larger one takes MindSpore longer

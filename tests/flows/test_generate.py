@@ -1,4 +1,4 @@
-"""`kiln generate`: every option of it, as its users give them, on a model that is published."""
+"""`kiln generate`: every option, on a published model."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ COMMON = ("num_inference_steps=2", "num_images_per_prompt=2", "guidance_scale=3"
 
 @pytest.fixture
 def registry(tiny_sdxl: Path, tmp_path: Path) -> Path:
-    """With the tiny pipeline as a champion."""
+    """A registry with the tiny pipeline as the champion."""
     draft = Store(str(tmp_path / "made")).draft(KeyParts("publish", 1, {}, {}))
     for path in sorted(p for p in tiny_sdxl.rglob("*") if p.is_file()):
         draft.upload(str(path), str(path.relative_to(tiny_sdxl)))
@@ -27,7 +27,7 @@ def registry(tiny_sdxl: Path, tmp_path: Path) -> Path:
     return tmp_path / "registry"
 
 
-def test_pictures_come_with_their_settings(
+def test_pictures_have_their_settings(
     registry: Path, tmp_path: Path, here: Callable[..., str], api: str
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\n\na dög\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Whole runs as users go: pictures of their own, in every kind of source, to a published model."""
+"""Whole runs of users, from every kind of source to a published model."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def everything_encoded(report: dict[str, Any]) -> published.Captions:
 def test_a_folder_with_captions_beside_its_pictures_is_published(
     tmp_path: Path, api: str, tiny_model: TinyModel, tiny_sdxl: Path
 ) -> None:
-    """By the recipe that the README shows; the pictures have three aspect ratios."""
+    """The README's recipe, with pictures of three aspect ratios."""
     pictures = picture_sources.make_pictures()
     picture_sources.write_folder(tmp_path / "pictures", pictures)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_a_folder_with_captions_beside_its_pictures_is_published(
 def test_a_dataset_with_several_captions_a_picture_is_published(
     tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:
-    """Recipe sd2: of the dataset's two splits the one that is asked for, cut to squares."""
+    """Recipe sd2: one of the dataset's two splits, cropped to squares."""
     pictures = picture_sources.make_pictures(captions=3)
     picture_sources.write_dataset(tmp_path / "dataset", pictures)
     source = {"kind": "dataset", "path": str(tmp_path / "dataset")}
@@ -87,7 +87,7 @@ def test_a_dataset_with_several_captions_a_picture_is_published(
 def assert_trained_by_xla(
     tmp_path: Path, report: dict[str, Any], source: Overrides, tiny_model: TinyModel
 ) -> None:
-    """Recipe sd2-v5p takes two steps on the latents of sd2; `soak` has the whole of its flow."""
+    """Recipe sd2-v5p trains two steps on the latents of sd2; `soak` has its whole flow."""
     overrides = toy("sd2-v5p", tmp_path / "store", source, tiny_model)
     recipe = load_recipe("sd2-v5p", {**overrides, "train.steps": 2})
     with chips.standing_in("xla"):
@@ -129,7 +129,7 @@ def test_a_list_of_urls_is_published_by_jax(
 def test_adapters_of_denoiser_and_text_encoders_are_published_alone(
     tmp_path: Path, api: str, tiny_model: TinyModel, tiny_sdxl: Path
 ) -> None:
-    """Recipe sdxl-lora-text, from a folder whose metadata.jsonl has several captions a picture."""
+    """Recipe sdxl-lora-text, from a folder whose metadata.jsonl has several captions per picture."""
     pictures = picture_sources.make_pictures(captions=2)
     picture_sources.write_listed_folder(tmp_path / "pictures", pictures)
     source = {"kind": "folder", "path": str(tmp_path / "pictures")}
@@ -156,7 +156,7 @@ def test_adapters_of_denoiser_and_text_encoders_are_published_alone(
 def test_adapters_are_published_merged_or_alone_and_draw_the_same(
     tmp_path: Path, api: str, small: Overrides
 ) -> None:
-    """Recipe digits-lora, through its gate, to pictures by the champion."""
+    """Recipe digits-lora with its gate, and samples of the champion."""
     overrides = {
         **small,
         "train.steps": 30,

@@ -1,4 +1,4 @@
-"""Killed anywhere, the next run goes on from there and ends where an uninterrupted one does."""
+"""After a kill at any point, the next run resumes and equals an uninterrupted one."""
 
 import json
 import os
@@ -30,7 +30,7 @@ PATIENCE = 600  # seconds, for a machine that does much else
 
 
 def kill(folder: Path, api: str, overrides: Overrides, stage: str, number: int) -> str:
-    """Run `digits` until a process is about to write a stage's record of a number; kill that one.
+    """Run `digits` and kill the process that is about to write a given record of a stage.
 
     Returns what the run had said by then.
     """
@@ -72,7 +72,7 @@ def wait(ready: Callable[[], bool]) -> None:
 
 
 def written(overrides: Overrides, stage: str) -> dict[Path, int]:
-    """Records of the shards of a stage, and when each was written."""
+    """Records of a stage's shards, with their time stamps."""
     shards = Path(overrides["store"]) / stage / "shards"
     return {path: path.stat().st_mtime_ns for path in shards.glob("*.json")}
 
@@ -83,7 +83,7 @@ def newest_checkpoint(overrides: Overrides) -> int:
 
 
 def result(report: dict[str, Any]) -> tuple[bytes, ...]:
-    """The files that training has left."""
+    """The files of training."""
     folder = Path(report["stages"]["train"]["uri"])
     names = ("unet/diffusion_pytorch_model.safetensors", "unet/config.json", "history.jsonl")
     return tuple((folder / name).read_bytes() for name in names)
@@ -124,7 +124,7 @@ def test_killed_in_download_encoding_and_training_a_run_goes_on_from_there(
 
 
 @pytest.mark.soak
-def test_killed_again_and_again_a_run_ends_where_an_uninterrupted_one_does(
+def test_a_run_killed_repeatedly_equals_an_uninterrupted_one(
     tmp_path: Path, small: Overrides, run_here: RunHere, api: str, chance: random.Random
 ) -> None:
     longer = {**small, "train.steps": 60, "train.checkpointing_steps": 3}
@@ -149,7 +149,7 @@ def test_killed_again_and_again_a_run_ends_where_an_uninterrupted_one_does(
 
 
 def kill_the_flow_alone(folder: Path, api: str, overrides: Overrides) -> None:
-    """Once its training goes on; the process that trains then leaves a checkpoint, and ends."""
+    """After training resumes; its process then writes a checkpoint and exits."""
     before = newest_checkpoint(overrides)
     flow = subprocess.Popen(
         command("run", "digits", overrides=overrides),

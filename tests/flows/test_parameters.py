@@ -10,7 +10,7 @@ from configs.schema import STAGES
 from flows.finetune import finetune
 
 
-def test_the_form_names_every_parameter_and_the_stages_to_choose_from() -> None:
+def test_the_form_has_every_parameter_and_the_stages() -> None:
     form = finetune.parameters.model_dump()["properties"]
     assert form["recipe"]["type"] == "string" and form["recipe"]["default"] == "digits"
     assert form["recipe"]["examples"] == recipe_names()
@@ -34,6 +34,6 @@ def test_wrong_parameters_are_refused(given: dict[str, Any], words: str) -> None
         finetune.validate_parameters({"recipe": "digits", "overrides": {}, **given})
 
 
-def test_right_parameters_stay_as_they_are() -> None:
+def test_valid_parameters_are_unchanged() -> None:
     given = {"recipe": "digits", "overrides": {"train.steps": 3}, "until": "encode"}
     assert finetune.validate_parameters(given) == given

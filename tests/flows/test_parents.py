@@ -1,4 +1,4 @@
-"""What a run's stages are made from is in their keys, and who becomes champion was compared."""
+"""The keys of stages, the records of runs, and promotion."""
 
 import json
 from dataclasses import replace
@@ -29,12 +29,12 @@ def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Art
 
 
 def reused(artifact: Artifact) -> StageResult:
-    """How a stage hands it on."""
+    """The result of a reused artifact."""
     return StageResult(artifact.stage, artifact.key, artifact.uri, artifact.digest, "reused", 0.0)
 
 
 class Asked(Exception):
-    """What a task wants to have built or reused."""
+    """The arguments of `build_or_reuse`."""
 
 
 @pytest.fixture
@@ -53,9 +53,7 @@ def run(tmp_path: Path) -> Run:
     return Run(recipe, Store(recipe.store), base, None, base / "evaluator", "a-run")
 
 
-def test_a_stage_is_known_by_all_that_it_is_made_from(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def note(store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact]) -> Any:
         raise Asked(parts, parents)
 
@@ -92,7 +90,7 @@ def test_a_stage_is_known_by_all_that_it_is_made_from(
     assert parents == {"model": trained, "evaluation": evaluated}
 
 
-def test_what_a_run_needs_is_kept_from_before_it_is_built(
+def test_a_run_records_its_stages_before_their_builds(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = commit(run.store, "download", 1, {})
@@ -110,7 +108,7 @@ def test_what_a_run_needs_is_kept_from_before_it_is_built(
     assert [set(one["stages"]) for one in kept] == [{"download"}, {"download", "encode"}]
 
 
-def test_what_generate_draws_is_kept_from_before_it_is_built(
+def test_generate_records_its_run_before_the_build(
     tmp_path: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"store": str(tmp_path / "store"), "device": "cpu", "num_inference_steps": 1}
@@ -129,7 +127,7 @@ def test_what_generate_draws_is_kept_from_before_it_is_built(
     assert recorded == wanted
 
 
-def test_what_was_built_names_what_it_was_made_from(run: Run) -> None:
+def test_an_artifact_names_its_parents(run: Run) -> None:
     store = run.store
     images = commit(store, "download", 1, {})
     parts = KeyParts("encode", 1, {}, {"images": images.digest})
@@ -143,9 +141,7 @@ def _without_gate(run: Run) -> Any:
 
 
 @pytest.mark.parametrize("compared_with", ["first", "second"])
-def test_only_a_model_that_was_compared_with_the_champion_becomes_it(
-    run: Run, compared_with: str
-) -> None:
+def test_only_a_model_compared_with_the_champion_replaces_it(run: Run, compared_with: str) -> None:
     store, registry = run.store, publish.registry_of(run.recipe)
     champions = {
         name: registry.publish(commit(store, "publish", number, {}))

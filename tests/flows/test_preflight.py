@@ -1,4 +1,4 @@
-"""An objective that cannot be trained is found before work starts, in one clear line."""
+"""Invalid objectives are refused before work starts, in one line."""
 
 import json
 import re
@@ -45,10 +45,10 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
         ),
     ],
 )
-def test_an_objective_that_does_not_go(
+def test_an_invalid_objective_is_refused(
     small: dict[str, Any], overrides: dict[str, Any], line: str
 ) -> None:
-    """The digits' base is of v-prediction and zero terminal SNR."""
+    """The digits' base has v-prediction and zero terminal SNR."""
     with pytest.raises(ValueError, match=re.escape(line)) as error:
         prepare(load_recipe("digits", {**small, **overrides}))
     assert len(str(error.value).splitlines()) == 1
@@ -64,11 +64,11 @@ def test_an_objective_that_does_not_go(
         PAINTS,
     ],
 )
-def test_an_objective_that_does(small: dict[str, Any], overrides: dict[str, Any]) -> None:
+def test_a_valid_objective_is_accepted(small: dict[str, Any], overrides: dict[str, Any]) -> None:
     assert prepare(load_recipe("digits", {**small, **overrides})).base.is_dir()
 
 
-def test_a_base_whose_own_loss_cannot_be_taken(small: dict[str, Any], tmp_path: Path) -> None:
+def test_a_base_without_a_computable_loss_is_refused(small: dict[str, Any], tmp_path: Path) -> None:
     base = load_recipe("digits", small).model.path
     copied = Path(shutil.copytree(base, tmp_path / "base"))
     path = copied / "scheduler/scheduler_config.json"
@@ -79,7 +79,7 @@ def test_a_base_whose_own_loss_cannot_be_taken(small: dict[str, Any], tmp_path: 
         prepare(load_recipe("digits", {**small, **changed}))
 
 
-def test_more_processes_than_devices(
+def test_more_processes_than_devices_are_refused(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -90,7 +90,7 @@ def test_more_processes_than_devices(
 
 
 @pytest.mark.parametrize("name", ["laion-jax", "sd2-v5p"])
-def test_a_recipe_names_a_scheduler_that_its_runtime_can_draw_with(name: str) -> None:
+def test_the_runtime_must_support_the_recipes_scheduler(name: str) -> None:
     recipe = load_recipe(name)
     base = {"_class_name": "PNDMScheduler"}  # of Stable Diffusion 2
     check_scheduler(recipe.runtime, base, recipe.evaluate.scheduler)
@@ -98,7 +98,7 @@ def test_a_recipe_names_a_scheduler_that_its_runtime_can_draw_with(name: str) ->
         check_scheduler(recipe.runtime, base, None)
 
 
-def test_rules_on_pictures_that_were_not_held_out_are_refused_before_training(
+def test_rules_without_held_out_pictures_are_refused_before_training(
     small: dict[str, Any],
 ) -> None:
     def latents(**groups: int) -> Latents:

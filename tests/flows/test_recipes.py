@@ -26,7 +26,7 @@ PICTURES = 18
 
 
 def run(name: str, tmp_path: Path, api: str, tiny_model: TinyModel, **more: Any) -> dict[str, Any]:
-    """The report of a toy run on pictures of a dataset."""
+    """The report of a toy run on a dataset."""
     pictures = picture_sources.make_pictures(PICTURES)
     picture_sources.write_dataset(tmp_path / "dataset", pictures)
     source = {"kind": "dataset", "path": str(tmp_path / "dataset")}
@@ -54,7 +54,7 @@ def test_a_recipe_for_tpus_is_published(
 
 
 def test_a_recipe_is_published_on_gaudi(tmp_path: Path, api: str, tiny_model: TinyModel) -> None:
-    """Recipe sd2 on the emulated device, from encoding to drawing."""
+    """Recipe sd2 on the emulated device, from encoding to sampling."""
     chips.require("hpu-lazy")
     picture_sources.write_dataset(tmp_path / "dataset", picture_sources.make_pictures(PICTURES))
     source = {"kind": "dataset", "path": str(tmp_path / "dataset")}

@@ -1,4 +1,4 @@
-"""A store in a bucket: whole runs, resumed, reused and looked after, on S3 and on Google's."""
+"""A store in a bucket, on S3 and GCS: whole runs, resumption, reuse and commands."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def expect(*built: str) -> dict[str, str]:
 
 
 def on_the_hub(hub: HubServer, folder: Path) -> str:
-    """The hub's id of a copy of a model."""
+    """The hub id of a copy of a model."""
     files = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
     contents = {name.as_posix(): path.read_bytes() for name, path in files.items()}
     hub.repositories["some/base"] = Repository(contents)
@@ -39,7 +39,7 @@ def on_the_hub(hub: HubServer, folder: Path) -> str:
 
 
 def look_after(here: Here, url: str, report: Report) -> None:
-    """What `kiln` says of a store with one published model, and what it deletes there."""
+    """The output of `kiln` on a store with one published model, and its deletions."""
     store = Store(url)
     listed = json.loads(here("ls", "--store", url, "--json"))
     assert sorted(row["stage"] for row in listed["artifacts"]) == sorted(STAGES)
@@ -64,7 +64,7 @@ def look_after(here: Here, url: str, report: Report) -> None:
 
 
 @pytest.mark.parametrize("kind", ["s3", pytest.param("gs", marks=pytest.mark.soak)])
-def test_killed_in_training_a_run_goes_on_from_its_checkpoint_in_the_bucket(
+def test_a_run_killed_in_training_resumes_from_the_bucket(
     kind: str,
     url_of: UrlOf,
     hub: HubServer,
@@ -101,7 +101,7 @@ def test_killed_in_training_a_run_goes_on_from_its_checkpoint_in_the_bucket(
     look_after(here, url, report)
 
 
-def test_a_store_that_was_moved_into_a_bucket_is_used_as_it_was(
+def test_a_store_moved_to_a_bucket_is_reused(
     url_of: UrlOf,
     published: Path,
     smallest: Overrides,
@@ -119,7 +119,7 @@ def test_a_store_that_was_moved_into_a_bucket_is_used_as_it_was(
     look_after(here, url, report)
 
 
-def test_a_bucket_that_cannot_be_used_is_said_in_one_line(
+def test_the_error_of_an_unusable_bucket_is_one_line(
     url_of: UrlOf,
     gcs: GcsServer,
     s3_away: None,

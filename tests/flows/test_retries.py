@@ -1,4 +1,4 @@
-"""A stage that fails for what may pass is tried again; one that fails for good is not."""
+"""Transient failures of a stage are retried, permanent ones are not."""
 
 import errno
 from collections.abc import Callable
@@ -20,7 +20,7 @@ FULL = OSError(errno.ENOSPC, "full")  # a TransientError by the time that Prefec
 
 
 class Stage:
-    """The task `encode` in a flow of its own; it raises errors one after another, then is built."""
+    """The task `encode` in an own flow; it raises the errors in order, then builds."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from flows.preflight import Run
@@ -48,7 +48,7 @@ class Stage:
         return {}
 
     def __call__(self, *errors: Exception) -> str:
-        """Whether it was built or reused, after how many tries."""
+        """The outcome and the number of attempts."""
         from prefect import flow
         from prefect.context import FlowRunContext
 
@@ -67,7 +67,7 @@ class Stage:
         return of_one_stage()
 
     def recorded(self, folder: Path, api: str) -> Any:
-        """What the server says of the task, once it has ended."""
+        """The server's record of the ended task."""
         server = Server(folder, api)
 
         def ask() -> Any:
@@ -88,7 +88,7 @@ def stage(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [*PASSING, FULL], ids=lambda error: type(error).__name__)
-def test_what_fails_twice_for_what_may_pass_is_built_at_the_third_try(
+def test_a_transient_failure_is_retried_twice_and_then_built(
     stage: Stage, error: Exception
 ) -> None:
     assert stage(error, error) == "built"
@@ -97,7 +97,7 @@ def test_what_fails_twice_for_what_may_pass_is_built_at_the_third_try(
 
 
 @pytest.mark.slow
-def test_the_server_knows_of_every_try_and_of_what_was_reused(
+def test_the_server_records_every_attempt_and_the_reuse(
     stage: Stage, tmp_path: Path, api: str
 ) -> None:
     stage(TransientError("away"))
@@ -109,7 +109,7 @@ def test_the_server_knows_of_every_try_and_of_what_was_reused(
 
 
 @pytest.mark.slow
-def test_what_fails_at_every_try_fails(stage: Stage) -> None:
+def test_a_stage_fails_after_its_last_retry(stage: Stage) -> None:
     with pytest.raises(TransientError, match="away"):
         stage(*[TransientError("away")] * 9)
     assert stage.tries == 4
@@ -125,14 +125,14 @@ def test_what_fails_at_every_try_fails(stage: Stage) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_fails_for_good_is_not_tried_again(stage: Stage, error: Exception, words: str) -> None:
+def test_permanent_failures_are_not_retried(stage: Stage, error: Exception, words: str) -> None:
     with pytest.raises(RuntimeError, match=words):  # StageFailed, of wrong input
         stage(error)
     assert stage.tries == 1
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_every_stage_waits_longer_from_try_to_try_and_not_for_ever(name: str) -> None:
+def test_every_stage_backs_off_and_has_a_time_limit(name: str) -> None:
     from prefect.cache_policies import NO_CACHE
 
     from flows import finetune

@@ -1,4 +1,4 @@
-"""How a stage's task ends, and a run of which not every stage is wanted."""
+"""The final states of tasks, and runs with `until`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of what is shown in Prefect."""
+    """The keys of artifacts in Prefect."""
     found: list[str] = []
     monkeypatch.setattr("flows.stages.show_in_prefect", lambda key, *_: found.append(key))
     return found
@@ -37,7 +37,7 @@ def result(store: Store, stage: str, outcome: str = "built") -> StageResult:
 
 
 @pytest.mark.parametrize(("outcome", "name"), [("built", "Completed"), ("reused", "Reused")])
-def test_a_task_ends_in_a_state_that_says_how_its_artifact_came_about(
+def test_the_final_state_of_a_task_names_the_outcome(
     run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str, name: str
 ) -> None:
     made = result(run.store, "encode", outcome)
@@ -49,7 +49,7 @@ def test_a_task_ends_in_a_state_that_says_how_its_artifact_came_about(
     assert keys == ["my-digits-encode"]
 
 
-def test_a_model_that_is_refused_is_an_outcome_with_its_verdicts(
+def test_a_rejected_model_is_an_outcome_with_its_verdicts(
     run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> StageResult:
@@ -69,7 +69,7 @@ def test_a_model_that_is_refused_is_an_outcome_with_its_verdicts(
 
 
 @pytest.mark.parametrize("until", STAGES)
-def test_a_run_ends_with_the_stage_that_it_is_to_end_with(
+def test_a_run_ends_after_its_last_stage(
     run: Run, monkeypatch: pytest.MonkeyPatch, until: Any
 ) -> None:
     begun: list[str] = []
@@ -88,7 +88,7 @@ def test_a_run_ends_with_the_stage_that_it_is_to_end_with(
     assert report["status"] == ("published" if until == "publish" else "built")
 
 
-def test_two_functions_lie_between_a_line_of_the_flow_and_the_stage_s_own_code(
+def test_two_functions_lie_between_the_flow_and_a_stages_build(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*_: Any, **__: Any) -> dict[str, Any]:

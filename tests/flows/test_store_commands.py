@@ -1,4 +1,4 @@
-"""Looking at a store: damage is told, and what is published is kept wherever it is."""
+"""Commands on a store report damage and keep published models."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def registry(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> st
 
 
 def given(store: Store, registry: str) -> str | None:
-    """What `--registry` has to be: nothing when it is where it is by itself."""
+    """The value of `--registry`: None for the default location."""
     return None if registry.startswith(store.root) else registry
 
 
@@ -70,7 +70,7 @@ def test_a_damaged_version_is_not_whole(store: Store, registry: str, harm: str) 
     assert not verify_store(store.root, None, given(store, registry))
 
 
-def test_what_is_published_is_no_garbage(store: Store, registry: str) -> None:
+def test_a_published_artifact_is_not_garbage(store: Store, registry: str) -> None:
     kept, gone = model(store, 1), model(store, 2)
     Registry(registry, "digits").publish(kept)
     collect_garbage(store.root, given(store, registry), days=1, delete=True)
@@ -79,7 +79,7 @@ def test_what_is_published_is_no_garbage(store: Store, registry: str) -> None:
 
 
 @pytest.mark.parametrize("harmed", ["manifest.json", "v1"])
-def test_nothing_is_deleted_while_a_version_cannot_be_read(
+def test_nothing_is_deleted_while_a_version_is_unreadable(
     store: Store, registry: str, harmed: str
 ) -> None:
     kept = model(store)

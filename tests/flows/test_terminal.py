@@ -1,4 +1,4 @@
-"""`kiln run` at a terminal: a bar that moves, and Ctrl-C, after which nothing is left running."""
+"""`kiln run` at a terminal: a progress bar, and Ctrl-C, which leaves no process."""
 
 import fcntl
 import os
@@ -22,7 +22,7 @@ PATIENCE = 600  # seconds, for a machine that does much else
 
 
 def start(folder: Path, overrides: dict[str, Any], terminal: Terminal) -> subprocess.Popen[bytes]:
-    """`kiln run digits` as a shell at that terminal starts it."""
+    """Start `kiln run digits` as a shell at that terminal."""
     return subprocess.Popen(
         command("run", "digits", overrides=overrides),
         env={**environment(folder), "TERM": "xterm-256color"},
@@ -36,22 +36,22 @@ def start(folder: Path, overrides: dict[str, Any], terminal: Terminal) -> subpro
 
 
 def _at_its_terminal() -> None:
-    """Whose Ctrl-C is for this process; a test run in background ignores it, and we would, too."""
+    """A terminal whose Ctrl-C reaches this process, which background runs ignore by default."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def last_state(database: Path) -> str:
-    """That of the latest flow run that a Prefect server has kept."""
+    """The state of the server's latest flow run."""
     with closing(sqlite3.connect(database)) as opened:
         query = "SELECT state_type FROM flow_run ORDER BY created DESC LIMIT 1"
         return str(opened.execute(query).fetchone()[0])
 
 
-def test_interrupted_a_run_leaves_a_checkpoint_and_no_process(
+def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     published: Path, smallest: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The second run of a person, with a server of its own again; most is reused."""
+    """A second run with an own server; most stages are reused."""
     folder = Path(shutil.copytree(published, tmp_path / "again", symlinks=True))
     endless = {"train.steps": 100_000, "train.checkpointing_steps": 100_000}
     endless |= {"train.sample_every_n_steps": 0, "train.logging_steps": 1}

@@ -24,7 +24,7 @@ def test_each_model_has_its_own_column() -> None:
 
 
 def test_aliases_in_a_base_s_card_do_not_expand(tmp_path: Path) -> None:
-    """Nine levels of ten aliases are a gigabyte of text."""
+    """Nine levels of ten aliases expand to a gigabyte of text."""
     levels = ["a0: &a0 lol"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     text = "\n".join(["---", *levels, "license: *a9", "license_name: x", "---", ""])

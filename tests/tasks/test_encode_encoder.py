@@ -1,4 +1,4 @@
-"""The encoder gives what diffusers' own pipelines give."""
+"""The encoder's output equals that of diffusers' pipelines."""
 
 import json
 import shutil
@@ -113,7 +113,7 @@ def test_t5_counts_tokens_where_it_reads_farthest(tiny_sd3: Path) -> None:
     assert describe_encoders(tiny_sd3)["caption_tokens"] == 20
 
 
-def test_info_tells_what_a_trainer_must_know(tiny_sdxl: Path, tiny_sd: Path) -> None:
+def test_info_has_the_trainers_facts(tiny_sdxl: Path, tiny_sd: Path) -> None:
     info = describe_encoders(tiny_sdxl)
     assert info == {
         "family": "sdxl",
@@ -171,7 +171,7 @@ def test_the_digest_leaves_the_unet_out(tiny_sdxl: Path, tmp_path: Path) -> None
     assert digest_encoders(copy) != digest_encoders(tiny_sdxl)
 
 
-def test_the_digest_has_the_third_encoder_and_never_a_transformer_s_weights(
+def test_the_digest_has_the_third_encoder_but_no_transformer_weights(
     tiny_sd3: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(tiny_sd3, tmp_path / "copy"))
@@ -191,7 +191,7 @@ def test_a_lone_fp16_variant_is_loaded(tiny_sdxl: Path, tmp_path: Path) -> None:
     assert Encoder(tmp_path, device="cpu").texts(["a"])[0].shape == (1, 77, 64)
 
 
-def test_wrong_folders_are_told_in_one_line(tiny_sdxl: Path, tmp_path: Path) -> None:
+def test_errors_of_wrong_folders_are_one_line(tiny_sdxl: Path, tmp_path: Path) -> None:
     with pytest.raises(WrongInput, match=r"model_index\.json: not there"):
         Encoder(tmp_path)
     copy = Path(shutil.copytree(tiny_sdxl, tmp_path / "copy"))
@@ -207,7 +207,7 @@ def test_wrong_folders_are_told_in_one_line(tiny_sdxl: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("part", ["text_encoder_2", "text_encoder_3"])
-def test_widths_that_do_not_fit_the_transformer_are_told(
+def test_encoder_widths_must_match_the_transformer(
     tiny_sd3: Path, tmp_path: Path, part: str
 ) -> None:
     copy = Path(shutil.copytree(tiny_sd3, tmp_path / "copy"))
@@ -219,7 +219,7 @@ def test_widths_that_do_not_fit_the_transformer_are_told(
         describe_encoders(copy)
 
 
-def test_weights_that_are_left_out_of_a_file_are_told(tiny_sd: Path, tmp_path: Path) -> None:
+def test_missing_weights_in_a_file_are_reported(tiny_sd: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_sd, tmp_path / "copy"))
     path = copy / "text_encoder" / "model.safetensors"
     weights = load_file(path)
@@ -229,7 +229,7 @@ def test_weights_that_are_left_out_of_a_file_are_told(tiny_sd: Path, tmp_path: P
         Encoder(copy, device="cpu")
 
 
-def test_a_vocabulary_that_was_not_read_is_refused(tiny_sdxl: Path, tmp_path: Path) -> None:
+def test_an_unread_vocabulary_is_refused(tiny_sdxl: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_sdxl, tmp_path / "copy"))
     CLIPTokenizer().save_pretrained(copy / "tokenizer")
     with pytest.raises(WrongInput, match="tokenizer has 2 tokens"):
@@ -237,7 +237,7 @@ def test_a_vocabulary_that_was_not_read_is_refused(tiny_sdxl: Path, tmp_path: Pa
 
 
 def test_another_vae_counts_by_its_weights(tiny_sdxl: Path, tiny_vae: Path, tmp_path: Path) -> None:
-    """Two that have the same config are told apart."""
+    """Two VAEs with the same config have different digests."""
     other = Path(shutil.copytree(tiny_vae, tmp_path / "vae"))
     weights = load_file(other / "diffusion_pytorch_model.safetensors")
     weights["encoder.conv_in.bias"] += 1

@@ -1,4 +1,4 @@
-"""What a latent shard hangs on is in its key."""
+"""The key of a latent shard has all its inputs."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -22,12 +22,12 @@ GIVEN: dict[str, Any] = {
     "change",
     [{"tar_sha256": "u"}, {"encoders": "f"}, {"dtype": "float16"}, {"batch_size": 4}],
 )
-def test_all_that_a_latent_shard_hangs_on_is_in_its_key(change: dict[str, Any]) -> None:
+def test_the_key_has_every_input_of_a_latent_shard(change: dict[str, Any]) -> None:
     assert shard_key(**{**GIVEN, **change}) != shard_key(**GIVEN)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(TransformSettings)])
-def test_every_setting_of_the_transform_is_in_it(name: str) -> None:
+def test_the_key_has_every_setting_of_the_transform(name: str) -> None:
     value = getattr(SETTINGS, name)
     other = "random" if name == "crop" else not value if isinstance(value, bool) else value + 1
     changed = replace(SETTINGS, **{name: other})

@@ -1,4 +1,4 @@
-"""Encoding takes the memory of one shard, however many there are."""
+"""Encoding needs the memory of one shard, whatever their number."""
 
 import json
 import shutil

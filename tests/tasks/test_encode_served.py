@@ -1,4 +1,4 @@
-"""Encoders in another process give what they give in this one."""
+"""Encoders in another process return what they return in this one."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def pictures(count: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def served(tiny_sdxl: Path) -> ServedEncoder:
-    """One for both tests, as each takes seconds to start; the last of them kills it."""
+    """Shared by the tests, since it takes seconds to start; the last test kills it."""
     return ServedEncoder(EncodeJob("torch", str(tiny_sdxl), device="cpu"))
 
 
@@ -39,7 +39,7 @@ def test_arrays_come_back_as_they_are(served: ServedEncoder, tiny_sdxl: Path) ->
     assert served.token_counts(CAPTIONS) == here.token_counts(CAPTIONS)
 
 
-def test_a_process_that_dies_says_its_last_line(served: ServedEncoder) -> None:
+def test_the_error_of_a_dead_process_has_its_last_line(served: ServedEncoder) -> None:
     assert len(served.texts(["a"])[0]) == 1
     with pytest.raises(EncoderLost, match=r"ended with 1: RuntimeError: .*3 channels"):
         served.images(np.zeros((1, 5, 32, 32), np.float32))  # of five colours

@@ -1,4 +1,4 @@
-"""The encode stage: what is rebuilt, what is reused, and what is the same byte for byte."""
+"""The encode stage: rebuilds, reuse and byte-identical shards."""
 
 import io
 import shutil
@@ -106,7 +106,7 @@ def make(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
     return make
 
 
-def test_every_sample_arrives_with_its_moments_captions_and_split(
+def test_every_sample_has_its_moments_captions_and_split(
     make: Callable[..., Artifact], tiny_sdxl: Path
 ) -> None:
     shards = _pictures()
@@ -144,7 +144,7 @@ def test_every_sample_arrives_with_its_moments_captions_and_split(
     assert latents.info == encoder.info | {"masks": 0, "scored": False}
 
 
-def test_rebuilt_shards_have_the_bytes_they_had(make: Callable[..., Artifact]) -> None:
+def test_rebuilt_shards_have_equal_bytes(make: Callable[..., Artifact]) -> None:
     first, again = make(_pictures(), "one"), make(_pictures(), "two")
     assert _shards(first) == _shards(again) and first.digest == again.digest
     assert first.summary == again.summary
@@ -171,7 +171,7 @@ def test_another_vae_transform_or_batch_size_changes_every_shard(
     assert not _shards(make(_pictures(), batch_size=2)).keys() & before.keys()
 
 
-def test_with_flip_both_variants_are_there_and_count_once(
+def test_flip_stores_both_variants_and_counts_them_once(
     make: Callable[..., Artifact], tiny_sdxl: Path
 ) -> None:
     shards = _pictures(2, 9)
@@ -212,13 +212,13 @@ def test_sd3_shards_hold_what_its_pipeline_would_encode(
         assert (shard.pooled_prompt_embeds(1).shape, shard.input_ids(1).shape) == ((48,), (2, 77))
 
 
-def test_sizes_suit_the_patches_of_a_transformer(tiny_sd3: Path, tmp_path: Path) -> None:
+def test_sizes_are_multiples_of_a_transformers_patches(tiny_sd3: Path, tmp_path: Path) -> None:
     images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
     with pytest.raises(WrongInput, match="no multiple of the model's 8"):
         _encode(_recipe(tmp_path / "s", tiny_sd3, resolution=36), images)
 
 
-def test_what_changes_no_latent_changes_no_key(tiny_sdxl: Path) -> None:
+def test_settings_without_effect_on_latents_are_not_in_the_key(tiny_sdxl: Path) -> None:
     settings = [
         encode.settings_for_key(_recipe("s", tiny_sdxl, **settings))
         for settings in ({}, {"max_bad": 0.9}, {"device": "cpu"})
@@ -258,7 +258,7 @@ def test_bad_pictures_are_counted_and_only_too_many_are_fatal(
     assert make(shards, max_bad=0.5).summary["samples"] == 24
 
 
-def test_nothing_left_is_said_so(make: Callable[..., Artifact]) -> None:
+def test_an_empty_result_is_an_error(make: Callable[..., Artifact]) -> None:
     nothing = [{"00000": (b"no", ("x",))}]
     with pytest.raises(encode.EncodeFailed, match=r"no sample is left .undecodable: 1"):
         make(nothing, max_bad=1.0)
@@ -273,7 +273,7 @@ def test_wrong_settings_are_refused_before_any_work(make: Callable[..., Artifact
         make(_pictures(1), resolution=34)
 
 
-def test_weights_that_are_missing_are_told_in_one_line(tiny_sdxl: Path, tmp_path: Path) -> None:
+def test_the_error_of_missing_weights_is_one_line(tiny_sdxl: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_sdxl, tmp_path / "model"))
     (model / "text_encoder_2" / "model.safetensors").unlink()
     images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
@@ -295,7 +295,7 @@ def test_shards_are_encoded_by_threads_too_and_unknown_options_refused(
 
 
 class _Diverging(Encoder):
-    """A VAE that overflows, as SDXL's own does in float16, on pictures that begin bright."""
+    """A VAE that overflows on bright pictures, as SDXL's does in float16."""
 
     def images(self, pixels):
         mean, logvar = super().images(pixels)
@@ -342,7 +342,7 @@ def test_summary_counts_buckets_and_caption_lengths(make: Callable[..., Artifact
     assert {"height x width": "64x64", "samples": 1} in rows
 
 
-def test_pictures_without_a_caption_are_told(
+def test_a_warning_counts_pictures_without_a_caption(
     make: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
 ) -> None:
     def told(*captions: tuple[str, ...]) -> list[str]:
@@ -356,7 +356,7 @@ def test_pictures_without_a_caption_are_told(
     assert told(("a",), ("", "c")) == []
 
 
-def test_a_store_elsewhere_gives_the_same_artifact(make: Callable[..., Artifact]) -> None:
+def test_a_remote_store_has_the_same_artifact(make: Callable[..., Artifact]) -> None:
     assert make(_pictures(), "memory://encode-store").digest == make(_pictures()).digest
 
 
@@ -367,10 +367,10 @@ def test_progress_ends_with_every_picture(tiny_sdxl: Path, tmp_path: Path) -> No
     assert seen[-1] == (21, 21)
 
 
-def test_pictures_that_are_not_those_committed_are_not_encoded(
+def test_a_replaced_image_shard_is_not_encoded(
     make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
 ) -> None:
-    """A tar that another has replaced meanwhile: it would pass for encoded for ever."""
+    """A replaced tar would otherwise count as encoded."""
     recipe = _recipe(tmp_path / "store", tiny_sdxl)
     store = Store(recipe.store)
     images = _images(store, _pictures(1), tmp_path)

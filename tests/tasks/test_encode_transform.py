@@ -1,4 +1,4 @@
-"""Pictures become pixels: buckets, crops, flips, and what is recorded of them."""
+"""The transform of pictures: buckets, crops, flips and their records."""
 
 import hashlib
 import io
@@ -33,7 +33,7 @@ def _encode(image: Image.Image, kind: str = "png", **options: object) -> bytes:
 
 
 def _gradient(width: int, height: int) -> bytes:
-    """Red grows to the right, green downwards."""
+    """Red increases to the right, green downwards."""
     x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return _encode(Image.fromarray(np.stack([x, y, 0 * x], -1).astype(np.uint8)))
 
@@ -58,7 +58,7 @@ def test_sdxl_buckets_are_those_of_its_paper() -> None:
     assert set(buckets) == {(w, h) for h, w in buckets}
 
 
-def test_sides_suit_the_vae_too() -> None:
+def test_bucket_sides_are_multiples_of_the_vaes_factor() -> None:
     assert all(h % 48 == 0 for h, _ in bucket_sizes(replace(BUCKETS, resolution=96), 12))
     with pytest.raises(WrongInput, match=r"no multiple of the model's 12"):
         bucket_sizes(SQUARE, 12)
@@ -66,14 +66,14 @@ def test_sides_suit_the_vae_too() -> None:
         bucket_sizes(replace(BUCKETS, bucket_step=128), 8)
 
 
-def test_a_picture_goes_to_the_bucket_of_its_shape() -> None:
+def test_a_picture_is_in_the_bucket_of_its_aspect_ratio() -> None:
     buckets = bucket_sizes(BUCKETS, 4)
     assert nearest_bucket((300, 300), buckets) == (64, 64)
     assert nearest_bucket((100, 190), buckets) == (48, 80)
     assert nearest_bucket((5000, 100), buckets)[0] > nearest_bucket((5000, 100), buckets)[1]
 
 
-def test_the_crop_is_where_it_says_and_covers_the_target() -> None:
+def test_the_recorded_crop_is_the_real_one_and_covers_the_target() -> None:
     wide = _apply(_gradient(200, 100), SQUARE)
     assert wide.pixels.shape == (3, 64, 64) and wide.pixels.dtype == np.float32
     assert wide.original_size == (100, 200)
@@ -83,7 +83,7 @@ def test_the_crop_is_where_it_says_and_covers_the_target() -> None:
     np.testing.assert_allclose(wide.pixels[1, [0, -1], 0], [-1, 1], atol=0.03)
 
 
-def test_random_crops_hang_on_bytes_and_seed_alone() -> None:
+def test_random_crops_depend_on_bytes_and_seed_only() -> None:
     settings = replace(SQUARE, crop="random", flip=True, holdout=0.0)
     pictures = [_gradient(200 + i, 100) for i in range(40)]
     first = [_apply(data, settings) for data in pictures]
@@ -104,7 +104,7 @@ def test_random_crops_hang_on_bytes_and_seed_alone() -> None:
     assert [p.flip for p in first + mirrored] == [False] * 40 + [True] * 40
 
 
-def test_pictures_to_train_on_come_mirrored_too_and_held_out_ones_never() -> None:
+def test_training_pictures_are_mirrored_and_held_out_ones_are_not() -> None:
     settings = replace(SQUARE, flip=True, holdout=0.3)
     for width in range(100, 140):
         data = _gradient(width, 90)
@@ -124,7 +124,7 @@ def test_original_size_is_the_one_before_the_download_resized() -> None:
     assert _apply(_gradient(80, 60), SQUARE, {"original_width": None}).original_size == (60, 80)
 
 
-def test_pictures_come_upright_in_rgb_over_white() -> None:
+def test_pictures_are_upright_in_rgb_over_white() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned: shown a quarter turn clockwise
     turned = decode(_encode(Image.new("RGB", (40, 20), "red"), "jpeg", exif=exif), 10_000)
@@ -146,13 +146,13 @@ def test_pictures_come_upright_in_rgb_over_white() -> None:
         (_gradient(120, 100), "too many pixels"),
     ],
 )
-def test_a_bad_picture_says_why(data: bytes, reason: str) -> None:
+def test_a_bad_picture_has_a_reason(data: bytes, reason: str) -> None:
     with pytest.raises(BadSample) as caught:
         _apply(data, replace(SQUARE, max_pixels=11_999))
     assert caught.value.reason == reason
 
 
-def test_the_holdout_is_a_share_chosen_by_bytes() -> None:
+def test_the_holdout_is_a_fraction_selected_by_bytes() -> None:
     ids = [hashlib.sha256(bytes([i, j])).digest() for i in range(100) for j in range(100)]
     kept = [i for i in ids if is_holdout(i, 0.1)]
     assert 0.08 < len(kept) / len(ids) < 0.12

@@ -1,4 +1,4 @@
-"""CLIP features and judges: the models' own words, not ours."""
+"""CLIP features and judges equal those of the models."""
 
 import io
 import shutil
@@ -27,7 +27,9 @@ def pictures() -> list[np.ndarray]:
     return [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
 
 
-def test_clip_score_is_what_transformers_says(tiny_clip: Path, pictures: list[np.ndarray]) -> None:
+def test_clip_score_equals_that_of_transformers(
+    tiny_clip: Path, pictures: list[np.ndarray]
+) -> None:
     clip = ClipFeatures(tiny_clip, "cpu")
     ours = metrics.clip_scores(clip.images(pictures), clip.texts(PROMPTS))
     model = CLIPModel.from_pretrained(tiny_clip).eval()
@@ -57,11 +59,11 @@ def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_
     assert {name: found[name] for name in said} == {n: p.mean() for n, p in said.items()}
 
 
-def test_no_pictures_are_no_features(tiny_clip: Path) -> None:
+def test_no_pictures_have_no_features(tiny_clip: Path) -> None:
     assert ClipFeatures(tiny_clip, "cpu").images([]).shape == (0, 24)
 
 
-def test_a_folder_without_a_clip_is_told_in_one_line(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_without_a_clip_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         WrongInput, match=r"evaluate\.clip: .* does not load as a CLIPModel"
     ) as caught:
@@ -78,7 +80,7 @@ def test_a_folder_without_a_clip_is_told_in_one_line(tmp_path: Path) -> None:
         ("preprocessor_config.json processor_config.json", "image processor"),
     ],
 )
-def test_a_folder_that_lacks_a_part_is_told_before_any_work(
+def test_a_missing_part_is_reported_before_any_work(
     tiny_clip: Path, tmp_path: Path, without: str, words: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
@@ -89,12 +91,12 @@ def test_a_folder_that_lacks_a_part_is_told_before_any_work(
         check_clip(folder)
 
 
-def test_a_text_encoder_alone_is_no_clip(tiny_sdxl: Path) -> None:
+def test_a_text_encoder_alone_is_not_a_clip(tiny_sdxl: Path) -> None:
     with pytest.raises(WrongInput, match=r"evaluate\.clip: .* model_type is clip_text_model"):
         check_clip(tiny_sdxl / "text_encoder")
 
 
-def test_the_digits_judge_knows_real_digits_from_others() -> None:
+def test_the_digits_judge_recognises_real_digits() -> None:
     x8, labels = digits.load("test")
     style = digits.style_index(digits.NEW_STYLE)
     rng = np.random.default_rng(0)
@@ -106,7 +108,7 @@ def test_the_digits_judge_knows_real_digits_from_others() -> None:
     assert judge_pictures(("digits",), images, wrong)["digit"].mean() < 0.1
 
 
-def test_prompts_that_a_judge_cannot_judge_are_told_before_any_work() -> None:
+def test_unsupported_prompts_of_a_judge_are_reported_before_any_work() -> None:
     check_prompts(("digits",), ["a handwritten seven in white chalk on a green board"])
     with pytest.raises(WrongInput, match=r"evaluate\.judges: digits: .*a cat"):
         check_prompts(("digits",), ["a cat"])

@@ -1,4 +1,4 @@
-"""Whose pictures a metric is of: the set's, the model's, and held-out ones to compare with."""
+"""A metric uses the pictures of its set, its model and the held-out split."""
 
 import hashlib
 import io
@@ -47,13 +47,13 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def suite(tiny_clip: Path) -> MetricSuite:
-    """Random weights see no likeness of texts and pictures: the prompts' features are pictures'."""
+    """With random weights, texts resemble no picture: the prompts have features of pictures."""
     clip = ClipFeatures(tiny_clip, "cpu")
     reference, prompts = (clip.images(noise(*range(n, n + 8))) for n in (90, 80))
     return MetricSuite(SETS, ("new",), (), 20, 0, clip, prompts[:5], reference)
 
 
-def test_a_metric_of_a_set_is_of_that_sets_pictures(
+def test_the_metric_of_a_set_uses_its_pictures(
     store: Store, suite: MetricSuite, tmp_path: Path
 ) -> None:
     pictures = noise(*range(5))
@@ -67,7 +67,7 @@ def test_a_metric_of_a_set_is_of_that_sets_pictures(
     assert found["cmmd"]["value"] == pytest.approx(expected["value"])
 
 
-def test_the_base_is_above_and_the_tuned_model_below(store: Store, tmp_path: Path) -> None:
+def test_the_base_is_above_the_tuned_model(store: Store, tmp_path: Path) -> None:
     base = drawn(store, "base", plain(red=200, blue=0), tmp_path / "base")
     tuned = drawn(store, "tuned", plain(red=0, blue=200), tmp_path / "tuned")
     page = np.asarray(Image.open(io.BytesIO(_grid(store, [base, tuned], SETS))))
@@ -90,7 +90,7 @@ def images(store: Store, path: Path) -> tuple[Artifact, list[Sample]]:
     return draft.commit({}, {}), samples
 
 
-def test_pictures_are_compared_with_those_that_were_held_out(store: Store, tmp_path: Path) -> None:
+def test_the_reference_pictures_are_the_held_out_ones(store: Store, tmp_path: Path) -> None:
     artifact, samples = images(store, tmp_path / "a.tar")
     held = [s for s in samples if is_holdout(hashlib.sha256(s.image).digest(), 0.4)]
     assert 0 < len(held) < len(samples)

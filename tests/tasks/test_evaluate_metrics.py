@@ -1,4 +1,4 @@
-"""Metrics against closed forms, against the slow way of writing them, and their intervals."""
+"""Metrics equal closed forms and direct implementations; their intervals are valid."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def _features(n: int, dims: int, seed: int, shift: float = 0.0) -> np.ndarray:
     return rng.normal(size=(n, dims)) @ mix + shift
 
 
-def test_frechet_of_two_gaussians_is_the_formulas() -> None:
+def test_frechet_of_two_gaussians_equals_the_formula() -> None:
     # independent dimensions: |m1 - m2|² + sum (s1 - s2)²
     rng = np.random.default_rng(0)
     s1, s2, shift = np.array([1.0, 2.0, 0.5]), np.array([2.0, 1.0, 0.5]), np.array([1.0, 0.0, 3.0])
@@ -37,7 +37,7 @@ def _root_by_eigenvalues(c1: np.ndarray, c2: np.ndarray) -> np.ndarray:
     return np.diag(np.sqrt(np.maximum(values, 0.0)))
 
 
-def test_cmmd_equals_the_slow_way() -> None:
+def test_cmmd_equals_a_direct_implementation() -> None:
     x, y = _features(30, 8, 1), _features(40, 8, 2, shift=0.5)
     nx, ny = metrics.normalise(x), metrics.normalise(y)
 
@@ -50,14 +50,14 @@ def test_cmmd_equals_the_slow_way() -> None:
     assert metrics.cmmd(x * 7, y, 50, 0)["value"] == pytest.approx(slow, rel=1e-9)
 
 
-def test_a_set_is_no_distance_from_itself() -> None:
+def test_the_distance_of_a_set_to_itself_is_zero() -> None:
     x = _features(64, 8, 1)
     assert metrics.cmmd(x, x, 50, 0)["value"] == pytest.approx(0.0, abs=1e-9)
     assert metrics.frechet(x, x, 50, 0)["value"] == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cmmd", "fd"])
-def test_intervals_of_distances_hold_the_value_and_narrow(name: str) -> None:
+def test_intervals_of_distances_contain_the_value_and_narrow(name: str) -> None:
     distance = metrics.DISTANCES[name]
     few, many = (distance(_features(n, 8, 1), _features(n, 8, 2, 0.4), 200, 0) for n in (40, 640))
     for found in (few, many):
@@ -67,7 +67,7 @@ def test_intervals_of_distances_hold_the_value_and_narrow(name: str) -> None:
     assert distance(_features(40, 8, 1), _features(40, 8, 2, 0.4), 200, 0) == few
 
 
-def test_how_many_resamples_are_behind_an_interval_is_said() -> None:
+def test_a_metric_states_its_number_of_resamples() -> None:
     x, y = _features(700, 700, 1), _features(700, 700, 2)
     assert metrics.frechet(x, y, 11, 0)["resamples"] == 11
     assert metrics.cmmd(x[:50], y[:50], 200, 0)["resamples"] == 200
@@ -82,7 +82,7 @@ def test_the_interval_of_a_mean_covers_the_truth_19_times_in_20() -> None:
     assert 0.90 < covered < 0.98
 
 
-def test_a_share_has_wilsons_interval() -> None:
+def test_a_proportion_has_wilsons_interval() -> None:
     found = metrics.share(np.array([True] * 8 + [False] * 2))
     assert found["value"] == 0.8 and found["n"] == 10
     assert found["ci"] == pytest.approx([0.4902, 0.9433], abs=1e-4)
@@ -96,7 +96,7 @@ def test_clip_score_is_a_hundredfold_cosine_and_never_negative() -> None:
     np.testing.assert_allclose(metrics.clip_scores(images, texts), [100.0, 50 * 2**0.5, 0.0])
 
 
-def test_nothing_to_measure_is_an_error() -> None:
+def test_empty_input_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one value"):
         metrics.mean(np.zeros(0), 10, 0)
     with pytest.raises(ValueError, match="no pictures"):

@@ -1,4 +1,4 @@
-"""The evaluate stage: what is drawn again, what is reused, and what its metrics are made of."""
+"""The evaluate stage: sampling, reuse and metrics."""
 
 import io
 import json
@@ -87,7 +87,7 @@ def _images(store: Store, path: Path) -> Artifact:
 
 @dataclass
 class World:
-    """A base, its data, and as many trained UNets as a test asks for."""
+    """A base, its data and the trained UNets of a test."""
 
     recipe: Recipe
     model: Path
@@ -102,7 +102,7 @@ class World:
         return Store(self.recipe.store)
 
     def run(self, job: Job, on_event: Callable[[dict[str, Any]], None]) -> None:
-        """The runtime's own code, in this process to save its start."""
+        """Run the runtime's code in this process, which saves its start."""
         assert isinstance(job, GenerateJob)
         self.jobs.append(job)
         generate(job, Events())
@@ -131,7 +131,7 @@ class World:
         return EvalInputs(recipe, self.images, self.latents, self.model, None, self.clip)
 
     def metrics_of(self, champion: Path, evaluated: Artifact) -> dict[str, Any]:
-        """A published model's, to be compared with what was evaluated."""
+        """The metrics of a published model, comparable with an evaluation."""
         given = self.inputs(self.recipe)
         return evaluate.metrics_of_published(given, evaluated, str(champion), run=self.run)
 
@@ -140,7 +140,7 @@ class World:
 def made(
     tiny_sdxl: Path, tiny_clip: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Recipe]:
-    """A store with images and latents, made once."""
+    """A store with images and latents, built once."""
     tmp = tmp_path_factory.mktemp("evaluate")
     recipe = _recipe(tmp / "store", tiny_sdxl, tiny_clip)
     store = Store(recipe.store)
@@ -162,7 +162,7 @@ def _metrics(artifact: Artifact) -> dict[str, Any]:
     return json.loads(artifact.read("metrics.json"))["metrics"]
 
 
-def test_every_metric_named_beforehand_is_measured_for_both(world: World) -> None:
+def test_every_named_metric_is_measured_for_both_models(world: World) -> None:
     artifact = world.evaluate(world.trained(0.5))
     found = _metrics(artifact)
     assert list(found) == metric_names(world.recipe)
@@ -180,7 +180,7 @@ def test_every_metric_named_beforehand_is_measured_for_both(world: World) -> Non
     assert not (Path(artifact.path) / "drawing").exists()
 
 
-def test_sets_of_other_subjects_are_not_compared_with_the_held_out_pictures(world: World) -> None:
+def test_only_compared_sets_enter_the_distances(world: World) -> None:
     def metrics(**old: Any) -> dict[str, Any]:
         sets = {"new": {"prompts": NEW}, "old": {"prompts": ["a house", "a tree"], **old}}
         recipe = _recipe(Path(world.recipe.store), world.model, world.clip, prompts=sets)
@@ -200,7 +200,7 @@ def test_sets_of_other_subjects_are_not_compared_with_the_held_out_pictures(worl
     assert len(world.jobs) == 1  # the same pictures, measured otherwise
 
 
-def test_a_size_that_cannot_be_drawn_is_told_beforehand(world: World) -> None:
+def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
     def check(**size: int) -> None:
         evaluate.check_size(_recipe(world.tmp, world.model, world.clip, **size), world.model)
 
@@ -210,7 +210,7 @@ def test_a_size_that_cannot_be_drawn_is_told_beforehand(world: World) -> None:
         check(height=32, width=36)
 
 
-def test_an_untrained_model_measures_as_its_base(world: World) -> None:
+def test_an_untrained_model_has_the_metrics_of_its_base(world: World) -> None:
     for models in _metrics(world.evaluate(world.trained(1.0))).values():
         assert models["base"] == models["tuned"]
 
@@ -229,7 +229,7 @@ def test_the_same_evaluation_has_the_same_digest(world: World) -> None:
     assert world.evaluate(trained).digest == first.digest
 
 
-def test_a_damaged_picture_is_drawn_again(world: World) -> None:
+def test_a_damaged_picture_is_sampled_again(world: World) -> None:
     trained = world.trained(0.5)
     first = world.evaluate(trained)
     tar = sorted((Path(world.store.root) / "evaluate/shards").glob("*.tar"))[0]
@@ -240,7 +240,7 @@ def test_a_damaged_picture_is_drawn_again(world: World) -> None:
     assert [len(job.drawings) for job in world.jobs] == [2, 1]
 
 
-def test_prompts_and_seeds_change_the_fingerprint_and_speed_does_not(world: World) -> None:
+def test_prompts_and_seeds_change_the_fingerprint_and_batch_size_does_not(world: World) -> None:
     trained = world.trained(0.5)
 
     def mark(**settings: Any) -> str:
@@ -259,7 +259,7 @@ def test_another_clip_model_is_another_fingerprint(world: World, tmp_path: Path)
 
 
 def drawn(world: World, parts: dict[str, str]) -> list[np.ndarray]:
-    """Pictures [H, W, 3] of every prompt, drawn apart from the stage by the base with parts."""
+    """Pictures [H, W, 3] of every prompt, sampled by the base with replaced parts."""
     out = world.tmp / "apart"
     generate(replace(world.jobs[0], drawings=(Drawing(str(out), parts),), latents=None), Events())
     pictures = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(out.glob("*.png"))]
@@ -268,7 +268,7 @@ def drawn(world: World, parts: dict[str, str]) -> list[np.ndarray]:
 
 
 def places(page: np.ndarray, picture: np.ndarray) -> list[tuple[int, int]]:
-    """Columns and rows of the page at which a picture begins, three times as large."""
+    """(x, y) of the page where a picture begins, enlarged three times."""
     shown = picture.repeat(3, axis=0).repeat(3, axis=1)
     height, width = shown.shape[:2]
     begins = (page[: 1 - height, : 1 - width] == shown[0, 0]).all(axis=-1)
@@ -291,7 +291,7 @@ def test_the_grid_shows_each_prompt_by_the_base_above_and_by_the_tuned_below(wor
     assert columns[0][1] == columns[1][1] < columns[2][1] and columns[0][0] < columns[1][0]
 
 
-def test_a_champion_measured_otherwise_draws_again(world: World, tmp_path: Path) -> None:
+def test_a_champion_with_another_fingerprint_samples_again(world: World, tmp_path: Path) -> None:
     artifact = world.evaluate(world.trained(0.5))
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
     stale = json.loads(artifact.read("metrics.json")) | {"fingerprint": "older"}
@@ -303,7 +303,7 @@ def test_a_champion_measured_otherwise_draws_again(world: World, tmp_path: Path)
         assert models["tuned"] == _metrics(artifact)[name]["base"]
 
 
-def test_a_champion_measured_the_same_way_is_not_even_fetched(world: World, tmp_path: Path) -> None:
+def test_a_champion_with_the_same_fingerprint_is_not_fetched(world: World, tmp_path: Path) -> None:
     artifact = world.evaluate(world.trained(0.5))
     (tmp_path / "metrics.json").write_bytes(artifact.read("metrics.json"))  # and no model
     found = world.metrics_of(tmp_path, artifact)
@@ -312,10 +312,8 @@ def test_a_champion_measured_the_same_way_is_not_even_fetched(world: World, tmp_
     }
 
 
-def test_the_loss_of_a_champion_that_predicts_something_else_is_not_compared(
-    world: World, tmp_path: Path
-) -> None:
-    """Trained to predict pictures, it was measured as such: it draws again, without a loss."""
+def test_the_loss_of_another_prediction_is_not_compared(world: World, tmp_path: Path) -> None:
+    """Metrics of a sample-predicting model: it samples again, without a loss."""
     pictures = world.recipe.train.model_copy(update={"prediction_type": "sample"})
     was = world.evaluate(world.trained(0.6), world.recipe.model_copy(update={"train": pictures}))
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
@@ -328,10 +326,8 @@ def test_the_loss_of_a_champion_that_predicts_something_else_is_not_compared(
     assert world.jobs[-1].latents is None
 
 
-def test_the_loss_of_a_champion_that_sees_something_else_is_not_compared(
-    world: World, tmp_path: Path
-) -> None:
-    """It sees most of a picture that it is to paint, and our latents have no masks."""
+def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) -> None:
+    """An inpainting model has more inputs than our latents."""
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
     settings = Train(inpainting=True)
     config = trained_config(read_config(world.model / "unet" / "config.json"), settings)
@@ -341,7 +337,7 @@ def test_the_loss_of_a_champion_that_sees_something_else_is_not_compared(
     assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
 
 
-def test_a_champion_with_trained_text_encoders_encodes_with_them(tmp_path: Path) -> None:
+def test_a_champion_encodes_with_its_trained_text_encoders(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
     digests = set()
     for trained in (False, True):
@@ -369,7 +365,7 @@ def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
     assert set(found) == {"clip_score", "clip_score/new", "clip_score/old"}
 
 
-def test_prompts_come_from_files_too_and_are_checked(world: World, tmp_path: Path) -> None:
+def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     sets = {"a": {"file": str(tmp_path / "prompts.txt"), "images_per_prompt": 2}}
     recipe = _recipe(tmp_path, world.model, world.clip, prompts=sets | {"b": {"prompts": ["x"]}})
@@ -383,7 +379,7 @@ def test_prompts_come_from_files_too_and_are_checked(world: World, tmp_path: Pat
         evaluate.check(_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
 
 
-def test_the_runtimes_own_process_draws_the_same(world: World) -> None:
+def test_the_runtimes_process_samples_equal_pictures(world: World) -> None:
     trained = world.trained(0.5)
     here = world.evaluate(trained)
     shutil.rmtree(Path(world.store.root) / "evaluate")
@@ -391,8 +387,8 @@ def test_the_runtimes_own_process_draws_the_same(world: World) -> None:
 
 
 @pytest.mark.parametrize("stage", ["download", "evaluate"])
-def test_pictures_that_are_not_those_committed_are_not_measured(world: World, stage: str) -> None:
-    """Neither held-out ones nor drawn ones; of those that were, each byte was read."""
+def test_a_replaced_shard_is_not_measured(world: World, stage: str) -> None:
+    """Held-out pictures and samples are both verified."""
     world.evaluate(world.trained(2.0))
     (tar, *_) = sorted(Path(world.store.shards_path(stage)).glob("*.tar"))
     before = tar.stat()

@@ -1,4 +1,4 @@
-"""Rules decide; what they cannot decide on is said."""
+"""The rules of the gate, and the errors of invalid ones."""
 
 import pytest
 
@@ -26,33 +26,33 @@ VALUES = {
         ("digit/new>=9.3e-1", True),
     ],
 )
-def test_a_rule_is_held_against_the_values(rule: str, passed: bool) -> None:
+def test_a_rule_is_evaluated_on_the_values(rule: str, passed: bool) -> None:
     (verdict,) = judge([rule], VALUES)
     assert verdict.passed is passed
 
 
-def test_what_the_champion_has_no_value_of_does_not_pass() -> None:
+def test_a_rule_fails_without_a_value_of_the_champion() -> None:
     (verdict,) = judge(["digit/new >= champion"], VALUES, champion=True)
     assert not verdict.passed and "no comparable value" in verdict.note
 
 
-def test_no_rules_let_everything_pass() -> None:
+def test_without_rules_everything_passes() -> None:
     assert judge([], {}) == []
 
 
-def test_what_was_not_measured_does_not_pass() -> None:
+def test_a_rule_fails_without_a_value_of_the_model() -> None:
     (verdict,) = judge(["fd < 1"], VALUES)
     assert not verdict.passed
     assert "not measured" in verdict.note
 
 
 @pytest.mark.parametrize("text", ["cmmd", "cmmd = 3", "cmmd < tuned", "cmmd < 1 < 2", ""])
-def test_a_rule_that_cannot_be_read_says_how_to_write_one(text: str) -> None:
+def test_the_error_of_an_invalid_rule_has_the_syntax(text: str) -> None:
     with pytest.raises(GateError, match="write it as"):
         parse_rule(text)
 
 
-def test_a_rule_on_an_unknown_metric_names_the_nearest() -> None:
+def test_the_error_of_an_unknown_metric_has_the_nearest_one() -> None:
     with pytest.raises(GateError, match="did you mean cmmd"):
         check_rules(["cmd < 3"], ["cmmd", "fd"])
 

@@ -1,4 +1,4 @@
-"""The generate stage: each setting changes what is drawn, and what is drawn says how."""
+"""The generate stage: each setting changes the pictures, and the pictures record it."""
 
 import io
 import json
@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = {"num_inference_steps": 2, "num_images_per_prompt": 2, 
 
 @pytest.fixture
 def draw(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
-    """`draw(**settings)`: as the flow does, in this process to save the start of another."""
+    """`draw(**settings)` is the stage in this process, which saves the start of another."""
 
     def run(job: Job, on_event: Callable[[dict[str, Any]], None]) -> Any:
         assert isinstance(job, GenerateJob)
@@ -83,7 +83,7 @@ def test_size_rounds_and_fixed_noise(draw: Callable[..., Artifact]) -> None:
     assert (rounds[:4] != rounds[4:]).any()
 
 
-def test_the_grid_has_as_many_in_a_row_as_are_asked_for(draw: Callable[..., Artifact]) -> None:
+def test_the_grid_has_the_requested_columns(draw: Callable[..., Artifact]) -> None:
     artifact = draw()
     size = 32 + generate.GAP
     for columns, rows in ((4, 1), (3, 2), (9, 1)):
@@ -109,7 +109,7 @@ def test_the_grid_has_as_many_in_a_row_as_are_asked_for(draw: Callable[..., Arti
         ({"runtime": "jax", "scheduler": "pndm"}, "^scheduler: runtime jax cannot draw with PNDM"),
     ],
 )
-def test_what_does_not_go_is_said_in_one_line(
+def test_unsupported_settings_are_one_line_errors(
     draw: Callable[..., Artifact], settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises((RecipeError, WrongInput), match=words) as caught:

@@ -1,4 +1,4 @@
-"""What a stage shows is escaped, whatever a caption says."""
+"""Panels escape external text."""
 
 import base64
 import re
@@ -12,7 +12,7 @@ from tasks.panels import SMALL, Facts, Picture, Table, to_html, to_markdown
 HOSTILE = "<script>alert(1)</script> [x](javascript:1) | ![p](http://x/y) `a`\n# h"
 
 
-def test_hostile_text_stays_text_in_markdown() -> None:
+def test_hostile_text_is_escaped_in_markdown() -> None:
     text = to_markdown("h", [Table("t", [{"caption": HOSTILE}]), Facts("f", {HOSTILE: 1})])
     assert "<script" not in text
     assert "](javascript" not in text
@@ -21,7 +21,7 @@ def test_hostile_text_stays_text_in_markdown() -> None:
     assert all(line.count(" | ") <= 1 for line in text.splitlines())
 
 
-def test_hostile_text_stays_text_in_html() -> None:
+def test_hostile_text_is_escaped_in_html() -> None:
     text = to_html([Table(HOSTILE, [{"caption": HOSTILE}])])
     assert "<script" not in text
     assert "&lt;script&gt;" in text
@@ -45,6 +45,6 @@ def test_a_large_picture_is_small_in_markdown_and_whole_in_html() -> None:
     assert base64.b64encode(picture.png).decode() in to_html([picture])
 
 
-def test_a_table_without_rows_says_none() -> None:
+def test_an_empty_table_is_none() -> None:
     assert "none" in to_markdown("h", [Table("t", [])])
     assert "none" in to_html([Table("t", [])])

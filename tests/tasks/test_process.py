@@ -1,4 +1,4 @@
-"""A job in a process of its own: its result, its errors, and its end when we are interrupted."""
+"""A job in a child process: result, errors and interruption."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ from runtimes.contract import WrongInput
 from runtimes.process.job import GenerateJob, TrainJob, write_job
 from tasks.process import ChildOutput, JobFailed, run_job, wait_for_result
 
-#: Does a job, repeats the events that it is told, and exits with 130 when it is interrupted.
+#: Runs a job, prints its events, and exits with 130 at an interruption.
 STAGE = """
 import json, signal, sys
 from pathlib import Path
@@ -35,7 +35,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def endless(tmp_path: Path, tiny_sdxl: Path) -> Iterator[TrainJob]:
-    """A job that waits, and says so, for its work folder: we hold it."""
+    """A job that waits for its work folder, which this test locks."""
     work = tmp_path / "w"
     work.mkdir()
     with (work / ".lock").open("a") as held:
@@ -44,14 +44,14 @@ def endless(tmp_path: Path, tiny_sdxl: Path) -> Iterator[TrainJob]:
 
 
 @pytest.mark.slow
-def test_wrong_input_comes_back_as_itself(tmp_path: Path) -> None:
+def test_wrong_input_of_a_job_is_raised_here(tmp_path: Path) -> None:
     job = GenerateJob("torch", str(tmp_path), (), ("a prompt",), {})
     with pytest.raises(WrongInput, match=r"model_index\.json"):
         run_job(job)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_said_to_be(endless: TrainJob) -> None:
+def test_the_error_of_a_killed_process_names_the_signal(endless: TrainJob) -> None:
     def kill(event: dict[str, Any]) -> None:
         os.kill(jobs_of(os.getpid())[0], signal.SIGKILL)
 
@@ -60,9 +60,7 @@ def test_a_process_that_is_killed_is_said_to_be(endless: TrainJob) -> None:
 
 
 @pytest.mark.slow
-def test_when_we_are_interrupted_the_process_ends_with_us(
-    endless: TrainJob, tmp_path: Path
-) -> None:
+def test_an_interruption_ends_the_process_too(endless: TrainJob, tmp_path: Path) -> None:
     write_job(endless, tmp_path / "job.json")
     stage = subprocess.Popen(
         [sys.executable, "-c", STAGE, str(tmp_path / "job.json")],

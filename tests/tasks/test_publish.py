@@ -1,4 +1,4 @@
-"""What is published loads in diffusers, says where it comes from, and passed its rules."""
+"""A published model loads in diffusers, has its lineage and passed the gate."""
 
 import json
 import re
@@ -77,8 +77,8 @@ def test_the_published_folder_loads_with_the_tuned_unet(
     assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
 
 
-def test_what_the_card_says_to_run_runs(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
-    """Stored in half precision, as models are published by default."""
+def test_the_code_of_the_card_runs(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
+    """Half precision is the default of published models."""
     artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path))
     code = re.search(r"```python\n(.*?)```", artifact.read("README.md").decode(), re.DOTALL)
     assert code
@@ -93,7 +93,7 @@ def test_a_rule_that_fails_publishes_nothing(tmp_path: Path, tiny_sdxl: Path, tu
     assert not list(Path(recipe.store).glob("publish/*/manifest.json"))
 
 
-def test_the_champion_is_asked_for_only_when_a_rule_names_it(
+def test_the_champion_is_measured_only_if_a_rule_names_it(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path
 ) -> None:
     recipe = digits(tmp_path, "cmmd <= champion")
@@ -111,7 +111,7 @@ def test_the_champion_is_asked_for_only_when_a_rule_names_it(
     assert asked == ["v1"]
 
 
-def test_the_card_takes_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
+def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_sdxl, base)
     (base / "README.md").write_text("---\nlicense: openrail++\n---\n# Base\n", encoding="utf-8")
@@ -131,7 +131,7 @@ def test_a_part_without_weights_is_named(tmp_path: Path, tiny_sdxl: Path, tuned:
         assemble(base, {"unet": tuned}, tmp_path / "out", dtype="float16")
 
 
-def test_a_weight_that_half_precision_cannot_hold_is_named() -> None:
+def test_the_error_of_an_overflowing_weight_names_it() -> None:
     large = torch.tensor([1.0, 1e5])
     with pytest.raises(OverflowError, match=r"unet\.x does not fit float16: .*bfloat16"):
         cast("unet.x", large, "float16")

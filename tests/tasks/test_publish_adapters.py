@@ -1,4 +1,4 @@
-"""Adapters are published alone, or merged into a pipeline with them beside; both load."""
+"""Adapters are published alone, or merged with separate copies; both load."""
 
 import json
 import re
@@ -123,7 +123,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
     assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
 
 
-def test_the_card_says_which_base_and_how_to_load(tmp_path: Path, tiny_sdxl: Path) -> None:
+def test_the_card_names_the_base_and_loads_the_adapters(tmp_path: Path, tiny_sdxl: Path) -> None:
     alone = publish(tmp_path, digits(tmp_path, tiny_sdxl))
     card = alone.read("README.md").decode()
     head = ModelCard.load(Path(alone.path, "README.md")).data.to_dict()
@@ -140,7 +140,7 @@ def test_the_card_says_which_base_and_how_to_load(tmp_path: Path, tiny_sdxl: Pat
     assert "load_lora_weights" not in merged and "`lora/`" in merged
 
 
-def test_merged_they_make_a_whole_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
+def test_merged_adapters_make_a_whole_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
     more = {"publish.merge": True, "publish.dtype": "float32"}
     artifact = publish(tmp_path, digits(tmp_path, tiny_sdxl, **more))
     assert {f"lora/{LORA_WEIGHTS}", "lora/digits_kohya.safetensors"} < files(artifact)
@@ -155,9 +155,7 @@ def test_merged_they_make_a_whole_pipeline(tmp_path: Path, tiny_sdxl: Path) -> N
             torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_what_they_are_scaled_by_is_exact_in_half_precision(
-    tmp_path: Path, tiny_sdxl: Path
-) -> None:
+def test_alpha_is_exact_in_half_precision(tmp_path: Path, tiny_sdxl: Path) -> None:
     artifact = publish(tmp_path, digits(tmp_path, tiny_sdxl))
     kohya = load_file(Path(artifact.path) / "digits_kohya.safetensors")
     alphas = {
@@ -178,7 +176,7 @@ def test_adapters_of_another_base_are_not_merged(
         assemble(tiny_sdxl, {}, tmp_path / "out", dtype="float32", adapters=adapters)
 
 
-def test_a_champion_of_adapters_draws_with_the_base_that_it_names(
+def test_a_champion_of_adapters_samples_with_its_base(
     tmp_path: Path, tiny_sdxl: Path, tiny_vae: Path
 ) -> None:
     base = Path(shutil.copytree(tiny_sdxl, tmp_path / "base"))
@@ -202,7 +200,7 @@ def test_a_merged_champion_is_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> Non
     assert model.folder == Path(merged.path) and model.weights.lora is None
 
 
-def test_a_scheduler_of_their_own_goes_with_them(tmp_path: Path, tiny_sdxl: Path) -> None:
+def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: Path) -> None:
     name = "scheduler/scheduler_config.json"
     config = json.loads((tiny_sdxl / name).read_text())
     own = json.dumps({**config, "prediction_type": "v_prediction"}).encode()
@@ -213,7 +211,7 @@ def test_a_scheduler_of_their_own_goes_with_them(tmp_path: Path, tiny_sdxl: Path
     assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
 
 
-def test_only_weights_are_what_training_left(tmp_path: Path, tiny_sdxl: Path) -> None:
+def test_only_weights_count_as_trained_content(tmp_path: Path, tiny_sdxl: Path) -> None:
     trained = train(tmp_path, digits(tmp_path, tiny_sdxl))
     assert [entry["path"] for entry in weights_content(trained)] == [LORA_WEIGHTS]
     with local_weights(trained) as tuned:

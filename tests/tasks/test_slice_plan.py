@@ -1,4 +1,4 @@
-"""Planning: which batch fits is found by few compilations, and a plan that was made is kept."""
+"""Planning: few compilations find the largest batch, and plans are cached."""
 
 import json
 import os
@@ -29,7 +29,7 @@ PLAN = Plan("a compiler", 2 * GIB, 0, 0, 1e12, 1e9, 0.1, 1e12, 10, 1.0, True)
 
 
 class Measured:
-    """A step that takes so many bytes a picture, and keeps what it is asked for."""
+    """A step with a fixed number of bytes per picture; it records the batches asked for."""
 
     def __init__(self, bytes_a_picture: float, extra: float = 0.0) -> None:
         self.bytes_a_picture, self.extra, self.asked = bytes_a_picture, extra, list[Size]()
@@ -67,7 +67,7 @@ def test_the_largest_batch_that_fits_is_found_in_a_few_compilations(
         "temporaries (28.25G) exceeds available HBM (15.75G).",
     ],
 )
-def test_a_refusal_tells_how_much_too_large_a_step_is(words: str) -> None:
+def test_the_size_of_a_step_is_read_from_a_refusal(words: str) -> None:
     whole = int(28.25 * GIB)
     assert _refused(words, 4 * GIB) == {
         "arguments": 4 * GIB,
@@ -76,7 +76,7 @@ def test_a_refusal_tells_how_much_too_large_a_step_is(words: str) -> None:
     }
 
 
-def test_the_search_goes_on_where_a_refusal_tells_no_more_than_there_is() -> None:
+def test_the_search_bisects_if_a_refusal_has_no_size() -> None:
     asked = []
 
     def measure(size: Size) -> Plan:
@@ -88,7 +88,7 @@ def test_the_search_goes_on_where_a_refusal_tells_no_more_than_there_is() -> Non
     assert len(asked) <= 8, asked
 
 
-def test_where_one_picture_does_not_fit_none_is_found() -> None:
+def test_no_batch_is_found_if_one_picture_does_not_fit() -> None:
     assert _largest(Measured(20.0 * GIB), Size(32, 32, SLICE)) is None
 
 
@@ -109,10 +109,10 @@ def make_recipe(folder: Path, model: Path | str = ".", **train: Any) -> Recipe:
     )
 
 
-def test_rows_that_only_fill_micro_batches_up_are_no_pictures(
+def test_padding_rows_are_not_counted_as_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four pictures on eight chips leave four idle."""
+    """Four pictures on eight chips leave four chips idle."""
     recipe = make_recipe(tmp_path, global_batch_size=16, micro_batch_size=4)
     size = _size(recipe, SLICE)
     assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
@@ -127,10 +127,10 @@ def test_rows_that_only_fill_micro_batches_up_are_no_pictures(
 
 
 @pytest.mark.parametrize("total", [SLICE.chip.hbm_bytes + 4 * GIB, 0])
-def test_what_does_not_fit_is_refused_with_what_does(
+def test_the_error_of_a_large_batch_has_the_largest_that_fits(
     total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the compiler does not say how much it needs."""
+    """Also if the compiler does not report the size."""
     recipe = make_recipe(tmp_path, global_batch_size=64)
     size, refused = _size(recipe, SLICE), replace(PLAN, total=total, flops=0, fits=False)
     found = slice_plan.SlicePlan(recipe, SLICE, size, refused, {}, size.with_per_chip(3))
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_with_what_does(
     assert " 0.00 of" not in said and " 0 TFLOP" not in said and ": -" not in said
 
 
-def test_what_a_model_sees_beside_text_is_planned_too(tmp_path: Path) -> None:
+def test_inputs_other_than_text_are_planned(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     train = recipe.train.model_copy(update={"inpainting": True, "aesthetic_score": True})
     encode = recipe.encode.model_copy(update={"masks": 3})
@@ -161,7 +161,7 @@ def test_what_a_model_sees_beside_text_is_planned_too(tmp_path: Path) -> None:
 
 @pytest.fixture
 def least_model(tiny_sd: Path, tmp_path: Path) -> Path:
-    """Configs of the least UNet that has every kind of layer: it compiles in seconds."""
+    """Configs of the smallest UNet with every kind of layer; it compiles in seconds."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_sd, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     path = folder / "unet/config.json"
@@ -176,7 +176,7 @@ def least_model(tiny_sd: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_kept(
+def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_cached(
     least_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -287,13 +287,13 @@ def test_with_libtpu_the_step_is_compiled_for_the_slice(
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
 def test_the_compiler_knows_slices_of_every_kind() -> None:
-    """One chip, chips of two cores, several hosts, arrays shared by part of a row of chips."""
+    """One chip, chips of two cores, several hosts, arrays sharded over part of a row."""
     slices = ["v4-8:2", "v4-32:4", "v5e-1:1", "v5e-8:4", "v5p-128:8", "v6e-16:2", "v6e-64:4"]
     ask_compiler(MESHES, *slices)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
-def test_what_the_compiler_leaves_to_a_program_is_what_we_take_a_chip_to_have() -> None:
-    """It refuses what is larger, and compiles what fits."""
+def test_the_compilers_memory_limit_is_that_of_our_table() -> None:
+    """It refuses a larger program and compiles one that fits."""
     ask_compiler(REFUSED, "v4-8", "v5e-4", "v5p-8", "v6e-4")

@@ -1,4 +1,4 @@
-"""A stage has one builder, says why it builds, and what is wrong with its store."""
+"""A stage has one builder, a reason of its build, and clear errors of its store."""
 
 import errno
 import logging
@@ -44,7 +44,7 @@ def write(draft: Draft) -> dict[str, Any]:
 
 
 def built(store: Store, wanted: KeyParts) -> str:
-    """Why a stage was built, as its artifact tells from then on."""
+    """The reason of a build, as its manifest has it."""
     result = build_or_reuse(store, wanted, write, parents={})
     assert result.outcome == "built"
     artifact = store.load("encode", result.key)
@@ -79,7 +79,7 @@ def test_of_two_builders_one_builds_and_the_other_reuses(
     assert results[0].digest == results[1].digest
 
 
-def test_a_builder_that_fails_leaves_it_to_the_next(store: Store) -> None:
+def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:
     def fail(draft: Draft) -> dict[str, Any]:
         draft.write("file", b"half")
         raise RuntimeError("no more")
@@ -101,7 +101,7 @@ def test_a_builder_that_fails_leaves_it_to_the_next(store: Store) -> None:
         (parts(size=64, name="b"), "changed: name, size 32 → 64"),
     ],
 )
-def test_what_has_changed_is_said(store: Store, wanted: KeyParts, reason: str) -> None:
+def test_the_reason_of_a_build_has_the_changes(store: Store, wanted: KeyParts, reason: str) -> None:
     assert built(store, parts()) == "none was built before"
     found = built(store, wanted).replace("inputs.", "").replace("settings.", "")
     assert found == reason
@@ -115,7 +115,7 @@ def test_a_build_is_compared_with_the_newest_artifact_of_its_stage(store: Store)
     assert built(store, parts()) == "changed: settings.betas, settings.size 3 → 32"
 
 
-def test_one_that_was_damaged_is_built_for_that(store: Store) -> None:
+def test_the_reason_of_a_rebuild_is_the_damage(store: Store) -> None:
     result = build_or_reuse(store, parts(), write, parents={})
     store.fs.pipe_file(f"{store.root}/encode/{result.key}/file", b"other")
     assert built(store, parts()) == "it was damaged"
@@ -130,7 +130,9 @@ def test_one_that_was_damaged_is_built_for_that(store: Store) -> None:
         (errno.EROFS, "no permission for /a/b"),
     ],
 )
-def test_a_store_that_is_full_or_closed_is_said(store: Store, number: int, words: str) -> None:
+def test_errors_of_a_full_or_closed_store_are_storage_errors(
+    store: Store, number: int, words: str
+) -> None:
     def build(draft: Draft) -> dict[str, Any]:
         raise OSError(number, "as the system says", "/a/b")
 
@@ -139,7 +141,7 @@ def test_a_store_that_is_full_or_closed_is_said(store: Store, number: int, words
 
 
 @pytest.mark.slow
-def test_a_bucket_that_is_closed_to_us_is_said(
+def test_a_forbidden_bucket_is_a_storage_error(
     gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = Store(url_of("gs"))
@@ -151,7 +153,7 @@ def test_a_bucket_that_is_closed_to_us_is_said(
 
 
 @pytest.mark.slow
-def test_what_a_bucket_does_not_give_is_not_built_again(
+def test_an_unreadable_artifact_of_a_bucket_is_not_rebuilt(
     gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = Store(url_of("gs"))
@@ -164,13 +166,13 @@ def test_what_a_bucket_does_not_give_is_not_built_again(
 
 
 @pytest.mark.slow
-def test_a_bucket_that_does_not_answer_is_said(url_of: UrlOf, s3_away: None) -> None:
+def test_an_unreachable_bucket_is_a_storage_error(url_of: UrlOf, s3_away: None) -> None:
     bucket = Store(url_of("s3"))
     with pytest.raises(StorageError, match=f"^{bucket.url} cannot be used now .*Could not connect"):
         build_or_reuse(bucket, parts(), write, parents={})
 
 
-def test_an_error_that_is_not_of_the_store_stays_itself(store: Store) -> None:
+def test_other_errors_are_not_storage_errors(store: Store) -> None:
     away = ConnectionResetError(errno.ECONNRESET, "reset")
     assert storage_error(store, away) is away
 

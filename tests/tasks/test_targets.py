@@ -1,4 +1,4 @@
-"""Targets and configs that are not there are found before any work starts."""
+"""Missing targets and configs are found before any work."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tasks import train
 from tasks.check_targets import check
 
 
-def test_adapters_targets_are_looked_for_in_the_base_s_files(tiny_sdxl: Path) -> None:
+def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None:
     lora = {"train.method": "lora"}
     for targets in ("attention", "linear", "all", ["conv1", "to_q"]):
         check(load_recipe("digits", {**lora, "train.lora.target_modules": targets}), tiny_sdxl)
@@ -19,7 +19,7 @@ def test_adapters_targets_are_looked_for_in_the_base_s_files(tiny_sdxl: Path) ->
         check(recipe, tiny_sdxl)
 
 
-def test_a_denoiser_s_config_counts_by_its_content(tiny_sdxl: Path, tmp_path: Path) -> None:
+def test_the_content_of_a_denoiser_config_is_in_the_key(tiny_sdxl: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     recipe = load_recipe("digits", {"train.init": "random", "train.denoiser_config": str(path)})
     with pytest.raises(WrongInput, match=r"config\.json: not there; a model's config was expected"):

@@ -1,4 +1,4 @@
-"""Training on a slice: what gcloud is told."""
+"""Training on a slice: the gcloud commands."""
 
 import io
 import re
@@ -18,7 +18,7 @@ from tasks.tpu.commands import Slice
 SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type": "v5p-16"}
 
 
-def test_the_commands_name_what_the_recipe_says() -> None:
+def test_the_commands_have_the_recipes_settings() -> None:
     tpu = Tpu(**SLICE, project="mine", capacity="spot", queued=True, service_account="a@b")
     there = Slice(tpu)
     assert " ".join(there.create()) == (
@@ -42,7 +42,7 @@ def test_the_commands_name_what_the_recipe_says() -> None:
     ]
 
 
-def test_the_code_that_is_sent_is_whole_and_always_the_same() -> None:
+def test_the_packed_code_is_complete_and_deterministic() -> None:
     packed = launch._pack()
     assert packed == launch._pack()
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
@@ -52,7 +52,7 @@ def test_the_code_that_is_sent_is_whole_and_always_the_same() -> None:
 
 
 def verbs(**settings: Any) -> list[str]:
-    """What gcloud is told to do, in order; of a shell's commands, which script they start."""
+    """The verbs of the gcloud commands, in order; for a shell command, its script."""
     commands = [command for _, command in launch.list_commands(Tpu(**SLICE, **settings))]
     scripts = [re.findall(r"deploy/tpu/(\w+)\.sh", command[-1]) for command in commands]
     return [
@@ -60,7 +60,7 @@ def verbs(**settings: Any) -> list[str]:
     ]
 
 
-def test_a_plan_is_in_the_order_of_a_run() -> None:
+def test_the_commands_are_in_the_order_of_a_run() -> None:
     made = ["describe", "create", "describe", "scp", "ssh setup", "scp", "ssh worker"]
     assert verbs() == [*made, "delete"]
     assert verbs(keep=True) == made
@@ -75,7 +75,7 @@ def test_a_plan_is_in_the_order_of_a_run() -> None:
         ("v6e-16", "v2-alpha-tpuv6e"),
     ],
 )
-def test_a_slice_is_made_with_the_software_of_its_kind(kind: str, software: str) -> None:
+def test_a_slice_has_the_software_of_its_kind(kind: str, software: str) -> None:
     """As Cloud TPU's page "TPU software versions" lists them."""
     for queued, option in ((False, "--version"), (True, "--runtime-version")):
         tpu = Tpu(**{**SLICE, "accelerator_type": kind}, queued=queued)
@@ -97,7 +97,7 @@ def test_software_of_its_own_is_kept() -> None:
         ({"accelerator_type": "v9-8"}, "set version too"),
     ],
 )
-def test_software_that_gcloud_would_refuse_is_refused_first(
+def test_unsupported_software_is_refused_before_gcloud(
     settings: dict[str, str], words: str
 ) -> None:
     overrides = {f"tpu.{name}": value for name, value in {**SLICE, **settings}.items()}
@@ -106,7 +106,7 @@ def test_software_that_gcloud_would_refuse_is_refused_first(
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_slice_is_refused_before_work_where_it_could_not_read(
+def test_a_store_that_a_slice_cannot_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gcloud").write_text("")

@@ -1,4 +1,4 @@
-"""What the train stage makes of a run's history and events."""
+"""The train stage: loss curve and events."""
 
 import io
 import logging
@@ -20,7 +20,7 @@ def _brightness(strip: bytes) -> dict[str, float]:
 
 
 def _drawn(lines: list[dict[str, float]], colour: str) -> np.ndarray:
-    """Rows and columns that have about a colour in a picture's left half; the legend is right."""
+    """Rows and columns near a colour in the left half; the legend is in the right half."""
     picture = np.asarray(Image.open(io.BytesIO(loss_curve(lines))).convert("RGB"), int)
     assert picture.shape == (320, 700, 3)
     near = np.abs(picture[:, :400] - ImageColor.getrgb(colour)).max(axis=-1) < 12  # no grey is
@@ -28,24 +28,24 @@ def _drawn(lines: list[dict[str, float]], colour: str) -> np.ndarray:
 
 
 def _falls(points: np.ndarray) -> bool:
-    """Whether a line's highest point is left of its lowest, and well above it."""
+    """Whether a line's highest point is left of its lowest and clearly above it."""
     top, bottom = points[points[:, 0].argmin()], points[points[:, 0].argmax()]
     return bool(top[1] < bottom[1] and top[0] < bottom[0] - 20)
 
 
-def test_the_picture_has_the_loss_its_mean_and_the_learning_rate() -> None:
+def test_the_loss_curve_has_loss_mean_and_learning_rate() -> None:
     assert _falls(_drawn(LINES, "#c9b8a8")) and _falls(_drawn(LINES, "#b5451b"))
     rates = _drawn(LINES, "#3b6ea5")
     assert np.ptp(rates[:, 1]) > 200 and np.ptp(rates[:, 0]) < 5, "the rate stays"
 
 
-def test_the_picture_has_the_held_out_loss_where_there_is_one() -> None:
+def test_the_loss_curve_has_the_held_out_loss_if_there_is_one() -> None:
     first, third = ({**LINES[n], "validation_loss": loss} for n, loss in ((0, 0.9), (2, 0.3)))
     assert not len(_drawn(LINES, "#4a7a3f"))
     assert _falls(_drawn([first, LINES[1], third, *LINES[3:]], "#4a7a3f"))
 
 
-def test_progress_that_the_run_has_gone_back_from_is_forgotten(
+def test_a_rollback_discards_later_progress(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     watch = _Watch(Progress("train"), fsspec.filesystem("memory"), _brightness)
@@ -61,7 +61,7 @@ def test_progress_that_the_run_has_gone_back_from_is_forgotten(
     assert "held-out loss 0.2500 at step 8" in caplog.text
 
 
-def test_samples_are_scored_as_they_come_and_those_of_earlier_runs_at_the_end(
+def test_new_samples_are_scored_at_once_and_earlier_ones_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fs = fsspec.filesystem("file")
