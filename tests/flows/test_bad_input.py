@@ -28,7 +28,7 @@ def only_line(said: str) -> str:
         (["run", "digits", "-o", "train.steps=x"], "train.steps: Input should be a valid integer"),
         (["run", "digits", "-o", "train.steps"], "write it as key=value"),
         (["run", "digits", "-o", "runtime=hpu"], "runtime: Input should be 'torch'"),
-        (["show", "xyz"], "xyz: nothing goes by that"),
+        (["show", "xyz"], "xyz: matches nothing"),
         (["promote", "nobody", "v1"], "no such version"),
         (["ls", "--store", "nowhere"], "store nowhere: not found"),
         (["gc", "--store", "foo://bar"], "foo"),

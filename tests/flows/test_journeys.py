@@ -129,7 +129,7 @@ def test_a_list_of_urls_is_published_by_jax(
 def test_adapters_of_denoiser_and_text_encoders_are_published_alone(
     tmp_path: Path, api: str, tiny_model: TinyModel, tiny_sdxl: Path
 ) -> None:
-    """Recipe sdxl-lora-text, from a folder whose metadata.jsonl has several captions per picture."""
+    """Recipe sdxl-lora-text, from a folder whose metadata.jsonl has several captions each."""
     pictures = picture_sources.make_pictures(captions=2)
     picture_sources.write_listed_folder(tmp_path / "pictures", pictures)
     source = {"kind": "folder", "path": str(tmp_path / "pictures")}
