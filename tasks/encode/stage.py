@@ -67,7 +67,7 @@ def build(
             tar, samples = images.url(entry.path), entry.meta["samples"]
             tasks[key] = EncodeTask(key, tar, entry.sha256, samples)
     if not tasks:
-        raise EncodeFailed("encode: the images artifact has no shard")
+        raise EncodeFailed("encode: the images artifact has no image shard")
     store = draft.store
     encoders = EncodeJob(
         runtime=recipe.runtime,

@@ -352,7 +352,7 @@ def test_a_warning_counts_pictures_without_a_caption(
         return [record.message for record in caplog.records if "no caption" in record.message]
 
     (line,) = told(("",), ("a",), ("",))
-    assert line.startswith("encode: 2 of 3 pictures have no caption: they train unconditionally")
+    assert line.startswith("encode: 2 of 3 pictures have no caption and train unconditionally")
     assert told(("a",), ("", "c")) == []
 
 
