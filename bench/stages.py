@@ -40,7 +40,8 @@ class Stages:
 
     def latents(self) -> Artifact:
         """The latents of the recipe's pictures."""
-        from tasks import download, encode
+        from tasks import download
+        from tasks.encode import stage as encode
 
         plan = download.plan(self._recipe)
         images = self._stage(
