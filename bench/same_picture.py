@@ -27,13 +27,14 @@ from runtimes.registry import probe_runtime
 
 AMPLIFICATION, ENLARGEMENT = 100, 2  # factors
 LABEL_WIDTH = 72  # pixels
-HPU_HOST = Path(__file__).parents[1] / "tests" / "hpu_host"
+TESTS = Path(__file__).parents[1] / "tests"
+HPU_HOST, MINDSPORE_HOST = TESTS / "hpu_host", TESTS / "mindspore_host"
 #: Name -> runtime, device, and environment variables of its process.
 VARIANTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "torch": ("torch", "cpu", {}),
     "xla": ("xla", "auto", {"PJRT_DEVICE": "CPU"}),
     "jax": ("jax", "cpu", {}),
-    "mindspore": ("mindspore", "cpu", {}),
+    "mindspore": ("mindspore", "cpu", {"PYTHONPATH": str(MINDSPORE_HOST)}),
     "hpu": ("torch", "hpu", {"PYTHONPATH": str(HPU_HOST), "PT_HPU_LAZY_MODE": "1"}),
 }
 Pictures = NDArray[np.uint8]  # [N, H, W, 3]

@@ -24,6 +24,8 @@ MUST_RUN = "KILN_MUST_RUN"
 HPU_HOST = Path(__file__).with_name("hpu_host")
 #: Emulated PyTorch software of an Ascend host.
 NPU_HOST = Path(__file__).with_name("npu_host")
+#: Operators that MindSpore has on Ascend alone, for its CPU backend.
+MINDSPORE_HOST = Path(__file__).with_name("mindspore_host")
 #: XLA flags for fast compilation, because the programs run for seconds only. The MLIR fusion
 #: emitters take 50% longer to compile.
 FAST_COMPILATION = " ".join(
@@ -38,6 +40,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     "hpu-eager": {"PYTHONPATH": str(HPU_HOST), "PT_HPU_LAZY_MODE": "0"},
     "hpu-lazy": {"PYTHONPATH": str(HPU_HOST), "PT_HPU_LAZY_MODE": "1"},
     "npu": {"PYTHONPATH": str(NPU_HOST)},
+    "mindspore": {"PYTHONPATH": str(MINDSPORE_HOST)},
     "jax": {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {FAST_COMPILATION}",

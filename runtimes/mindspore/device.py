@@ -8,6 +8,7 @@ import re
 from importlib.metadata import version
 
 import mindspore as ms
+from mindspore import mint
 
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
@@ -93,8 +94,6 @@ def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
 def start(name: str, ranks: Ranks = ALONE) -> str:
     """Open the device that `choose` selects, for the lifetime of this process.
 
-    mindone may be imported after this call only.
-
     Returns:
         MindSpore's device target, CPU or Ascend.
 
@@ -102,13 +101,6 @@ def start(name: str, ranks: Ranks = ALONE) -> str:
         WrongInput: the device is absent, or this process has opened another one.
     """
     target, number = choose(name, ranks)
-    _open(target, number)
-    if target == "CPU":
-        _prepare_cpu()
-    return target
-
-
-def _open(target: str, number: int) -> None:
     current = ms.get_context("device_target") if _OPEN else target
     if current != target:
         raise WrongInput(f"this process has opened {current}: {target} needs a new process")
@@ -117,18 +109,24 @@ def _open(target: str, number: int) -> None:
         ms.set_context(mode=ms.PYNATIVE_MODE)
         ms.set_deterministic(True)
         _OPEN.append(target)
+        if target == "CPU":
+            _prepare_cpu()
+    return target
 
 
 _OPEN: list[str] = []  # device target that this process has opened; at most one element
 
 
 def _prepare_cpu() -> None:
-    from runtimes.mindspore.cpu_ops import route, route_models
-
     # Asynchronous launch synchronizes threads for each operator: it is 10 to 50 times slower.
     ms.runtime.launch_blocking()
-    route()
-    route_models()
+    try:
+        mint.arange(1)
+    except RuntimeError:  # MindSpore itself has these kernels for Ascend alone
+        raise WrongInput(
+            "device cpu: MindSpore has no CPU kernels of the operators that mindone calls: "
+            "choose device ascend, or runtime torch"
+        ) from None
 
 
 def count_npus() -> int:

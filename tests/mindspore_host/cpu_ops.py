@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, ops
 
 
 def route() -> None:
-    """Replace operators of `mint`. Call it before mindone is imported; it is idempotent."""
+    """Replace operators of `mint`, before mindone is imported."""
     for name, function in _MINT.items():
         setattr(mint, name, function)
     for name, function in _FUNCTIONAL.items():
