@@ -23,7 +23,6 @@ from runtimes.contract import StepBatch
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.objective import Objective
 from runtimes.objective.scheduler_config import read_schedule
-from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.registry import open_runtime
 from runtimes.train.learning_rate import learning_rate
@@ -37,7 +36,7 @@ def compare(job: TrainJob, record: Path) -> dict[str, Any]:
     settings = Train(**job.train)
     schedule = read_schedule(Path(job.model) / "scheduler", settings)
     objective = Objective.of(settings, schedule, LatentScale(1.0))
-    runtime = open_runtime(job.runtime, Events())
+    runtime = open_runtime(job.runtime)
     runtime.load(job)
     losses, norms = [], []
     for step, arrays in enumerate(_recorded(record)):

@@ -32,7 +32,7 @@ class BareSteps:
         settings = Train(**job.train)
         self._batch = make_loader(job, settings, open_job_latents(job.latents)).batch(0)
         self._rate = settings.learning_rate
-        self.runtime = open_runtime(job.runtime, Events())
+        self.runtime = open_runtime(job.runtime)
         self.runtime.load(job)
 
     def seconds(self, steps: int) -> float:

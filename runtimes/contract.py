@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from runtimes.process.job import Drawing, GenerateJob, TrainJob
+    from runtimes.process.job import Drawing, TrainJob
 
 #: Training state: group -> name -> array. Groups: `weights` (fp32 trained parameters), `exp_avg`
 #: and `exp_avg_sq` (AdamW's moments), `ema`, `constants` (buffers of the trained components) and
@@ -24,6 +24,11 @@ State = dict[str, dict[str, NDArray[np.float32]]]
 
 class WrongInput(ValueError):
     """Invalid input of a job: settings, weights, shapes, device. The message states the remedy."""
+
+
+def one_line(error: BaseException, length: int = 300) -> str:
+    """An error's message on one line of at most `length` characters."""
+    return " ".join(str(error).split())[:length]
 
 
 #: Conditioning that keeps its dtype. float16 is inexact for sizes and token ids above 2048, and for
@@ -76,26 +81,17 @@ def lazy_output(fetch: Callable[[], Sequence[float]]) -> StepOutput:
     Args:
         fetch: returns (loss, gradient norm) from the device.
     """
-    pair = _Fetch(fetch)
-    return StepOutput(_LazyNumber(pair, 0), _LazyNumber(pair, 1))
-
-
-@dataclass
-class _Fetch:
-    fetch: Callable[[], Sequence[float]]
-
-    @cached_property
-    def values(self) -> Sequence[float]:
-        return self.fetch()
+    fetch_once = cache(fetch)
+    return StepOutput(_LazyNumber(fetch_once, 0), _LazyNumber(fetch_once, 1))
 
 
 @dataclass(frozen=True)
 class _LazyNumber:
-    source: _Fetch
+    fetch: Callable[[], Sequence[float]]
     index: int
 
     def __float__(self) -> float:
-        return float(self.source.values[self.index])
+        return float(self.fetch()[self.index])
 
 
 @dataclass(frozen=True)
@@ -113,8 +109,8 @@ class Runtime(Protocol):
 
     An optional method `figures() -> dict[str, float]` adds metrics to progress events and boards.
 
-    registry.py calls the class with the process's Events. The runtime's package also has the
-    functions `probe() -> Probe` and `check(settings: Train) -> None`, which raises WrongInput.
+    The runtime's package also has the functions `probe() -> Probe` and `check(settings: Train) ->
+    None`, which raises WrongInput.
     """
 
     device: str  # description of the device, after `load`
@@ -176,9 +172,6 @@ class Runtime(Protocol):
     def memory_bytes(self) -> int:
         """Peak memory of the device in bytes; on a CPU, of the process."""
 
-    def pipeline(self, job: GenerateJob) -> Pipeline:
-        """The pipeline that generates the job's images. Raises WrongInput."""
-
 
 class PipelineEncoder(Protocol):
     """A pipeline's VAE and text encoders on a device. Arguments and results are on the host."""
@@ -199,7 +192,7 @@ class PipelineEncoder(Protocol):
 
 
 class Pipeline(Protocol):
-    """Generates images with one model after another on one device, for sample/generate.py."""
+    """Generates images with one model after another on one device, for sample/generate_job.py."""
 
     encodes_text: bool  # whether the loaded model must encode captions itself
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.training import Train
-from runtimes.contract import PipelineEncoder, Probe, Runtime, WrongInput
+from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime, WrongInput
 from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.gaudi import bridge_version
 from runtimes.objective.scheduler_config import SCHEDULERS, TABULATED, drawing_config
-from runtimes.process.events import Events
-from runtimes.process.job import EncodeJob, Job, TrainJob
+from runtimes.process.job import EncodeJob, GenerateJob, Job, TrainJob
 
 #: Time limit in seconds for a probe or check in a subprocess.
 PROBE_SECONDS = 120.0
@@ -28,7 +27,8 @@ PROBE_SECONDS = 120.0
 class RuntimeSpec:
     """A runtime's package, environment and limits."""
 
-    #: Contains `runtime.TheRuntime`, `encode.open_encoder`, `device.probe` and `device.check`.
+    #: Contains `runtime.TheRuntime`, `generate.ThePipeline`, `encode.open_encoder`, `device.probe`
+    #: and `device.check`.
     #: `device` must import quickly.
     package: str
     needs: tuple[str, ...]  # packages that must be installed
@@ -54,9 +54,15 @@ RUNTIMES = {
 }
 
 
-def open_runtime(name: str, events: Events) -> Runtime:
+def open_runtime(name: str) -> Runtime:
     """A new runtime. Raises WrongInput if the name is unknown or an import fails."""
-    return cast(Runtime, _module(name, "runtime").TheRuntime(events))
+    return cast(Runtime, _module(name, "runtime").TheRuntime())
+
+
+def open_pipeline(job: GenerateJob) -> Pipeline:
+    """The pipeline that generates a job's images. Raises WrongInput."""
+    prepare(job)
+    return cast(Pipeline, _module(job.runtime, "generate").ThePipeline(job))
 
 
 def prepare(job: Job | EncodeJob) -> None:

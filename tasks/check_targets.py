@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.schema import Recipe
-from runtimes.adapters.lora import Layer, choose_layers
+from runtimes.adapters.lora_layers import Layer, choose_layers
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config

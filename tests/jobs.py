@@ -11,7 +11,6 @@ from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.models.micro_batches import Inputs, sender
 from runtimes.models.network import Network
-from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.trainer import make_loader
@@ -49,7 +48,7 @@ def lora(**settings: Any) -> dict[str, Any]:
 
 def start(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
     """A loaded runtime, and a function from step to batch."""
-    runtime = TheRuntime(Events())
+    runtime = TheRuntime()
     runtime.load(job)
     return runtime, make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
 

@@ -9,21 +9,18 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.latents import Latents
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.loader import BatchReader
 from runtimes.data.order import evenly_spaced
-from runtimes.families import Family
-from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs
-from runtimes.objective.objective import Objective
 
 
 class Holdout:
     """Batches of held-out samples, each sample with `draws` fixed draws of noise and timestep.
 
-    The objective's seed determines the noise, so every run measures the same batches.
+    The seed of the reader's objective determines the noise, so every run measures the same batches.
 
     Args:
+        reader: closed with this object.
         samples: maximum number of held-out samples, evenly spaced over the shards.
         draws: noise draws per sample.
         batch_size: maximum samples per batch.
@@ -34,30 +31,18 @@ class Holdout:
 
     def __init__(
         self,
-        latents: Latents,
-        family: Family,
-        objective: Objective,
+        reader: BatchReader,
         *,
         samples: int,
         draws: int,
         batch_size: int,
-        text_encoders: bool = False,
-        extras: ExtraInputs = NO_EXTRA_INPUTS,
-        cache_bytes: int = 20 * 2**30,
     ) -> None:
-        self._samples = evenly_spaced([ref.groups for ref in latents.shards], "holdout", samples)
+        self._samples = evenly_spaced(reader.groups, "holdout", samples)
         if not self._samples:
             raise WrongInput("the latents have no held-out samples: raise encode.holdout")
         self._draws = draws
         self._batch_size = batch_size
-        self._reader = BatchReader(
-            latents,
-            family,
-            objective,
-            text_encoders=text_encoders,
-            extras=extras,
-            cache_bytes=cache_bytes,
-        )
+        self._reader = reader
 
     def batches(self) -> Iterator[tuple[list[int], StepBatch]]:
         """Yield (numbers, batch); `numbers` has the held-out sample (from 0) of each row."""

@@ -32,8 +32,10 @@ class BatchReader:
     Args:
         text_encoders: whether the step runs the text encoders; batches then contain token ids.
         extras: the denoiser's inputs in addition to the family's conditioning.
-        open_limit: maximum number of memory-mapped shards.
         cache_bytes: size limit of the local cache of remote shards.
+
+    Attributes:
+        groups: for each shard, number of samples per group.
 
     Raises:
         WrongInput: the latents do not fit the model or its extra inputs.
@@ -47,7 +49,6 @@ class BatchReader:
         *,
         text_encoders: bool = False,
         extras: ExtraInputs = NO_EXTRA_INPUTS,
-        open_limit: int = 8,
         cache_bytes: int = 20 * 2**30,
     ) -> None:
         if latents.info["family"] != family.name:
@@ -68,7 +69,12 @@ class BatchReader:
         self._text_encoders = text_encoders
         self._zeros = latents.info["empty_prompt"] == "zeros"
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
-        self._shards = ShardFiles(latents.shards, open_limit=open_limit, cache_bytes=cache_bytes)
+        self.groups = [ref.groups for ref in latents.shards]
+        self._shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
+
+    def keep_open(self, count: int) -> None:
+        """Set the maximum number of memory-mapped shards."""
+        self._shards.open_limit = count
 
     def batch(
         self, step: int, samples: Sequence[SampleIndex], counters: Sequence[int], denominator: int
@@ -170,26 +176,18 @@ class Loader:
     Args:
         batch_size: global batch size, a multiple of `world`.
         window: number of shards that are shuffled together.
-        text_encoders: whether the step runs the text encoders; batches then contain token ids.
-        extras: as BatchReader.
-        cache_bytes: as BatchReader.
 
     Raises:
-        WrongInput: `world` does not divide `batch_size`, or the latents do not fit the model.
+        WrongInput: `world` does not divide `batch_size`, or the latents have no samples.
     """
 
     def __init__(
         self,
-        latents: Latents,
-        family: Family,
-        objective: Objective,
+        reader: BatchReader,
         *,
         batch_size: int,
         seed: int,
         window: int,
-        text_encoders: bool = False,
-        extras: ExtraInputs = NO_EXTRA_INPUTS,
-        cache_bytes: int = 20 * 2**30,
         rank: int = 0,
         world: int = 1,
     ) -> None:
@@ -198,19 +196,10 @@ class Loader:
                 f"train.global_batch_size {batch_size} cannot be shared by {world} processes: "
                 "make it a multiple"
             )
-        groups = [ref.groups for ref in latents.shards]
-        self.order = Order(groups, batch_size=batch_size, seed=seed, window=window)
+        self.order = Order(reader.groups, batch_size=batch_size, seed=seed, window=window)
         # Each bucket uses one window; a batch across two windows needs the next one as well.
-        open_limit = window * (len(self.order.buckets) + 1)
-        self._reader = BatchReader(
-            latents,
-            family,
-            objective,
-            text_encoders=text_encoders,
-            extras=extras,
-            open_limit=open_limit,
-            cache_bytes=cache_bytes,
-        )
+        reader.keep_open(window * (len(self.order.buckets) + 1))
+        self._reader = reader
         self._batch_size = batch_size
         self._rank = rank
         self._world = world

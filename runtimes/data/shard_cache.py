@@ -32,12 +32,13 @@ class ShardFiles:
     """Open shards by number, at most `open_limit` of them; the least recently used one is closed.
 
     Args:
+        open_limit: may be raised later.
         cache_bytes: size limit of the local cache; the least recently used files are deleted.
     """
 
     def __init__(self, refs: Sequence[ShardRef], *, open_limit: int, cache_bytes: int) -> None:
         self._refs = refs
-        self._open_limit = open_limit
+        self.open_limit = open_limit
         self._cache_bytes = cache_bytes
         self._open: OrderedDict[int, LatentShard] = OrderedDict()
         self._checked: set[str] = set()  # sha256 of the files that this process verified
@@ -47,7 +48,7 @@ class ShardFiles:
         shard = self._open.get(number)
         if shard is None:
             shard = self._open[number] = self._load(self._refs[number])
-            while len(self._open) > self._open_limit:
+            while len(self._open) > self.open_limit:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(number)
         return shard

@@ -54,6 +54,18 @@ def as_function(module: torch.nn.Module, *, training: bool) -> Callable[..., Any
     return call
 
 
+class Wrapped(torch.nn.Module):
+    """A module whose forward pass is a function of another module and the arguments."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._call = call
+
+    def forward(self, *arguments: Any) -> Any:
+        return self._call(self.module, *arguments)
+
+
 def recompute(part: Any) -> None:
     """Enable gradient checkpointing of each block of a component by jax.checkpoint."""
     part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_recomputed)

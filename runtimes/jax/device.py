@@ -10,7 +10,7 @@ import jax
 import torch
 
 from configs.training import Train
-from runtimes.contract import Probe, WrongInput
+from runtimes.contract import Probe, WrongInput, one_line
 from runtimes.models.flop_count import known_peak
 from runtimes.models.precision import check_precision
 from runtimes.process.collectives import HostCollectives
@@ -60,8 +60,9 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
     try:
         found = jax.default_backend()
     except RuntimeError as error:
-        words = " ".join(str(error).split())[:300]
-        raise WrongInput(f"device {name}: JAX finds no such device here: {words}") from None
+        raise WrongInput(
+            f"device {name}: JAX finds no such device here: {one_line(error)}"
+        ) from None
     if name != "auto" and found != {"cuda": "gpu"}.get(name, name):
         raise WrongInput(f"device {name}: this process has already opened {found}")
     if not _compiling:

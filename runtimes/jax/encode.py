@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.families import Family
-from runtimes.jax.bridge import as_function
+from runtimes.jax.bridge import Wrapped, as_function
 from runtimes.jax.device import start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.weights import move
@@ -34,12 +34,11 @@ class Encoder(encoder.Encoder):
 
     def __init__(self, job: EncodeJob) -> None:
         self._compile_cache, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
-        vae = None if job.vae is None else Path(job.vae)
-        super().__init__(Path(job.model), vae, device="cpu", dtype=job.dtype)
+        super().__init__(job.model_folder, job.vae_folder, device="cpu", dtype=job.dtype)
         self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
         t5 = None if self._t5 is None else self._t5[1]
-        self._moments = _compiled(_Moments(self.vae), mesh)
+        self._moments = _compiled(Wrapped(self.vae, partial(_moments, self.vae.dtype)), mesh)
         self._embeds = _compiled(_Embeds(self.family, clip, t5), mesh)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
@@ -82,17 +81,10 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
     return run
 
 
-class _Moments(torch.nn.Module):
-    """A VAE whose forward pass returns the mean and log-variance [B, C, h, w] f32 of latents."""
-
-    def __init__(self, vae: Any) -> None:
-        super().__init__()
-        self.vae = vae
-        self.dtype = vae.dtype
-
-    def forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        posterior = self.vae.encode(pixels.to(self.dtype)).latent_dist
-        return posterior.mean.float(), posterior.logvar.float()
+def _moments(dtype: torch.dtype, vae: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Mean and log-variance [B, C, h, w] f32 of latents; a VAE of `dtype` computes them."""
+    posterior = vae.encode(pixels.to(dtype)).latent_dist
+    return posterior.mean.float(), posterior.logvar.float()
 
 
 class _Embeds(torch.nn.Module):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.contract import Pipeline, State, StepBatch, StepOutput, lazy_output
-from runtimes.jax.batches import Stacked, held_out_errors, shard_stacked, stack
+from runtimes.base_runtime import BaseRuntime
+from runtimes.contract import State, StepBatch, StepOutput, lazy_output
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.device import (
     check,
@@ -30,9 +29,10 @@ from runtimes.jax.device import (
     versions,
 )
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.step import Arrays, Step, errors, gather_weights, step_scalars
+from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack
+from runtimes.jax.step import Step, errors, gather_weights
+from runtimes.jax.update import Arrays
 from runtimes.jax.weights import (
-    check_state,
     frozen_arrays,
     initial_state,
     names_without_gradient,
@@ -41,55 +41,46 @@ from runtimes.jax.weights import (
 from runtimes.models.dropout_seed import has_dropout
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
-from runtimes.models.schedulers import make_scheduler
+from runtimes.models.schedulers import trained_scheduler
 from runtimes.objective.random import Stream, generator
-from runtimes.objective.scheduler_config import trained_scheduler
-from runtimes.process.events import Events
-from runtimes.process.job import GenerateJob, TrainJob
+from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.agree import join_hosts
+from runtimes.update.rule import step_scalars
+from runtimes.update.state import matched
 
-__all__ = ["TheRuntime"]
 
-
-class TheRuntime:
+class TheRuntime(BaseRuntime):
     """Implements contract.Runtime."""
 
-    def __init__(self, events: Events) -> None:
-        self.versions = versions()
-        self.samples_collectively = False
-        self._sampler: Any = None  # sampler.Sampler, constructed by the first call of `sample`
-        self._compiled_step: Any = None
+    _compiled_step: Any = None
 
     def load(self, job: TrainJob) -> None:
         self._job = job
-        self._settings = Train(**job.train)
-        check(self._settings)
+        self.versions = versions()
+        settings = self._settings = Train(**job.train)
+        check(settings)
         ranks = self._ranks = Ranks.here()
-        self._hosts = join_hosts(ranks)
+        self._collectives = join_hosts(ranks)
         self.samples_collectively = ranks.world > 1
-        join(ranks, self._hosts, self._settings.device)
-        self._compile_cache = start(
-            self._settings.device, job.compiled, self._settings.compute_dtype
-        )
+        join(ranks, self._collectives, settings.device)
+        self._compile_cache = start(settings.device, job.compiled, settings.compute_dtype)
         self.device = describe()
-        self._mesh = Mesh(self._settings.fsdp)
-        network = load_network(job, self._settings)
+        self._mesh = Mesh(settings.fsdp)
+        network = self._network = load_network(job, settings)
         self._counter = FlopCounter(network)
-        self._constants = network.constants() if self._settings.method == "full" else {}
+        self._constants = network.constants() if settings.method == "full" else {}
         self._has_dropout = has_dropout(network)
-        self._state = initial_state(network, self._settings, self._mesh)
+        self._state = initial_state(network, settings, self._mesh)
         self._names = trained_names(network)
-        half = getattr(torch, self._settings.compute_dtype)
+        half = getattr(torch, settings.compute_dtype)
         self._frozen = frozen_arrays(network, self._mesh, half)
-        share = self._settings.global_batch_size // ranks.world
-        self._share = min(self._settings.micro_batch_size or share, share)
-        self._network = network
-        self._step = 0
-        predict = as_function(network, training=False)
-        self._errors = jax.jit(partial(errors, predict))
+        share = settings.global_batch_size // ranks.world
+        self._rows = min(settings.micro_batch_size or share, share)
+        self._updates = 0
+        self._errors = jax.jit(partial(errors, as_function(network, training=False)))
         self._working = jax.jit(
-            lambda weights: gather_weights(weights, self._mesh, self._settings.compute_dtype)
+            lambda weights: gather_weights(weights, self._mesh, settings.compute_dtype)
         )
 
     def put(self, batch: StepBatch) -> StepBatch:
@@ -97,7 +88,7 @@ class TheRuntime:
 
     def _stack(self, batch: StepBatch) -> Stacked:
         dtype = jnp.dtype(self._settings.compute_dtype)
-        return stack(batch, self._share, self._mesh, dtype)
+        return stack(batch, self._rows, self._mesh, dtype)
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         if self._compiled_step is None:
@@ -108,10 +99,10 @@ class TheRuntime:
             self._frozen,
             stacked,
             self._seeds(batch.step, len(stacked["weight"])),
-            step_scalars(self._step, learning_rate, self._settings),
+            step_scalars(self._updates, learning_rate, self._settings),
             np.float32(batch.denominator),
         )
-        self._step += 1
+        self._updates += 1
         return lazy_output(lambda: list(np.asarray(figures).tolist()))
 
     def _compile(self, batch: StepBatch) -> Any:
@@ -131,24 +122,10 @@ class TheRuntime:
 
     def flops(self, batch: StepBatch) -> float | None:
         whole = self._counter.of(batch)
-        return None if whole is None else whole * self._hosts.world / self._mesh.count
+        return None if whole is None else whole * self._collectives.world / self._mesh.count
 
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)
-
-    def any_rank(self, flag: bool) -> bool:
-        return self._hosts.any(flag)
-
-    def broadcast(self, number: int) -> int:
-        return self._hosts.broadcast(number)
-
-    @contextmanager
-    def profile(self, folder: str) -> Iterator[None]:
-        if not self._ranks.first:
-            yield
-            return
-        with jax.profiler.trace(folder):
-            yield
 
     def state(self) -> State:
         self._compile_cache.upload()
@@ -163,30 +140,13 @@ class TheRuntime:
         return state
 
     def restore(self, state: State, step: int) -> None:
-        check_state(state, self._state)
-        for group, arrays in self._state.items():
-            for name in arrays:
-                arrays[name] = self._mesh.shard(state[group][name])
-        self._step = step
-
-    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
-        from runtimes.jax.sampler import Sampler  # pipelines are slow to import
-
-        model = Path(self._job.model)
-        if self._sampler is None:
-            vae = None if self._job.vae is None else Path(self._job.vae)
-            changed = trained_scheduler(model / "scheduler", self._settings)
-            scheduler = None if changed is None else make_scheduler(changed)
-            dtype = self._settings.compute_dtype
-            self._sampler = Sampler(model, self._mesh, dtype, vae)
-            self._sampler.use(self._network, scheduler)
-        return self._sampler.draw(self._averaged(), prompts, sampler, first=0)
+        for group, arrays in matched(state, self._state).items():
+            self._state[group] = {name: self._mesh.shard(arrays[name]) for name in arrays}
+        self._updates = step
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         dtype = jnp.dtype(self._settings.compute_dtype)
-        return held_out_errors(
-            self._errors, self._averaged(), batch, self._share, self._mesh, dtype
-        )
+        return held_out_errors(self._errors, self._averaged(), batch, self._rows, self._mesh, dtype)
 
     def _averaged(self) -> Arrays:
         """The network's arrays in the compute dtype, with EMA weights if there is an EMA."""
@@ -195,15 +155,26 @@ class TheRuntime:
 
     def shutdown(self) -> None:
         if self._ranks.world > 1:
-            shut_down(self._ranks, self._hosts)
+            shut_down(self._ranks, self._collectives)
 
     def memory_bytes(self) -> int:
         return memory_bytes()
 
-    def pipeline(self, job: GenerateJob) -> Pipeline:
-        from runtimes.jax.generate import ThePipeline
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        yield  # `_averaged` has the EMA weights, and the sampler's programs have no dropout
 
-        return ThePipeline(job)
+    def _trace(self, folder: str) -> AbstractContextManager[None]:
+        return jax.profiler.trace(folder)
+
+    def _open_sampler(self) -> Any:
+        from runtimes.jax.sampler import Sampler  # pipelines are slow to import
+
+        job, dtype = self._job, self._settings.compute_dtype
+        sampler = Sampler(job.model_folder, self._mesh, dtype, job.vae_folder)
+        scheduler = trained_scheduler(job.model_folder, self._settings)
+        sampler.use(self._network, self._averaged, scheduler)
+        return sampler
 
 
 def load_network(job: TrainJob, settings: Train) -> Network:

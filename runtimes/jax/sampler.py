@@ -7,7 +7,7 @@ because XLA runs convolutions within a loop slowly there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
 from runtimes.data.padding import pad_rows, padded_rows
-from runtimes.jax.bridge import as_function
+from runtimes.jax.bridge import Wrapped, as_function
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.step import Arrays
+from runtimes.jax.update import Arrays
 from runtimes.jax.weights import move
 from runtimes.models.encoder import Encoder, vae_dtype
 from runtimes.models.network import Network
@@ -68,7 +68,7 @@ class Sampler:
         self._whole = mesh.platform != "cpu" if whole is None else whole
         self._encoder = Encoder(folder, vae, device="cpu")
         self._folders = folder, vae
-        decoder = _Decoder(self._encoder.vae)
+        decoder = Wrapped(self._encoder.vae, _decode)
         wide = vae_dtype(vae_path(folder, vae), getattr(torch, dtype))
         self._vae = move(decoder, mesh, wide)
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
@@ -77,11 +77,15 @@ class Sampler:
         self._pipeline_scheduler = make_scheduler(read_config(folder / "scheduler"))
         self._network: Network | None = None
 
-    def use(self, network: Network, scheduler: Any = None) -> None:
-        """Set the network, and its scheduler; None selects the pipeline's scheduler.
+    def use(self, network: Network, arrays: Callable[[], Arrays], scheduler: Any = None) -> None:
+        """Set the network; programs of an earlier one with the same architecture are reused.
 
-        Programs of an earlier network with the same architecture are reused.
+        Args:
+            network: its own weights are not used.
+            arrays: returns its parameters and buffers, by their names in it.
+            scheduler: of the network; None selects the pipeline's scheduler.
         """
+        self._arrays = arrays
         self._scheduler = self._pipeline_scheduler if scheduler is None else scheduler
         if self._network is not None and same_architecture(network, self._network):
             return
@@ -89,15 +93,14 @@ class Sampler:
         self._predict = as_function(network, training=False)
         self._jit_step = jax.jit(self._step, static_argnames="guided")
         self._jit_draw = jax.jit(self._draw, static_argnames="guided")
-        self._jit_encode = jax.jit(as_function(_TextEncoders(network), training=False))
+        self._jit_encode = jax.jit(as_function(Wrapped(network, _encode_texts), training=False))
 
     def draw(
-        self, arrays: Arrays, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> NDArray[np.uint8]:
         """Sample one image per prompt, in batches of `batch_size`.
 
         Args:
-            arrays: the network's parameters and buffers, by their names in it.
             prompts: N prompts.
             sampler: as GenerateJob.sampler.
             first: number of the first image; it selects the noise stream.
@@ -106,6 +109,7 @@ class Sampler:
             Images [N, H, W, 3] uint8.
         """
         assert self._network is not None, "call `use` first"
+        arrays = self._arrays()
         table = sampler_table(self._scheduler, sampler, self._network.family)
         texts = self._encoder.texts
         if self._network.text_encoders:
@@ -224,7 +228,7 @@ class Sampler:
         count = len(captions)
         ids = self._encoder.input_ids(captions).astype(np.int32)
         ids = pad_rows(ids, padded_rows(count, self._mesh.count))
-        named = {f"network.{name}": array for name, array in arrays.items()}
+        named = {f"module.{name}": array for name, array in arrays.items()}
         found = self._jit_encode(named, jnp.uint32(0), self._mesh.shard_global_rows(ids))
         states, pooled = (
             None
@@ -250,23 +254,11 @@ def same_architecture(one: Network, other: Network) -> bool:
     return first == second
 
 
-class _Decoder(torch.nn.Module):
-    """A VAE whose forward pass decodes latents [B, C, h, w] to images [B, 3, H, W]."""
-
-    def __init__(self, vae: Any) -> None:
-        super().__init__()
-        self.vae = vae
-
-    def forward(self, latents: torch.Tensor) -> torch.Tensor:
-        return self.vae.decode(latents, return_dict=False)[0]
+def _decode(vae: Any, latents: torch.Tensor) -> Any:
+    """Decode latents [B, C, h, w] to images [B, 3, H, W]."""
+    return vae.decode(latents, return_dict=False)[0]
 
 
-class _TextEncoders(torch.nn.Module):
-    """A network whose forward pass encodes token ids [B, n, T] by its text encoders."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return encode_ids(self.network.family, self.network.text_encoders, ids)
+def _encode_texts(network: Network, ids: torch.Tensor) -> Any:
+    """Encode token ids [B, n, T] by the trained text encoders of a network."""
+    return encode_ids(network.family, network.text_encoders, ids)

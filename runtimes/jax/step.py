@@ -1,8 +1,6 @@
-"""The training step as one compiled function from state and batch to the next state.
+"""One training step as a compiled function from state and batch to the next state.
 
-It computes forward, backward, clipping, AdamW (arXiv 1711.05101, as torch.optim.AdamW) and EMA.
-Numbers that change with each step (learning rate, bias corrections, EMA decay) are inputs, so all
-steps run one program.
+It computes the forward and backward pass of each micro-batch, and the update (update.py).
 """
 
 from __future__ import annotations
@@ -13,28 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from numpy.typing import NDArray
 
 from configs.training import Train
 from runtimes.jax.mesh import Mesh
-from runtimes.update.rule import bias_corrections, ema_decay_at, text_encoder_factor
-
-Arrays = dict[str, Array]
-#: Group of State (such as `exp_avg`) to State's key to array.
-Groups = dict[str, Arrays]
-
-
-def step_scalars(step: int, learning_rate: float, settings: Train) -> NDArray[np.float32]:
-    """The scalars [4] f32 of step `step` (from 0), inputs of the compiled step.
-
-    They are learning rate, bias-corrected step size, sqrt(1 - beta2^t) and EMA decay.
-    """
-    first, second_root = bias_corrections(settings.adam_betas, step + 1)
-    decay = ema_decay_at(step, settings.ema_decay or 0.0)
-    numbers = (learning_rate, learning_rate / first, second_root, decay)
-    return np.array(numbers, np.float32)
+from runtimes.jax.update import Arrays, Groups, update
 
 
 @dataclass(frozen=True)
@@ -87,7 +68,7 @@ class Step:
             batch: n micro-batches of B rows, see batches.stack: noisy_latents [n, B, C, h, w]
                 compute dtype, timesteps [n, B], target [n, B, C, h, w] f32, weight [n, B] f32.
             seeds: [n] u32, dropout seed of each micro-batch.
-            numbers: [4] f32, see `step_scalars`.
+            numbers: [4] f32, see update.rule.step_scalars.
             samples: size of the global batch, the denominator of the loss.
 
         Returns:
@@ -111,7 +92,7 @@ class Step:
             unroll = len(seeds) if self.mesh.platform == "cpu" else 1
             (loss, sums), _ = jax.lax.scan(accumulate, zeros, (batch, seeds), unroll=unroll)
         gradients = jax.tree.map(lambda array: array / samples, sums)
-        state, norm = self._update(state, gradients, numbers)
+        state, norm = update(state, gradients, numbers, self.settings, self.untouched)
         return state, jnp.stack([loss / samples, norm])
 
     def _loss(self, weights: Arrays, frozen: Arrays, micro: dict[str, Any], seed: Array) -> Array:
@@ -127,31 +108,6 @@ class Step:
             return jax.lax.with_sharding_constraint(gradient.astype(jnp.float32), spread)
 
         return lambda gradients: {name: constrain(name, array) for name, array in gradients.items()}
-
-    def _update(self, state: Groups, gradients: Arrays, numbers: Array) -> tuple[Groups, Array]:
-        settings = self.settings
-        rate, step_size, root, decay = numbers
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(array)) for array in gradients.values()))
-        factor = jnp.ones(())
-        if settings.max_grad_norm is not None:
-            factor = jnp.minimum(settings.max_grad_norm / (norm + 1e-6), 1.0)
-        (beta1, beta2), found = settings.adam_betas, {group: dict(state[group]) for group in state}
-        text_share = text_encoder_factor(settings)
-        for name, gradient in gradients.items():
-            if name in self.untouched:
-                continue
-            gradient = gradient * factor
-            share = text_share if name.startswith("text_encoder") else 1.0
-            first, second = state["exp_avg"][name], state["exp_avg_sq"][name]
-            first = first + (1 - beta1) * (gradient - first)
-            second = beta2 * second + (1 - beta2) * jnp.square(gradient)
-            weight = state["weights"][name] * (1 - rate * (share * settings.weight_decay))
-            change = first / (jnp.sqrt(second) / root + settings.adam_epsilon)
-            found["weights"][name] = weight - (step_size * share) * change
-            found["exp_avg"][name], found["exp_avg_sq"][name] = first, second
-        for name, average in state.get("ema", {}).items():
-            found["ema"][name] = average + (1 - decay) * (found["weights"][name] - average)
-        return found, norm
 
 
 def gather_weights(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:

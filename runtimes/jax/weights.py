@@ -11,9 +11,9 @@ from jax import Array
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.contract import State, StepBatch, WrongInput
+from runtimes.contract import StepBatch
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.step import Arrays, Groups
+from runtimes.jax.update import Arrays, Groups
 from runtimes.models.network import Network
 
 
@@ -78,17 +78,6 @@ def _replicate(tensor: torch.Tensor, mesh: Mesh, dtype: torch.dtype) -> Array:
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
     return tensor.detach().float().contiguous().cpu().numpy()
-
-
-def check_state(given: State, wanted: Groups) -> None:
-    """Raise WrongInput if a State has other keys or shapes than this model."""
-    for group, arrays in wanted.items():
-        found = given.get(group, {})
-        if found.keys() != arrays.keys():
-            raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
-        for name, array in arrays.items():
-            if found[name].shape != array.shape:
-                raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
 
 
 def names_without_gradient(

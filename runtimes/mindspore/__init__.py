@@ -1,8 +1,4 @@
-"""The MindSpore runtime: Ascend NPUs and CPU, with the models of mindone.
-
-mindone binds MindSpore's operators at import, so it must be imported after a device is opened
-(device.py), which may replace operators.
-"""
+"""The MindSpore runtime: Ascend NPUs, with the models of mindone."""
 
 import os
 import tempfile

@@ -11,9 +11,11 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from runtimes.contract import WrongInput
+from runtimes.contract import WrongInput, one_line
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
+from runtimes.mindspore.loading import load_text_encoder, load_vae
+from runtimes.mindspore.text_encoding import encode_ids
 from runtimes.models.tokenize import LockedTokenizers, check_vocabulary
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
@@ -22,7 +24,7 @@ Float32 = NDArray[np.float32]
 
 
 class Encoder:
-    """Implements contract.PipelineEncoder. Construct it after the device is opened.
+    """Implements contract.PipelineEncoder.
 
     Args:
         model_folder: local diffusers pipeline folder of a family that this runtime supports.
@@ -43,8 +45,6 @@ class Encoder:
         *,
         flash: bool = True,
     ) -> None:
-        from runtimes.mindspore.models import load_text_encoder, load_vae
-
         self.info = describe_encoders(model_folder, vae_folder)
         self._dtype = dtype
         self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
@@ -76,8 +76,6 @@ class Encoder:
 
         SD 1 and 2 have no pooled embeddings: the second value is None.
         """
-        from runtimes.mindspore.texts import encode_ids
-
         ids = Tensor(self.input_ids(captions))
         models = list(self.text_encoders.values())
         states, pooled = encode_ids(self._family.clip_states == "penultimate", models, ids)
@@ -98,8 +96,7 @@ def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises WrongInput."""
     dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
     start(job.device)
-    vae = None if job.vae is None else Path(job.vae)
-    return Encoder(Path(job.model), vae, dtype)
+    return Encoder(job.model_folder, job.vae_folder, dtype)
 
 
 def _tokenizer(folder: Path, vocabulary: int) -> Any:
@@ -108,7 +105,6 @@ def _tokenizer(folder: Path, vocabulary: int) -> Any:
     try:
         tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise WrongInput(f"{folder} does not load: {reason}") from None
+        raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
     check_vocabulary(str(folder), tokenizer, vocabulary)
     return tokenizer

@@ -9,17 +9,17 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from configs.training import Train
-from runtimes.adapters.lora import state_name
+from runtimes.adapters.lora_layers import state_name
 from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.mindspore.lora import add_adapters
-from runtimes.mindspore.models import (
+from runtimes.mindspore.loading import (
     load_denoiser,
     load_text_encoder,
     named_weights,
     random_init_denoiser,
 )
-from runtimes.mindspore.texts import encode_ids
+from runtimes.mindspore.lora_injection import add_adapters
+from runtimes.mindspore.text_encoding import encode_ids
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
@@ -82,6 +82,10 @@ class Network(nn.Cell):
             if settings.gradient_checkpointing:
                 _recompute(part)
         return cls(family, parts)
+
+    def train(self, mode: bool = True) -> None:
+        """Set training mode, as PyTorch's `train`."""
+        self.set_train(mode)
 
     def cast(self, dtype: ms.Type) -> None:
         """Cast all weights to a dtype, in place."""

@@ -16,7 +16,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, ops
 
-from runtimes.contract import WrongInput
+from runtimes.contract import WrongInput, one_line
 from runtimes.process.ranks import Ranks
 
 #: Bytes of gradients per all-reduce: a bucket saves one round trip per small array.
@@ -95,8 +95,7 @@ def open_parallel(ranks: Ranks) -> SingleProcess:
     try:
         communication.init()
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        words = f"not all processes of the run have connected: {reason}"
+        words = f"not all processes of the run have connected: {one_line(error)}"
         raise TimeoutError(errno.ETIMEDOUT, words) from None
     if communication.get_group_size() != ranks.world:
         raise WrongInput(

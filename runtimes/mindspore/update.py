@@ -21,9 +21,10 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.contract import State, WrongInput
+from runtimes.contract import State
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.update.rule import bias_corrections, ema_decay_at, text_encoder_factor
+from runtimes.update.state import matched
 
 Gradients = Sequence[Tensor]
 Parameters = Mapping[str, Parameter]
@@ -148,14 +149,10 @@ class Update:
         Raises:
             WrongInput: the State has other keys or shapes than this model.
         """
-        for group, parameters in self._groups_of_state().items():
-            given = state.get(group, {})
-            if given.keys() != parameters.keys():
-                raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
-            for name, parameter in parameters.items():
-                if given[name].shape != tuple(parameter.shape):
-                    raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
-                _assign(parameter, given[name])
+        groups = self._groups_of_state()
+        for group, arrays in matched(state, groups).items():
+            for name, array in arrays.items():
+                _assign(groups[group][name], array)
         for name, parameter in self._computed.items():
             if parameter is not self._masters[name]:
                 _assign(parameter, state["weights"][name])

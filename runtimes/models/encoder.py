@@ -12,7 +12,8 @@ from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from transformers import CLIPTokenizer, T5TokenizerFast
 
-from runtimes.contract import WrongInput
+from runtimes.contract import WrongInput, one_line
+from runtimes.data.padding import pad_rows
 from runtimes.families import family_named
 from runtimes.models.loading import SAFE, load_text_encoder
 from runtimes.models.micro_batches import Send, sender
@@ -65,8 +66,9 @@ class Encoder:
             self._load_vae(vae_path(model_folder, vae_folder))
             self._load_texts(model_folder)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise WrongInput(f"model {model_folder}: its encoders do not load: {reason}") from None
+            raise WrongInput(
+                f"model {model_folder}: its encoders do not load: {one_line(error)}"
+            ) from None
 
     def _load_vae(self, folder: Path) -> None:
         self._vae_dtype = vae_dtype(folder, self.dtype)
@@ -164,6 +166,46 @@ class Encoder:
         T5's tokenizer counts where there is one, since it accepts the longest captions.
         """
         return self._tokens.counts((self._t5 or self._clip[0])[0], captions)
+
+
+class PaddedEncoder(Encoder):
+    """An encoder that pads every batch to one size, so that one program encodes all of them.
+
+    The bits of an image then do not depend on the size of its batch.
+
+    Args:
+        images: rows of a batch of images.
+        captions: rows of a batch of captions.
+        save_compiled: saves newly compiled programs to the cache.
+        more: as Encoder.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        vae_folder: Path | None = None,
+        *,
+        images: int,
+        captions: int,
+        save_compiled: Callable[[], None] = lambda: None,
+        **more: Any,
+    ) -> None:
+        super().__init__(model_folder, vae_folder, **more)
+        self._image_rows = images
+        self._caption_rows = captions
+        self._save_compiled = save_compiled
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        mean, logvar = super().images(pad_rows(pixels, self._image_rows))
+        self._save_compiled()
+        return mean[: len(pixels)], logvar[: len(pixels)]
+
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
+        padding = [""] * (self._caption_rows - len(captions))
+        states, pooled = super().texts([*captions, *padding], clip)
+        return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
 
 
 def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
-from runtimes.contract import WrongInput
+from runtimes.contract import WrongInput, one_line
 from runtimes.families import denoiser_classes
 from runtimes.families.unet_inputs import added_weights, source_weight_names
 from runtimes.pipeline_folder.describe import read_config, text_class
@@ -111,8 +111,7 @@ def load_text_encoder(
             **SAFE,
         )
     except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise WrongInput(f"{folder} does not load: {reason}") from None
+        raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
     if missing := sorted(loaded["missing_keys"]):
         raise WrongInput(f"{folder} lacks {len(missing)} weights, such as {missing[0]}")
     return model.eval()

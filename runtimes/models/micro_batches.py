@@ -39,7 +39,7 @@ class Inputs:
         send: copies an array to the device.
         first: index of the first sample.
         end: index after the last sample; None is the end of the batch.
-        dtype: of the latents and of all conditioning that is not in `contract.EXACT`.
+        dtype: of the latents and of all conditioning that is not in `contract.UNCAST`.
 
     Attributes:
         first: index of the first sample.

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.adapters.lora import state_name
+from runtimes.adapters.lora_layers import state_name
 from runtimes.families import Family, detect_family
 from runtimes.models.loading import (
     empty_denoiser,
@@ -18,7 +18,7 @@ from runtimes.models.loading import (
     load_denoiser,
     load_text_encoder,
 )
-from runtimes.models.lora import add_adapters
+from runtimes.models.lora_injection import add_adapters
 from runtimes.models.npu_formulas import keep_diffusers_formulas
 from runtimes.models.random_init import random_init_denoiser
 from runtimes.models.text_encoding import encode_in_step

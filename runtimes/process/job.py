@@ -8,8 +8,25 @@ from pathlib import Path
 from typing import Any
 
 
+class _HasModel:
+    """A job with a pipeline, and perhaps a VAE that replaces the pipeline's own."""
+
+    model: str
+    vae: str | None
+
+    @property
+    def model_folder(self) -> Path:
+        """The local folder of the pipeline."""
+        return Path(self.model)
+
+    @property
+    def vae_folder(self) -> Path | None:
+        """The local folder of the VAE that replaces the pipeline's own."""
+        return None if self.vae is None else Path(self.vae)
+
+
 @dataclass(frozen=True)
-class TrainJob:
+class TrainJob(_HasModel):
     """Fine-tune `model` on `latents`; resume from `work` if it holds a checkpoint."""
 
     runtime: str
@@ -39,7 +56,7 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class GenerateJob:
+class GenerateJob(_HasModel):
     """Generate images of the same prompts and noise with each model; measure held-out losses."""
 
     runtime: str
@@ -66,7 +83,7 @@ class GenerateJob:
 
 
 @dataclass(frozen=True)
-class EncodeJob:
+class EncodeJob(_HasModel):
     """The encoders that a process loads and serves (see contract.PipelineEncoder)."""
 
     runtime: str

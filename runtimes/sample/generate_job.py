@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 from artifacts.commit import write_atomic
 from runtimes.contract import Pipeline
 from runtimes.data.holdout import Holdout, sample_losses
-from runtimes.data.loader import open_job_latents
+from runtimes.data.loader import BatchReader, open_job_latents
 from runtimes.families import detect_family
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.objective import Objective
@@ -25,7 +25,7 @@ from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob
-from runtimes.registry import open_runtime, prepare
+from runtimes.registry import open_pipeline
 
 LOSS_BATCH = 32
 #: PNG text key of the sampling parameters; AUTOMATIC1111's web UI uses the same key.
@@ -47,8 +47,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
         WrongInput: a model or the job's latents are missing or cannot be loaded.
     """
     detect_family(Path(job.model))
-    prepare(job)
-    pipeline = open_runtime(job.runtime, events).pipeline(job)
+    pipeline = open_pipeline(job)
     missing = [_missing(Path(drawing.out), job) for drawing in job.drawings]
     total = len(job.drawings) * len(job.prompts)
     done = total - sum(len(numbers) for batches in missing for numbers in batches)
@@ -106,16 +105,16 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
     )
     family = detect_family(Path(job.model))
     folder = Path(drawing.parts.get(family.denoiser, f"{job.model}/{family.denoiser}"))
-    return Holdout(
+    reader = BatchReader(
         latents,
         family,
         objective,
-        samples=job.holdout["samples"],
-        draws=job.holdout["draws"],
-        batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # the sampling batch fits in memory
         text_encoders=pipeline.encodes_text,
         extras=folder_extras(folder),
     )
+    rows = min(LOSS_BATCH, job.sampler["batch_size"])  # the sampling batch fits in memory
+    samples, draws = job.holdout["samples"], job.holdout["draws"]
+    return Holdout(reader, samples=samples, draws=draws, batch_size=rows)
 
 
 def _save_images(

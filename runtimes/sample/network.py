@@ -10,7 +10,7 @@ import torch
 
 from runtimes.families import detect_family
 from runtimes.models.loading import load_denoiser, load_text_encoder
-from runtimes.models.lora import merge_adapters
+from runtimes.models.lora_injection import merge_adapters
 from runtimes.models.network import Network
 from runtimes.process.job import Drawing
 from runtimes.sample.start import load_trained_components

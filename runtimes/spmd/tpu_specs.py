@@ -36,7 +36,7 @@ _ALIASES = {"v5 lite": "v5e", "v5litepod": "v5e", "v6 lite": "v6e", "v5": "v5p"}
 
 
 @dataclass(frozen=True)
-class Slice:
+class TpuSlice:
     """A TPU slice: chips with direct interconnect."""
 
     name: str  # such as v5p-8
@@ -62,7 +62,7 @@ class Slice:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
 
-def parse_slice(name: str) -> Slice:
+def parse_slice(name: str) -> TpuSlice:
     """Parse a slice name such as `v5p-8` (8 cores, 4 chips) or `v6e-8` (8 chips).
 
     Raises:
@@ -77,11 +77,15 @@ def parse_slice(name: str) -> Slice:
     if not size.isdigit() or int(size) not in sizes:
         known = ", ".join(f"{kind}-{count}" for count in sizes)
         raise WrongInput(f"topology {name}: no such slice (known: {known})")
-    return Slice(name, kind, sizes[int(size)])
+    return TpuSlice(name, kind, sizes[int(size)])
 
 
 def peak_of(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a JAX `device_kind`, such as `TPU v5 lite`; None if unknown."""
-    name = device_kind.lower().removeprefix("tpu ")
+    """Peak bfloat16 FLOP/s of a kind of TPU; None if unknown.
+
+    Args:
+        device_kind: in JAX (`TPU v5 lite`) or as Google Cloud's accelerator type (`v5litepod-16`).
+    """
+    name = device_kind.lower().removeprefix("tpu ").partition("-")[0]
     found = TPU_SPECS.get(_ALIASES.get(name, name))
     return None if found is None else found.peak

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
 from runtimes.models.micro_batches import Inputs, sender
+from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
+from runtimes.sample.base_pipeline import BasePipeline
 from runtimes.sample.network import load_network
-from runtimes.sample.start import load_trained_scheduler
 from runtimes.torch.device import make_deterministic, open_device
 from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.sampler import Sampler
 
 
-class ThePipeline:
+class ThePipeline(BasePipeline):
     """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob) -> None:
@@ -28,30 +26,22 @@ class ThePipeline:
         self._device_kind = open_device(job.device, compiled=job.compiled)
         self._device = self._device_kind.device
         self._dtype = getattr(torch, job.dtype)
-        self._model = Path(job.model)
-        self._settings = job.sampler
-        self._vae = None if job.vae is None else Path(job.vae)
-        self._sampler: Sampler | None = None
+        super().__init__(job, make_scheduler, self._device_kind.save_compiled)
 
-    def load(self, drawing: Drawing) -> None:
-        self._network = load_network(drawing, self._model, self._dtype, self._device)
-        enable_npu_attention(self._network.denoiser, self._device)
-        self._device_kind.prepare_sampling(self._network.denoiser)
-        self._scheduler = load_trained_scheduler(drawing, make_scheduler)
-        self.encodes_text = bool(self._network.text_encoders)
+    def _load_network(self, drawing: Drawing) -> Network:
+        network = load_network(drawing, self._job.model_folder, self._dtype, self._device)
+        enable_npu_attention(network.denoiser, self._device)
+        self._device_kind.prepare_sampling(network.denoiser)
+        return network
 
-    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
+    def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
-        if self._sampler is None:
-            denoiser = {self._network.family.denoiser: self._network.denoiser}
-            self._sampler = Sampler(
-                self._model, denoiser, self._device_kind, self._dtype, self._vae
-            )
-        trained = {} if self._scheduler is None else {"scheduler": self._scheduler}
-        self._sampler.use(dict(self._network.named_children()) | trained)
-        drawn = self._sampler.draw(prompts, self._settings, first=first)
-        self._device_kind.save_compiled()
-        return drawn
+        denoiser = {self._network.family.denoiser: self._network.denoiser}
+        job = self._job
+        return Sampler(job.model_folder, denoiser, self._device_kind, self._dtype, job.vae_folder)
+
+    def _use_network(self) -> None:
+        self._sampler.use(dict(self._network.named_children()), self._scheduler)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with torch.inference_mode():

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from runtimes.contract import WrongInput
+from runtimes.contract import WrongInput, one_line
 from runtimes.hosts.ascend import missing_components
 
 
@@ -15,10 +15,10 @@ def load() -> None:
     try:
         import torch_npu  # noqa: F401  # registers the device
     except (ImportError, RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
         missing = "; ".join(missing_components())
         raise WrongInput(
-            f"device npu: torch_npu does not load: {reason}" + (f" ({missing})" if missing else "")
+            f"device npu: torch_npu does not load: {one_line(error, 200)}"
+            + (f" ({missing})" if missing else "")
         ) from None
 
 

@@ -11,7 +11,7 @@ import torch
 
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.torch import hpu
+from runtimes.torch import hpu_adamw
 from runtimes.update.rule import text_encoder_factor
 
 Tensors = dict[str, torch.Tensor]
@@ -83,8 +83,8 @@ class _Kind:
 def _kind(settings: Train, device: torch.device) -> _Kind:
     kind = _KINDS[settings.optimizer]
     if device.type == "hpu" and settings.optimizer == "adamw":
-        count = _count if hpu.counts_steps_on_host(settings) else _count_on_device
-        return replace(kind, make=hpu.adamw, count=count)
+        count = _count if hpu_adamw.counts_steps_on_host(settings) else _count_on_device
+        return replace(kind, make=hpu_adamw.adamw, count=count)
     if device.type == "npu" and settings.optimizer == "adamw":
         return replace(kind, count=_count_on_host)  # the unfused step reads the count on the host
     return kind

@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from configs.training import Train
-from runtimes.contract import State, WrongInput
+from runtimes.contract import State
 from runtimes.torch.device_kind import DeviceKind
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.update.rule import ema_decay_at
+from runtimes.update.state import matched
 
 
 class Update:
@@ -121,18 +122,17 @@ class Update:
         Raises:
             WrongInput: the State has other keys or shapes than this model.
         """
-        for group, tensors in self._tensors().items():
-            given = state.get(group, {})
-            if given.keys() != tensors.keys():
-                raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
-            for name, tensor in tensors.items():
-                share = self._parallel.local_shard(name, torch.from_numpy(given[name]))
-                if share.shape != tensor.shape:
-                    raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
-                with torch.no_grad():
-                    tensor.copy_(share)
+        groups = self._tensors()
+        shards = matched(state, groups, self._local_shard)
+        with torch.no_grad():
+            for group, tensors in groups.items():
+                for name, tensor in tensors.items():
+                    tensor.copy_(shards[group][name])
         self._step = step
         self._optimizer.set_step(step)
+
+    def _local_shard(self, name: str, array: NDArray[Any]) -> torch.Tensor:
+        return self._parallel.local_shard(name, torch.from_numpy(array))
 
     def _tensors(self) -> dict[str, Tensors]:
         groups = {"weights": {name: p.detach() for name, p in self._parameters.items()}}

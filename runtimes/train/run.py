@@ -1,4 +1,4 @@
-"""The work of a run between its steps: resume, checkpoints, validation, sample images, rollback."""
+"""The work of a run between its steps: checkpoints, validation, sample images, rollback."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
-from configs.training import Train, key_settings
-from runtimes.contract import Runtime, StepBatch, WrongInput
+from configs.training import Train
+from runtimes.contract import Runtime, StepBatch
 from runtimes.data.holdout import Holdout
 from runtimes.data.loader import batch_number
 from runtimes.process.events import Events
@@ -24,6 +23,7 @@ from runtimes.train.learning_rate import learning_rate
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.result import write_result
+from runtimes.train.resume import check_same_run, newest_checkpoint, restore
 from runtimes.train.samples import Samples
 from runtimes.train.validation import measure
 
@@ -87,9 +87,9 @@ class Run:
             batch_size=self._settings.global_batch_size,
             peak=self._runtime.peak_flops() if peak is None else peak * 1e12,
         )
-        saved = self._newest_checkpoint()
+        saved = newest_checkpoint(self._checkpoints, self._runtime)
         if saved is not None:
-            self._check_same_run(saved)
+            check_same_run(saved, self._job, self._settings)
             self._restore(saved)
         self._boards.rewind(self.step)
         self._events.emit(
@@ -283,7 +283,7 @@ class Run:
         """Restore the checkpoint before the event's step and skip that step's batch."""
         self._profiling.close()
         self._saver.wait()
-        saved = self._newest_checkpoint(before=event.step)
+        saved = newest_checkpoint(self._checkpoints, self._runtime, before=event.step)
         if saved is None:
             raise Diverged(f"{event.words}, and no checkpoint before it is left: {ADVICE}")
         number = batch_number(event.step - 1, self.skipped)
@@ -296,47 +296,6 @@ class Run:
         self._events.emit("warning", message=message)
         self._events.emit("back", step=self.step, left_out=number)
 
-    def _newest_checkpoint(self, before: int | None = None) -> Checkpoint | None:
-        """The newest valid checkpoint of a step below `before`, the same for all ranks.
-
-        Rank 0 searches and broadcasts the step, so only one process verifies files.
-        """
-        found = self._checkpoints.latest(before) if self._first else None
-        step = self._runtime.broadcast(-1 if found is None else found.step)
-        return self._checkpoints.read(step) if found is None and step >= 0 else found
-
     def _restore(self, saved: Checkpoint) -> None:
-        self._runtime.restore(saved.state, saved.step)
-        self.step = self._checkpointed_step = saved.step
-        self.skipped = sorted({*self.skipped, *saved.facts["skipped"]})
-        self.recorder.begin(saved.history)
-
-    def _check_same_run(self, saved: Checkpoint) -> None:
-        """Raise WrongInput if the checkpoint was written with settings that change the weights.
-
-        Settings that the checkpoint lacks count as defaults: an older version may have written it.
-        """
-        now, before = key_settings(self._settings), _with_defaults(saved.facts["train"])
-        now["denoiser_config"] = self._job.denoiser_config  # the content: its path may change
-        before["denoiser_config"] = saved.facts.get("denoiser_config")
-        if self._settings.method == "lora" and self._settings.lora.dropout:
-            # Dropout masks depend on the rank, so the number of processes must not change.
-            now["processes"] = Ranks.here().world
-            before["processes"] = saved.facts.get("processes", before["processes"])
-        for name in sorted(now):
-            if before.get(name) != now[name]:
-                raise WrongInput(
-                    f"{self._job.work} holds a run with train.{name}={before.get(name)}, this one "
-                    f"has {now[name]}: choose another work folder"
-                )
-
-
-def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Dumped settings with defaults for missing keys, also in sections."""
-    complete = Train().model_dump(mode="json")
-    for name, value in given.items():
-        if isinstance(value, dict) and isinstance(complete.get(name), dict):
-            complete[name] = {**complete[name], **value}
-        else:
-            complete[name] = value
-    return complete
+        self.step, self.skipped = restore(saved, self._runtime, self.recorder, self.skipped)
+        self._checkpointed_step = self.step

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import ValidationError
 
 from artifacts.latents import Latents
 from configs.training import Train
 from runtimes.contract import Runtime, WrongInput
 from runtimes.data.holdout import Holdout
-from runtimes.data.loader import Loader, open_job_latents
+from runtimes.data.loader import BatchReader, Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
@@ -46,7 +44,7 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     if not Ranks.here().first:
         events = SilentEvents()
     prepare(job)
-    runtime = open_runtime(job.runtime, events)  # imports are slow, so cheap checks run first
+    runtime = open_runtime(job.runtime)  # imports are slow, so cheap checks run first
     boards = open_boards(job.work, settings) if Ranks.here().first else Boards([])
     done = False
     try:
@@ -109,15 +107,10 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
     """This rank's loader of training batches for a job. Raises WrongInput."""
     ranks = Ranks.here()
     return Loader(
-        latents,
-        detect_family(Path(job.model)),
-        _objective(job, settings, latents),
+        _reader(job, settings, latents, _objective(job, settings, latents)),
         batch_size=settings.global_batch_size,
         seed=settings.seed,
         window=settings.shuffle_window,
-        text_encoders=settings.train_text_encoder,
-        extras=ExtraInputs.from_config(job_config(job, settings)),
-        cache_bytes=settings.cache_bytes,
         rank=ranks.rank,
         world=ranks.world,
     )
@@ -133,13 +126,19 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
         return None
     share = settings.global_batch_size // Ranks.here().world
     return Holdout(
-        latents,
-        detect_family(Path(job.model)),
-        _objective(job, settings, latents).held_out(SEED),
+        _reader(job, settings, latents, _objective(job, settings, latents).held_out(SEED)),
         samples=settings.holdout_loss.samples,
         draws=settings.holdout_loss.draws,
         # A micro-batch fits in memory during training.
         batch_size=min(settings.micro_batch_size or share, share),
+    )
+
+
+def _reader(job: TrainJob, settings: Train, latents: Latents, objective: Objective) -> BatchReader:
+    return BatchReader(
+        latents,
+        detect_family(job.model_folder),
+        objective,
         text_encoders=settings.train_text_encoder,
         extras=ExtraInputs.from_config(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
@@ -147,5 +146,5 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
 
 
 def _objective(job: TrainJob, settings: Train, latents: Latents) -> Objective:
-    schedule = read_schedule(Path(job.model) / "scheduler", settings)
+    schedule = read_schedule(job.model_folder / "scheduler", settings)
     return Objective.of(settings, schedule, LatentScale.from_info(latents.info))

@@ -16,18 +16,7 @@ from runtimes.contract import Probe, WrongInput
 from runtimes.models.precision import check_precision
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
-
-#: Peak bfloat16 TFLOP/s per device, from Google's "TPU system architecture" pages. A chip of v2 or
-#: v3 has two devices, so its figure is halved.
-PEAKS = {
-    "v2": 22.5,
-    "v3": 61.5,
-    "v4": 275.0,
-    "v5lite": 197.0,
-    "v5e": 197.0,
-    "v5p": 459.0,
-    "v6e": 918.0,
-}
+from runtimes.spmd.tpu_specs import peak_of
 
 
 def check(settings: Train) -> None:
@@ -88,9 +77,7 @@ def peak_flops(compute_dtype: str) -> float | None:
     """Peak FLOP/s of one device at a compute dtype; None if it is unknown."""
     if xr.device_type() != "TPU" or compute_dtype != "bfloat16":
         return None
-    kind = tpu.get_tpu_type()
-    found = next((peak for name, peak in PEAKS.items() if name in kind.lower()), None)
-    return None if found is None else found * 1e12
+    return peak_of(tpu.get_tpu_type())
 
 
 def memory_bytes() -> int:

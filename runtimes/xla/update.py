@@ -13,8 +13,9 @@ import torch
 import torch_xla
 
 from configs.training import Train
-from runtimes.contract import State, WrongInput
-from runtimes.update.rule import bias_corrections, ema_decay_at, text_encoder_factor
+from runtimes.contract import State
+from runtimes.update.rule import step_scalars, text_encoder_factor
+from runtimes.update.state import matched
 from runtimes.xla.mesh import Mesh
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -55,7 +56,8 @@ class Update:
             The global L2 norm of the gradients before clipping, a scalar on the device.
         """
         given = self._settings
-        rate, step_size, root, decay = self._numbers(learning_rate).unbind()
+        scalars = torch.from_numpy(step_scalars(self._step, learning_rate, given))
+        rate, step_size, root, decay = scalars.to(torch_xla.device()).unbind()
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
         factor = None
@@ -76,16 +78,6 @@ class Update:
             average.add_((self._parameters[name] - average) * (1 - decay))
         self._step += 1
         return norm
-
-    def _numbers(self, learning_rate: float) -> torch.Tensor:
-        """This step's scalars [4] f32, in one transfer.
-
-        They are learning rate, bias-corrected step size, sqrt(1 - beta2^t) and EMA decay.
-        """
-        first, second_root = bias_corrections(self._settings.adam_betas, self._step + 1)
-        decay = ema_decay_at(self._step, self._settings.ema_decay or 0.0)
-        numbers = (learning_rate, learning_rate / first, second_root, decay)
-        return torch.tensor(numbers, dtype=torch.float32).to(torch_xla.device())
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -114,14 +106,10 @@ class Update:
         Raises:
             WrongInput: the State has other keys or shapes than this model.
         """
-        for group, tensors in self.tensors().items():
-            given = state.get(group, {})
-            if given.keys() != tensors.keys():
-                raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
-            for name, tensor in tensors.items():
-                if given[name].shape != tuple(tensor.shape):
-                    raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
-                tensor.data = self._mesh.shard(torch.from_numpy(given[name]))
+        groups = self.tensors()
+        for group, arrays in matched(state, groups).items():
+            for name, array in arrays.items():
+                groups[group][name].data = self._mesh.shard(torch.from_numpy(array))
         self._step = step
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

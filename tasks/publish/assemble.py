@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtimes.adapters.lora import Adapter, Adapters, stored_name
+from runtimes.adapters.lora_file import Adapters
+from runtimes.adapters.lora_layers import Adapter, stored_name
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import SCHEDULER_FILE

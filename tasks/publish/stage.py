@@ -13,7 +13,7 @@ from artifacts.keys import digest_json
 from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.load import dump
 from configs.schema import Recipe
-from runtimes.adapters.lora import read_adapters
+from runtimes.adapters.lora_file import read_adapters
 from tasks.evaluate.measure import flatten, metric_rows
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.progress import Progress

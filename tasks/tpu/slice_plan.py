@@ -1,6 +1,6 @@
 """Plan training on a TPU slice without the slice: memory, FLOPs, time, storage and cost.
 
-A separate process compiles the step (runtimes/jax/plan.py). The store caches the result by the
+A separate process compiles the step (runtimes/jax/step_cost.py). The store caches the result by the
 content of the request.
 """
 
@@ -25,9 +25,9 @@ from artifacts.store import Store
 from configs.schema import Recipe
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.jax.plan import Plan, Request
+from runtimes.jax.step_cost import Request, StepCost
 from runtimes.pipeline_folder.describe import describe_encoders, read_config, vae_path
-from runtimes.spmd.tpu_specs import Slice, parse_slice
+from runtimes.spmd.tpu_specs import TpuSlice, parse_slice
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 3
@@ -55,7 +55,7 @@ class Size:
 
     micro_batch_size: int  # samples per host and forward pass
     share: int  # samples per host and step
-    where: Slice
+    where: TpuSlice
 
     @property
     def per_chip(self) -> int:
@@ -81,9 +81,9 @@ class SlicePlan:
     """Memory, time, storage and cost of a recipe's training on a slice."""
 
     recipe: Recipe
-    where: Slice
+    where: TpuSlice
     batch: Size
-    step: Plan
+    step: StepCost
     info: dict[str, Any]  # of the encoders, from describe_encoders
     largest: Size | None = None  # the largest batch that fits; None if not searched or none fits
 
@@ -169,7 +169,7 @@ def make_plan(
     return replace(found, largest=_largest(measure, size))
 
 
-def _size(recipe: Recipe, where: Slice) -> Size:
+def _size(recipe: Recipe, where: TpuSlice) -> Size:
     """The recipe's batch, divided equally among the hosts of a slice."""
     settings = recipe.train
     if settings.global_batch_size % where.hosts:
@@ -183,7 +183,7 @@ def _size(recipe: Recipe, where: Slice) -> Size:
 
 def _load_or_compile(
     recipe: Recipe, model: Path, vae: Path | None, say: Callable[[str], None], batch: Size
-) -> Plan:
+) -> StepCost:
     """The cost of the recipe's step for a batch, from the store's cache if it is there."""
     config = recipe.train.denoiser_config
     request = Request(
@@ -207,7 +207,7 @@ def _load_or_compile(
         )
         record = {"plan": asdict(_compile(request))}
         write_record(store.fs, path, record)
-    return Plan(**record["plan"])
+    return StepCost(**record["plan"])
 
 
 def _cache_key(request: Request) -> str:
@@ -232,7 +232,7 @@ def _of_the_step(train: Train, size: Size) -> dict[str, Any]:
     return settings | batch
 
 
-def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
+def _largest(measure: Callable[[Size], StepCost], start: Size) -> Size | None:
     """The largest batch that fits; None if one picture per chip does not fit.
 
     A secant search: memory is assumed linear in the batch, and each guess is compiled, until the
@@ -259,7 +259,7 @@ def _largest(measure: Callable[[Size], Plan], start: Size) -> Size | None:
         guess = min(max(following, low), high)
 
 
-def _fits(plan: Plan, where: Slice) -> bool:
+def _fits(plan: StepCost, where: TpuSlice) -> bool:
     return plan.fits and plan.total <= where.chip.hbm_bytes
 
 
@@ -276,7 +276,7 @@ def compiler_version() -> str | None:
     return next((found.version for found in distributions(name="libtpu", path=path)), None)
 
 
-def _compile(request: Request) -> Plan:
+def _compile(request: Request) -> StepCost:
     """Compile the step in a child process, since only that has libtpu on its path."""
     folder = compiler_folder()
     paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
@@ -284,7 +284,7 @@ def _compile(request: Request) -> Plan:
     with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
         path = Path(scratch) / "request.json"
         path.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", "runtimes.jax.plan", str(path)]
+        command = [sys.executable, "-P", "-m", "runtimes.jax.step_cost", str(path)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         last = "\n".join(done.stderr.splitlines()[-20:])
@@ -292,4 +292,4 @@ def _compile(request: Request) -> Plan:
     found = json.loads(done.stdout.splitlines()[-1])
     if "wrong_input" in found:
         raise WrongInput(found["wrong_input"])
-    return Plan(**found)
+    return StepCost(**found)

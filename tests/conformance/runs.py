@@ -18,7 +18,7 @@ from peft import LoraConfig
 from PIL import Image
 
 from configs.training import Train
-from runtimes.adapters.lora import initial_down
+from runtimes.adapters.lora_layers import initial_down
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.models.loading import load_denoiser

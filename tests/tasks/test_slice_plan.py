@@ -17,7 +17,7 @@ from configs.schema import Recipe
 from configs.training import Train
 from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
-from runtimes.jax.plan import Plan, _refused
+from runtimes.jax.step_cost import StepCost, _refused
 from runtimes.spmd.tpu_specs import parse_slice
 from tasks.tpu import slice_plan
 from tasks.tpu.slice_plan import Size, _largest, _size
@@ -25,7 +25,7 @@ from tasks.tpu.slice_plan import Size, _largest, _size
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
-PLAN = Plan("a compiler", 2 * GIB, 0, 0, 1e12, 1e9, 0.1, 1e12, 10, 1.0, True)
+PLAN = StepCost("a compiler", 2 * GIB, 0, 0, 1e12, 1e9, 0.1, 1e12, 10, 1.0, True)
 
 
 class Measured:
@@ -34,7 +34,7 @@ class Measured:
     def __init__(self, bytes_a_picture: float, extra: float = 0.0) -> None:
         self.bytes_a_picture, self.extra, self.asked = bytes_a_picture, extra, list[Size]()
 
-    def __call__(self, size: Size) -> Plan:
+    def __call__(self, size: Size) -> StepCost:
         self.asked.append(size)
         temporaries = int(self.extra + self.bytes_a_picture * size.per_chip)
         total = PLAN.arguments + temporaries
@@ -79,7 +79,7 @@ def test_the_size_of_a_step_is_read_from_a_refusal(words: str) -> None:
 def test_the_search_bisects_if_a_refusal_has_no_size() -> None:
     asked = []
 
-    def measure(size: Size) -> Plan:
+    def measure(size: Size) -> StepCost:
         asked.append(size.per_chip)
         return replace(PLAN, total=2 * GIB + size.per_chip * GIB // 8, fits=size.per_chip < 7)
 
@@ -215,7 +215,7 @@ def _read(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
 MESHES = """
 import sys
 from runtimes.spmd.tpu_specs import parse_slice
-from runtimes.jax.plan import _devices
+from runtimes.jax.step_cost import _devices
 for words in sys.argv[1:]:
     name, _, fsdp = words.partition(":")
     where = parse_slice(name)
@@ -232,7 +232,7 @@ import jax
 from jax import ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
 from runtimes.spmd.tpu_specs import parse_slice
-from runtimes.jax.plan import _devices, _refused
+from runtimes.jax.step_cost import _devices, _refused
 for name in sys.argv[1:]:
     where = parse_slice(name)
     _, devices = _devices(where)

@@ -6,7 +6,7 @@ import torch
 from jobs import MakeJob, lora, predicted, start, trained
 
 from configs.lora import Lora
-from runtimes.adapters.lora import choose_layers, initial_down
+from runtimes.adapters.lora_layers import choose_layers, initial_down
 from runtimes.contract import State, WrongInput
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from artifacts.clock import Clock
 from artifacts.latents import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.holdout import Holdout
-from runtimes.data.loader import Loader, batch_number
+from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.latent_scale import LatentScale
@@ -35,7 +35,10 @@ def make_loader(url: str, **more: object) -> Loader:
     settings = {"batch_size": 4, "seed": 5, "window": 2, **more}
     dropout = settings.pop("caption_dropout_rate", 0.0)
     objectives = objective(caption_dropout_rate=dropout)  # type: ignore[arg-type]
-    return Loader(open_latents(url), FAMILIES["sdxl"], objectives, **settings)  # type: ignore[arg-type]
+    names = ("text_encoders", "extras", "cache_bytes")
+    given = {name: settings.pop(name) for name in names if name in settings}
+    reader = BatchReader(open_latents(url), FAMILIES["sdxl"], objectives, **given)  # type: ignore[arg-type]
+    return Loader(reader, **settings)  # type: ignore[arg-type]
 
 
 def assert_same(one: StepBatch, other: StepBatch) -> None:
@@ -141,15 +144,9 @@ def test_sd3_s_zeros_that_are_not_stored_are_added(
     latents = Latents(info, open_latents(url).shards)
     shard = LatentShard(latents.shards[0].url)
     for text_encoders in (False, True):
-        loader = Loader(
-            latents,
-            FAMILIES["sd3"],
-            objective(caption_dropout_rate=1.0),
-            batch_size=2,
-            seed=0,
-            window=1,
-            text_encoders=text_encoders,
-        )
+        dropping = objective(caption_dropout_rate=1.0)
+        reader = BatchReader(latents, FAMILIES["sd3"], dropping, text_encoders=text_encoders)
+        loader = Loader(reader, batch_size=2, seed=0, window=1)
         found = loader.batch(0).conditioning
         if text_encoders:
             assert set(found) == {"input_ids", "dropped", "t5_prompt_embeds"}
@@ -186,9 +183,8 @@ def test_pictures_are_mirrored_half_of_the_time_anew_at_each_sight(
             if place.group == "train/8x8":
                 seen.setdefault(place.row, []).append(flipped)
     assert all(0.25 < np.mean(flips) < 0.75 for flips in seen.values())
-    holdout = Holdout(
-        open_latents(url), FAMILIES["sdxl"], objective(), samples=2, draws=9, batch_size=18
-    )
+    reader = BatchReader(open_latents(url), FAMILIES["sdxl"], objective())
+    holdout = Holdout(reader, samples=2, draws=9, batch_size=18)
     for _, batch in holdout.batches():
         held = {shard.sample("holdout/8x8", row).original_size for row in range(2)}
         assert {tuple(ids[:2]) for ids in batch.conditioning["add_time_ids"]} == held
@@ -278,9 +274,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str, write_latents: Wr
 
 def test_latents_of_another_family_are_refused(latents_url: str) -> None:
     with pytest.raises(WrongInput, match="family sdxl, this one is sd"):
-        Loader(
-            open_latents(latents_url), FAMILIES["sd"], objective(), batch_size=4, seed=0, window=1
-        )
+        BatchReader(open_latents(latents_url), FAMILIES["sd"], objective())
 
 
 def test_a_remote_store_is_read_through_a_bounded_cache(
@@ -301,14 +295,8 @@ def test_a_remote_store_is_read_through_a_bounded_cache(
 def test_held_out_samples_come_with_fixed_noise(latents_url: str) -> None:
     def drawn(batch_size: int) -> dict[int, list[bytes]]:
         rows: dict[int, list[bytes]] = {}
-        holdout = Holdout(
-            open_latents(latents_url),
-            FAMILIES["sdxl"],
-            objective(),
-            samples=10,
-            draws=3,
-            batch_size=batch_size,
-        )
+        reader = BatchReader(open_latents(latents_url), FAMILIES["sdxl"], objective())
+        holdout = Holdout(reader, samples=10, draws=3, batch_size=batch_size)
         for numbers, batch in holdout.batches():
             for number, row in zip(numbers, batch.noisy_latents, strict=True):
                 rows.setdefault(number, []).append(row.tobytes())

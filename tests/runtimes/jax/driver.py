@@ -7,7 +7,6 @@ import training
 
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.jax.runtime import TheRuntime
-from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.train import trainer
 
@@ -25,8 +24,8 @@ class Counting(TheRuntime):
 
     made: ClassVar[list["Counting"]] = []
 
-    def __init__(self, events: Events) -> None:
-        super().__init__(events)
+    def __init__(self) -> None:
+        super().__init__()
         self.by_step: list[int] = []
         self.shapes: list[str] = []
         self.made.append(self)
@@ -57,7 +56,7 @@ def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(count)
     jax.monitoring.register_event_listener(count)
     job = TrainJob(**given)
-    trainer.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
+    trainer.open_runtime = lambda name: Counting()  # type: ignore[assignment]
     began, hits, left = [training.train(job)], [counts[HIT]], [training.results(job)]
     for step in again:
         training.roll_back(job, step)

@@ -24,7 +24,6 @@ from training import train
 from configs.training import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
-from runtimes.process.events import Events
 from runtimes.process.job import TrainJob, write_job
 from runtimes.train.result import write_result
 from runtimes.train.trainer import make_loader
@@ -132,7 +131,7 @@ def predicted(denoiser: UNet2DConditionModel, batch: StepBatch) -> NDArray[np.fl
 
 def test_diffusers_loads_the_weights_and_predicts_the_same(make_job: MakeJob) -> None:
     job = make_job(runtime="jax", steps=3, learning_rate=1e-2)
-    runtime = TheRuntime(Events())
+    runtime = TheRuntime()
     runtime.load(job)
     batch = make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
     for step in range(3):

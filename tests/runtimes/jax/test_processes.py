@@ -25,7 +25,7 @@ if sys.argv[1] == "lost":
     if not ranks.first:
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(3)
-device.part(ranks, hosts)
+device.shut_down(ranks, hosts)
 """
 
 

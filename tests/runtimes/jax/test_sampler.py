@@ -28,13 +28,13 @@ def test_one_program_draws_as_one_for_each_step(tiny_sd: Path) -> None:
         network = load_network(Drawing("", parts), tiny_sd, torch.float32, cpu)
         assert bool(network.text_encoders) == bool(parts)
         sampler = Sampler(tiny_sd, mesh, "float32", whole=whole)
-        sampler.use(network)
         arrays = frozen_arrays(network, mesh, torch.float32)
-        drawn.append(sampler.draw(arrays, PROMPTS, SAMPLER, first=0).astype(int))
+        sampler.use(network, lambda arrays=arrays: arrays)
+        drawn.append(sampler.draw(PROMPTS, SAMPLER, first=0).astype(int))
     assert drawn[0].shape == (3, 32, 32, 3) and drawn[0].std() > 1
     for others in drawn[1:]:
         assert np.abs(others - drawn[0]).max() <= 1  # of 255 levels
-    turned = sampler.draw(arrays, PROMPTS[::-1], SAMPLER, first=0).astype(int)
+    turned = sampler.draw(PROMPTS[::-1], SAMPLER, first=0).astype(int)
     assert np.abs(turned - drawn[0]).max() >= 5, "by other prompts"
 
 

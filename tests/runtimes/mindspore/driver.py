@@ -13,15 +13,13 @@ from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.mindspore.device import check, start
+from runtimes.mindspore.encode import open_encoder
+from runtimes.mindspore.generate import ThePipeline, load_network
+from runtimes.mindspore.loading import load_vae
 from runtimes.mindspore.runtime import TheRuntime
-from runtimes.process.events import Events
+from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
 from runtimes.train.trainer import make_loader
-
-start("cpu")  # first of all: mindone takes the operators as this leaves them
-from runtimes.mindspore.encode import open_encoder  # noqa: E402
-from runtimes.mindspore.generate import Sampler, load_network, make_scheduler  # noqa: E402
-from runtimes.mindspore.models import load_vae  # noqa: E402
 
 
 def train(job: dict[str, Any]) -> int:
@@ -38,6 +36,7 @@ def draw(model: str, folder: str, given: dict[str, Any]) -> dict[str, str]:
     Returns:
         What those say that cannot draw here.
     """
+    start("cpu")  # in the fork: what MindSpore starts with it does not outlive one
     network = load_network(Drawing(folder), Path(model), ms.float32)
     sampler, wrong = Sampler(Path(model), network.parts, ms.float32), {}
     for name in given["schedulers"]:
@@ -85,6 +84,7 @@ def without_numbers(job: dict[str, Any]) -> tuple[bool, float]:
 
 def attention_casts(model: str) -> list[Any]:
     """What attention in a float32 VAE is cast to."""
+    start("cpu")
     cells = [cell for _, cell in load_vae(Path(model) / "vae").cells_and_names()]
     return list({cell.fa_force_dtype for cell in cells if hasattr(cell, "fa_force_dtype")})
 
@@ -96,7 +96,7 @@ def fresh(job: dict[str, Any]) -> float:
 
 
 def _loaded(job: TrainJob) -> TheRuntime:
-    runtime = TheRuntime(Events())
+    runtime = TheRuntime()
     runtime.load(job)
     return runtime
 
@@ -107,7 +107,7 @@ def refused(model: str) -> dict[str, str]:
     generate = GenerateJob("mindspore", model, (), ("a",), {}, "cpu", "bfloat16")
     asked = {
         "encode": lambda: open_encoder(encode),
-        "generate": lambda: TheRuntime(Events()).pipeline(generate),
+        "generate": lambda: ThePipeline(generate),
     }
     return {name: _said(ask) for name, ask in asked.items()}
 

@@ -39,9 +39,10 @@ NOISY = ("EulerAncestralDiscreteScheduler", "DDPMScheduler")
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
+def python() -> Iterator[Path]:
     chips.require("mindspore")
-    return Path(interpreter("mindspore"))
+    with chips.standing_in("mindspore"):
+        yield Path(interpreter("mindspore"))
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +282,15 @@ def test_a_fresh_denoiser_depends_on_the_seed_alone(
         driver.call("fresh", asdict(make_job(init="random", seed=seed))) for seed in (1, 1, 2)
     )
     assert first == same != other
+
+
+def test_a_cpu_whose_operators_mindspore_lacks_is_refused(python: Path) -> None:
+    paths = os.environ["PYTHONPATH"].replace(str(chips.MINDSPORE_HOST), "").strip(":")
+    done = subprocess.run(
+        [python, "-c", "from runtimes.mindspore.device import start; start('cpu')"],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert "WrongInput: device cpu: MindSpore has no CPU kernels" in done.stderr

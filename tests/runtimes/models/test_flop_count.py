@@ -14,7 +14,6 @@ from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.models.flop_count import FlopCounter, known_peak
 from runtimes.models.network import Network
-from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.trainer import make_loader
@@ -89,7 +88,7 @@ def test_the_peak_of_a_chip_is_known_by_its_name() -> None:
 
 def test_a_profile_is_a_trace_of_the_steps_within(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job()
-    runtime = TheRuntime(Events())
+    runtime = TheRuntime()
     runtime.load(job)
     with runtime.profile(str(tmp_path / "profile")):
         runtime.step(batch_of(job), 1e-3)

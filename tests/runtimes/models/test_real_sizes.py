@@ -17,7 +17,6 @@ from runtimes.contract import StepBatch
 from runtimes.families import FAMILIES
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
-from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 
@@ -95,7 +94,7 @@ def test_stable_diffusion_2_takes_a_step_on_a_cpu(tmp_path: Path) -> None:
     }
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     train = Train(global_batch_size=1, learning_rate=1e-6, device="cpu").model_dump(mode="json")
-    runtime = TheRuntime(Events())
+    runtime = TheRuntime()
     runtime.load(TrainJob("torch", str(tmp_path), "", train, "", ""))
     batch = make_batch(make_without_weights("sd2-base"), 16)
     first, second = (runtime.step(batch, 1e-6) for _ in range(2))

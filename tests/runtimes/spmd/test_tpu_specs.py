@@ -32,3 +32,7 @@ def test_a_device_is_known_by_jax_s_name_for_its_kind() -> None:
     assert peak_of("TPU v5p") == peak_of("TPU v5") == 459e12
     assert peak_of("TPU v6 lite") == 918e12
     assert peak_of("cpu") is None
+
+
+def test_a_device_is_known_by_google_cloud_s_name_for_it() -> None:
+    assert [peak_of(name) for name in ("v5litepod", "v5p", "v6e-8")] == [197e12, 459e12, 918e12]

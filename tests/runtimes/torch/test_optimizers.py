@@ -115,7 +115,7 @@ def test_what_has_no_gradient_is_left_alone() -> None:
 def test_eight_bits_need_a_gpu(make_job: MakeJob) -> None:
     job = make_job(optimizer="adamw_8bit")
     with pytest.raises(WrongInput, match="adamw_8bit needs a CUDA device; set adamw or adafactor"):
-        TheRuntime(None).load(job)  # type: ignore[arg-type]
+        TheRuntime().load(job)
 
 
 def test_codes_of_eight_bits_go_out_and_in_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from runtimes.process.signals import Stop
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 from runtimes.train.divergence import Diverged
-from runtimes.train.run import _with_defaults
+from runtimes.train.resume import _with_defaults
 from runtimes.train.trainer import train
 from tasks.process import JobFailed, run_job
 

@@ -50,7 +50,7 @@ class Quiet(Events):
 
 def trained(job: TrainJob) -> tuple[TheRuntime, list[str]]:
     """Two steps of the job, and the files that they leave."""
-    runtime = TheRuntime(Quiet())
+    runtime = TheRuntime()
     runtime.load(job)
     loader = make_loader(job, read_settings(job), open_job_latents(job.latents))
     for step in range(2):
@@ -137,7 +137,7 @@ def test_what_is_published_draws_as_it_was_evaluated(make_job: MakeJob, tmp_path
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
 def test_every_prediction_type_is_learnt(make_job: MakeJob, kind: str) -> None:
     job = make_job(prediction_type=kind, snr_gamma=5.0, steps=15)
-    runtime = TheRuntime(Quiet())
+    runtime = TheRuntime()
     runtime.load(job)
     batch = make_loader(job, read_settings(job), open_job_latents(job.latents)).batch(0)
     losses = [float(runtime.step(batch, 3e-3).loss) for _ in range(15)]

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from artifacts.latents import open_latents
 from runtimes.contract import StepBatch
 from runtimes.data.holdout import Holdout, sample_losses
+from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
@@ -22,14 +23,15 @@ def test_a_sample_s_loss_is_the_mean_of_its_draws(latents_url: str) -> None:
 
     def losses(batch_size: int, draws: int) -> list[float]:
         given = {"samples": 4, "draws": draws, "batch_size": batch_size}
-        with Holdout(latents, FAMILIES["sdxl"], OBJECTIVE, **given) as holdout:
+        with Holdout(BatchReader(latents, FAMILIES["sdxl"], OBJECTIVE), **given) as holdout:
             found = sample_losses(holdout, squares)
         assert found is not None
         return found
 
     assert losses(3, 4) == pytest.approx(losses(100, 4))
     drawn: list[float] = []
-    with Holdout(latents, FAMILIES["sdxl"], OBJECTIVE, samples=4, draws=4, batch_size=1) as holdout:
+    reader = BatchReader(latents, FAMILIES["sdxl"], OBJECTIVE)
+    with Holdout(reader, samples=4, draws=4, batch_size=1) as holdout:
         numbers = [(n[0], squares(batch)[0]) for n, batch in holdout.batches()]
     for sample in range(4):
         drawn.append(np.mean([error for number, error in numbers if number == sample]))

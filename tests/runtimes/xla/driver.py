@@ -16,7 +16,6 @@ from runtimes.contract import StepBatch, StepOutput
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.random import Stream, generator
 from runtimes.objective.scheduler_config import read_config
-from runtimes.process.events import Events
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.network import load_network
 from runtimes.train import trainer
@@ -36,8 +35,8 @@ class Counting(TheRuntime):
 
     made: ClassVar[list["Counting"]] = []
 
-    def __init__(self, events: Events) -> None:
-        super().__init__(events)
+    def __init__(self) -> None:
+        super().__init__()
         self.by_step: list[int] = []
         self.made.append(self)
 
@@ -65,7 +64,7 @@ def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
         again: steps.
     """
     job = TrainJob(**given)
-    trainer.open_runtime = lambda name, events: Counting(events)  # type: ignore[assignment]
+    trainer.open_runtime = lambda name: Counting()  # type: ignore[assignment]
     began, counted = [training.train(job)], [compiles()]
     left = [training.results(job)]
     for step in again:

@@ -18,11 +18,11 @@ from configs.training import Train
 from runtimes.contract import StepBatch
 from runtimes.families import Captioned, Family
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.jax.batches import stack
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.plan import Request
+from runtimes.jax.micro_batches import stack
 from runtimes.jax.step import Step
+from runtimes.jax.step_cost import Request
 from runtimes.jax.weights import names_without_gradient, trained_names
 from runtimes.models.flop_count import FlopCounter
 from runtimes.models.network import Network
@@ -112,7 +112,7 @@ class AbstractStep:
         }
 
     def _stacked(self) -> dict[str, Any]:
-        """Abstract arrays of a global batch, stacked as by jax/batches.py, rows of all hosts."""
+        """Abstract arrays of a global batch, stacked as by jax/micro_batches.py."""
         local = self._mesh.count // self._hosts
         rows, parts = -(-self._size // local) * local * self._hosts, self.micro_batches
         spread: NamedSharding = self._mesh.row_sharding(axis=1)

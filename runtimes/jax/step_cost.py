@@ -1,7 +1,7 @@
 """Estimate memory and FLOPs of a training step by compiling it for a TPU slice, without a TPU.
 
-`python -P -m runtimes.jax.plan REQUEST.json` prints one JSON object, a Plan. The compiler is that
-of libtpu if it can be imported, else XLA for the CPU with one virtual device per chip.
+`python -P -m runtimes.jax.step_cost REQUEST.json` prints one JSON object, a StepCost. The compiler
+is that of libtpu if it can be imported, else XLA for the CPU with one virtual device per chip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.spmd.tpu_specs import Slice, parse_slice
+from runtimes.spmd.tpu_specs import TpuSlice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 #: libtpu's out-of-memory messages, with the program's bytes. Both figures include arguments, though
@@ -45,7 +45,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepCost:
     """Cost of a step. Bytes and FLOPs are per chip and step unless a field says otherwise.
 
     FLOPs and seconds of a step with n micro-batches are n times those of one micro-batch with the
@@ -61,17 +61,17 @@ class Plan:
     optimal_seconds: float | None  # per step, the compiler's estimate
     flops_per_image: float | None  # forward and backward, without recomputation
     parameters: int  # number of trained parameters
-    seconds: float  # duration of planning
+    seconds: float  # duration of this estimate
     fits: bool  # whether the compiler accepted the program's memory
 
 
-def plan(request: Request) -> Plan:
+def step_cost(request: Request) -> StepCost:
     """Compile the step of a request. Raises WrongInput."""
     since = time.monotonic()
     where, settings = parse_slice(request.topology), Train(**request.train)
     compiler, devices = _devices(where)
     # These modules initialize JAX, so _devices must have set the environment before.
-    from runtimes.jax.abstract import AbstractStep
+    from runtimes.jax.abstract_step import AbstractStep
     from runtimes.jax.device import check_rules
 
     check_rules(settings)
@@ -91,7 +91,7 @@ def plan(request: Request) -> Plan:
     optimal = costs.get("optimal_seconds", -1.0)
     # XLA's cost analysis counts a loop body once. On a CPU, step.py unrolls the loop.
     times = 1 if devices[0].platform == "cpu" else step.micro_batches
-    return Plan(
+    return StepCost(
         compiler=compiler,
         **memory,
         flops=costs.get("flops", 0.0) * times,
@@ -104,7 +104,7 @@ def plan(request: Request) -> Plan:
     )
 
 
-def _devices(where: Slice) -> tuple[str, list[Any]]:
+def _devices(where: TpuSlice) -> tuple[str, list[Any]]:
     """Name of the compiler, and the devices to compile for."""
     if find_spec("libtpu") is None:
         if where.chips > MOST_VIRTUAL:
@@ -150,10 +150,10 @@ def _refused(words: str, arguments: int) -> dict[str, int]:
 
 
 def main(path: str) -> int:
-    """Print the plan of a request, or its error, as one JSON object."""
+    """Print the cost of a request's step, or its error, as one JSON object."""
     request = Request(**json.loads(Path(path).read_text(encoding="utf-8")))
     try:
-        print(json.dumps(asdict(plan(request))))
+        print(json.dumps(asdict(step_cost(request))))
     except WrongInput as error:
         print(json.dumps({"wrong_input": str(error)}))
     return 0

@@ -1,16 +1,58 @@
-"""Loss and gradients of a micro-batch, in PyNative mode or as one compiled graph."""
+"""One training step: loss and gradients of each micro-batch, then the update.
+
+Forward and backward pass run in PyNative mode, or as one compiled graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from configs.hardware import MindSpore
-from runtimes.mindspore.inputs import Inputs, squared_errors
+from configs.training import Train
+from runtimes.contract import StepBatch, StepOutput
+from runtimes.mindspore.micro_batches import Inputs, micro_batches, squared_errors
 from runtimes.mindspore.network import Network
+from runtimes.mindspore.parallel import SingleProcess
+from runtimes.mindspore.update import Update
+
+
+@dataclass(frozen=True)
+class Step:
+    """The training step of a network.
+
+    Args:
+        network: trained network.
+        gradients: of its loss.
+        update: of the masters.
+        parallel: sums the gradients of all processes.
+        settings: micro-batch size and compute dtype.
+    """
+
+    network: Network
+    gradients: Gradients
+    update: Update
+    parallel: SingleProcess
+    settings: Train
+
+    def __call__(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        scale = Tensor(self.update.loss_scale.value, ms.float32)
+        sums: list[Tensor] = []  # the loss, then each gradient
+        for inputs in batch.on_device or self.inputs(batch):
+            part = self.gradients(inputs, scale)
+            sums = self.gradients.add(sums, part) if sums else part
+        loss, *gradients = self.parallel.sum_over_ranks(sums)
+        norm, skipped = self.update.apply(gradients, learning_rate)
+        return StepOutput(loss, norm, overflowed=skipped)
+
+    def inputs(self, batch: StepBatch) -> Iterator[Inputs]:
+        """The batch's micro-batches."""
+        dtype = getattr(ms, self.settings.compute_dtype)
+        return micro_batches(batch, self.settings.micro_batch_size, self.network, dtype)
 
 
 class Gradients:

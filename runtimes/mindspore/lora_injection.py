@@ -9,17 +9,18 @@ from mindone.peft.tuners.lora import LoraLayer
 from mindspore import mint, nn
 
 from configs.lora import Lora
-from runtimes.adapters.lora import (
+from runtimes.adapters.lora_layers import (
     ADAPTER,
     Adapter,
     Layer,
     alpha,
+    check_unambiguous,
     choose_layers,
     initial_down,
+    merged_weights,
     state_name,
 )
-from runtimes.contract import WrongInput
-from runtimes.mindspore.models import named_weights, set_parameter
+from runtimes.mindspore.loading import named_weights, set_parameter
 
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
@@ -50,12 +51,7 @@ def add_adapters(
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}
-    if adapted != set(chosen):  # mindone's PEFT matches targets by the suffix of a layer's name
-        odd = min(adapted ^ set(chosen))
-        raise WrongInput(
-            f"train.lora.target_modules: {odd} of the {part} is ambiguous: the name of one layer "
-            "ends with the name of another"
-        )
+    check_unambiguous(part, chosen, adapted)
     for name, parameter in model.parameters_and_names():
         parameter.requires_grad = name.endswith((A, B))
         if name.endswith(A):
@@ -76,15 +72,10 @@ def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -
     Raises:
         WrongInput: the component lacks an adapted layer, or the layer has another shape.
     """
-    parameters, layers = named_weights(model), _layers(model)
-    for name, adapter in adapters.items():
-        if name not in layers:
-            raise WrongInput(f"the adapters are for another model: the {part} here has no {name}")
-        weight = parameters[f"{name}.weight"]
-        try:
-            set_parameter(weight, adapter.merged(weight.asnumpy()))
-        except ValueError:
-            raise WrongInput(f"the adapters are for another model: {name} differs") from None
+    parameters = named_weights(model)
+    weights = {name: parameters[f"{name}.weight"] for name in _layers(model)}
+    for name, merged in merged_weights(part, adapters, weights, lambda w: w.asnumpy()):
+        set_parameter(weights[name], merged)
 
 
 def _layers(model: nn.Cell) -> dict[str, Layer]:

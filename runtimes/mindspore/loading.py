@@ -15,8 +15,8 @@ from mindspore.nn.utils import no_init_parameters
 from transformers import CLIPTextConfig
 
 from artifacts.safetensors import Arrays, read_floats
-from runtimes.adapters.lora import stored_name
-from runtimes.contract import WrongInput
+from runtimes.adapters.lora_layers import stored_name
+from runtimes.contract import WrongInput, one_line
 from runtimes.families.unet_inputs import added_weights
 from runtimes.pipeline_folder.describe import read_config, text_class
 from runtimes.pipeline_folder.weight_files import (
@@ -115,8 +115,7 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
             local_files_only=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise WrongInput(f"{folder} does not load: {reason}") from None
+        raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
     set_flash_attention(vae, flash=flash)
     return vae.set_train(False)
 

@@ -20,7 +20,7 @@ class Inputs:
     Args:
         batch: this rank's batch on the host.
         network: orders the conditioning.
-        dtype: of the latents and of all conditioning that is not in contract.EXACT.
+        dtype: of the latents and of all conditioning that is not in contract.UNCAST.
         first: index of the first sample.
         end: index after the last sample; None is the end of the batch.
 

@@ -1,4 +1,4 @@
-"""LoRA adapters in NumPy: target layers, initialisation, merging and diffusers' file format.
+"""LoRA adapters in NumPy: target layers, initialisation and merging.
 
 The adapter of a layer with weight W (arXiv 2106.09685) has `down` [r, in] or [r, in, k, k] and `up`
 [out, r] or [out, r, 1, 1]; the effective weight is W + alpha / r * up @ down. DoRA (arXiv
@@ -8,30 +8,24 @@ The adapter of a layer with weight W (arXiv 2106.09685) has `down` [r, in] or [r
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.safetensors import Arrays, read_floats
 from configs.lora import Lora
 from runtimes.contract import WrongInput
 from runtimes.objective.random import Stream, generator
 
 Float32 = NDArray[np.float32]
 Layer = Literal["linear", "conv"]
+Weight = TypeVar("Weight")
 
-LORA_WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name
-#: Header key of diffusers for the adapters' settings.
-METADATA = "lora_adapter_metadata"
 #: PEFT's name of the adapter; names in State omit it.
 ADAPTER = "default"
-DOWN, UP, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 TEXT_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 TEXT_LINEAR = (*TEXT_ATTENTION, "fc1", "fc2")
 
@@ -55,10 +49,6 @@ class Adapter:
         rows = total.reshape(out, -1)
         factor = self.magnitude.reshape(out, 1) / np.linalg.norm(rows, axis=1, keepdims=True)
         return (rows * factor).reshape(weight.shape)
-
-
-#: Pipeline component -> layer name -> adapter.
-Adapters = dict[str, dict[str, Adapter]]
 
 
 def choose_layers(
@@ -85,7 +75,7 @@ def choose_layers(
         layers, attention if lora.target_modules == "attention" else lora.target_modules
     )
     if not chosen:
-        suffixes = sorted({_suffix(name) for name in layers})
+        suffixes = sorted({suffix_of(name) for name in layers})
         raise WrongInput(
             f"train.lora.target_modules: no layer of the {part} ends in "
             f"{', '.join(lora.target_modules)} (there are: {', '.join(suffixes[:12])}, ...)"
@@ -108,56 +98,45 @@ def initial_down(seed: int, name: str, shape: Sequence[int]) -> Float32:
     return (2 * drawn - 1) * bound
 
 
-def to_file_names(arrays: Arrays) -> Arrays:
-    """Rename adapter arrays from State's names to the names in a file.
-
-    Only magnitudes of text encoders differ: transformers requires the suffix `.weight`, which
-    diffusers omits for the denoiser.
-    """
-    return {
-        f"{name}.weight" if name.startswith("text_") and name.endswith(MAGNITUDE) else name: array
-        for name, array in arrays.items()
-    }
-
-
-def metadata(arrays: Mapping[str, Any], lora: Lora) -> dict[str, str]:
-    """The header of an adapter file, from which diffusers reads rank, alpha and targets.
-
-    Args:
-        arrays: adapters with State's names.
-    """
-    described: dict[str, Any] = {}
-    for name in sorted(arrays):
-        if name.endswith(DOWN):
-            part, _, layer = name.removesuffix(DOWN).partition(".")
-            text = part.startswith("text_encoder")
-            targets = described.setdefault(f"{part}.target_modules", [])
-            # Suffixes only for text encoders: transformers 5 changed the prefixes of layer names.
-            if (target := _suffix(layer) if text else layer) not in targets:
-                targets.append(target)
-            described[f"{part}.r"] = lora.rank
-            described[f"{part}.lora_alpha"] = alpha(lora)
-            described[f"{part}.use_dora"] = lora.dora
-    return {METADATA: json.dumps(described, sort_keys=True)}
-
-
 def alpha(lora: Lora) -> float:
     """The alpha of the scale alpha / rank; it defaults to the rank."""
     return float(lora.rank if lora.alpha is None else lora.alpha)
 
 
-def read_adapters(path: Path) -> Adapters:
-    """Read an adapter file of this project, in any floating-point precision, as float32.
+def check_unambiguous(part: str, chosen: Sequence[str], adapted: Collection[str]) -> None:
+    """Raise WrongInput if PEFT, which matches a target as the suffix of names, adapted others."""
+    if odd := set(adapted) ^ set(chosen):
+        raise WrongInput(
+            f"train.lora.target_modules: {min(odd)} of the {part} is ambiguous: the name of one "
+            "layer ends with the name of another"
+        )
+
+
+def merged_weights(
+    part: str,
+    adapters: Mapping[str, Adapter],
+    weights: Mapping[str, Weight],
+    to_numpy: Callable[[Weight], Float32],
+) -> Iterator[tuple[str, Float32]]:
+    """Yield the name and the merged weight of each adapted layer.
+
+    Args:
+        part: component name, such as `unet`, for messages.
+        adapters: stored layer name to adapter.
+        weights: stored layer name to weight of any library.
+        to_numpy: converts a weight to float32.
 
     Raises:
-        WrongInput: the file is damaged, or its header lacks rank or alpha.
+        WrongInput: the component lacks an adapted layer, or the layer has another shape.
     """
-    try:
-        header, arrays = read_floats(path)
-        settings = json.loads(header[METADATA])
-        return _by_layer(arrays, settings)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WrongInput(f"{path} is no valid adapter file of Kilnworks: {error}") from None
+    for name, adapter in adapters.items():
+        if name not in weights:
+            raise WrongInput(f"the adapters are for another model: the {part} here has no {name}")
+        try:
+            merged = adapter.merged(to_numpy(weights[name]))
+        except ValueError:
+            raise WrongInput(f"the adapters are for another model: {name} differs") from None
+        yield name, merged
 
 
 def stored_name(part: str, name: str) -> str:
@@ -176,27 +155,11 @@ def state_name(part: str, name: str) -> str:
     return f"{part}.{stored_name(part, name.replace(f'.{ADAPTER}.', '.'))}"
 
 
-def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:
-    found: Adapters = {}
-    for name in arrays:
-        if name.endswith(DOWN):
-            prefix = name.removesuffix(DOWN)
-            part, _, layer = prefix.partition(".")
-            scale = settings[f"{part}.lora_alpha"] / settings[f"{part}.r"]
-            magnitude = None
-            if settings[f"{part}.use_dora"]:
-                suffix = ".weight" if f"{prefix}{MAGNITUDE}.weight" in arrays else ""
-                magnitude = arrays[f"{prefix}{MAGNITUDE}{suffix}"]
-            adapter = Adapter(arrays[name], arrays[prefix + UP], magnitude, scale)
-            found.setdefault(part, {})[layer] = adapter
-    return found
-
-
 def _with_suffix(layers: Mapping[str, Layer], suffixes: Sequence[str]) -> list[str]:
     return [n for n in layers if any(n == s or n.endswith(f".{s}") for s in suffixes)]
 
 
-def _suffix(layer: str) -> str:
+def suffix_of(layer: str) -> str:
     """The last component of a layer's name, with an index: to_q, to_out.0, net.2."""
     words = layer.split(".")
     return ".".join(words[-2:] if words[-1].isdigit() else words[-1:])

@@ -11,8 +11,8 @@ import pytest
 from configs.training import Train
 
 jax = chips.importorskip("jax")
-from runtimes.jax.abstract import AbstractStep  # noqa: E402
-from runtimes.jax.plan import Request  # noqa: E402
+from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
+from runtimes.jax.step_cost import Request  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "bench/models"
 GIB = 2**30

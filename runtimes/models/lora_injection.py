@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from configs.lora import Lora
-from runtimes.adapters.lora import (
+from runtimes.adapters.lora_layers import (
     ADAPTER,
     Adapter,
     Layer,
     alpha,
+    check_unambiguous,
     choose_layers,
     initial_down,
+    merged_weights,
     stored_name,
 )
-from runtimes.contract import WrongInput
 
 
 def add_adapters(
@@ -52,12 +53,7 @@ def add_adapters(
     with torch.random.fork_rng(devices=[]):  # PEFT's initialization is replaced below
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     adapted = dict(_adapted(model))
-    if adapted.keys() != set(chosen):  # PEFT matches targets by the suffix of a layer's name
-        odd = min(adapted.keys() ^ set(chosen))
-        raise WrongInput(
-            f"train.lora.target_modules: {odd} of the {part} is ambiguous: the name of one layer "
-            "ends with the name of another"
-        )
+    check_unambiguous(part, chosen, adapted)
     for name, layer in adapted.items():
         _initialize(f"{part}.{stored_name(part, name)}", layer, seed)
 
@@ -74,16 +70,10 @@ def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, Ada
     Raises:
         WrongInput: the component lacks an adapted layer, or the layer has another shape.
     """
-    layers = {stored_name(part, n): m for n, m in model.named_modules() if _kind(m)}
-    for name, adapter in adapters.items():
-        if name not in layers:
-            raise WrongInput(f"the adapters are for another model: the {part} here has no {name}")
-        weight: torch.Tensor = layers[name].weight
-        try:
-            merged = adapter.merged(weight.float().numpy())
-        except ValueError:
-            raise WrongInput(f"the adapters are for another model: {name} differs") from None
-        weight.copy_(torch.from_numpy(merged))
+    modules = ((stored_name(part, n), m) for n, m in model.named_modules() if _kind(m))
+    weights: dict[str, Any] = {name: module.weight for name, module in modules}
+    for name, merged in merged_weights(part, adapters, weights, lambda w: w.float().numpy()):
+        weights[name].copy_(torch.from_numpy(merged))
 
 
 def _layers(model: torch.nn.Module) -> dict[str, Layer]:

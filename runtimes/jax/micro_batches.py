@@ -25,7 +25,7 @@ def stack(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked
         batch: this process's share of the global batch.
         size: samples per micro-batch; None is the whole batch.
         mesh: B is a multiple of its local device count.
-        dtype: of latents and of all conditioning that is not in contract.EXACT.
+        dtype: of latents and of all conditioning that is not in contract.UNCAST.
 
     Returns:
         noisy_latents: [n, B, C, h, w] `dtype`.

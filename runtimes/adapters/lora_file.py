@@ -1,0 +1,83 @@
+"""The file of LoRA adapters in diffusers' format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from artifacts.safetensors import Arrays, read_floats
+from configs.lora import Lora
+from runtimes.adapters.lora_layers import Adapter, alpha, suffix_of
+from runtimes.contract import WrongInput
+
+LORA_WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name
+#: Header key of diffusers for the adapters' settings.
+METADATA = "lora_adapter_metadata"
+DOWN, UP, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+#: Pipeline component -> layer name -> adapter.
+Adapters = dict[str, dict[str, Adapter]]
+
+
+def to_file_names(arrays: Arrays) -> Arrays:
+    """Rename adapter arrays from State's names to the names in a file.
+
+    Only magnitudes of text encoders differ: transformers requires the suffix `.weight`, which
+    diffusers omits for the denoiser.
+    """
+    return {
+        f"{name}.weight" if name.startswith("text_") and name.endswith(MAGNITUDE) else name: array
+        for name, array in arrays.items()
+    }
+
+
+def metadata(arrays: Mapping[str, Any], lora: Lora) -> dict[str, str]:
+    """The header of an adapter file, from which diffusers reads rank, alpha and targets.
+
+    Args:
+        arrays: adapters with State's names.
+    """
+    described: dict[str, Any] = {}
+    for name in sorted(arrays):
+        if name.endswith(DOWN):
+            part, _, layer = name.removesuffix(DOWN).partition(".")
+            text = part.startswith("text_encoder")
+            targets = described.setdefault(f"{part}.target_modules", [])
+            # Suffixes only for text encoders: transformers 5 changed the prefixes of layer names.
+            if (target := suffix_of(layer) if text else layer) not in targets:
+                targets.append(target)
+            described[f"{part}.r"] = lora.rank
+            described[f"{part}.lora_alpha"] = alpha(lora)
+            described[f"{part}.use_dora"] = lora.dora
+    return {METADATA: json.dumps(described, sort_keys=True)}
+
+
+def read_adapters(path: Path) -> Adapters:
+    """Read an adapter file of this project, in any floating-point precision, as float32.
+
+    Raises:
+        WrongInput: the file is damaged, or its header lacks rank or alpha.
+    """
+    try:
+        header, arrays = read_floats(path)
+        settings = json.loads(header[METADATA])
+        return _by_layer(arrays, settings)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WrongInput(f"{path} is no valid adapter file of Kilnworks: {error}") from None
+
+
+def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:
+    found: Adapters = {}
+    for name in arrays:
+        if name.endswith(DOWN):
+            prefix = name.removesuffix(DOWN)
+            part, _, layer = prefix.partition(".")
+            scale = settings[f"{part}.lora_alpha"] / settings[f"{part}.r"]
+            magnitude = None
+            if settings[f"{part}.use_dora"]:
+                suffix = ".weight" if f"{prefix}{MAGNITUDE}.weight" in arrays else ""
+                magnitude = arrays[f"{prefix}{MAGNITUDE}{suffix}"]
+            adapter = Adapter(arrays[name], arrays[prefix + UP], magnitude, scale)
+            found.setdefault(part, {})[layer] = adapter
+    return found

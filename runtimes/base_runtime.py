@@ -1,0 +1,85 @@
+"""The part of a runtime that does not depend on its framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.training import Train
+from runtimes.contract import State, StepBatch
+from runtimes.process.job import TrainJob
+from runtimes.process.ranks import Ranks
+
+
+class BaseRuntime(ABC):
+    """Methods of contract.Runtime that all runtimes share."""
+
+    samples_collectively = False
+    # `load` of a runtime sets these.
+    versions: dict[str, str]
+    device: str
+    _job: TrainJob
+    _settings: Train
+    _ranks: Ranks
+    _network: Any
+    _update: Any
+    _collectives: Any  # of all ranks, on the host where the framework permits it
+    _sampler: Any = None  # constructed by the first call of `sample`
+
+    def any_rank(self, flag: bool) -> bool:
+        return bool(self._collectives.any(flag))
+
+    def broadcast(self, number: int) -> int:
+        return int(self._collectives.broadcast(number))
+
+    def flops(self, batch: StepBatch) -> float | None:
+        return None
+
+    def peak_flops(self) -> float | None:
+        return None
+
+    def profile(self, folder: str) -> AbstractContextManager[None]:
+        return self._trace(folder) if self._ranks.first else nullcontext()
+
+    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+        if self._sampler is None:
+            self._sampler = self._open_sampler()
+        with self._evaluating():
+            drawn: NDArray[np.uint8] = self._sampler.draw(prompts, sampler, first=0)
+        return drawn
+
+    def shutdown(self) -> None:
+        return None  # no process has to wait for the others
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Within the context, the network has its EMA weights, if any, and no dropout."""
+        self._network.train(False)
+        try:
+            with self._update.averaged(), self._autocast():
+                yield
+        finally:
+            self._network.train()
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _with_constants(self, state: State) -> State:
+        """A State with the network's constants, which full fine-tuning stores too."""
+        constants = self._network.constants()
+        if state and constants and self._settings.method == "full":
+            return {**state, "constants": constants}
+        return state
+
+    @abstractmethod
+    def _trace(self, folder: str) -> AbstractContextManager[None]:
+        """Trace the steps within the context to files in a local folder."""
+
+    @abstractmethod
+    def _open_sampler(self) -> Any:
+        """A sampler of the trained network, with the scheduler that the settings demand."""

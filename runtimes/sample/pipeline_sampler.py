@@ -1,0 +1,146 @@
+"""Sampling with a diffusers pipeline, or with one of mindone's, which has the same interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.families import Family
+from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
+from runtimes.objective.scheduler_config import sampling_scheduler
+from runtimes.sample.start import NoiseBatch, noise_batches, optional_arguments
+
+
+class PipelineSampler(ABC):
+    """A pipeline with replaceable components.
+
+    Initial noise is drawn on the host, so it is the same on every device.
+
+    Args:
+        pipe: the pipeline, on its device.
+        family: of the pipeline.
+        make_scheduler: constructs a scheduler from its diffusers config.
+        pads_batches: whether batches are padded to `batch_size` images, to reuse one program.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        family: Family,
+        make_scheduler: Callable[[dict[str, Any]], Any],
+        *,
+        pads_batches: bool = False,
+    ) -> None:
+        self._pipe = pipe
+        self._family = family
+        self._make_scheduler = make_scheduler
+        self._pads_batches = pads_batches
+        pipe.set_progress_bar_config(disable=True)
+        replaceable = ("scheduler", *family.clip_encoders)
+        self._defaults = {name: getattr(pipe, name) for name in replaceable}
+
+    def use(self, parts: Mapping[str, Any], scheduler: Any = None) -> None:
+        """Replace components of the pipeline; those not in `parts` are reset to the pipeline's.
+
+        Args:
+            parts: component name to model.
+            scheduler: of the model; None is the pipeline's.
+        """
+        own = {} if scheduler is None else {"scheduler": scheduler}
+        self._pipe.register_modules(**{**self._defaults, **parts, **own})
+
+    def draw(
+        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+    ) -> NDArray[np.uint8]:
+        """Sample one image per prompt, in batches of `batch_size`.
+
+        Args:
+            prompts: N prompts.
+            sampler: as GenerateJob.sampler.
+            first: number of the first image; it selects the noise stream.
+
+        Returns:
+            Images [N, H, W, 3] uint8.
+        """
+        drawn = list(self.draw_floats(prompts, sampler, first=first))
+        return (np.concatenate(drawn) * 255).round().astype(np.uint8)
+
+    def draw_floats(
+        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+    ) -> Iterator[NDArray[np.float32]]:
+        """Yield the images of each batch [B, H, W, 3] f32 in 0..1; arguments as for `draw`."""
+        pipe, family = self._pipe, self._family
+        scheduler = sampling_scheduler(pipe.scheduler, sampler, self._make_scheduler)
+        pipe.register_modules(scheduler=scheduler)
+        denoiser = getattr(pipe, family.denoiser)
+        numbering = {"first": first, "rows": sampler["batch_size"] if self._pads_batches else 0}
+        scale = pipe.vae_scale_factor
+        for batch in noise_batches(prompts, sampler, family, denoiser.config, scale, **numbering):
+            with self._extra_inputs(denoiser, sampler, (batch.height, batch.width)):
+                drawn = self._call(
+                    batch,
+                    height=batch.height,
+                    width=batch.width,
+                    num_inference_steps=sampler["num_inference_steps"],
+                    guidance_scale=sampler["guidance_scale"],
+                    output_type="np",
+                    **optional_arguments(sampler, len(batch.prompts)),
+                )
+            yield np.asarray(drawn[: batch.count], np.float32)
+
+    @contextmanager
+    def _extra_inputs(
+        self, denoiser: Any, sampler: dict[str, Any], size: tuple[int, int]
+    ) -> Iterator[None]:
+        """Within the context, a text-to-image pipeline passes the denoiser's extra inputs.
+
+        The extra inputs (families/unet_inputs.py) are an inpainting mask that hides the whole
+        image, and the requested aesthetic score. A forward pre-hook of the denoiser adds them.
+
+        Args:
+            sampler: as GenerateJob.sampler.
+            size: (height, width) of the images, in pixels.
+        """
+        extras = ExtraInputs.from_config(denoiser.config)
+        if extras == NO_EXTRA_INPUTS:
+            yield
+            return
+        mask = self._fully_masked(size) if extras.inpainting else None
+        scores = np.array(aesthetic_scores(sampler) if extras.aesthetic_score else [], np.float32)
+
+        def add(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            latents = given[0]
+            if mask is not None:
+                rows = np.repeat(mask, len(latents), axis=0)
+                given = (self._append_channels(latents, rows), *given[1:])
+            if len(scores):  # with guidance, the unconditional rows come first
+                rows = np.repeat(scores, len(latents) // len(scores))
+                named = {**named, "class_labels": self._to_device(rows)}
+            return given, named
+
+        handle = denoiser.register_forward_pre_hook(add, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @abstractmethod
+    def _call(self, batch: NoiseBatch, **options: Any) -> Any:
+        """Call the pipeline on a batch; images [B, H, W, 3] f32 in 0..1."""
+
+    @abstractmethod
+    def _fully_masked(self, size: tuple[int, int]) -> NDArray[np.float32]:
+        """Mask and masked-image latents [1, 1 + C, h, w] of one fully masked image."""
+
+    @abstractmethod
+    def _to_device(self, array: NDArray[np.float32]) -> Any:
+        """Copy an array to the device."""
+
+    @abstractmethod
+    def _append_channels(self, latents: Any, more: NDArray[np.float32]) -> Any:
+        """Concatenate latents [B, C, h, w] and an array [B, M, h, w], in the latents' dtype."""

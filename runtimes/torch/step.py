@@ -1,0 +1,78 @@
+"""One training step: forward and backward pass of each micro-batch, then the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from configs.training import Train
+from runtimes.contract import StepBatch, StepOutput
+from runtimes.models.dropout_seed import has_dropout, seed_dropout
+from runtimes.models.micro_batches import Inputs, micro_batches, sender
+from runtimes.models.network import Network
+from runtimes.torch.device_kind import DeviceKind
+from runtimes.torch.parallel import SingleProcess
+from runtimes.torch.update import Update
+
+
+@dataclass(frozen=True)
+class Step:
+    """The training step of a network on its device.
+
+    Args:
+        network: the trained network.
+        forward: the network as `parallel` wraps it.
+        update: of the masters.
+        parallel: of the run's processes.
+        device_kind: hooks of the device.
+        settings: micro-batch size, compute dtype and seed.
+        rank: of this process.
+    """
+
+    network: Network
+    forward: Callable[..., torch.Tensor]
+    update: Update
+    parallel: SingleProcess
+    device_kind: DeviceKind
+    settings: Train
+    rank: int
+
+    def __call__(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        loss = torch.zeros((), device=self.device_kind.device)
+        for inputs in batch.on_device or self.inputs(batch):
+            if self._has_dropout:
+                seed_dropout(self.settings.seed, batch.step, inputs.first, self.rank)
+            with self.parallel.accumulating(last=inputs.last):
+                with self.autocast():
+                    errors = inputs.errors(self.forward)
+                part = (inputs.weight * errors).sum() / batch.denominator
+                # DDP and FSDP average gradients over processes; the step needs their sum.
+                (part * self.parallel.world).backward()
+            loss += part.detach()
+            if not inputs.last:
+                self.device_kind.mark_step()
+        self.parallel.gather_gradients()
+        return StepOutput(self.parallel.sum_over_ranks(loss), self.update.apply(learning_rate))
+
+    def inputs(self, batch: StepBatch) -> Iterator[Inputs]:
+        """The batch's micro-batches, copied to the device."""
+        return micro_batches(batch, self.settings.micro_batch_size, sender(self.device_kind.device))
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Context of computation in the compute dtype."""
+        dtype = getattr(torch, self.settings.compute_dtype)
+        enabled = dtype != torch.float32
+        return torch.autocast(
+            self.device_kind.device.type,
+            dtype if enabled else None,
+            enabled=enabled,
+            cache_enabled=self.device_kind.autocast_caches_casts,
+        )
+
+    @cached_property
+    def _has_dropout(self) -> bool:
+        return has_dropout(self.network)

@@ -1,0 +1,76 @@
+"""Resume a run from its newest checkpoint: weights, optimizer, position in the data, history.
+
+A checkpoint needs no state of the loader or of a random number generator. data/order.py computes
+a step's samples from the step's number, and objective/random.py draws by counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from configs.training import Train, key_settings
+from runtimes.contract import Runtime, WrongInput
+from runtimes.process.job import TrainJob
+from runtimes.process.ranks import Ranks
+from runtimes.train.checkpoints import Checkpoint, Checkpoints
+from runtimes.train.recorder import Recorder
+
+
+def newest_checkpoint(
+    checkpoints: Checkpoints, runtime: Runtime, before: int | None = None
+) -> Checkpoint | None:
+    """The newest valid checkpoint of a step below `before`, the same for all ranks.
+
+    Rank 0 searches and broadcasts the step, so only one process verifies files.
+    """
+    found = checkpoints.latest(before) if Ranks.here().first else None
+    step = runtime.broadcast(-1 if found is None else found.step)
+    return checkpoints.read(step) if found is None and step >= 0 else found
+
+
+def restore(
+    saved: Checkpoint, runtime: Runtime, recorder: Recorder, skipped: Sequence[int]
+) -> tuple[int, list[int]]:
+    """Restore the runtime's state and the history.
+
+    Args:
+        skipped: numbers of the batches that this process has skipped so far.
+
+    Returns:
+        The number of completed steps, and the numbers of all skipped batches.
+    """
+    runtime.restore(saved.state, saved.step)
+    recorder.begin(saved.history)
+    return saved.step, sorted({*skipped, *saved.facts["skipped"]})
+
+
+def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
+    """Raise WrongInput if the checkpoint was written with settings that change the weights.
+
+    Settings that the checkpoint lacks count as defaults: an older version may have written it.
+    """
+    now, before = key_settings(settings), _with_defaults(saved.facts["train"])
+    now["denoiser_config"] = job.denoiser_config  # the content: its path may change
+    before["denoiser_config"] = saved.facts.get("denoiser_config")
+    if settings.method == "lora" and settings.lora.dropout:
+        # Dropout masks depend on the rank, so the number of processes must not change.
+        now["processes"] = Ranks.here().world
+        before["processes"] = saved.facts.get("processes", before["processes"])
+    for name in sorted(now):
+        if before.get(name) != now[name]:
+            raise WrongInput(
+                f"{job.work} holds a run with train.{name}={before.get(name)}, this one "
+                f"has {now[name]}: choose another work folder"
+            )
+
+
+def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Dumped settings with defaults for missing keys, also in sections."""
+    complete = Train().model_dump(mode="json")
+    for name, value in given.items():
+        if isinstance(value, dict) and isinstance(complete.get(name), dict):
+            complete[name] = {**complete[name], **value}
+        else:
+            complete[name] = value
+    return complete
