@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
-import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256 as new_sha256
 from typing import IO, Any
@@ -17,7 +15,12 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.disk import replacing
 from artifacts.keys import digest_json, digest_stream
+from artifacts.stamps import TICK, distrust, present_stamp, time_stamp
+
+#: Of records; one of a higher number was written by a newer version.
+FORMAT = 1
 
 #: Packages that the clients of remote stores are made of; not all their errors are an OSError.
 _CLIENTS = frozenset(
@@ -35,12 +38,12 @@ _CLIENTS = frozenset(
 )
 
 
-#: Seconds of a tick of the clock that the kernel stamps files by, at the least.
-TICK = 0.01
-
-
 class Damaged(ValueError):
     """A committed file's bytes are no longer those that were committed."""
+
+
+class NewerFormat(RuntimeError):
+    """A record was written by a newer version of this package."""
 
 
 def is_of_client(error: BaseException) -> bool:
@@ -77,7 +80,7 @@ def hash_file(
 ) -> FileEntry:
     """Fingerprint the file at `root/path`; one that is local is stamped as before it was read."""
     place = _locate(root, path)
-    etag = _time_stamp(place) if isinstance(fs, LocalFileSystem) else None
+    etag = time_stamp(place) if isinstance(fs, LocalFileSystem) else None
     with fs.open(place, "rb") as stream:
         sha256, size = digest_stream(stream)
     return FileEntry(path, size, sha256, meta or {}, etag)
@@ -97,60 +100,52 @@ def hash_local(local: str, path: str, meta: dict[str, Any] | None = None) -> Fil
     return FileEntry(path, size, sha256, meta or {})
 
 
-def put_atomic(fs: AbstractFileSystem, local: str, path: str) -> str | None:
+def put_atomic(
+    fs: AbstractFileSystem, local: str, path: str, check: Callable[[], None] = lambda: None
+) -> str | None:
     """Copy a local file so that a reader sees all of it or the file that was there before.
+
+    Args:
+        check: called last before the change; what it raises prevents the change.
 
     Returns the time stamp of the copy if it is local.
     """
+    if isinstance(fs, LocalFileSystem):
+        with replacing(path, check) as beside:
+            shutil.copyfile(local, beside)
+            return time_stamp(beside)  # now: once it is in place it may be another builder's
+    check()
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    if not isinstance(fs, LocalFileSystem):
-        fs.put_file(local, path)
-        return None
-    with _replacing(path) as beside:
-        shutil.copyfile(local, beside)
-        return _time_stamp(beside)  # now: once it is in place it may be another builder's
+    fs.put_file(local, path)
+    return None
 
 
-def write_atomic(fs: AbstractFileSystem, path: str, data: bytes) -> str | None:
-    """Write `data` so that a reader sees all of it or the file that was there before.
-
-    Object stores do this by themselves; a local file is written beside and renamed. Returns the
-    time stamp of the file if it is local.
-    """
+def write_atomic(
+    fs: AbstractFileSystem, path: str, data: bytes, check: Callable[[], None] = lambda: None
+) -> str | None:
+    """As `put_atomic`, with the bytes of the file."""
+    if isinstance(fs, LocalFileSystem):
+        with replacing(path, check) as beside:
+            with open(beside, "wb") as stream:
+                stream.write(data)
+            return time_stamp(beside)
+    check()
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    if not isinstance(fs, LocalFileSystem):
-        fs.pipe_file(path, data)
-        return None
-    with _replacing(path) as beside:
-        with open(beside, "wb") as stream:
-            stream.write(data)
-        return _time_stamp(beside)
-
-
-@contextmanager
-def _replacing(path: str) -> Iterator[str]:
-    """A name to write to that becomes `path` at the end, once its bytes are on the disk."""
-    beside = f"{path}.{uuid.uuid4().hex}.tmp"
-    try:
-        yield beside
-        with open(beside, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        if os.path.exists(beside):
-            os.unlink(beside)
-        raise
+    fs.pipe_file(path, data)
+    return None
 
 
 def write_record(fs: AbstractFileSystem, path: str, record: dict[str, Any]) -> None:
-    """Commit: write the record at `path`, after every file that it names.
+    """Commit: write the record at `path`, after every file that it names."""
+    write_atomic(fs, path, encode_record(record))
 
-    It carries a sha256 of its own content, so that a record that is damaged is known to be.
-    """
+
+def encode_record(record: dict[str, Any]) -> bytes:
+    """A record's bytes, with a sha256 of its own content that makes damage known."""
     files = [f.as_dict() if isinstance(f, FileEntry) else f for f in record.get("files", [])]
     # As it will be read: JSON has no tuples, and its names are all text.
     content = json.loads(json.dumps({**record, "files": files}, allow_nan=False))
-    write_atomic(fs, path, _seal(content))
+    return _seal(content)
 
 
 def _seal(content: dict[str, Any]) -> bytes:
@@ -159,7 +154,11 @@ def _seal(content: dict[str, Any]) -> bytes:
 
 
 def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
-    """Read a record; None when there is none. A damaged one raises ValueError.
+    """Read a record; None when there is none.
+
+    Raises:
+        ValueError: it is damaged.
+        NewerFormat: a newer version wrote it.
 
     A remote store that does not give it raises as its client does: that is no damage.
     """
@@ -176,6 +175,10 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
         del record["sha256"]
         if _seal(record) != data:  # to the byte: a number can be spelt in several ways
             raise ValueError("its content is not what was written")
+        if record.get("format", FORMAT) > FORMAT:
+            raise NewerFormat(
+                f"{path} was written by a newer version of kilnworks: update this one"
+            )
         record["files"] = [FileEntry(**entry) for entry in record["files"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a readable record: {error}") from None
@@ -197,28 +200,14 @@ def stamped(fs: AbstractFileSystem, root: str, entries: Iterable[FileEntry]) -> 
 def _with_checksum(fs: AbstractFileSystem, root: str, entry: FileEntry) -> FileEntry:
     if entry.etag is not None:
         return entry
-    etag, size = _present_stamp(fs, _locate(root, entry.path))
+    etag, size = present_stamp(fs, _locate(root, entry.path))
     return replace(entry, etag=etag) if size == entry.size else entry
 
 
 def _is_as_stamped(fs: AbstractFileSystem, root: str, entry: FileEntry) -> bool:
     if entry.etag is None:
         return False
-    return _present_stamp(fs, _locate(root, entry.path)) == (entry.etag, entry.size)
-
-
-def _time_stamp(path: str) -> str:
-    return f"mtime:{os.stat(path).st_mtime_ns}"
-
-
-def _present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | None]:
-    """What is known of a file without reading it: its stamp, and its size in bytes."""
-    if isinstance(fs, LocalFileSystem):
-        return _time_stamp(path), os.stat(path).st_size
-    fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
-    info = fs.info(path)
-    name = next((n for n in ("md5Hash", "crc32c", "ETag", "etag") if info.get(n)), None)
-    return None if name is None else f"{name}:{info[name]}", info.get("size")
+    return present_stamp(fs, _locate(root, entry.path)) == (entry.etag, entry.size)
 
 
 def first_fault(
@@ -246,16 +235,6 @@ def first_fault(
             distrust(fs, _locate(root, entry.path))
             return f"{entry.path} is damaged: its sha256 differs from the committed one"
     return None
-
-
-def distrust(fs: AbstractFileSystem, path: str) -> None:
-    """Give a damaged file a new time stamp, so that no reuse trusts the one it was committed with.
-
-    A remote store's checksum cannot outlast the bytes that it is of.
-    """
-    if isinstance(fs, LocalFileSystem):
-        with suppress(OSError):  # of somebody else: the damage is told all the same
-            os.utime(path)
 
 
 class _Hashed:

@@ -174,13 +174,7 @@ def _is_building(store: Store, stage: str) -> bool:
 
 def _is_held(store: Store, path: str) -> bool:
     owner = lock.read_owner(store.fs, path)
-    if owner is None or lock.is_dead(owner):
-        return False
-    try:
-        modified = store.fs.modified(path).timestamp()
-    except FileNotFoundError:
-        return False
-    return bool(time.time() - modified < 2 * lock.EXPIRY_SECONDS)
+    return owner is not None and not lock.is_dead(owner)
 
 
 def _folders(store: Store, path: str) -> list[str]:

@@ -1,4 +1,8 @@
-"""A lock file with a heartbeat, on any fsspec store: one builder per key."""
+"""A lock with a heartbeat, on any store: one builder per key, and it learns when it lost the lock.
+
+The file holds the owner's record, or `null` when the lock is free. Every change is a
+compare-and-swap: acquisition, heartbeat, take-over and release.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,80 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
 from artifacts.clock import REAL, Clock
+from artifacts.swap import State, read, swap
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0
 #: A lock without a heartbeat for this long has expired: its owner is dead.
 EXPIRY_SECONDS = 30.0
-#: Delay between the takeover of a dead lock and the check that no other process took it over too.
-SETTLE_SECONDS = 0.25
+_FREE = b"null"
+
+
+class LockLost(RuntimeError):
+    """Another process took the lock over; nothing more may be written under it."""
+
+
+class Lock:
+    """A lock that this process holds.
+
+    Attributes:
+        lost: set as soon as a heartbeat finds another owner.
+    """
+
+    def __init__(
+        self, fs: AbstractFileSystem, path: str, owner: dict[str, Any], lease: float, clock: Clock
+    ) -> None:
+        self.lost = threading.Event()
+        self._fs, self._path, self._owner = fs, path, owner
+        self._lease, self._clock = lease, clock
+        self._alone = threading.Lock()  # the heartbeat and the builder both renew
+        self._state = State(None, None)
+        self._renewed = clock.now()
+
+    def take(self, seen: State) -> bool:
+        """Become the owner if the lock's state is still `seen`."""
+        now = self._clock.now()
+        state = swap(self._fs, self._path, seen, self._record())
+        if state is None:
+            return False
+        self._state, self._renewed = state, now
+        return True
+
+    def check(self) -> None:
+        """Raise LockLost unless this process is still the owner.
+
+        The store is asked only if the last heartbeat is older than half the expiry, as after a
+        pause of this process.
+        """
+        if self._clock.now() - self._renewed > self._lease:
+            self.renew()
+        if self.lost.is_set():
+            raise LockLost(f"{self._path}: another process took the lock over; run again")
+
+    def renew(self) -> None:
+        """Send a heartbeat; set `lost` if there is another owner. Raises as the filesystem does."""
+        with self._alone:
+            self._owner["beat"] += 1
+            while not self.lost.is_set() and not self.take(self._state):
+                # An earlier heartbeat may have got through although its answer was an error.
+                self._state = read(self._fs, self._path)
+                if (_owner_of(self._state) or {}).get("token") != self._owner["token"]:
+                    self.lost.set()
+
+    def release(self) -> None:
+        """Free the lock if it is still ours. Raises as the filesystem does."""
+        self.renew()
+        if not self.lost.is_set():
+            swap(self._fs, self._path, self._state, _FREE)
+
+    def _record(self) -> bytes:
+        return json.dumps(self._owner).encode()
 
 
 @contextmanager
@@ -29,11 +94,11 @@ def hold(
     fs: AbstractFileSystem,
     path: str,
     *,
-    waiting: Callable[[dict[str, Any]], None] = lambda owner: None,
+    on_wait: Callable[[dict[str, Any]], None] = lambda owner: None,
     expiry: float = EXPIRY_SECONDS,
     heartbeat: float = HEARTBEAT_SECONDS,
     clock: Clock = REAL,
-) -> Iterator[None]:
+) -> Iterator[Lock]:
     """Acquire the lock at `path`, wait while another process owns it, and release it on exit.
 
     A dead owner loses the lock. An owner on this host is dead when its process has ended. Any other
@@ -41,118 +106,108 @@ def hold(
     of different hosts need not agree.
 
     Args:
-        waiting: called once with the owner's record, if there is an owner to wait for.
+        on_wait: called once with the owner's record, if there is an owner to wait for.
         expiry: seconds without a heartbeat.
         heartbeat: seconds between our own heartbeats.
     """
-    mine = {"token": uuid.uuid4().hex, **_this_process(), "beat": 0}
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    _acquire(fs, path, mine, waiting, expiry, clock)
+    owner = {"token": uuid.uuid4().hex, **_this_process(), "beat": 0}
+    lock = Lock(fs, path, owner, expiry / 2, clock)
+    _acquire(fs, path, lock, on_wait, expiry, clock)
     stop = threading.Event()
-    pulse = threading.Thread(target=_beat, args=(fs, path, mine, stop, heartbeat), daemon=True)
+    pulse = threading.Thread(target=_beat, args=(lock, path, stop, heartbeat), daemon=True)
     pulse.start()
     try:
-        yield
+        yield lock
     finally:
         stop.set()
         pulse.join()
-        owner = read_owner(fs, path)
-        if owner is not None and owner.get("token") == mine["token"]:
-            fs.rm_file(path)
+        _try(lock.release, path)  # what was built is committed: the lock then expires by itself
 
 
 def read_owner(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     """The owner's record; None if the lock is free, {} if the record is incomplete."""
-    try:
-        owner = json.loads(fs.cat_file(path))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
+    return _owner_of(read(fs, path))
 
 
 def is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the owner ran on this host and its process has ended."""
+    """Whether the owner ran on this host, since it was last started, and its process has ended."""
     here = _this_process()
-    if any(owner.get(name) != here[name] for name in ("host", "pids")) or "pid" not in owner:
+    if any(owner.get(name) != here[name] for name in ("host", "boot", "pids")):
         return False
-    return _process_start(owner["pid"]) != owner.get("started")
+    return "pid" in owner and _process_start(owner["pid"]) != owner.get("started")
 
 
 def _acquire(
     fs: AbstractFileSystem,
     path: str,
-    mine: dict[str, Any],
-    waiting: Callable[[dict[str, Any]], None],
+    lock: Lock,
+    on_wait: Callable[[dict[str, Any]], None],
     expiry: float,
     clock: Clock,
 ) -> None:
-    notified, seen, since, settle = False, None, clock.now(), 0.0
-    while not _create(fs, path, mine, settle, clock):
-        owner = read_owner(fs, path)
-        if owner is None:
-            continue
-        if owner != seen:
-            seen, since = owner, clock.now()
-        if is_dead(owner) or clock.now() - since > expiry:
-            _discard(fs, path, owner)
-            settle = SETTLE_SECONDS
+    notified, seen, since = False, None, clock.now()
+    while True:
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        state = read(fs, path)
+        if state != seen:
+            seen, since = state, clock.now()
+        owner = _owner_of(state)
+        if owner is None or is_dead(owner) or clock.now() - since > expiry:
+            if lock.take(state):
+                return
             continue
         if owner and not notified:  # an incomplete record names no owner
-            waiting(owner)
+            on_wait(owner)
             notified = True
         clock.sleep(min(0.5, expiry / 4))
 
 
-def _create(
-    fs: AbstractFileSystem, path: str, mine: dict[str, Any], settle: float, clock: Clock
-) -> bool:
+def _owner_of(state: State) -> dict[str, Any] | None:
+    if state.data in (None, _FREE):
+        return None
     try:
-        fs.pipe_file(path, json.dumps(mine).encode(), mode="create")
-    except FileExistsError:
-        return False
-    # Two processes that found the same dead owner may both get here. The last token wins.
-    clock.sleep(settle)
-    owner = read_owner(fs, path)
-    return owner is not None and owner.get("token") == mine["token"]
+        owner = json.loads(state.data or b"")
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
 
 
-def _discard(fs: AbstractFileSystem, path: str, owner: dict[str, Any]) -> None:
-    """Remove a dead owner's lock, unless another process has replaced its record."""
-    if read_owner(fs, path) == owner:
-        with suppress(FileNotFoundError):
-            fs.rm_file(path)
+def _beat(lock: Lock, path: str, stop: threading.Event, seconds: float) -> None:
+    while not stop.wait(seconds) and not lock.lost.is_set():
+        _try(lock.renew, path)
 
 
-def _beat(
-    fs: AbstractFileSystem,
-    path: str,
-    mine: dict[str, Any],
-    stop: threading.Event,
-    seconds: float,
-) -> None:
-    while not stop.wait(seconds):
-        try:
-            owner = read_owner(fs, path)
-            if owner and owner.get("token") != mine["token"]:
-                return  # another process took the lock over after our heartbeat expired
-            mine["beat"] += 1
-            # A missing lock was removed as dead. "create" cannot overwrite the remover's record.
-            mode = "create" if owner is None else "overwrite"
-            fs.pipe_file(path, json.dumps(mine).encode(), mode=mode)
-        except Exception as error:  # stores raise any type; the next heartbeat may succeed
-            log.warning("lock %s: %s", path, error)
+def _try(act: Callable[[], None], path: str) -> None:
+    try:
+        act()
+    except Exception as error:  # stores raise any type; the next heartbeat may succeed
+        log.warning("lock %s: %s", path, error)
 
 
 def _this_process() -> dict[str, Any]:
     pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot": _boot_id(),  # separates machines with equal host names
+        "pids": _pid_namespace(),  # separates containers of one machine
+        "pid": pid,
+        "started": _process_start(pid),
+    }
+
+
+def _boot_id() -> str:
     try:
-        pids = os.readlink("/proc/self/ns/pid")  # separates containers with equal host names
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            return stream.read().strip()
     except OSError:
-        pids = ""
-    started = _process_start(pid)
-    return {"host": socket.gethostname(), "pids": pids, "pid": pid, "started": started}
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _process_start(pid: int) -> str | None:

@@ -1,9 +1,12 @@
 """The store: content-addressed artifacts and shards, each wholly there or not there at all.
 
-<store>/<stage>/<key>/manifest.json    the artifact exists exactly when this file does
-<store>/<stage>/<key>/...              its own files
-<store>/<stage>/shards/<key>.json      a shard exists exactly when this file does
-<store>/<stage>/shards/<key>.*         its files, shared by every artifact that names them
+<store>/<stage>/<key>/manifest.json       the artifact exists exactly when this file does
+<store>/<stage>/<key>/...                 its own files
+<store>/<stage>/shards/<key>.json         a shard exists exactly when this file does
+<store>/<stage>/shards/<key>.<sha256>.*   its files, shared by every artifact that names them
+
+A shard's file has its own sha256 in its name: a shard that is built again, with other bytes,
+changes nothing that an artifact names.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +22,10 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts import lock
 from artifacts.commit import (
+    FORMAT,
     FileEntry,
+    encode_record,
     first_fault,
     hash_file,
     hash_local,
@@ -31,9 +35,11 @@ from artifacts.commit import (
     write_atomic,
     write_record,
 )
+from artifacts.disk import sync_tree
 from artifacts.keys import digest_bytes, digest_json
+from artifacts.lock import Lock, hold
+from artifacts.swap import NoSwap, create
 
-FORMAT = 1
 MANIFEST = "manifest.json"
 SHARDS = "shards"
 log = logging.getLogger("kiln")
@@ -108,10 +114,14 @@ class Artifact:
 
 @dataclass
 class Draft:
-    """An artifact being built: files are added, then `commit` makes it exist."""
+    """An artifact being built: files are added, then `commit` makes it exist.
+
+    Every method that writes raises LockLost, and changes nothing, if `lock` was lost.
+    """
 
     store: Store
     recipe: KeyParts
+    lock: Lock | None = None
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     @property
@@ -126,16 +136,18 @@ class Draft:
 
     def write(self, path: str, data: bytes, **meta: Any) -> None:
         """Write one of its own files."""
-        etag = write_atomic(self.store.fs, f"{self.path}/{path}", data)
+        etag = write_atomic(self.store.fs, f"{self.path}/{path}", data, self._check)
         self.files[path] = FileEntry(path, len(data), digest_bytes(data), meta, etag)
 
     def upload(self, local: str, path: str, **meta: Any) -> None:
         """Copy a local file in as one of its own files."""
-        etag = put_atomic(self.store.fs, local, f"{self.path}/{path}")
+        etag = put_atomic(self.store.fs, local, f"{self.path}/{path}", self._check)
         self.files[path] = replace(hash_local(local, path, meta), etag=etag)
 
     def add(self, path: str, **meta: Any) -> None:
         """Name a file that is already in the artifact's folder."""
+        if self.store.is_local:
+            sync_tree(self.path, path)
         self.files[path] = hash_file(self.store.fs, self.path, path, meta)
 
     def add_shard(self, shard: Shard) -> None:
@@ -157,8 +169,18 @@ class Draft:
             "summary": summary,
             "run": run,
         }
-        write_record(self.store.fs, f"{self.path}/{MANIFEST}", manifest)
+        path, data = f"{self.path}/{MANIFEST}", encode_record(manifest)
+        self._check()
+        if not create(self.store.fs, path, data):
+            # A damaged one that is rebuilt, or that of a builder who took the lock over.
+            if self.lock is not None:
+                self.lock.renew()
+            write_atomic(self.store.fs, path, data, self._check)
         return Artifact(self.store, self.recipe.stage, self.recipe.key, manifest)
+
+    def _check(self) -> None:
+        if self.lock is not None:
+            self.lock.check()
 
 
 @dataclass(frozen=True)
@@ -208,11 +230,22 @@ class Store:
         return f"{self.url}/{path}"
 
     def check_writable(self) -> None:
-        """Raise OSError unless a file can be written here."""
+        """Raise OSError unless a file can be written here, and StoreError unless created once.
+
+        Some servers that speak S3 ignore the conditions of a write: locks would exclude nobody.
+        """
         probe = f"{self.root}/.probe-{uuid.uuid4().hex}"
         self.fs.makedirs(self.root, exist_ok=True)
-        self.fs.pipe_file(probe, b"kiln")
+        try:
+            create(self.fs, probe, b"kiln")
+            exclusive = not create(self.fs, probe, b"twice")
+        except NoSwap as error:
+            raise StoreError(f"store {self.url}: {error}") from None
         self.fs.rm_file(probe)
+        if not exclusive:
+            raise StoreError(
+                f"store {self.url}: it ignores the conditions of writes (If-None-Match)"
+            )
 
     def load(self, stage: str, key: str) -> Artifact | None:
         """The artifact as its manifest says, files unchecked. ValueError if that is damaged."""
@@ -241,15 +274,15 @@ class Store:
             return None
         return artifact
 
-    def draft(self, recipe: KeyParts) -> Draft:
+    def draft(self, recipe: KeyParts, lock: Lock | None = None) -> Draft:
         """Start an artifact; what an interrupted builder left in its folder stays, to resume."""
-        return Draft(self, recipe)
+        return Draft(self, recipe, lock)
 
     def lock(
-        self, stage: str, key: str, waiting: Callable[[dict[str, Any]], None]
-    ) -> AbstractContextManager[None]:
+        self, stage: str, key: str, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None
+    ) -> AbstractContextManager[Lock]:
         """Be the only builder of a key."""
-        return lock.hold(self.fs, f"{self.root}/{stage}/{key}/lock.json", waiting=waiting)
+        return hold(self.fs, f"{self.root}/{stage}/{key}/lock.json", on_wait=on_wait)
 
     def shards_path(self, stage: str) -> str:
         """Path of a stage's shards on the store's filesystem."""
@@ -271,21 +304,28 @@ class Store:
     def commit_shard(
         self, stage: str, key: str, local: dict[str, str], meta: dict[str, Any]
     ) -> Shard:
-        """Copy local files in as `<key><suffix>` ({suffix: local path}) and commit the shard.
+        """Copy local files in as `<key>.<sha256><suffix>` ({suffix: local path}); commit the shard.
 
         `meta` goes to the record and to the entry of each of its files.
         """
-        # What is recorded is what this builder has: another may be at the same shard.
         root = self.shards_path(stage)
         files = []
         for suffix, path in sorted(local.items()):
-            entry = hash_local(path, f"{key}{suffix}", meta)
-            etag = put_atomic(self.fs, path, f"{root}/{entry.path}")
-            files.append(replace(entry, etag=etag))
+            entry = hash_local(path, "", meta)
+            files.append(self._put_shard(root, path, f"{key}.{entry.sha256}{suffix}", entry))
         files = stamped(self.fs, root, files)
         record = {"format": FORMAT, "files": files, "meta": meta}
         write_record(self.fs, f"{root}/{key}.json", record)
         return Shard(key, files, meta)
+
+    def _put_shard(self, root: str, local: str, name: str, entry: FileEntry) -> FileEntry:
+        if self.is_local:
+            with suppress(OSError):  # missing, or not to be read
+                found = hash_file(self.fs, root, name, entry.meta)
+                if found.sha256 == entry.sha256:
+                    return found  # others have recorded its time stamp
+        etag = put_atomic(self.fs, local, f"{root}/{name}")
+        return replace(entry, path=name, etag=etag)
 
     def artifacts(self) -> Iterator[Artifact]:
         """Every artifact with a readable manifest, stage by stage."""

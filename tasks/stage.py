@@ -95,12 +95,12 @@ def build_or_reuse(
     with failing(parts.stage), storing(store):
         artifact = store.find(parts.stage, parts.key)
         if artifact is None:
-            with store.lock(parts.stage, parts.key, partial(_log_builder, parts)):
+            with store.lock(parts.stage, parts.key, partial(_log_builder, parts)) as lock:
                 artifact = store.find(parts.stage, parts.key)  # another may have built it
                 if artifact is None:
                     outcome, reason = "built", why_built(store, parts)
                     log.info("%s: building (%s)", parts.stage, reason)
-                    draft, begun = store.draft(parts), time.monotonic()
+                    draft, begun = store.draft(parts, lock), time.monotonic()
                     summary = build(draft)
                     facts = _facts(reason, begun, parents) | summary.pop("run", {})
                     artifact = draft.commit(summary, facts)

@@ -185,7 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.query["uploadType"] == "resumable":
             self._begin()
         else:
-            resource, data = self._related()
+            media = self.query["uploadType"] == "media"
+            resource, data = ({"name": self.query["name"]}, self.body) if media else self._related()
             name = self.parts["bucket"], resource["name"]
             self._say(self.server.objects.put(name, data, resource, self.query).resource())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +60,14 @@ class S3Server(logging.Handler):
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
     """Amazon's S3, with a bucket: here and in processes that inherit from us."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer  # half a second, which unit tests do without
+
+    alone, put = threading.Lock(), S3Response.put_object
+
+    def put_object(response: S3Response) -> object:
+        with alone:  # moto checks a condition, then writes; S3 does both at once
+            return put(response)
 
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     log = logging.getLogger("werkzeug")
@@ -72,6 +80,7 @@ def s3() -> Iterator[S3Server]:
     log.propagate = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", server.url)
+        patch.setattr(S3Response, "put_object", put_object)
         yield server
     log.removeHandler(server)
     moto.stop()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from artifacts.keys import digest_bytes
 from artifacts.store import KeyParts, Store
 
 
@@ -28,7 +29,7 @@ def test_a_shard_of_which_a_file_cannot_be_copied_is_not_there(tmp_path: Path) -
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode())
     folder = Path(store.shards_path("encode"))
-    (folder / "key.b").mkdir(parents=True)  # where its second file is to be
+    (folder / f"key.{digest_bytes(b'b')}.b").mkdir(parents=True)  # where its second file is to be
     files = {".a": str(tmp_path / "a"), ".b": str(tmp_path / "b")}
     with pytest.raises(OSError):
         store.commit_shard("encode", "key", files, {})

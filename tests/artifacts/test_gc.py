@@ -49,7 +49,7 @@ def test_only_what_nothing_needs_is_garbage(store: Store) -> None:
 
 def test_what_a_living_builder_is_at_stays(store: Store) -> None:
     parts = KeyParts("train", 1, {}, {})
-    with store.lock("train", parts.key, waiting=lambda owner: None):
+    with store.lock("train", parts.key, on_wait=lambda owner: None):
         store.draft(parts).write("half", b"1")
         assert gc.garbage(store, {}) == []
     assert [i.what for i in gc.garbage(store, {})] == ["unfinished"]
@@ -77,7 +77,7 @@ def test_checkpoints_go_once_their_training_is_finished_and_nobody_is_at_it(
     store.fs.makedirs(f"{model.path}/checkpoints", exist_ok=True)
     store.fs.pipe_file(f"{model.path}/checkpoints/step-1", b"12345")
     keep = gc.needed_by(store, [("train", model.key)])
-    with store.lock("train", model.key, waiting=lambda owner: None):
+    with store.lock("train", model.key, on_wait=lambda owner: None):
         assert gc.garbage(store, keep) == []
     assert [(i.what, i.size > 0) for i in gc.garbage(store, keep)] == [("checkpoints", True)]
     gc.delete(store, gc.garbage(store, keep))
@@ -90,7 +90,7 @@ def test_what_somebody_began_to_build_after_it_was_listed_stays(tmp_path: Path) 
     model, other = make(store, "train", 1), make(store, "train", 2)
     items = gc.garbage(store, {})
     assert {i.what for i in items} == {"artifact", "shard"}
-    with store.lock("train", model.key, waiting=lambda owner: None):
+    with store.lock("train", model.key, on_wait=lambda owner: None):
         gc.delete(store, items)
     assert store.find("train", model.key) is not None
     assert store.find("train", other.key) is None

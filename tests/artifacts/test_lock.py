@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
 from stores import REMOTE, UrlOf
 
-from artifacts import lock
+from artifacts import lock, swap
 from artifacts.clock import Clock
+from artifacts.swap import State
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -38,7 +38,7 @@ def test_two_builders_take_turns(any_place) -> None:
     happened: Queue[Any] = Queue()
 
     def work() -> None:
-        with lock.hold(fs, path, waiting=happened.put):
+        with lock.hold(fs, path, on_wait=happened.put):
             happened.put("inside")
 
     with lock.hold(fs, path):
@@ -49,7 +49,7 @@ def test_two_builders_take_turns(any_place) -> None:
         happened.put("released")
     assert [happened.get(timeout=60) for _ in range(2)] == ["released", "inside"]
     other.join()
-    assert not fs.exists(path)
+    assert lock.read_owner(fs, path) is None
 
 
 class Hand:
@@ -67,10 +67,15 @@ class Hand:
 
 def own_elsewhere(place, **more: Any) -> None:
     """Have a process of another host hold the lock."""
+    put(place, json.dumps({"token": "t", "host": "elsewhere", "pid": 1, **more}).encode())
+
+
+def put(place, data: bytes) -> None:
+    """Have somebody write the lock."""
     fs, path = place
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    owner = {"token": "t", "host": "elsewhere", "pid": 1, **more}
-    fs.pipe_file(path, json.dumps(owner).encode())
+    while swap.swap(fs, path, swap.read(fs, path), data) is None:
+        continue  # a heartbeat came between
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
@@ -88,10 +93,10 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> N
     child.kill()
     child.communicate()
     fs, p = url_to_fs(path)
-    assert fs.exists(p)
+    assert lock.read_owner(fs, p)
     hand = Hand()
     with lock.hold(fs, p, clock=hand.clock):
-        assert hand.time == lock.SETTLE_SECONDS
+        assert hand.time == 0.0
 
 
 def test_a_lock_elsewhere_expires_when_its_heartbeat_stops(place) -> None:
@@ -113,37 +118,32 @@ def test_a_beating_lock_elsewhere_does_not_expire(place) -> None:
         assert 130.0 < hand.time < 131.0
 
 
-def test_of_two_who_take_over_one_dead_lock_one_holds_it(tmp_path: Path) -> None:
-    """Both see the dead owner; the second removes what the first has put in its place."""
-    both, turns = threading.Barrier(2), count()
-    made, removed, away = threading.Event(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("dead", [True, False], ids=["dead", "expired"])
+def test_of_two_who_take_over_one_lock_one_holds_it(
+    any_place, dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both see the same owner before either takes over."""
+    both, tries, away = threading.Barrier(2), count(), threading.Event()
 
-    class Late(LocalFileSystem):
-        def rm_file(self, path: str) -> None:
-            turn = next(turns)
-            if turn < 2:
-                both.wait(timeout=60)
-            if turn == 1:
-                assert made.wait(60)
-            super().rm_file(path)
-            if turn == 1:
-                removed.set()
+    def late(*given: Any) -> State | None:
+        if next(tries) < 2:
+            both.wait(timeout=60)
+        return swap.swap(*given)
 
-    def sleep(seconds: float) -> None:
-        if seconds == lock.SETTLE_SECONDS:
-            made.set()
-            assert removed.wait(60)
-        elif seconds:
-            away.set()  # one of them waits for the other
-        time.sleep(0.001)
-
-    fs, path = Late(skip_instance_cache=True), str(tmp_path / "lock.json")
-    dead = {"token": "t", **lock._this_process(), "started": "long ago"}
-    fs.pipe_file(path, json.dumps(dead).encode())
+    owner = {"token": "t", **lock._this_process(), "started": "long ago"}
+    put(any_place, json.dumps(owner if dead else {**owner, "host": "elsewhere"}).encode())
+    monkeypatch.setattr(lock, "swap", late)
     order: list[str] = []
 
     def work() -> None:
-        with lock.hold(fs, path, clock=Clock(lambda: 0.0, sleep)):
+        times = iter([0.0, 0.0, 0.0, 31.0])  # the owner is seen, and still there after 31 s
+
+        def sleep(seconds: float) -> None:
+            if "in" in order:
+                away.set()  # one of them waits for the other
+            time.sleep(0.01)
+
+        with lock.hold(*any_place, clock=Clock(lambda: next(times, 31.0), sleep)):
             order.append("in")
             assert away.wait(60)
             order.append("out")
@@ -153,26 +153,83 @@ def test_of_two_who_take_over_one_dead_lock_one_holds_it(tmp_path: Path) -> None
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert next(turns) >= 4
     assert order == ["in", "out", "in", "out"]
 
 
-def test_a_heartbeat_outlives_a_store_that_fails(tmp_path: Path) -> None:
-    class Failing(LocalFileSystem):
-        failures = count()
+def test_a_heartbeat_outlives_a_store_that_fails(place, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs, path = place
+    failures = count()
 
-        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
-            if mode == "overwrite" and next(self.failures) < 2:
-                raise RuntimeError("503 from the store, of no kind of OSError")
-            super().pipe_file(path, value, mode=mode, **more)
+    def failing(*given: Any) -> State | None:
+        if 1 <= next(failures) <= 3:
+            raise RuntimeError("503 from the store, of no kind of OSError")
+        return swap.swap(*given)
 
-    fs, path = Failing(skip_instance_cache=True), str(tmp_path / "lock.json")
-    with lock.hold(fs, path, heartbeat=0.02):
+    monkeypatch.setattr(lock, "swap", failing)
+    with lock.hold(fs, path, heartbeat=0.02) as held:
         until = time.monotonic() + 60
-        while (lock.read_owner(fs, path) or {}).get("beat", 0) < 3:
+        while (lock.read_owner(fs, path) or {}).get("beat", 0) < 6:
             assert time.monotonic() < until
             time.sleep(0.01)
-    assert not fs.exists(path)
+        held.check()
+    assert lock.read_owner(fs, path) is None
+
+
+def test_a_heartbeat_whose_answer_was_lost_is_no_loss_of_the_lock(
+    any_place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has written it, and the client was told of an error."""
+    turns = count()
+
+    def unheard(*given: Any) -> State | None:
+        done = swap.swap(*given)
+        if next(turns) == 1:
+            raise TimeoutError("no answer")
+        return done
+
+    monkeypatch.setattr(lock, "swap", unheard)
+    with lock.hold(*any_place) as held:
+        with pytest.raises(TimeoutError):
+            held.renew()
+        held.renew()
+        held.check()
+
+
+def test_who_lost_the_lock_learns_it_and_leaves_it_to_the_other(any_place) -> None:
+    with lock.hold(*any_place, heartbeat=0.02) as held:
+        held.check()
+        own_elsewhere(any_place)
+        assert held.lost.wait(60)
+        with pytest.raises(lock.LockLost, match="took the lock over"):
+            held.check()
+    assert (lock.read_owner(*any_place) or {})["host"] == "elsewhere"
+
+
+def test_who_was_paused_asks_the_store_whether_the_lock_is_still_its_own(place) -> None:
+    hand = Hand()
+    with lock.hold(*place, heartbeat=1e6, expiry=30.0, clock=hand.clock) as held:
+        hand.time = 14.0
+        held.check()
+        hand.time = 500.0  # nobody wanted it meanwhile
+        held.check()
+        assert (lock.read_owner(*place) or {})["beat"] == 1
+        own_elsewhere(place)
+        hand.time = 514.0  # within half the expiry it cannot have been lost
+        held.check()
+        hand.time = 516.0
+        with pytest.raises(lock.LockLost):
+            held.check()
+
+
+def test_a_store_that_fails_at_the_release_fails_no_build(
+    place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*given: Any) -> State | None:
+        raise RuntimeError("503 from the store")
+
+    with lock.hold(*place):
+        monkeypatch.setattr(lock, "swap", away)
+    assert "503 from the store" in caplog.text
 
 
 def test_a_process_of_another_pid_namespace_is_not_known_dead() -> None:
@@ -180,15 +237,15 @@ def test_a_process_of_another_pid_namespace_is_not_known_dead() -> None:
     assert lock.is_dead(gone)
     assert not lock.is_dead({**gone, "pids": "pid:[1]"})
     assert not lock.is_dead({**gone, "host": "elsewhere"})
+    assert not lock.is_dead({**gone, "boot": "of a machine with the same name"})
     assert not lock.is_dead(lock._this_process())
 
 
 def test_a_lock_half_written_is_waited_for_and_names_nobody(place) -> None:
     fs, path = place
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    fs.pipe_file(path, b"")
+    put(place, b"")
     waited: list[dict[str, Any]] = []
     hand = Hand()
-    with lock.hold(fs, path, waiting=waited.append, expiry=30.0, clock=hand.clock):
+    with lock.hold(fs, path, on_wait=waited.append, expiry=30.0, clock=hand.clock):
         assert hand.time > 30.0
     assert waited == []

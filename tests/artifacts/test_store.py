@@ -6,19 +6,22 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stores import REMOTE, RequestsTo, UrlOf
 
-from artifacts import commit
+from artifacts import commit, swap
+from artifacts import store as store_module
 from artifacts.keys import digest_bytes
+from artifacts.lock import Lock, LockLost
 from artifacts.store import Artifact, Draft, KeyParts, Store, StoreError
 
 PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
 
 
-def build(store: Store, parts: KeyParts = PARTS) -> Draft:
-    draft = store.draft(parts)
+def build(store: Store, parts: KeyParts = PARTS, lock: Lock | None = None) -> Draft:
+    draft = store.draft(parts, lock)
     draft.write("a.bin", b"alpha")
     draft.write("sub/b.bin", b"beta", rows=3)
     return draft
@@ -164,9 +167,11 @@ def test_shards_are_shared_and_verified(
     digests = {draft.commit({}, {}).digest for draft in (one, two)}
     assert len(digests) == 1
     assert any_store.find("encode", one.recipe.key) is not None
-    any_store.fs.pipe_file(f"{any_store.shards_path('encode')}/k1.tar", b"tar bytez")
+    name = shard.files[0].path
+    assert name == f"k1.{digest_bytes(b'tar bytes')}.tar"
+    any_store.fs.pipe_file(f"{any_store.shards_path('encode')}/{name}", b"tar bytez")
     assert any_store.shard("encode", "k1") is None
-    assert "k1.tar is damaged" in caplog.text
+    assert f"{name} is damaged" in caplog.text
     assert any_store.find("encode", one.recipe.key) is None
 
 
@@ -190,10 +195,10 @@ def test_two_builders_of_one_shard_each_record_their_own_whole_file(tmp_path: Pa
             recorded.append((shard.files[0].sha256, digest_bytes(contents[n])))
 
     def read() -> None:
-        path = Path(store.shards_path("encode")) / "k.tar"
         while not done.is_set():
-            if path.exists() and (data := path.read_bytes()) not in contents:
-                torn.append(len(data))
+            for path in Path(store.shards_path("encode")).glob("k.*.tar"):
+                if digest_bytes(data := path.read_bytes()) not in path.name:
+                    torn.append(len(data))
 
     reader = threading.Thread(target=read)
     builders = [threading.Thread(target=build_shard, args=(n,)) for n in (0, 1)]
@@ -206,7 +211,121 @@ def test_two_builders_of_one_shard_each_record_their_own_whole_file(tmp_path: Pa
     assert len(recorded) == 40
     assert all(found == own for found, own in recorded)
     assert torn == []
-    assert {p.name for p in Path(store.shards_path("encode")).iterdir()} == {"k.tar", "k.json"}
+    files = {f"k.{digest_bytes(data)}.tar" for data in contents}
+    assert {p.name for p in Path(store.shards_path("encode")).iterdir()} == files | {"k.json"}
+
+
+def test_a_shard_that_is_built_again_changes_nothing_for_an_older_artifact(
+    any_store: Store, tmp_path: Path
+) -> None:
+    """Downloads differ: a host has another picture at the same address today."""
+    (tmp_path / "x").write_bytes(b"yesterday")
+    draft = build(any_store)
+    draft.add_shard(any_store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {}))
+    older = draft.commit({}, {})
+    (tmp_path / "x").write_bytes(b"today")
+    newer = any_store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {})
+    assert any_store.shard("encode", "k") == newer
+    assert any_store.fault(older, deep=True) is None
+    assert older.files[0].sha256 == digest_bytes(b"yesterday")
+
+
+def test_a_shard_file_that_is_there_keeps_its_time_stamp(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    (tmp_path / "x").write_bytes(b"tar bytes")
+    shards = [store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {}) for _ in "12"]
+    assert shards[0] == shards[1]
+    file = Path(store.shards_path("encode"), shards[0].files[0].path)
+    flip(file)
+    store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {})
+    assert file.read_bytes() == b"tar bytes"
+
+
+def test_who_lost_the_lock_writes_and_commits_nothing_more(
+    any_store: Store, tmp_path: Path
+) -> None:
+    (tmp_path / "x").write_bytes(b"alpha")
+    with any_store.lock("encode", PARTS.key) as lock:
+        draft = any_store.draft(PARTS, lock)
+        draft.write("a.bin", b"alpha")
+        path = f"{draft.path}/lock.json"
+        while swap.swap(any_store.fs, path, swap.read(any_store.fs, path), b"{}") is None:
+            continue
+        lock.renew()
+        for act in (
+            lambda: draft.write("a.bin", b"beta"),
+            lambda: draft.upload(str(tmp_path / "x"), "b.bin"),
+            lambda: draft.commit({}, {}),
+        ):
+            with pytest.raises(LockLost):
+                act()
+    assert any_store.fs.cat_file(f"{draft.path}/a.bin") == b"alpha"
+    assert not any_store.fs.exists(f"{draft.path}/b.bin")
+    assert any_store.find("encode", PARTS.key) is None
+
+
+def test_who_is_paused_just_before_its_commit_does_not_replace_another_builders(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs: list[Artifact] = []
+
+    def paused(*given: Any) -> bool:
+        if not theirs:  # another takes the lock over and commits
+            monkeypatch.setattr(store_module, "create", swap.create)
+            path = f"{any_store.root}/encode/{PARTS.key}/lock.json"
+            while swap.swap(any_store.fs, path, swap.read(any_store.fs, path), b"null") is None:
+                continue
+            with any_store.lock("encode", PARTS.key) as lock:
+                theirs.append(build(any_store, PARTS, lock).commit({"by": "them"}, {}))
+        return swap.create(*given)
+
+    with any_store.lock("encode", PARTS.key) as lock:
+        draft = build(any_store, PARTS, lock)
+        monkeypatch.setattr(store_module, "create", paused)
+        with pytest.raises(LockLost):
+            draft.commit({"by": "us"}, {})
+    found = any_store.find("encode", PARTS.key)
+    assert found is not None and found.summary == {"by": "them"}
+
+
+def test_a_damaged_manifest_is_replaced_by_its_rebuilder(any_store: Store) -> None:
+    artifact = build(any_store).commit({}, {})
+    any_store.fs.pipe_file(f"{artifact.path}/manifest.json", b"{")
+    with any_store.lock("encode", PARTS.key) as lock:
+        build(any_store, PARTS, lock).commit({}, {})
+    assert any_store.find("encode", PARTS.key) is not None
+
+
+def test_all_is_synced_before_the_record_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure the disk has what was synced, names in folders too."""
+    store = Store(str(tmp_path / "new/store"))
+    (tmp_path / "x").write_bytes(b"tar bytes")
+    contents, names, fsync = set[int](), set[Path](), os.fsync
+
+    def watched(descriptor: int) -> None:
+        contents.add(os.fstat(descriptor).st_ino)
+        folder = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        names.update(folder.iterdir() if folder.is_dir() else [])
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    draft = build(store)
+    draft.upload(str(tmp_path / "x"), "deep/er/c.bin")
+    Path(draft.path, "by/another").mkdir(parents=True)
+    Path(draft.path, "by/another/process").write_bytes(b"1")
+    draft.add("by/another/process")
+    draft.add_shard(store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {}))
+    files = [Path(draft.path, path).resolve() for path in draft.files]
+
+    def check(file: Path) -> None:
+        assert file.stat().st_ino in contents
+        assert {p for p in [file, *file.parents] if tmp_path in p.parents} <= names
+
+    for file in files:
+        check(file)
+    check(Path(draft.commit({}, {}).path, "manifest.json"))
 
 
 def test_a_file_that_cannot_be_copied_leaves_the_one_that_was_there(tmp_path: Path) -> None:
@@ -223,6 +342,16 @@ def test_several_may_ask_at_once_whether_a_store_is_writable(any_store: Store) -
         for answer in [pool.submit(any_store.check_writable) for _ in range(24)]:
             answer.result()
     assert any_store.fs.find(any_store.root) == []
+
+
+def test_a_store_that_ignores_conditions_is_refused(
+    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(url_of("memory"))
+    monkeypatch.setattr(store_module, "create", lambda fs, path, data: not fs.pipe_file(path, data))
+    with pytest.raises(StoreError, match="ignores the conditions of writes"):
+        store.check_writable()
+    assert store.fs.find(store.root) == []
 
 
 def test_what_another_machine_does_is_seen_at_once(any_store: Store) -> None:
@@ -245,8 +374,9 @@ def test_a_store_that_keeps_checksums_is_not_read_to_reuse_an_artifact(
     store = Store(url_of(kind))
     (tmp_path / "x").write_bytes(b"tar bytes")
     draft = build(store)
-    draft.add_shard(store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {}))
-    artifact = draft.commit({}, {})
+    shard = store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {})
+    draft.add_shard(shard)
+    artifact, tar = draft.commit({}, {}), shard.files[0].path
 
     def read_by(act: Callable[[], object]) -> set[str]:
         """Files whose bytes are asked for meanwhile; Google has a path of its own for them."""
@@ -255,20 +385,18 @@ def test_a_store_that_keeps_checksums_is_not_read_to_reuse_an_artifact(
         act()
         asked = [path for method, path in requests[before:] if method == "GET"]
         media = [p for p in asked if kind == "s3" or p.startswith("/download/")]
-        return {path.rpartition("/")[2] for path in media} & {"a.bin", "b.bin", "k.tar"}
+        return {path.rpartition("/")[2] for path in media} & {"a.bin", "b.bin", tar}
 
     found = store.find("encode", PARTS.key)
     assert found is not None
     assert found.digest == artifact.digest
     assert read_by(lambda: store.find("encode", PARTS.key)) == set()
-    assert read_by(lambda: store.fault(found, deep=True)) == {"a.bin", "b.bin", "k.tar"}
+    assert read_by(lambda: store.fault(found, deep=True)) == {"a.bin", "b.bin", tar}
     assert store.fault(found, deep=True) is None
 
-    elsewhere(store).fs.pipe_file(f"{store.shards_path('encode')}/k.tar", b"tar bytez")
-    assert (
-        store.fault(found)
-        == "../shards/k.tar is damaged: its sha256 differs from the committed one"
-    )
+    elsewhere(store).fs.pipe_file(f"{store.shards_path('encode')}/{tar}", b"tar bytez")
+    fault = f"../shards/{tar} is damaged: its sha256 differs from the committed one"
+    assert store.fault(found) == fault
 
 
 def test_a_store_without_checksums_records_none(url_of: UrlOf) -> None:
@@ -300,7 +428,8 @@ def whole(tmp_path: Path) -> Artifact:
     return draft.commit({}, {})
 
 
-FILES = ["a.bin", "sub/b.bin", "c.bin", "d.bin", "../shards/k.tar"]
+TAR = f"../shards/k.{digest_bytes(b'tar bytes')}.tar"
+FILES = ["a.bin", "sub/b.bin", "c.bin", "d.bin", TAR]
 
 
 def test_a_reuse_reads_no_file_whose_size_and_time_stamp_are_as_committed(
@@ -335,12 +464,12 @@ def test_a_byte_that_flips_beneath_its_time_stamp_is_found_by_a_deep_check_and_t
 def test_who_reads_a_damaged_file_is_told_at_its_end_and_so_is_the_next_reuse(
     whole: Artifact,
 ) -> None:
-    path = Path(whole.path, "../shards/k.tar").resolve()
+    path = Path(whole.path, TAR).resolve()
     sha256 = digest_bytes(b"tar bytes")
     with commit.open_checked(str(path), sha256) as stream:
         assert stream.read(3) == b"tar"
     flip(path)
-    damaged = pytest.raises(commit.Damaged, match=r"k\.tar is damaged")
+    damaged = pytest.raises(commit.Damaged, match=r"\.tar is damaged")
     with damaged, commit.open_checked(str(path), sha256) as stream:
         assert stream.read(3) == b"tar"
     assert whole.store.find("encode", whole.key) is None
@@ -351,3 +480,11 @@ def test_damage_is_told_rather_than_what_it_led_to(whole: Artifact) -> None:
     for kind, sha256 in ((commit.Damaged, "0" * 64), (KeyError, digest_bytes(b"alpha"))):
         with pytest.raises(kind), commit.open_checked(str(path), sha256):
             raise KeyError("of a reader")
+
+
+def test_what_a_newer_version_wrote_is_neither_read_nor_rebuilt(store: Store) -> None:
+    artifact = build(store).commit({}, {})
+    newer = {**artifact.manifest, "format": commit.FORMAT + 1, "files": [{"path": "a", "new": 1}]}
+    commit.write_record(store.fs, f"{artifact.path}/manifest.json", newer)
+    with pytest.raises(commit.NewerFormat, match="newer version of kilnworks: update this one"):
+        store.find("encode", PARTS.key)

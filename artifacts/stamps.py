@@ -1,0 +1,40 @@
+"""What changes with a file's bytes and is known without reading them.
+
+A remote store's own checksum, or a local file's time stamp; files in memory have neither.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+#: Seconds of a tick of the clock that the kernel stamps files by, at the least.
+TICK = 0.01
+
+
+def time_stamp(path: str) -> str:
+    """The stamp of a local file."""
+    return f"mtime:{os.stat(path).st_mtime_ns}"
+
+
+def present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | None]:
+    """A file's stamp, and its size in bytes."""
+    if isinstance(fs, LocalFileSystem):
+        return time_stamp(path), os.stat(path).st_size
+    fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
+    info = fs.info(path)
+    name = next((n for n in ("md5Hash", "crc32c", "ETag", "etag") if info.get(n)), None)
+    return None if name is None else f"{name}:{info[name]}", info.get("size")
+
+
+def distrust(fs: AbstractFileSystem, path: str) -> None:
+    """Change a damaged file's time stamp, so that no reuse trusts the one it was committed with.
+
+    A remote store's checksum cannot outlast the bytes that it is of.
+    """
+    if isinstance(fs, LocalFileSystem):
+        with suppress(OSError):  # somebody else's file: the damage is reported all the same
+            os.utime(path)

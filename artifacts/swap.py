@@ -1,0 +1,201 @@
+"""Compare-and-swap of one small file, on a local disk, NFS, S3, Google Cloud Storage or in memory.
+
+A local file `lock.json` is a chain: each state is a file of its own, `lock.json.1`, `lock.json.2`,
+..., and the highest number is the present one. link(2) creates the next number for one process
+alone, on NFS too. An object store compares its own ETag or generation. So a process that was paused
+for hours still loses against any change that others made meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fsspec import AbstractFileSystem
+from fsspec.asyn import sync
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from artifacts import disk
+
+#: What S3 answers to a conditional write that lost.
+_LOST = {"PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey", "412", "409"}
+
+
+class NoSwap(ValueError):
+    """The filesystem has no known compare-and-swap."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a file held when it was read."""
+
+    data: bytes | None  # None: there is no file
+    version: Any  # number, ETag or generation; the store compares it
+
+
+def read(fs: AbstractFileSystem, path: str) -> State:
+    """The present state of the file at `path`. Raises NoSwap, or as the filesystem does."""
+    return _swapper(fs).read(path)
+
+
+def swap(fs: AbstractFileSystem, path: str, seen: State, data: bytes) -> State | None:
+    """Replace the state `seen` by `data`; None if the present state is another.
+
+    An answer can be lost and the request repeated, so a refusal is checked against what is there.
+    `data` must therefore differ from what any other process writes. None can also mean that `data`
+    was written and already replaced: who must know finds a token of its own in the later state.
+
+    Raises NoSwap, or as the filesystem does.
+    """
+    swapper = _swapper(fs)
+    version = swapper.write(path, seen, data)
+    if version is not None:
+        return State(data, version)
+    found = swapper.read(path)
+    return found if found.data == data else None
+
+
+def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
+    """Create a plain file, whole and synced; False if another file is there already."""
+    if isinstance(fs, LocalFileSystem):
+        disk.make_folder(os.path.dirname(path))
+        return disk.create(path, data)
+    return swap(fs, path, State(None, None), data) is not None
+
+
+class _Swapper(Protocol):
+    def read(self, path: str) -> State: ...
+
+    def write(self, path: str, seen: State, data: bytes) -> Any:
+        """The new version; None if the store refused."""
+
+
+def _swapper(fs: AbstractFileSystem) -> _Swapper:
+    if isinstance(fs, LocalFileSystem):
+        return _Local()
+    if isinstance(fs, MemoryFileSystem):
+        return _Memory(fs)
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    if "s3" in protocols:
+        return _S3(fs)
+    if "gs" in protocols:
+        return _Gcs(fs)
+    name = "://, ".join(sorted(protocols))
+    raise NoSwap(f"{name}:// has no conditional writes here: use a local folder, s3:// or gs://")
+
+
+class _Local:
+    def read(self, path: str) -> State:
+        while numbers := self._numbers(path):
+            with suppress(FileNotFoundError), open(f"{path}.{numbers[-1]}", "rb") as stream:
+                return State(stream.read(), numbers[-1])
+        return State(None, 0)
+
+    def write(self, path: str, seen: State, data: bytes) -> int | None:
+        number = seen.version + 1
+        try:
+            if not disk.create(f"{path}.{number}", data):
+                return None
+        except FileNotFoundError:  # the folder has been deleted
+            return None
+        # The newest file stays until a higher one exists. If others had already removed `number`
+        # as outdated, a higher one is therefore here, and this file never counts.
+        *outdated, newest = self._numbers(path)
+        for old in outdated:
+            with suppress(FileNotFoundError):
+                os.unlink(f"{path}.{old}")
+        return number if newest == number else None
+
+    def _numbers(self, path: str) -> list[int]:
+        folder, name = os.path.split(path)
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            return []
+        pattern = re.compile(rf"{re.escape(name)}\.(\d+)")
+        return sorted(int(match[1]) for entry in names if (match := pattern.fullmatch(entry)))
+
+
+class _Memory:
+    _alone = threading.Lock()
+
+    def __init__(self, fs: MemoryFileSystem) -> None:
+        self._fs = fs
+
+    def read(self, path: str) -> State:
+        try:
+            data = self._fs.cat_file(path)
+        except FileNotFoundError:
+            return State(None, None)
+        return State(data, data)
+
+    def write(self, path: str, seen: State, data: bytes) -> bytes | None:
+        with self._alone:
+            if self.read(path).version != seen.version:
+                return None
+            self._fs.pipe_file(path, data)
+            return data
+
+
+class _S3:
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+
+    def read(self, path: str) -> State:
+        try:
+            data, etag = sync(self._fs.loop, self._get, path)
+        except FileNotFoundError:
+            return State(None, None)
+        return State(data, etag)
+
+    async def _get(self, path: str) -> tuple[bytes, str]:
+        bucket, key, _ = self._fs.split_path(path)
+        answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=key)
+        async with answer["Body"] as stream:
+            return await stream.read(), answer["ETag"]
+
+    def write(self, path: str, seen: State, data: bytes) -> str | None:
+        bucket, key, _ = self._fs.split_path(path)
+        condition = {"IfNoneMatch": "*"} if seen.version is None else {"IfMatch": seen.version}
+        try:
+            answer = self._fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+        except OSError as error:
+            reply = getattr(error.__cause__, "response", {}).get("Error", {})
+            if reply.get("Code") in _LOST:
+                return None
+            raise
+        return str(answer["ETag"])
+
+
+class _Gcs:
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+
+    def read(self, path: str) -> State:
+        try:
+            headers, data = self._fs.call("GET", self._fs.url(path))
+        except FileNotFoundError:
+            return State(None, None)
+        return State(data, headers["X-Goog-Generation"])
+
+    def write(self, path: str, seen: State, data: bytes) -> str | None:
+        bucket, key, _ = self._fs.split_path(path)
+        try:
+            answer = self._fs.call(
+                "POST",
+                f"{self._fs._location}/upload/storage/v1/b/{bucket}/o",
+                name=key,
+                uploadType="media",
+                ifGenerationMatch=seen.version or 0,  # 0: there is no object
+                headers={"Content-Type": "application/octet-stream"},
+                data=data,
+                json_out=True,
+            )
+        except (FileExistsError, FileNotFoundError):
+            return None
+        return str(answer["generation"])
