@@ -218,22 +218,28 @@ def first_fault(
     A file is hashed unless its size and stamp are those that were committed; `deep` hashes every
     file. A remote store that does not give one raises as its client does: that is no fault.
     """
-    for entry in files:
-        try:
-            if not deep and _is_as_stamped(fs, root, entry):
-                continue
-            found = hash_file(fs, root, entry.path)
-        except FileNotFoundError:
-            return f"{entry.path} is missing"
-        except OSError as error:
-            if not isinstance(fs, LocalFileSystem):
-                raise
-            return f"{entry.path} cannot be read: {error.strerror or error}"
-        if found.size != entry.size:
-            return f"{entry.path} has {found.size} bytes, {entry.size} were committed"
-        if found.sha256 != entry.sha256:
-            distrust(fs, _locate(root, entry.path))
-            return f"{entry.path} is damaged: its sha256 differs from the committed one"
+    return next((found for one in files if (found := file_fault(fs, root, one, deep=deep))), None)
+
+
+def file_fault(
+    fs: AbstractFileSystem, root: str, entry: FileEntry, *, deep: bool = False
+) -> str | None:
+    """As `first_fault`, of one file."""
+    try:
+        if not deep and _is_as_stamped(fs, root, entry):
+            return None
+        found = hash_file(fs, root, entry.path)
+    except FileNotFoundError:
+        return f"{entry.path} is missing"
+    except OSError as error:
+        if not isinstance(fs, LocalFileSystem):
+            raise
+        return f"{entry.path} cannot be read: {error.strerror or error}"
+    if found.size != entry.size:
+        return f"{entry.path} has {found.size} bytes, {entry.size} were committed"
+    if found.sha256 != entry.sha256:
+        distrust(fs, _locate(root, entry.path))
+        return f"{entry.path} is damaged: its sha256 differs from the committed one"
     return None
 
 
@@ -273,6 +279,21 @@ def open_checked(url: str, sha256: str) -> Iterator[Any]:
             raise _damaged(fs, path, url) from error
         if stream.sha256() != sha256:
             raise _damaged(fs, path, url)
+
+
+def copy_checked(
+    url: str, sha256: str, fs: AbstractFileSystem, path: str, check: Callable[[], None]
+) -> str | None:
+    """Copy a committed file to `path`, as `put_atomic`. Raises Damaged as `open_checked`."""
+    if isinstance(fs, LocalFileSystem):
+        with replacing(path, check) as beside:
+            with open_checked(url, sha256) as source, open(beside, "wb") as sink:
+                shutil.copyfileobj(source, sink, 2**22)
+            return time_stamp(beside)
+    check()
+    with open_checked(url, sha256) as source, fs.open(path, "wb") as sink:
+        shutil.copyfileobj(source, sink, 2**22)
+    return None
 
 
 def _damaged(fs: AbstractFileSystem, path: str, url: str) -> Damaged:

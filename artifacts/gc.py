@@ -1,185 +1,240 @@
-"""Garbage collection: delete artifacts that no published model and no recent run needs."""
+"""Garbage collection: delete what is not marked (artifacts/marks.py) and has not changed for a day.
+
+Each piece is checked again when its turn comes: what a run has reused meanwhile stays. An I/O error
+ends the collection, since what cannot be read may be needed.
+"""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from artifacts import lock
-from artifacts.commit import write_atomic
-from artifacts.store import SHARDS, Artifact, Store
+from artifacts.commit import read_record, write_atomic
+from artifacts.lock import seize
+from artifacts.marks import DAY, LOCK, Marks, is_held
+from artifacts.runs import REGISTRIES, RUNS, GarbageUnsure
+from artifacts.store import MANIFEST, SHARDS, Store, modified, name_of
+from artifacts.swap import read
 
-RUNS = "runs"
 CHECKPOINTS = "checkpoints"
-Key = tuple[str, str]  # (stage, key)
-
-
-class GarbageUnsure(ValueError):
-    """A damaged record hides the needed artifacts; nothing may be deleted until its repair."""
+Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """Deletable files of one artifact or shard."""
+    """Deletable files of one artifact, shard, compiled program or staged model."""
 
     stage: str
     key: str
-    what: str  # artifact | unfinished | shard | checkpoints
-    paths: list[str]  # files, or folders to delete recursively
+    kind: str  # artifact | unfinished | checkpoints | shard | compiled | model | leftover
+    paths: list[str]  # files, and folders to delete recursively
     size: int  # bytes
+    record: str | None = None  # path of the file that makes it exist; it is deleted first
 
 
-def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
-    """Remember what a run needs (`facts["stages"][name]["key"]`), beside what it did before."""
-    path = f"{store.root}/{RUNS}/{run}.json"
-    with suppress(FileNotFoundError):
-        known = json.loads(store.fs.cat_file(path))
-        facts = {**known, **facts, "stages": known["stages"] | facts["stages"]}
-    data = json.dumps({**facts, "at": time.time()}, indent=1)
-    write_atomic(store.fs, path, data.encode())
-
-
-def recent_runs(store: Store, days: float) -> Iterator[dict[str, Any]]:
-    """Records of runs within the last `days`. Raises GarbageUnsure if one is damaged."""
-    oldest = time.time() - days * 86400
-    folder = f"{store.root}/{RUNS}"
-    for path in store.fs.glob(f"{folder}/*.json") if store.fs.exists(folder) else []:
-        try:
-            record = json.loads(store.fs.cat_file(path))
-            recent = record["at"] >= oldest
-            if not all(isinstance(at["key"], str) for at in record["stages"].values()):
-                raise TypeError("a key is a string")
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise GarbageUnsure(
-                f"{path} is damaged: delete it if its run is no longer needed"
-            ) from None
-        if recent:
-            yield record
-
-
-def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
-    """The artifacts of `roots` and all their ancestors.
-
-    Raises:
-        GarbageUnsure: a manifest is damaged, so its parents are unknown.
-    """
-    found: dict[Key, Artifact] = {}
-    pending = list(roots)
-    while pending:
-        stage, key = pending.pop()
-        if (stage, key) in found:
-            continue
-        try:
-            artifact = store.load(stage, key)
-        except ValueError as error:
-            raise GarbageUnsure(f"{error}; its parents are unknown: rebuild it first") from None
-        if artifact is not None:
-            found[stage, key] = artifact
-            parents = artifact.manifest["run"].get("parents", {})
-            pending += [(p["stage"], p["key"]) for p in parents.values()]
-    return found
-
-
-def garbage(store: Store, keep: dict[Key, Artifact], wanted: Iterable[Key] = ()) -> list[Garbage]:
-    """Everything in the store except `keep`, locked artifacts and the unfinished of `wanted`.
+class Collector:
+    """Finds and deletes the garbage of a store.
 
     Args:
-        keep: the artifacts of `needed_by`.
-        wanted: keys of recent runs, which may resume their unfinished artifacts.
+        mark: marks what is needed at the time of the call.
+        days: compiled programs and staged models that have not been used for so long are garbage.
+        min_age: seconds for which garbage must not have changed.
     """
-    unfinished = set(wanted) - keep.keys()
-    shards = {
-        f"{a.store.root}/{a.stage}/{entry.path[3:]}"
-        for a in keep.values()
-        for entry in a.files
-        if entry.path.startswith("../")
-    }
-    found: list[Garbage] = []
-    for stage in _folders(store, store.root):
-        busy = False
-        for key in _folders(store, f"{store.root}/{stage}"):
-            path = f"{store.root}/{stage}/{key}"
-            if len(key) != 64:
-                continue
-            if (stage, key) in unfinished or _is_held(store, f"{path}/lock.json"):
-                busy = True
-                continue
-            if (stage, key) in keep:
-                if store.fs.exists(f"{path}/{CHECKPOINTS}"):
-                    found.append(_checkpoints(store, stage, key, f"{path}/{CHECKPOINTS}"))
-                continue
-            done = store.fs.exists(f"{path}/manifest.json")
-            what = "artifact" if done else "unfinished"
-            found.append(Garbage(stage, key, what, [path], int(store.fs.du(path))))
-        if not busy:  # an active builder may be about to reference any shard of its stage
-            found += _shard_garbage(store, stage, shards)
-    return found
 
+    def __init__(
+        self, store: Store, mark: Callable[[], Marks], *, days: float = 30, min_age: float = DAY
+    ) -> None:
+        self._store, self._mark = store, mark
+        self._days, self._min_age = days, min_age
+        self._now = store.now()
+        self._runs = self._run_records()  # before marking: a run that comes between is seen later
+        self._marks = mark()
+        self._busy = set(self._marks.busy)  # stages whose shards stay
 
-def delete(store: Store, items: Iterable[Garbage]) -> None:
-    """Delete items, except those that a builder has locked since the listing.
+    def garbage(self) -> Iterator[Garbage]:
+        """Everything that is not needed, artifacts before shards. Raises GarbageUnsure."""
+        named: dict[str, set[str]] = {}  # stage -> names of shard files that an artifact names
+        for stage, key in list(self._store.artifact_keys()):
+            names = named.setdefault(stage, set())
+            files = list(self._store.files(f"{stage}/{key}"))
+            if (stage, key) not in self._marks and self._is_old(files):
+                yield from self._folder(stage, key, files)
+            else:
+                names |= self._names(stage, key)
+                yield from self._within(stage, key, files)
+        for stage in sorted(named.keys() - self._busy):
+            yield from self._shards(stage, named[stage])
+        for folder in ("", RUNS, REGISTRIES, *(f"{stage}/{SHARDS}" for stage in named)):
+            yield from self._leftovers(folder, self._store.entries(folder))
+        for entry in self._store.entries("registry"):
+            folder = f"registry/{name_of(entry)}"
+            yield from self._leftovers(folder, self._store.entries(folder))
+        for file in self._store.files("compiled"):
+            if self._is_old([file], self._days * DAY):
+                yield _garbage("compiled", name_of(file), "compiled", [file])
+        if not self._busy:
+            yield from self._models()
 
-    The manifest or record is deleted first, so an interrupted deletion leaves no damaged artifact.
-    """
-    busy: dict[str, bool] = {}  # by stage
-    for item in items:
-        # A builder may have started since the listing: of this artifact, or of one with the shard.
-        if item.what == "shard":
-            if item.stage not in busy:
-                busy[item.stage] = _is_building(store, item.stage)
-            held = busy[item.stage]
-        else:
-            held = _is_held(store, f"{store.root}/{item.stage}/{item.key}/lock.json")
-        if held:
-            continue
+    def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
+        """Delete items, and yield each that was deleted: what is needed by now stays."""
+        for item in items:
+            with self._alone(item) as alone:
+                if alone and self._remove(item):
+                    yield item
+                else:
+                    self._busy.add(item.stage)
+
+    def _folder(self, stage: str, key: str, files: list[Entry]) -> Iterator[Garbage]:
+        """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
+        folder = f"{self._store.root}/{stage}/{key}"
+        entries = [e for e in self._store.entries(f"{stage}/{key}") if not _is_lock(e)]
+        own = [entry for entry in entries if name_of(entry) != MANIFEST]
+        size = sum(int(file["size"] or 0) for file in files)
+        if len(own) < len(entries):
+            paths = [entry["name"] for entry in own]
+            yield Garbage(stage, key, "artifact", paths, size, f"{folder}/{MANIFEST}")
+        elif own:
+            yield Garbage(stage, key, "unfinished", [entry["name"] for entry in own], size)
+        elif self._is_old(files, DAY):
+            yield Garbage(stage, key, "unfinished", [folder], size)
+
+    def _names(self, stage: str, key: str) -> set[str]:
+        """Names of the shard files of an artifact that stays."""
+        try:
+            artifact = self._store.load(stage, key)
+        except ValueError as error:
+            raise GarbageUnsure(f"{error}; its shards are unknown: rebuild it first") from None
+        if artifact is None:
+            self._busy.add(stage)
+            return set()
+        return {e.path.rpartition("/")[2] for e in artifact.files if e.path.startswith("../")}
+
+    def _within(self, stage: str, key: str, files: list[Entry]) -> Iterator[Garbage]:
+        """Checkpoints of a finished training run, useful only if its result is damaged."""
+        place = f"/{key}/{CHECKPOINTS}/"
+        resumable = [file for file in files if place in file["name"]]
+        if resumable and (stage, key) in self._marks.artifacts and self._is_old(resumable):
+            folder = f"{self._store.root}/{stage}/{key}/{CHECKPOINTS}"
+            size = sum(int(file["size"] or 0) for file in resumable)
+            yield Garbage(stage, key, "checkpoints", [folder], size)
+        yield from self._leftovers(stage, [f for f in files if place not in f["name"]])
+
+    def _shards(self, stage: str, named: set[str]) -> Iterator[Garbage]:
+        groups: dict[str, dict[str, Entry]] = {}
+        for entry in self._store.entries(f"{stage}/{SHARDS}"):
+            name = name_of(entry)
+            if not _is_leftover(entry):
+                groups.setdefault(name.partition(".")[0], {})[name] = entry
+        for key, files in sorted(groups.items()):
+            record = files.pop(f"{key}.json", None)
+            unnamed = {name: entry for name, entry in files.items() if name not in named}
+            if record is not None and len(unnamed) < len(files):
+                # An artifact names files of this shard; a shard built again has others beside.
+                present = self._recorded(record["name"])
+                unnamed = {n: entry for n, entry in unnamed.items() if n not in present}
+                record = None
+            found = [*unnamed.values(), *([record] if record else [])]
+            if found and self._is_old(found):
+                path = record["name"] if record else None
+                yield _garbage(stage, key, "shard", [*unnamed.values()], path)
+
+    def _recorded(self, path: str) -> set[str]:
+        try:
+            record = read_record(self._store.fs, path)
+        except ValueError as error:
+            raise GarbageUnsure(f"{error}: delete it, and the shard is built again") from None
+        return {entry.path for entry in (record or {"files": []})["files"]}
+
+    def _models(self) -> Iterator[Garbage]:
+        """Base models copied for other machines; the record beside each says that it is whole."""
+        entries = {name_of(entry): entry for entry in self._store.entries("models")}
+        for name, entry in sorted(entries.items()):
+            if entry["type"] == "directory":
+                files, record = (
+                    list(self._store.files(f"models/{name}")),
+                    entries.get(f"{name}.json"),
+                )
+                age = self._min_age if record is None else self._days * DAY
+                if self._is_old([*files, *([record] if record else [])], age):
+                    size = sum(int(file["size"] or 0) for file in files)
+                    path = record["name"] if record else None
+                    yield Garbage("models", name, "model", [entry["name"]], size, path)
+
+    def _leftovers(self, stage: str, entries: Iterable[Entry]) -> Iterator[Garbage]:
+        """Files that killed processes were about to put into place; living ones take no day."""
+        for entry in entries:
+            if _is_leftover(entry) and self._is_old([entry], DAY):
+                yield _garbage(stage.partition("/")[0], name_of(entry), "leftover", [entry])
+
+    def _is_old(self, files: Iterable[Entry], age: float | None = None) -> bool:
+        least = self._min_age if age is None else age
+        return all(self._now - modified(file) >= least for file in files)
+
+    @contextmanager
+    def _alone(self, item: Garbage) -> Iterator[bool]:
+        """Hold an artifact's lock; False if a builder holds it, or the artifact has changed."""
+        if item.kind not in ("artifact", "unfinished", "checkpoints"):
+            yield True
+            return
+        place = f"{item.stage}/{item.key}"
+        path = f"{self._store.root}/{place}/{LOCK}"
+        seen = read(self._store.fs, path)
+        held = is_held(self._store, (item.stage, item.key), self._now)
+        if held or not (item.kind == "checkpoints" or self._is_old(self._store.files(place))):
+            yield False
+            return
+        with seize(self._store.fs, path, seen) as lock:
+            yield lock is not None
+
+    def _remove(self, item: Garbage) -> bool:
+        """Delete an item; False if it is needed by now.
+
+        A run names what it needs, then looks whether that is there. Here the record is deleted,
+        then the runs are asked: so either the run is seen here, or it finds no record and builds.
+        """
+        fs, data = self._store.fs, b""
+        if item.record is not None:
+            try:
+                data = fs.cat_file(item.record)
+                fs.rm_file(item.record)
+            except FileNotFoundError:  # another collection is at it
+                return False
+        if self._is_needed(item):
+            if item.record is not None:
+                write_atomic(fs, item.record, data)
+            return False
         for path in item.paths:
-            if item.what == "artifact" and store.fs.exists(f"{path}/manifest.json"):
-                store.fs.rm_file(f"{path}/manifest.json")
-            store.fs.rm(path, recursive=True)
+            with suppress(FileNotFoundError):
+                fs.rm(path, recursive=True)
+        return True
+
+    def _is_needed(self, item: Garbage) -> bool:
+        if (found := self._run_records()) != self._runs:
+            self._runs, self._marks = found, self._mark()
+            self._busy |= self._marks.busy
+        if item.kind in ("artifact", "unfinished"):
+            return (item.stage, item.key) in self._marks
+        return (item.kind == "shard" and item.stage in self._busy) or (
+            item.kind == "model" and bool(self._busy)
+        )
+
+    def _run_records(self) -> set[tuple[str, int, float]]:
+        entries = self._store.entries(RUNS)
+        return {(name_of(entry), int(entry["size"] or 0), modified(entry)) for entry in entries}
 
 
-def _checkpoints(store: Store, stage: str, key: str, path: str) -> Garbage:
-    """Checkpoints of a finished training run, useful only if its result is damaged."""
-    return Garbage(stage, key, "checkpoints", [path], int(store.fs.du(path)))
+def _garbage(
+    stage: str, key: str, kind: str, files: list[Entry], record: str | None = None
+) -> Garbage:
+    size = sum(int(file["size"] or 0) for file in files)
+    return Garbage(stage, key, kind, [file["name"] for file in files], size, record)
 
 
-def _shard_garbage(store: Store, stage: str, keep: set[str]) -> Iterator[Garbage]:
-    folder = store.shards_path(stage)
-    if not store.fs.exists(folder):
-        return
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for entry in store.fs.ls(folder, detail=True):
-        name = entry["name"].rpartition("/")[2]
-        groups.setdefault(name.partition(".")[0], []).append(entry)
-    for key, entries in sorted(groups.items()):
-        paths = [e["name"] for e in entries]
-        if not any(_same(p, keep) for p in paths):
-            records_first = sorted(paths, key=lambda p: not p.endswith(f"/{key}.json"))
-            size = sum(int(e["size"] or 0) for e in entries)
-            yield Garbage(stage, key, "shard", records_first, size)
+def _is_lock(entry: Entry) -> bool:
+    return name_of(entry).startswith(LOCK)
 
 
-def _same(path: str, keep: set[str]) -> bool:
-    return path in keep or f"/{path.lstrip('/')}" in keep
-
-
-def _is_building(store: Store, stage: str) -> bool:
-    folder = f"{store.root}/{stage}"
-    return any(_is_held(store, f"{folder}/{key}/lock.json") for key in _folders(store, folder))
-
-
-def _is_held(store: Store, path: str) -> bool:
-    owner = lock.read_owner(store.fs, path)
-    return owner is not None and not lock.is_dead(owner)
-
-
-def _folders(store: Store, path: str) -> list[str]:
-    if not store.fs.exists(path):
-        return []
-    entries = store.fs.ls(path, detail=True)
-    names = [e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
-    return sorted(n for n in names if n not in (SHARDS, RUNS, "registry"))
+def _is_leftover(entry: Entry) -> bool:
+    return name_of(entry).endswith(".tmp") or name_of(entry).startswith(".probe-")

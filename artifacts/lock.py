@@ -39,12 +39,10 @@ class Lock:
         lost: set as soon as a heartbeat finds another owner.
     """
 
-    def __init__(
-        self, fs: AbstractFileSystem, path: str, owner: dict[str, Any], lease: float, clock: Clock
-    ) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str, lease: float, clock: Clock) -> None:
         self.lost = threading.Event()
-        self._fs, self._path, self._owner = fs, path, owner
-        self._lease, self._clock = lease, clock
+        self._fs, self._path, self._lease, self._clock = fs, path, lease, clock
+        self._owner = {"token": uuid.uuid4().hex, **_this_process(), "beat": 0}
         self._alone = threading.Lock()  # the heartbeat and the builder both renew
         self._state = State(None, None)
         self._renewed = clock.now()
@@ -110,14 +108,30 @@ def hold(
         expiry: seconds without a heartbeat.
         heartbeat: seconds between our own heartbeats.
     """
-    owner = {"token": uuid.uuid4().hex, **_this_process(), "beat": 0}
-    lock = Lock(fs, path, owner, expiry / 2, clock)
+    lock = Lock(fs, path, expiry / 2, clock)
     _acquire(fs, path, lock, on_wait, expiry, clock)
+    with _kept(lock, path, heartbeat):
+        yield lock
+
+
+@contextmanager
+def seize(fs: AbstractFileSystem, path: str, seen: State) -> Iterator[Lock | None]:
+    """Acquire the lock, whoever owned it, if its state is still `seen`; otherwise give None."""
+    lock = Lock(fs, path, EXPIRY_SECONDS / 2, REAL)
+    if not lock.take(seen):
+        yield None
+        return
+    with _kept(lock, path, HEARTBEAT_SECONDS):
+        yield lock
+
+
+@contextmanager
+def _kept(lock: Lock, path: str, heartbeat: float) -> Iterator[None]:
     stop = threading.Event()
     pulse = threading.Thread(target=_beat, args=(lock, path, stop, heartbeat), daemon=True)
     pulse.start()
     try:
-        yield lock
+        yield
     finally:
         stop.set()
         pulse.join()

@@ -224,12 +224,13 @@ def gc(
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
     days: Annotated[float, typer.Option(help="Keep artifacts of younger runs.")] = 30,
+    hours: Annotated[float, typer.Option(help="Keep younger files.")] = 24,
     delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed.")] = False,
 ) -> None:
     """List, or delete with --delete, what no published model and no recent run needs."""
     from flows.store_commands import collect_garbage
 
-    collect_garbage(store, registry, days=days, delete=delete)
+    collect_garbage(store, registry, days=days, hours=hours, delete=delete)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 
-from artifacts.gc import record_run
+from artifacts.runs import record_run
 from artifacts.store import Artifact, KeyParts, Store
 from tasks.panels import Panel
 from tasks.progress import Progress

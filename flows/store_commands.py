@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from artifacts import gc
 from artifacts.commit import first_fault
-from artifacts.store import Artifact, Store
+from artifacts.gc import Collector, Garbage
+from artifacts.marks import Marks, mark
+from artifacts.runs import GarbageUnsure, registries
+from artifacts.store import Artifact, Store, name_of
 from configs.load import RecipeError
 from configs.schema import Recipe
 from configs.urls import without_secrets
@@ -112,31 +114,43 @@ def _verify(store: Store, what: str | None, url: str | None) -> Iterator[tuple[s
         yield f"model     {found.name} {version.name}", fault
 
 
-def collect_garbage(url: str, registry: str | None = None, *, days: float, delete: bool) -> None:
-    """List unneeded files, and delete them with `delete`.
+def collect_garbage(
+    url: str, registry: str | None = None, *, days: float, hours: float = 24, delete: bool
+) -> None:
+    """List unneeded files that have not changed for `hours`, and delete them with `delete`.
 
     Raises:
         GarbageUnsure: a damaged record hides what is needed.
     """
     store = Store(url)
-    roots = [
-        (stage, found["key"])
-        for run in gc.recent_runs(store, days)
-        for stage, found in run["stages"].items()
-    ]
-    wanted = list(roots)
-    for name, error in _damage(store, registry):  # its parents are unknown
-        raise gc.GarbageUnsure(f"{name}: {error}; nothing is deleted before its repair")
-    roots += [("publish", version.manifest["key"]) for _, version, _ in _models(store, registry)]
-    items = gc.garbage(store, gc.needed_by(store, roots), wanted)
-    for item in items:
-        print(f"{item.what:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
-    total = _size(sum(item.size for item in items))
+
+    def marked() -> Marks:
+        return mark(store, _published(store, registry), days)
+
+    collector = Collector(store, marked, days=days, min_age=hours * 3600)
+    items: Iterable[Garbage] = list(collector.garbage())
+    count = size = 0
+    for item in collector.delete(items) if delete else items:
+        print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
+        count, size = count + 1, size + item.size
     if delete:
-        gc.delete(store, items)
-        print(f"deleted {len(items)} things, {total}")
+        print(f"deleted {count} things, {_size(size)}")
     else:
-        print(f"{len(items)} things, {total}, would be deleted (--delete does it)")
+        print(f"{count} things, {_size(size)}, would be deleted (--delete does it)")
+
+
+def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
+    """Manifests of every published version. Raises GarbageUnsure if one may be unknown."""
+    for path, recorded in registries(store):
+        if not Store(recorded).entries(""):
+            raise GarbageUnsure(
+                f"registry {recorded}: not there; nothing is deleted before it is (if it is gone "
+                f"for good, delete {path})"
+            )
+    for name, error in _damage(store, url):  # what it was made from is not known
+        raise GarbageUnsure(f"{name}: {error}; nothing is deleted before its repair")
+    for _, version, _ in _models(store, url):
+        yield version.manifest
 
 
 def _one(store: Store, what: str) -> Artifact:
@@ -153,12 +167,13 @@ def _matches(what: str, stage: str, key: str) -> bool:
 
 
 def _registries(store: Store, url: str | None) -> Iterator[Registry]:
-    url = url or store.url_of("registry")
-    place = Store(url)
-    if not place.fs.exists(place.root):
-        return
-    for entry in sorted(place.fs.ls(place.root, detail=False)):
-        yield Registry(url, entry.rstrip("/").rpartition("/")[2])
+    """Every model name in the store's own registry, in `url`, and where its models also are."""
+    known = [store.url_of("registry"), *([url] if url else []), *(u for _, u in registries(store))]
+    places = {place.url: place for place in map(Store, known)}
+    for place in places.values():
+        for entry in sorted(place.entries(""), key=name_of):
+            if entry["type"] == "directory":
+                yield Registry(place.url, name_of(entry))
 
 
 def _damage(store: Store, url: str | None) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,10 @@
-"""The registry: numbered versions of a model, and a `champion` alias with atomic updates.
+"""The registry: numbered versions of a model, of which one is the champion.
 
 <registry>/<name>/v1/            a published model's folder; complete once it has manifest.json
-<registry>/<name>/champion       the alias: a symlink if local, else an object with the name
-<registry>/<name>/history.json   every change of the alias, oldest first
+<registry>/<name>/history.json   every change of the champion, oldest first; the last one holds
+<registry>/<name>/champion       follows it: a symlink if local, else an object with the name
+
+The history changes by compare-and-swap (artifacts/swap.py), so no change is lost.
 """
 
 from __future__ import annotations
@@ -12,25 +14,43 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from types import EllipsisType
 from typing import Any
 
 from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
 
-from artifacts import lock
-from artifacts.commit import first_fault, read_record, write_atomic
+from artifacts.commit import (
+    FileEntry,
+    copy_checked,
+    encode_record,
+    file_fault,
+    read_record,
+    stamped,
+    write_atomic,
+)
+from artifacts.lock import Lock, hold
+from artifacts.runs import record_registry
 from artifacts.store import MANIFEST, Artifact, Store
+from artifacts.swap import State, create, read, swap
 
 CHAMPION = "champion"
 ROLLED_BACK = "rolled back"
+
+
 log = logging.getLogger("kiln")
+REPORT = "report.html"  # beside a model's files, outside its manifest
+Moves = list[dict[str, Any]]
 
 
 class RegistryError(ValueError):
     """A model or version is missing or damaged; the message lists the existing versions."""
+
+
+class ChampionChanged(RegistryError):
+    """The champion is another than the one that a promotion was decided against."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +67,15 @@ class Registry:
 
     def __init__(self, url: str, name: str) -> None:
         self.fs: AbstractFileSystem
-        store = Store(url)
-        self.fs = store.fs
+        self.store = Store(url)
+        self.fs = self.store.fs
         self.name = name
-        self.root = f"{store.root}/{name}"
-
-    @property
-    def is_local(self) -> bool:
-        return isinstance(self.fs, LocalFileSystem)
+        self.root = f"{self.store.root}/{name}"
 
     def url(self, version: str) -> str:
         """URL of a version's folder; a plain path if local."""
         full = f"{self.root}/{version}"
-        return full if self.is_local else str(self.fs.unstrip_protocol(full))
+        return full if self.store.is_local else str(self.fs.unstrip_protocol(full))
 
     def versions(self) -> list[Version]:
         """Complete versions, oldest first."""
@@ -76,8 +92,8 @@ class Registry:
         return [(name, fault) for name, fault in self._manifests() if isinstance(fault, str)]
 
     def champion(self) -> Version | None:
-        """The alias's version; None without an alias. Raises RegistryError if it is damaged."""
-        name = self._read_alias()
+        """The champion; None without one. Raises RegistryError if it is damaged."""
+        name = _last(self.history())
         if name is None:
             return None
         found = next((v for v in self.versions() if v.name == name), None)
@@ -90,25 +106,41 @@ class Registry:
     def publish(self, artifact: Artifact) -> Version:
         """Copy a publish artifact to the next version, or return its existing version.
 
-        A damaged copy of the artifact is replaced under its version name.
-        """
-        with lock.hold(self.fs, f"{self.root}/lock.json"):
-            same = [v for v in self.versions() if v.manifest["key"] == artifact.key]
-            whole = [v for v in same if self._is_whole(v)]
-            if whole:
-                return whole[0]
-            name = same[0].name if same else self._next_name()
-            self._copy(artifact, name)
-        manifest = read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
-        assert manifest is not None, "_copy has written it"
-        return Version(name, self.url(name), manifest)
+        Damaged files of the existing version are replaced one by one, each at once: a reader sees
+        no file half written.
 
-    def promote(self, version: str, why: str = "promoted") -> Version:
-        """Make a version the champion. Raises RegistryError if it does not exist."""
+        Raises:
+            Damaged: the artifact's own files are not those that were committed.
+            LockLost: another publisher took over.
+        """
+        record_registry(artifact.store, self.store)
+        with hold(self.fs, f"{self.root}/lock.json") as lock:
+            for version in self.versions():
+                if version.manifest["key"] == artifact.key and self._mend(version, artifact, lock):
+                    return version
+            return self._add(artifact, self._next_name(), lock)
+
+    def promote(
+        self, version: str, why: str = "promoted", *, expected: str | EllipsisType | None = ...
+    ) -> Version:
+        """Make a version the champion.
+
+        Args:
+            expected: the present champion's version, None for none; default: whichever it is.
+
+        Raises:
+            RegistryError: the version does not exist.
+            ChampionChanged: the champion is not `expected`.
+        """
         found = self.version(version)
-        with lock.hold(self.fs, f"{self.root}/lock.json"):
-            if self._read_alias() != version:
-                self._move(version, why)
+
+        def chosen(moves: Moves) -> str:
+            if expected not in (..., _last(moves)):
+                champion = _last(moves) or "none"
+                raise ChampionChanged(f"{self.name}: the champion is {champion}, not {expected}")
+            return version
+
+        self._move(chosen, why)
         return found
 
     def version(self, name: str) -> Version:
@@ -126,42 +158,46 @@ class Registry:
             RegistryError: there is no champion or no earlier one.
         """
         known = {v.name: v for v in self.versions()}
-        if self._read_alias() is None:  # before the lock, which would create the folder
-            raise RegistryError(f"{self.name}: there is no champion to roll back from")
-        with lock.hold(self.fs, f"{self.root}/lock.json"):
-            current = self._read_alias()
-            earlier = [n for n in _champion_stack(self.history()) if n != current and n in known]
-            if not earlier:
+
+        def earlier(moves: Moves) -> str:
+            current = _last(moves)
+            if current is None:
+                raise RegistryError(f"{self.name}: there is no champion to roll back from")
+            stack = [name for name in _champion_stack(moves) if name != current and name in known]
+            if not stack:
                 raise RegistryError(
                     f"{self.name}: {current} is the first champion; nothing is before it"
                 )
-            self._move(earlier[-1], ROLLED_BACK)
-        return known[earlier[-1]]
+            return stack[-1]
+
+        return known[self._move(earlier, ROLLED_BACK)]
 
     def was_champion(self, version: str) -> bool:
         """Whether a version is or was the champion."""
         return any(move["version"] == version for move in self.history())
 
     def last_move(self) -> dict[str, Any] | None:
-        """The last change of the alias: {version, why, at}; None without a champion."""
+        """The last change of the champion: {version, why, at}; None without a champion."""
         moves = self.history()
         return moves[-1] if moves else None
 
-    def history(self) -> list[dict[str, Any]]:
-        """Changes of the alias, oldest first. Raises RegistryError if the file is damaged.
+    def history(self) -> Moves:
+        """Changes of the champion, oldest first. Raises RegistryError if the file is damaged."""
+        return self._moves(read(self.fs, self._history))
 
-        The history is written before the alias, so a last entry that the alias does not match
-        belongs to an interrupted change and is omitted.
-        """
-        try:
-            moves = json.loads(self.fs.cat_file(f"{self.root}/history.json"))
-            names = [move["version"] for move in moves]
-        except FileNotFoundError:
+    @property
+    def _history(self) -> str:
+        return f"{self.root}/history.json"
+
+    def _moves(self, state: State) -> Moves:
+        if state.data is None:
             return []
+        try:
+            moves = json.loads(state.data)
+            _ = [move["version"] for move in moves]
         except (KeyError, TypeError, ValueError):
-            raise RegistryError(f"{self.root}/history.json is damaged: restore it") from None
-        made = names[-1:] == [self._read_alias()]
-        return list(moves if made else moves[:-1])
+            raise RegistryError(f"{self._history} is damaged: restore it") from None
+        return list(moves)
 
     def _manifests(self) -> Iterator[tuple[str, dict[str, Any] | str]]:
         """(version, manifest or fault message), oldest first."""
@@ -182,12 +218,6 @@ class Registry:
         names = [entry.rstrip("/").rpartition("/")[2] for entry in entries]
         return sorted((n for n in names if re.fullmatch(r"v\d+", n)), key=lambda n: int(n[1:]))
 
-    def _is_whole(self, version: Version) -> bool:
-        fault = first_fault(self.fs, f"{self.root}/{version.name}", version.manifest["files"])
-        if fault is not None:
-            log.warning("registry %s/%s: %s; copied again", self.name, version.name, fault)
-        return fault is None
-
     def _next_name(self) -> str:
         """The name after the last version; an interrupted copy without a manifest is reused."""
         names = self._version_names()
@@ -195,28 +225,64 @@ class Registry:
         used += [move["version"] for move in self.history()]
         return f"v{max((int(name[1:]) for name in used), default=0) + 1}"
 
-    def _copy(self, artifact: Artifact, name: str) -> None:
+    def _add(self, artifact: Artifact, name: str, lock: Lock) -> Version:
         """Copy every file, the manifest last, which makes the folder a version."""
-        paths = [entry.path for entry in artifact.files]
-        extra = [p for p in ("report.html",) if artifact.store.fs.exists(f"{artifact.path}/{p}")]
-        for path in [*paths, *extra]:
-            target = f"{self.root}/{name}/{path}"
-            self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            with (
-                artifact.store.fs.open(f"{artifact.path}/{path}", "rb") as source,
-                self.fs.open(target, "wb") as sink,
-            ):
-                while chunk := source.read(2**22):
-                    sink.write(chunk)
-            if self.is_local and artifact.store.is_local:  # the manifest's stamps are of these
-                found = os.stat(f"{artifact.path}/{path}")
-                os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
-        write_atomic(self.fs, f"{self.root}/{name}/{MANIFEST}", artifact.read(MANIFEST))
+        root = f"{self.root}/{name}"
+        copied = [self._copy(artifact, entry, root, lock) for entry in artifact.files]
+        if artifact.store.fs.exists(f"{artifact.path}/{REPORT}"):
+            write_atomic(self.fs, f"{root}/{REPORT}", artifact.read(REPORT), lock.check)
+        manifest = {**artifact.manifest, "files": stamped(self.fs, root, copied)}
+        lock.check()
+        if not create(self.fs, f"{root}/{MANIFEST}", encode_record(manifest)):
+            raise RegistryError(f"{self.name} {name}: another publisher made it: publish again")
+        return Version(name, self.url(name), manifest)
+
+    def _mend(self, version: Version, artifact: Artifact, lock: Lock) -> bool:
+        """Copy damaged files again; False if the artifact has been rebuilt with other bytes."""
+        root = f"{self.root}/{version.name}"
+        for entry in version.manifest["files"]:
+            fault = file_fault(self.fs, root, entry)
+            if fault is not None:
+                log.warning("registry %s/%s: %s; copied again", self.name, version.name, fault)
+                if version.manifest["digest"] != artifact.digest:
+                    return False
+                self._copy(artifact, entry, root, lock)
+        return True
+
+    def _copy(self, artifact: Artifact, entry: FileEntry, root: str, lock: Lock) -> FileEntry:
+        source, target = artifact.url(entry.path), f"{root}/{entry.path}"
+        etag = copy_checked(source, entry.sha256, self.fs, target, lock.check)
+        return replace(entry, etag=etag)
+
+    def _move(self, choose: Callable[[Moves], str], why: str) -> str:
+        """Make `choose(moves)` the champion, whoever else changes it at the same time."""
+        token = uuid.uuid4().hex
+        while True:
+            state = read(self.fs, self._history)
+            moves = self._moves(state)
+            if any(move.get("token") == token for move in moves):  # an answer was lost
+                version = next(m["version"] for m in moves if m.get("token") == token)
+                break
+            version = choose(moves)
+            if version == _last(moves):
+                break
+            at = datetime.now(UTC).isoformat(timespec="seconds")
+            moves.append({"version": version, "why": why, "at": at, "token": token})
+            if swap(self.fs, self._history, state, json.dumps(moves, indent=1).encode()):
+                break
+        self._follow()
+        return str(version)
+
+    def _follow(self) -> None:
+        """Write the alias until it is the last champion: another may write an older one late."""
+        while (champion := _last(self.history())) != self._read_alias():
+            assert champion is not None
+            self._write_alias(champion)
 
     def _read_alias(self) -> str | None:
         path = f"{self.root}/{CHAMPION}"
         try:
-            if self.is_local:
+            if self.store.is_local:
                 return os.readlink(path)
             return str(self.fs.cat_file(path).decode())
         except FileNotFoundError:
@@ -224,21 +290,19 @@ class Registry:
 
     def _write_alias(self, version: str) -> None:
         path = f"{self.root}/{CHAMPION}"
-        if not self.is_local:
+        if not self.store.is_local:
             self.fs.pipe_file(path, version.encode())
             return
-        temporary = f"{path}.{uuid.uuid4().hex}"
+        temporary = f"{path}.{uuid.uuid4().hex}.tmp"
         os.symlink(version, temporary)
         os.replace(temporary, path)
 
-    def _move(self, version: str, why: str) -> None:
-        at = datetime.now(UTC).isoformat(timespec="seconds")
-        moves = [*self.history(), {"version": version, "why": why, "at": at}]
-        write_atomic(self.fs, f"{self.root}/history.json", json.dumps(moves, indent=1).encode())
-        self._write_alias(version)
+
+def _last(moves: Moves) -> str | None:
+    return moves[-1]["version"] if moves else None
 
 
-def _champion_stack(moves: list[dict[str, Any]]) -> list[str]:
+def _champion_stack(moves: Moves) -> list[str]:
     """The champions that no rollback has removed, oldest first."""
     stack: list[str] = []
     for move in moves:

@@ -20,7 +20,7 @@ from tasks.progress import Progress
 from tasks.publish import card, gate, report
 from tasks.publish.adapters import write_adapters
 from tasks.publish.assemble import assemble
-from tasks.publish.model_registry import Registry, Version
+from tasks.publish.model_registry import ChampionChanged, Registry, Version
 from tasks.stage import StageResult, TransientError, storing
 from tasks.trained_weights import TrainedWeights, local_weights
 
@@ -152,10 +152,15 @@ def register(
             write_atomic(store.fs, path, page.encode())
         version = registry.publish(published)
         if not registry.was_champion(version.name):
+            champion = registry.champion()
             now = _inputs(recipe, trained, evaluated, base)
             if now.get("champion") != published.manifest["inputs"].get("champion"):
                 raise TransientError("another model became the champion meanwhile: run again")
-            registry.promote(version.name, "published")
+            try:
+                expected = champion.name if champion else None
+                registry.promote(version.name, "published", expected=expected)
+            except ChampionChanged as error:
+                raise TransientError(f"{error}: run again") from None
         return {"model": version.uri, "champion": registry.last_move()}
 
 

@@ -274,7 +274,8 @@ def _in_store(store: Store, folder: str) -> str:
     if not store.fs.exists(done):
         log.info("tpu: copying %s to the store", folder)
         store.fs.put(f"{folder.rstrip('/')}/", f"{store.root}/{path}/", recursive=True)
-        store.fs.pipe_file(done, b"{}")  # last: it marks a complete copy
+    # Last: it marks a complete copy. Its age is the time since the last use, for `kiln gc`.
+    store.fs.pipe_file(done, b"{}")
     return url
 
 

@@ -1,18 +1,34 @@
-"""Garbage is what no published model and no recent run needs, and nothing else."""
+"""Garbage is what no published model, recent run or living builder needs, and nothing else."""
 
+import os
+import random
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stores import REMOTE, UrlOf
 
-from artifacts import gc
+from artifacts.gc import Collector, Garbage
+from artifacts.marks import Marks, mark, needed_by
+from artifacts.runs import GarbageUnsure, record_run, runs
 from artifacts.store import Artifact, KeyParts, Store
+
+DAY = 86400.0
 
 
 @pytest.fixture(params=["local", *REMOTE])
 def store(request: pytest.FixtureRequest, url_of: UrlOf) -> Store:
     return Store(url_of(request.param))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
 
 
 def make(store: Store, stage: str, n: int, **parents: Artifact) -> Artifact:
@@ -26,48 +42,93 @@ def make(store: Store, stage: str, n: int, **parents: Artifact) -> Artifact:
     return draft.commit({}, {"parents": known})
 
 
+def use(store: Store, run: str, *artifacts: Artifact) -> None:
+    """What a run does before it looks for an artifact."""
+    record_run(store, run, {"stages": {a.stage: {"key": a.key} for a in artifacts}})
+
+
+def collector(store: Store, *needed: Artifact, days: float = 30, min_age: float = 0) -> Collector:
+    def marked() -> Marks:
+        found = mark(store, [], days)
+        return Marks(
+            found.artifacts | needed_by(store, [(a.stage, a.key) for a in needed]), found.unfinished
+        )
+
+    return Collector(store, marked, days=days, min_age=min_age)
+
+
+def kinds(items: Any) -> list[tuple[str, str]]:
+    return sorted((item.stage, item.kind) for item in items)
+
+
+def age(store: Store, seconds: float, path: str = "") -> None:
+    """Make everything in a local store, or in a folder of it, older."""
+    for file in Path(store.root, path).rglob("*"):
+        at = file.lstat().st_mtime - seconds
+        os.utime(file, (at, at), follow_symlinks=False)
+
+
 def test_only_what_nothing_needs_is_garbage(store: Store) -> None:
     images, images2 = make(store, "download", 1), make(store, "download", 2)
     model = make(store, "train", 1, images=images)
     make(store, "train", 2, images=images2)
-    keep = gc.needed_by(store, [("train", model.key)])
-    assert set(keep) == {("train", model.key), ("download", images.key)}
-    items = gc.garbage(store, keep)
-    assert sorted((i.stage, i.what) for i in items) == [
+    use(store, "a-run", model)
+    found = collector(store)
+    items = list(found.garbage())
+    assert kinds(items) == [
         ("download", "artifact"),
         ("download", "shard"),
         ("train", "artifact"),
         ("train", "shard"),
     ]
-    gc.delete(store, items)
+    assert list(found.delete(items)) == items
     assert store.find("train", model.key) is not None
     assert store.find("download", images.key) is not None
     assert [a.key for a in store.artifacts()] == [images.key, model.key]
     assert store.shard("download", "shard2") is None
-    assert gc.garbage(store, keep) == []
+    assert store.shard("download", "shard1") is not None
+    assert list(collector(store).garbage()) == []
 
 
 def test_what_a_living_builder_is_at_stays(store: Store) -> None:
     parts = KeyParts("train", 1, {}, {})
-    with store.lock("train", parts.key, on_wait=lambda owner: None):
+    with store.lock("train", parts.key):
         store.draft(parts).write("half", b"1")
-        assert gc.garbage(store, {}) == []
-    assert [i.what for i in gc.garbage(store, {})] == ["unfinished"]
+        assert list(collector(store).garbage()) == []
+    assert kinds(collector(store).garbage()) == [("train", "unfinished")]
 
 
-def test_what_a_run_needs_adds_up(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+def test_what_a_run_needs_adds_up(store: Store) -> None:
     for stage in ("download", "encode"):
-        gc.record_run(store, "a-run", {"stages": {stage: {"key": stage}}})
-    (run,) = gc.recent_runs(store, days=1)
-    assert run["stages"] == {"download": {"key": "download"}, "encode": {"key": "encode"}}
+        record_run(store, "a-run", {"stages": {stage: {"key": stage}}})
+    ((_, keys),) = runs(store)
+    assert keys == {("download", "download"), ("encode", "encode")}
 
 
-def test_what_a_recent_run_has_begun_stays(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+def test_what_a_recent_run_has_begun_stays_and_so_do_shards_that_it_may_name(
+    store: Store,
+) -> None:
+    old = make(store, "download", 1)
+    parts = KeyParts("download", 1, {}, {})
+    record_run(store, "a-run", {"stages": {"download": {"key": parts.key}}})
+    store.draft(parts).write("half", b"1")
+    found = collector(store)
+    assert kinds(found.delete(list(found.garbage()))) == [("download", "artifact")]
+    assert store.find("download", old.key) is None
+    assert store.shard("download", "shard1") is not None
+
+
+def test_a_run_that_takes_longer_than_runs_are_remembered_keeps_what_it_reads(
+    local: Store,
+) -> None:
+    images = make(local, "download", 1)
     parts = KeyParts("train", 1, {}, {})
-    store.draft(parts).write("checkpoints/step-1/manifest.json", b"{}")
-    assert gc.garbage(store, {}, wanted=[("train", parts.key)]) == []
+    use(local, "a-run", images)
+    record_run(local, "a-run", {"stages": {"train": {"key": parts.key}}})
+    age(local, 40 * DAY)
+    with local.lock("train", parts.key):
+        assert list(collector(local).garbage()) == []
+    assert ("download", "artifact") in kinds(collector(local).garbage())
 
 
 def test_checkpoints_go_once_their_training_is_finished_and_nobody_is_at_it(
@@ -76,48 +137,264 @@ def test_checkpoints_go_once_their_training_is_finished_and_nobody_is_at_it(
     model = make(store, "train", 1)
     store.fs.makedirs(f"{model.path}/checkpoints", exist_ok=True)
     store.fs.pipe_file(f"{model.path}/checkpoints/step-1", b"12345")
-    keep = gc.needed_by(store, [("train", model.key)])
-    with store.lock("train", model.key, on_wait=lambda owner: None):
-        assert gc.garbage(store, keep) == []
-    assert [(i.what, i.size > 0) for i in gc.garbage(store, keep)] == [("checkpoints", True)]
-    gc.delete(store, gc.garbage(store, keep))
+    found = collector(store, model)
+    items = list(found.garbage())
+    assert [(item.kind, item.size) for item in items] == [("checkpoints", 5)]
+    with store.lock("train", model.key):
+        assert list(found.delete(items)) == []
+    assert list(found.delete(items)) == items
     assert store.find("train", model.key) is not None
     assert not store.fs.exists(f"{model.path}/checkpoints")
 
 
-def test_what_somebody_began_to_build_after_it_was_listed_stays(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+def test_what_somebody_began_to_build_after_it_was_listed_stays(store: Store) -> None:
     model, other = make(store, "train", 1), make(store, "train", 2)
-    items = gc.garbage(store, {})
-    assert {i.what for i in items} == {"artifact", "shard"}
-    with store.lock("train", model.key, on_wait=lambda owner: None):
-        gc.delete(store, items)
+    found = collector(store)
+    items = list(found.garbage())
+    with store.lock("train", model.key):
+        list(found.delete(items))
     assert store.find("train", model.key) is not None
     assert store.find("train", other.key) is None
     assert store.shard("train", "shard2") is not None  # the builder may name it
 
 
+def test_what_a_run_reused_after_it_was_listed_stays(store: Store) -> None:
+    images = make(store, "download", 1)
+    model = make(store, "train", 1, images=images)
+    found = collector(store)
+    items = list(found.garbage())
+    assert len(items) == 4
+    use(store, "later", model)
+    assert list(found.delete(items)) == []
+    assert store.find("train", model.key) is not None
+    assert store.find("download", images.key) is not None
+    assert store.shard("download", "shard1") is not None
+
+
+def test_what_a_run_reuses_while_it_is_being_deleted_stays(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run saw the manifest, just before it was deleted."""
+    model, delete = make(store, "train", 1), store.fs.rm_file
+
+    def late(path: str) -> None:
+        if path.endswith("/manifest.json"):
+            use(store, "later", model)
+        delete(path)
+
+    found = collector(store)
+    items = list(found.garbage())
+    monkeypatch.setattr(store.fs, "rm_file", late)
+    assert list(found.delete(items)) == []
+    assert store.find("train", model.key) is not None
+
+
+def test_what_has_changed_since_it_was_listed_stays(local: Store) -> None:
+    parts = KeyParts("train", 1, {}, {})
+    local.draft(parts).write("half", b"1")
+    age(local, 2 * DAY)
+    found = collector(local, min_age=DAY)
+    items = list(found.garbage())
+    assert kinds(items) == [("train", "unfinished")]
+    local.draft(parts).write("other half", b"2")
+    assert list(found.delete(items)) == []
+    assert local.fs.exists(f"{local.root}/train/{parts.key}/half")
+
+
+def test_what_is_not_a_day_old_stays_with_all_its_shards(local: Store) -> None:
+    old, young = make(local, "train", 1), make(local, "train", 2)
+    age(local, 2 * DAY)
+    Path(young.path, "data").touch()
+    found = collector(local, min_age=DAY)
+    assert kinds(found.delete(list(found.garbage()))) == [("train", "artifact"), ("train", "shard")]
+    assert local.find("train", old.key) is None
+    assert local.find("train", young.key) is not None
+
+
+def test_an_older_file_of_a_shard_goes_with_the_last_artifact_that_names_it(
+    store: Store, tmp_path: Path
+) -> None:
+    older = make(store, "download", 1)
+    (tmp_path / "again").write_bytes(b"downloaded again")
+    newer = store.commit_shard("download", "shard1", {".tar": str(tmp_path / "again")}, {})
+    assert list(collector(store, older).garbage()) == []
+    draft = store.draft(KeyParts("download", 1, {}, {}))
+    draft.add_shard(newer)
+    artifact = draft.commit({}, {})
+    found = collector(store, artifact)
+    list(found.delete(list(found.garbage())))
+    assert store.find("download", older.key) is None
+    assert store.find("download", artifact.key) is not None
+    assert store.shard("download", "shard1") == newer
+    assert len(store.entries("download/shards")) == 2
+
+
+def test_leftovers_of_kills_go(local: Store) -> None:
+    model = make(local, "train", 1)
+    for path in (
+        "train/shards/shard1.tar.0123.tmp",
+        "train/shards/shard9.abc.tar",  # whose record was never written
+        f"train/{model.key}/data.0123.tmp",
+        "runs/a-run.json.0123.tmp",
+        "registry/digits/champion.0123.tmp",
+        ".probe-0123",
+    ):
+        local.fs.makedirs(str(Path(local.root, path).parent), exist_ok=True)
+        local.fs.pipe_file(f"{local.root}/{path}", b"x")
+    age(local, 2 * DAY)
+    found = collector(local, model, min_age=DAY)
+    removed = list(found.delete(list(found.garbage())))
+    assert sorted(item.kind for item in removed) == ["leftover"] * 5 + ["shard"]
+    left = {str(p.relative_to(local.root)) for p in Path(local.root).rglob("*") if p.is_file()}
+    assert {path for path in left if "0123" in path or "shard9" in path} == set()
+    assert local.find("train", model.key) is not None
+
+
+def test_compiled_programs_and_staged_models_go_when_they_have_not_been_used_for_long(
+    local: Store,
+) -> None:
+    for name in ("old", "new"):
+        place = Path(local.root, "compiled/xla-2", name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(b"program")
+    keys = {name: digit * 64 for name, digit in {"old": "1", "new": "2", "half": "3"}.items()}
+    for name, key in keys.items():
+        Path(local.root, "models", key).mkdir(parents=True)
+        Path(local.root, "models", key, "weights").write_bytes(b"12")
+        if name != "half":  # killed while it was being copied
+            Path(local.root, "models", f"{key}.json").write_bytes(b"{}")
+    age(local, 2 * DAY)
+    age(local, 40 * DAY, f"models/{keys['old']}")
+    for old in (f"models/{keys['old']}.json", "compiled/xla-2/old"):
+        at = time.time() - 40 * DAY
+        os.utime(Path(local.root, old), (at, at))
+    found = collector(local, min_age=DAY)
+    removed = list(found.delete(list(found.garbage())))
+    assert sorted((i.kind, i.key[:3]) for i in removed) == [
+        ("compiled", "old"),
+        ("model", "111"),
+        ("model", "333"),
+    ]
+    assert sorted(os.listdir(Path(local.root, "models"))) == [keys["new"], f"{keys['new']}.json"]
+    assert os.listdir(Path(local.root, "compiled/xla-2")) == ["new"]
+
+
+def test_a_staged_model_stays_while_something_is_built(local: Store) -> None:
+    Path(local.root, "models", "1" * 64).mkdir(parents=True)
+    Path(local.root, "models", "1" * 64, "weights").write_bytes(b"12")
+    Path(local.root, "models", f"{'1' * 64}.json").write_bytes(b"{}")
+    age(local, 40 * DAY)
+    found = collector(local, min_age=DAY)
+    items = list(found.garbage())
+    assert [item.kind for item in items] == ["model"]
+    with local.lock("train", "2" * 64):
+        assert list(collector(local, min_age=DAY).garbage()) == []
+        record_run(local, "a-run", {"stages": {"train": {"key": "2" * 64}}})
+        assert list(found.delete(items)) == []
+    assert Path(local.root, "models", f"{'1' * 64}.json").exists()
+
+
 @pytest.mark.parametrize("stages", [None, [], {"train": {}}, {"train": {"key": 1}}])
-def test_a_run_that_does_not_say_what_it_needs_is_damaged(tmp_path: Path, stages: object) -> None:
-    store = Store(str(tmp_path))
-    gc.record_run(store, "r1", {"stages": stages})
-    with pytest.raises(gc.GarbageUnsure, match=r"r1\.json is damaged"):
-        list(gc.recent_runs(store, days=1))
+def test_a_run_that_does_not_say_what_it_needs_is_damaged(local: Store, stages: object) -> None:
+    record_run(local, "r1", {"stages": stages})
+    with pytest.raises(GarbageUnsure, match=r"r1\.json is damaged"):
+        list(runs(local))
 
 
-def test_nothing_is_deleted_when_a_damaged_file_hides_what_is_needed(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
-    model = make(store, "train", 1)
-    store.fs.pipe_file(f"{model.path}/manifest.json", b"{")
-    with pytest.raises(gc.GarbageUnsure, match="rebuild it first"):
-        gc.needed_by(store, [("train", model.key)])
-    gc.record_run(store, "r1", {"stages": {}})
-    store.fs.pipe_file(f"{store.root}/runs/r1.json", b"{")
-    with pytest.raises(gc.GarbageUnsure, match="damaged"):
-        list(gc.recent_runs(store, days=1))
+def test_nothing_is_deleted_when_a_damaged_file_hides_what_is_needed(local: Store) -> None:
+    model = make(local, "train", 1)
+    local.fs.pipe_file(f"{model.path}/manifest.json", b"{")
+    with pytest.raises(GarbageUnsure, match="rebuild it first"):
+        needed_by(local, [("train", model.key)])
+    with pytest.raises(GarbageUnsure, match="its shards are unknown"):
+        list(collector(local, min_age=DAY).garbage())
+    record_run(local, "r1", {"stages": {}})
+    local.fs.pipe_file(f"{local.root}/runs/r1.json", b"{")
+    with pytest.raises(GarbageUnsure, match="damaged"):
+        collector(local)
 
 
-def test_runs_are_remembered_for_a_while(store: Store) -> None:
-    gc.record_run(store, "r1", {"stages": {}})
-    assert len(list(gc.recent_runs(store, days=1))) == 1
-    assert list(gc.recent_runs(store, days=-1)) == []
+def test_runs_are_remembered_for_a_while(local: Store) -> None:
+    model = make(local, "train", 1)
+    use(local, "r1", model)
+    assert list(collector(local, days=1).garbage()) == []
+    age(local, 2 * DAY, "runs")
+    assert ("train", "artifact") in kinds(collector(local, days=1).garbage())
+
+
+@pytest.mark.parametrize("call", ["scandir", "stat", "lstat", "open"])
+def test_an_io_error_anywhere_ends_it_with_nothing_deleted(
+    local: Store, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A flaky disk: each call of a kind fails once, in turn."""
+    model = make(local, "train", 1)
+    use(local, "a-run", model)
+    make(local, "train", 2)
+    where: Any = __import__("builtins") if call == "open" else os
+    really = getattr(where, call)
+    calls = 0
+
+    def flaky(fail: int) -> Callable[..., Any]:
+        def act(*given: Any, **more: Any) -> Any:
+            nonlocal calls
+            if str(local.root) in str(getattr(given[0], "path", given[0])):
+                calls += 1
+                if calls == fail:
+                    raise OSError(5, "Input/output error")
+            return really(*given, **more)
+
+        return act
+
+    for fail in range(1, 400):
+        calls = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(where, call, flaky(fail))
+            try:
+                items: list[Garbage] = list(collector(local).garbage())
+            except (OSError, GarbageUnsure):
+                continue
+        assert kinds(items) == [("train", "artifact"), ("train", "shard")]
+        if calls < fail:
+            break
+    else:
+        pytest.fail("it never ends")
+    assert fail > 3 or call == "lstat"
+
+
+RUN = """
+import random, sys
+from artifacts.runs import record_run
+from artifacts.store import KeyParts, Store
+store, chance, number = Store(sys.argv[1]), random.Random(int(sys.argv[2])), 0
+print("ready", flush=True)
+while number < int(sys.argv[3]):
+    parts = KeyParts("train", 1, {"n": chance.randrange(4)}, {})
+    record_run(store, sys.argv[2], {"stages": {"train": {"key": parts.key}}})
+    if store.find("train", parts.key) is None:
+        with store.lock("train", parts.key) as lock:
+            if store.find("train", parts.key) is None:
+                draft = store.draft(parts, lock)
+                draft.write("data", b"1")
+                draft.commit({}, {})
+    assert store.find("train", parts.key) is not None, number
+    number += 1
+"""
+
+
+@pytest.mark.parametrize("turns", [30, pytest.param(1000, marks=pytest.mark.soak)])
+def test_runs_beside_collections_never_miss_what_they_use(local: Store, turns: int) -> None:
+    seed = int(os.environ.get("KILN_TEST_SEED", random.randrange(10**6)))
+    command = [sys.executable, "-c", RUN, local.root]
+    make(local, "train", 99)
+    started = [
+        subprocess.Popen([*command, str(seed + n), str(turns)], stdout=subprocess.PIPE)
+        for n in range(2)
+    ]
+    for process in started:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    deleted = 0
+    while any(process.poll() is None for process in started):
+        found = collector(local)
+        deleted += len(list(found.delete(list(found.garbage()))))
+    assert [process.wait() for process in started] == [0, 0], seed
+    assert deleted

@@ -135,12 +135,18 @@ def stages(store: Store) -> set[str]:
 
 def test_garbage_is_listed_and_then_deleted(here: Here, place: Path) -> None:
     store = Store(str(place / "store"))
-    told = here("gc", "--store", store.root).splitlines()
+    told = here("gc", "--hours", "0", "--store", store.root).splitlines()
     assert told[-1].startswith("1 things, ") and told[0].split()[:2] == ["artifact", "encode"]
     assert stages(store) == {"encode", "publish"}
-    assert here("gc", "--delete", "--store", store.root).splitlines()[-1].startswith("deleted 1")
+    assert (
+        here("gc", "--hours", "0", "--delete", "--store", store.root)
+        .splitlines()[-1]
+        .startswith("deleted 1")
+    )
     assert stages(store) == {"publish"}
-    assert here("gc", "--delete", "--store", store.root) == "deleted 0 things, 0 B\n"
+    assert (
+        here("gc", "--hours", "0", "--delete", "--store", store.root) == "deleted 0 things, 0 B\n"
+    )
 
 
 def test_the_exit_code_reports_a_damaged_store(here: Here, place: Path) -> None:

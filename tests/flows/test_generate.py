@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from artifacts.runs import runs
 from artifacts.store import KeyParts, Store
 from tasks.publish.model_registry import Registry
 
@@ -81,3 +82,7 @@ def test_pictures_have_their_settings(
     assert "ddim_eta is for scheduler ddim" in say("ddim_eta=0.5", "scheduler=euler", code=2)
     assert "height: 36 is not a multiple" in say("height=36", code=2)
     assert "v9: no such version" in say(model="tiny@v9", code=2)
+
+    drawn = Store(str(tmp_path / "store"))
+    made = {(artifact.stage, artifact.key) for artifact in drawn.artifacts()}
+    assert made == {key for _, keys in runs(drawn) for key in keys}  # `kiln gc` leaves them

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from artifacts import gc
 from artifacts.latents import INFO
+from artifacts.marks import needed_by
 from artifacts.models import digest_model
+from artifacts.runs import runs
 from artifacts.store import Artifact, KeyParts, Store
 from configs.generating import read_settings
 from configs.load import load_recipe
@@ -94,10 +95,10 @@ def test_a_run_records_its_stages_before_their_builds(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = commit(run.store, "download", 1, {})
-    kept: list[dict[str, Any]] = []
+    kept: list[set[str]] = []
 
     def killed(store: Store, *_: Any, **more: Any) -> Any:
-        kept.extend(gc.recent_runs(store, days=1))
+        kept.extend({s for s, _ in keys} for _, keys in runs(store))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(finetune, "build_or_reuse", killed)
@@ -105,7 +106,7 @@ def test_a_run_records_its_stages_before_their_builds(
         finetune.download.fn(run)
     with pytest.raises(KeyboardInterrupt):
         finetune.encode.fn(run, reused(images))
-    assert [set(one["stages"]) for one in kept] == [{"download"}, {"download", "encode"}]
+    assert kept == [{"download"}, {"download", "encode"}]
 
 
 def test_generate_records_its_run_before_the_build(
@@ -132,7 +133,7 @@ def test_an_artifact_names_its_parents(run: Run) -> None:
     images = commit(store, "download", 1, {})
     parts = KeyParts("encode", 1, {}, {"images": images.digest})
     made = build_or_reuse(store, parts, lambda draft: {}, parents={"images": images})
-    needed = gc.needed_by(store, [("encode", made.key)])
+    needed = needed_by(store, [("encode", made.key)])
     assert needed.keys() == {("encode", made.key), ("download", images.key)}
 
 
@@ -163,3 +164,27 @@ def test_only_a_model_compared_with_the_champion_replaces_it(run: Run, compared_
     champion = registry.champion()
     assert champion is not None
     assert champion.name == ("v2" if compared_with == "first" else "v3")
+
+
+def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, registry = run.store, publish.registry_of(run.recipe)
+    first, other = (registry.publish(commit(store, "publish", n, {})) for n in (0, 1))
+    registry.promote(first.name)
+    before = [commit(store, s, 1, {}) for s in ("download", "encode", "train", "evaluate")]
+    given = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
+    published = commit(store, "publish", 9, given)
+    store.fs.pipe_file(f"{published.path}/report.html", b"")
+    compare = publish.stage._inputs
+
+    def compared(*given: Any) -> dict[str, str]:
+        found = compare(*given)
+        registry.promote(other.name)
+        return found
+
+    monkeypatch.setattr(publish.stage, "_inputs", compared)
+    results = [reused(artifact) for artifact in (*before, published)]
+    with pytest.raises(TransientError, match="the champion is v2, not v1: run again"):
+        publish.register(run.recipe, run.base, store, results)
+    assert [move["version"] for move in registry.history()] == ["v1", "v2"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.gc import GarbageUnsure
+from artifacts.runs import GarbageUnsure
 from artifacts.store import Artifact, KeyParts, Store
 from flows.store_commands import collect_garbage, list_store, verify_store
 from tasks.publish.model_registry import Registry
@@ -73,7 +73,7 @@ def test_a_damaged_version_is_not_whole(store: Store, registry: str, harm: str) 
 def test_a_published_artifact_is_not_garbage(store: Store, registry: str) -> None:
     kept, gone = model(store, 1), model(store, 2)
     Registry(registry, "digits").publish(kept)
-    collect_garbage(store.root, given(store, registry), days=1, delete=True)
+    collect_garbage(store.root, given(store, registry), days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
     assert store.find("publish", gone.key) is None
 
@@ -90,5 +90,39 @@ def test_nothing_is_deleted_while_a_version_is_unreadable(
     else:
         found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
     with pytest.raises(GarbageUnsure, match="nothing is deleted"):
-        collect_garbage(store.root, given(store, registry), days=1, delete=True)
+        collect_garbage(store.root, given(store, registry), days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
+
+
+def test_a_registry_elsewhere_is_known_without_being_named(store: Store, tmp_path: Path) -> None:
+    kept = model(store)
+    Registry(str(tmp_path / "models"), "digits").publish(kept)
+    collect_garbage(store.root, days=1, hours=0, delete=True)
+    assert store.find("publish", kept.key) is not None
+    (tmp_path / "models").rename(tmp_path / "unmounted")
+    with pytest.raises(GarbageUnsure, match="models: not there; nothing is deleted before it is"):
+        collect_garbage(store.root, days=1, hours=0, delete=True)
+    assert store.find("publish", kept.key) is not None
+
+
+def test_the_lineage_of_a_published_model_is_kept_without_its_publish_artifact(
+    store: Store,
+) -> None:
+    tuned = model(store, 2)
+    draft = store.draft(KeyParts("publish", 1, {}, {}))
+    draft.write("model_index.json", b"{}")
+    parents = {"model": {"stage": "publish", "key": tuned.key}}
+    made = draft.commit({}, {"created": "", "parents": parents})
+    Registry(f"{store.root}/registry", "digits").publish(made)
+    store.fs.rm(made.path, recursive=True)
+    collect_garbage(store.root, days=1, hours=0, delete=True)
+    assert store.find("publish", tuned.key) is not None
+
+
+def test_garbage_that_is_not_a_day_old_stays(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    young = model(store)
+    collect_garbage(store.root, days=1, delete=True)
+    assert store.find("publish", young.key) is not None
+    assert capsys.readouterr().out == "deleted 0 things, 0 B\n"

@@ -1,13 +1,20 @@
 """Versions are numbered, complete or absent; the champion moves forth and back."""
 
+import itertools
 import json
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stores import REMOTE, UrlOf
 
+from artifacts import swap
+from artifacts.commit import Damaged
 from artifacts.store import Artifact, KeyParts, Store, StoreError
-from tasks.publish.model_registry import Registry, RegistryError
+from tasks.publish import model_registry
+from tasks.publish.model_registry import ChampionChanged, Registry, RegistryError
 
 
 def model(store: Store, n: int) -> Artifact:
@@ -90,16 +97,155 @@ def test_a_damaged_champion_is_said_and_a_damaged_version_is_copied_again(
         found.champion()
 
 
-def test_a_move_that_was_only_written_down_was_none(registry: tuple[Store, Registry]) -> None:
-    store, found = registry
+def write_history(found: Registry, data: bytes) -> None:
+    path = f"{found.root}/history.json"
+    assert swap.swap(found.fs, path, swap.read(found.fs, path), data) is not None
+
+
+def test_a_move_that_was_killed_before_the_alias_is_made_and_the_alias_follows(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
     found.promote(found.publish(model(store, 1)).name)
     found.publish(model(store, 2))
     moves = [*found.history(), {"version": "v2", "why": "published", "at": ""}]
-    found.fs.pipe_file(f"{found.root}/history.json", json.dumps(moves).encode())
-    assert not found.was_champion("v2")
+    write_history(found, json.dumps(moves).encode())
+    assert found.was_champion("v2") and found._read_alias() == "v1"
+    champion = found.champion()
+    assert champion is not None and champion.name == "v2"
     found.promote("v2")
     assert [move["version"] for move in found.history()] == ["v1", "v2"]
-    assert found.was_champion("v2")
+    assert found._read_alias() == "v2"
+
+
+def test_a_promotion_that_was_decided_against_another_champion_is_refused(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    """Two runs were gated against v1: the second was never held against the first."""
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1", expected=None)
+    found.promote("v2", expected="v1")
+    for expected in ("v1", None):
+        with pytest.raises(ChampionChanged, match="digits: the champion is v2, not"):
+            found.promote("v3", expected=expected)
+    assert [move["version"] for move in found.history()] == ["v1", "v2"]
+    assert found._read_alias() == "v2"
+
+
+def test_of_two_promotions_at_once_that_expect_one_champion_one_is_made(
+    any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1")
+    both = threading.Barrier(2)
+
+    def together(*given: Any) -> Any:
+        both.wait(60)
+        return swap.swap(*given)
+
+    monkeypatch.setattr(model_registry, "swap", together)
+    refused: list[str] = []
+
+    def promote(version: str) -> None:
+        try:
+            found.promote(version, expected="v1")
+        except ChampionChanged:
+            refused.append(version)
+
+    threads = [threading.Thread(target=promote, args=(version,)) for version in ("v2", "v3")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    (loser,) = refused
+    assert [move["version"] for move in found.history()] == ["v1", {"v2": "v3", "v3": "v2"}[loser]]
+
+
+def test_promotions_and_rollbacks_at_once_lose_nothing(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3, 4):
+        found.promote(found.publish(model(store, n)).name)
+    acts = [lambda v=v: found.promote(v) for v in ("v1", "v2", "v3")] + [found.rollback] * 2
+    threads = [threading.Thread(target=act) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    moves = found.history()
+    assert {"v1", "v2", "v3"} <= {move["version"] for move in moves[4:]}
+    assert found._read_alias() == moves[-1]["version"]
+    assert all(a["version"] != b["version"] for a, b in itertools.pairwise(moves))
+
+
+def test_publishers_at_once_number_their_versions_apart(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    models = [model(store, n) for n in (1, 2, 3)]
+    threads = [threading.Thread(target=found.publish, args=(one,)) for one in [*models, *models]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    versions = found.versions()
+    assert [version.name for version in versions] == ["v1", "v2", "v3"]
+    assert {v.manifest["digest"] for v in versions} == {one.digest for one in models}
+
+
+def test_a_damaged_file_of_an_artifact_is_not_published(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    artifact = model(store, 3)
+    store.fs.pipe_file(f"{artifact.path}/unet/weights.safetensors", b"xxx")
+    with pytest.raises(Damaged, match="is damaged"):
+        found.publish(artifact)
+    assert found.versions() == []
+
+
+def test_a_reader_never_sees_a_version_half_mended(tmp_path: Path) -> None:
+    store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
+    artifact = model(store, 100_000)
+    found.promote(found.publish(artifact).name)
+    weights = tmp_path / "registry/digits/champion/unet/weights.safetensors"
+    done, seen = threading.Event(), set[int]()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.add(len(weights.read_bytes()))
+
+    reader = threading.Thread(target=watch)
+    reader.start()
+    for _ in range(20):
+        os.replace(_damaged(weights), weights)
+        found.publish(artifact)
+    done.set()
+    reader.join()
+    assert seen <= {7, 100_000}
+    assert weights.read_bytes() == bytes(100_000)
+
+
+def _damaged(weights: Path) -> Path:
+    harmed = weights.with_name("harmed")
+    harmed.write_bytes(b"damaged")
+    return harmed
+
+
+def test_a_model_rebuilt_with_other_bytes_is_a_version_of_its_own(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    found.publish(model(store, 3))
+    found.fs.pipe_file(f"{found.root}/v1/model_index.json", b"x")
+    draft = store.draft(KeyParts("publish", 1, {"n": 3}, {}))
+    draft.write("model_index.json", b"other bytes")
+    assert found.publish(draft.commit({}, {})).name == "v2"
 
 
 def test_a_champion_without_its_manifest_is_said(registry: tuple[Store, Registry]) -> None:
@@ -135,7 +281,7 @@ def test_a_damaged_history_is_said(registry: tuple[Store, Registry]) -> None:
     store, found = registry
     found.promote(found.publish(model(store, 1)).name)
     for damaged in (b"[", b"{}x", b"[{}]", b"[1]", b"1"):
-        found.fs.pipe_file(f"{found.root}/history.json", damaged)
+        write_history(found, damaged)
         with pytest.raises(RegistryError, match=r"history\.json is damaged"):
             found.was_champion("v1")
 
