@@ -1,7 +1,7 @@
 """Latent shards: VAE moments and text embeddings in one safetensors file, read by mmap.
 
-Tensors of a shard (see `write_latent_shard`). The split is `train`, `holdout` or `flipped`: sample
-i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
+Tensors of a shard (latent_writer.py writes them). The split is `train`, `holdout` or `flipped`:
+sample i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
 
     text/prompt_embeds         [K, T, D] bf16   row 0: the empty caption; then the distinct captions
     text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2
@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,15 @@ from numpy.typing import NDArray
 from artifacts.commit import read_record
 
 INFO = "latents.json"
-_DTYPES: dict[str, np.dtype[Any]] = {
+#: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
+DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "F32": np.dtype("<f4"),
     "I32": np.dtype("<i4"),
     "U8": np.dtype("u1"),
 }
-_PAIRS = ("original_size", "crop_top_left", "target_size")
+#: Tensors with two numbers for each sample.
+PAIRS = ("original_size", "crop_top_left", "target_size")
 
 
 def flipped_group(group: str) -> str:
@@ -103,96 +105,6 @@ def stack_rows(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return from_bfloat16(stacked) if stacked.dtype == np.uint16 else stacked
 
 
-def write_latent_shard(
-    path: Path, groups: Mapping[str, Sequence[LatentSample]], texts: Texts
-) -> None:
-    """Write a shard as a safetensors file, deterministically and tensor by tensor.
-
-    Args:
-        groups: `<split>/<h>x<w>` -> samples, in reading order.
-        texts: the captions that the samples' `caption_rows` refer to.
-
-    Raises:
-        ValueError: samples of one group differ in shape.
-    """
-    tensors = _text_tensors(texts)
-    for group, samples in groups.items():
-        tensors |= {f"{group}/{name}": tensor for name, tensor in _group_tensors(samples).items()}
-    # Wide types first: this aligns every tensor, since the format allows no padding.
-    order = sorted(tensors, key=lambda name: (-_DTYPES[tensors[name].dtype].itemsize, name))
-    header, offset = {}, 0
-    for name in order:
-        end = offset + tensors[name].nbytes
-        shape = list(tensors[name].shape)
-        header[name] = {
-            "dtype": tensors[name].dtype,
-            "shape": shape,
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            for chunk in tensors[name].chunks:
-                stream.write(np.ascontiguousarray(chunk).data)
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: Iterable[NDArray[Any]]
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * _DTYPES[self.dtype].itemsize
-
-
-def _bf16_rows(rows: Sequence[NDArray[Any]]) -> _Tensor:
-    shape = rows[0].shape
-    if any(row.shape != shape for row in rows):
-        raise ValueError(f"rows of one tensor differ in shape: {sorted({r.shape for r in rows})}")
-    return _Tensor("BF16", (len(rows), *shape), (to_bfloat16(row) for row in rows))
-
-
-def _whole(dtype: str, array: NDArray[Any]) -> _Tensor:
-    return _Tensor(dtype, array.shape, [array.astype(_DTYPES[dtype])])
-
-
-def _text_tensors(texts: Texts) -> dict[str, _Tensor]:
-    tensors = {
-        "text/prompt_embeds": _bf16_rows(texts.prompt_embeds),
-        "text/input_ids": _whole("I32", texts.input_ids),
-    }
-    if texts.pooled_prompt_embeds is not None:
-        tensors["text/pooled_prompt_embeds"] = _bf16_rows(texts.pooled_prompt_embeds)
-    return tensors
-
-
-def _group_tensors(samples: Sequence[LatentSample]) -> dict[str, _Tensor]:
-    rows = [sample.caption_rows for sample in samples]
-    offsets = np.cumsum([0, *(len(r) for r in rows)])
-    ids = np.frombuffer(b"".join(sample.id for sample in samples), np.uint8)
-    extra = {}
-    if samples[0].aesthetic_score is not None:
-        extra["aesthetic_score"] = _whole("F32", np.array([s.aesthetic_score for s in samples]))
-    if masked := [s.masked for s in samples if s.masked is not None]:
-        extra["masks"] = _whole("U8", np.stack([m.masks for m in masked]))
-        extra["masked_means"] = _bf16_rows([m.means for m in masked])
-    return {
-        "mean": _bf16_rows([sample.mean for sample in samples]),
-        "logvar": _bf16_rows([sample.logvar for sample in samples]),
-        "id": _whole("U8", ids.reshape(len(samples), 32)),
-        "flip": _whole("U8", np.array([sample.flip for sample in samples])),
-        "caption_offsets": _whole("I32", offsets),
-        "caption_rows": _whole("I32", np.array([row for r in rows for row in r])),
-        **{name: _whole("I32", np.array([getattr(s, name) for s in samples])) for name in _PAIRS},
-        **extra,
-    }
-
-
 class LatentShard:
     """A shard on local disk, memory-mapped: opening it reads the header only.
 
@@ -229,7 +141,7 @@ class LatentShard:
         _check_sizes(header, len(self._map) - base)  # before a view prevents closing the map
 
         def view(tensor: dict[str, Any]) -> NDArray[Any]:
-            shape, dtype = tensor["shape"], _DTYPES[tensor["dtype"]]
+            shape, dtype = tensor["shape"], DTYPES[tensor["dtype"]]
             count, offset = math.prod(shape), base + tensor["data_offsets"][0]
             return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
 
@@ -273,7 +185,7 @@ class LatentShard:
             caption_rows=tuple(captions[start:end].tolist()),
             aesthetic_score=float(row("aesthetic_score")) if scored else None,
             masked=masked,
-            **{name: tuple(row(name).tolist()) for name in _PAIRS},
+            **{name: tuple(row(name).tolist()) for name in PAIRS},
         )
 
     def prompt_embeds(self, row: int) -> NDArray[np.uint16]:
@@ -301,7 +213,7 @@ def _check_sizes(header: dict[str, Any], room: int) -> None:
         shape, (start, end) = tensor["shape"], tensor["data_offsets"]
         if not all(isinstance(side, int) and side >= 0 for side in (*shape, start)):
             raise ValueError(f"{name} has an invalid shape {shape} or offset {start}")
-        size = math.prod(shape) * _DTYPES[tensor["dtype"]].itemsize
+        size = math.prod(shape) * DTYPES[tensor["dtype"]].itemsize
         if end - start != size:
             raise ValueError(
                 f"{name} of shape {shape} needs {size} bytes, its header states {end - start}"

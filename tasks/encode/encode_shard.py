@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.images import Sample
+from artifacts.latent_writer import write_latent_shard
 from artifacts.latents import (
     LatentSample,
     Masked,
     Texts,
     flipped_group,
     to_bfloat16,
-    write_latent_shard,
 )
 from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.pipeline_folder.describe import TEXT_BATCH

@@ -12,6 +12,7 @@ from stores import REMOTE, UrlOf
 
 from artifacts.commit import write_record
 from artifacts.keys import digest_bytes
+from artifacts.latent_writer import write_latent_shard
 from artifacts.latents import (
     LatentSample,
     LatentShard,
@@ -20,7 +21,6 @@ from artifacts.latents import (
     from_bfloat16,
     open_latents,
     to_bfloat16,
-    write_latent_shard,
 )
 from artifacts.store import KeyParts, Store
 

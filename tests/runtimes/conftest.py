@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from artifacts.latents import LatentSample, Texts, write_latent_shard
+from artifacts.latent_writer import write_latent_shard
+from artifacts.latents import LatentSample, Texts
 from artifacts.store import KeyParts, Store
 from configs.training import Train
 from runtimes.families import family_named
