@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from artifacts.commit import read_record, write_atomic
+from artifacts.listing import Entry, entries, files, modified, name_of, present_time, size_of
 from artifacts.lock import seize
 from artifacts.marks import DAY, LOCK, Marks, is_held
 from artifacts.runs import REGISTRIES, RUNS, GarbageUnsure
-from artifacts.store import MANIFEST, SHARDS, Store, modified, name_of
+from artifacts.store import MANIFEST, SHARDS, Store
 from artifacts.swap import read
 
 CHECKPOINTS = "checkpoints"
-Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Collector:
     ) -> None:
         self._store, self._mark = store, mark
         self._days, self._min_age = days, min_age
-        self._now = store.now()
+        self._now = present_time(store.fs, store.root)
         self._runs = self._run_records()  # before marking: a run that comes between is seen later
         self._marks = mark()
         self._busy = set(self._marks.busy)  # stages whose shards stay
@@ -58,20 +57,20 @@ class Collector:
         named: dict[str, set[str]] = {}  # stage -> names of shard files that an artifact names
         for stage, key in list(self._store.artifact_keys()):
             names = named.setdefault(stage, set())
-            files = list(self._store.files(f"{stage}/{key}"))
-            if (stage, key) not in self._marks and self._is_old(files):
-                yield from self._folder(stage, key, files)
+            held = self._files(f"{stage}/{key}")
+            if (stage, key) not in self._marks and self._is_old(held):
+                yield from self._folder(stage, key, held)
             else:
                 names |= self._names(stage, key)
-                yield from self._within(stage, key, files)
+                yield from self._within(stage, key, held)
         for stage in sorted(named.keys() - self._busy):
             yield from self._shards(stage, named[stage])
         for folder in ("", RUNS, REGISTRIES, *(f"{stage}/{SHARDS}" for stage in named)):
-            yield from self._leftovers(folder, self._store.entries(folder))
-        for entry in self._store.entries("registry"):
+            yield from self._leftovers(folder, self._entries(folder))
+        for entry in self._entries("registry"):
             folder = f"registry/{name_of(entry)}"
-            yield from self._leftovers(folder, self._store.entries(folder))
-        for file in self._store.files("compiled"):
+            yield from self._leftovers(folder, self._entries(folder))
+        for file in self._files("compiled"):
             if self._is_old([file], self._days * DAY):
                 yield _garbage("compiled", name_of(file), "compiled", [file])
         if not self._busy:
@@ -86,18 +85,16 @@ class Collector:
                 else:
                     self._busy.add(item.stage)
 
-    def _folder(self, stage: str, key: str, files: list[Entry]) -> Iterator[Garbage]:
+    def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
-        folder = f"{self._store.root}/{stage}/{key}"
-        entries = [e for e in self._store.entries(f"{stage}/{key}") if not _is_lock(e)]
-        own = [entry for entry in entries if name_of(entry) != MANIFEST]
-        size = sum(int(file["size"] or 0) for file in files)
-        if len(own) < len(entries):
-            paths = [entry["name"] for entry in own]
-            yield Garbage(stage, key, "artifact", paths, size, f"{folder}/{MANIFEST}")
+        folder, size = f"{self._store.root}/{stage}/{key}", size_of(held)
+        present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
+        own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
+        if MANIFEST in present:
+            yield Garbage(stage, key, "artifact", own, size, f"{folder}/{MANIFEST}")
         elif own:
-            yield Garbage(stage, key, "unfinished", [entry["name"] for entry in own], size)
-        elif self._is_old(files, DAY):
+            yield Garbage(stage, key, "unfinished", own, size)
+        elif self._is_old(held, DAY):
             yield Garbage(stage, key, "unfinished", [folder], size)
 
     def _names(self, stage: str, key: str) -> set[str]:
@@ -111,29 +108,28 @@ class Collector:
             return set()
         return {e.path.rpartition("/")[2] for e in artifact.files if e.path.startswith("../")}
 
-    def _within(self, stage: str, key: str, files: list[Entry]) -> Iterator[Garbage]:
+    def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """Checkpoints of a finished training run, useful only if its result is damaged."""
         place = f"/{key}/{CHECKPOINTS}/"
-        resumable = [file for file in files if place in file["name"]]
+        resumable = [file for file in held if place in file["name"]]
         if resumable and (stage, key) in self._marks.artifacts and self._is_old(resumable):
             folder = f"{self._store.root}/{stage}/{key}/{CHECKPOINTS}"
-            size = sum(int(file["size"] or 0) for file in resumable)
-            yield Garbage(stage, key, "checkpoints", [folder], size)
-        yield from self._leftovers(stage, [f for f in files if place not in f["name"]])
+            yield Garbage(stage, key, "checkpoints", [folder], size_of(resumable))
+        yield from self._leftovers(stage, [f for f in held if place not in f["name"]])
 
     def _shards(self, stage: str, named: set[str]) -> Iterator[Garbage]:
         groups: dict[str, dict[str, Entry]] = {}
-        for entry in self._store.entries(f"{stage}/{SHARDS}"):
+        for entry in self._entries(f"{stage}/{SHARDS}"):
             name = name_of(entry)
             if not _is_leftover(entry):
                 groups.setdefault(name.partition(".")[0], {})[name] = entry
-        for key, files in sorted(groups.items()):
-            record = files.pop(f"{key}.json", None)
-            unnamed = {name: entry for name, entry in files.items() if name not in named}
-            if record is not None and len(unnamed) < len(files):
+        for key, group in sorted(groups.items()):
+            record = group.pop(f"{key}.json", None)
+            unnamed = {name: entry for name, entry in group.items() if name not in named}
+            if record is not None and len(unnamed) < len(group):
                 # An artifact names files of this shard; a shard built again has others beside.
                 present = self._recorded(record["name"])
-                unnamed = {n: entry for n, entry in unnamed.items() if n not in present}
+                unnamed = {name: entry for name, entry in unnamed.items() if name not in present}
                 record = None
             found = [*unnamed.values(), *([record] if record else [])]
             if found and self._is_old(found):
@@ -149,18 +145,14 @@ class Collector:
 
     def _models(self) -> Iterator[Garbage]:
         """Base models copied for other machines; the record beside each says that it is whole."""
-        entries = {name_of(entry): entry for entry in self._store.entries("models")}
-        for name, entry in sorted(entries.items()):
+        present = {name_of(entry): entry for entry in self._entries("models")}
+        for name, entry in sorted(present.items()):
             if entry["type"] == "directory":
-                files, record = (
-                    list(self._store.files(f"models/{name}")),
-                    entries.get(f"{name}.json"),
-                )
+                copied, record = self._files(f"models/{name}"), present.get(f"{name}.json")
                 age = self._min_age if record is None else self._days * DAY
-                if self._is_old([*files, *([record] if record else [])], age):
-                    size = sum(int(file["size"] or 0) for file in files)
+                if self._is_old([*copied, *([record] if record else [])], age):
                     path = record["name"] if record else None
-                    yield Garbage("models", name, "model", [entry["name"]], size, path)
+                    yield Garbage("models", name, "model", [entry["name"]], size_of(copied), path)
 
     def _leftovers(self, stage: str, entries: Iterable[Entry]) -> Iterator[Garbage]:
         """Files that killed processes were about to put into place; living ones take no day."""
@@ -168,9 +160,15 @@ class Collector:
             if _is_leftover(entry) and self._is_old([entry], DAY):
                 yield _garbage(stage.partition("/")[0], name_of(entry), "leftover", [entry])
 
-    def _is_old(self, files: Iterable[Entry], age: float | None = None) -> bool:
+    def _entries(self, path: str) -> list[Entry]:
+        return entries(self._store.fs, f"{self._store.root}/{path}")
+
+    def _files(self, path: str) -> list[Entry]:
+        return list(files(self._store.fs, f"{self._store.root}/{path}"))
+
+    def _is_old(self, found: Iterable[Entry], age: float | None = None) -> bool:
         least = self._min_age if age is None else age
-        return all(self._now - modified(file) >= least for file in files)
+        return all(self._now - modified(entry) >= least for entry in found)
 
     @contextmanager
     def _alone(self, item: Garbage) -> Iterator[bool]:
@@ -182,7 +180,7 @@ class Collector:
         path = f"{self._store.root}/{place}/{LOCK}"
         seen = read(self._store.fs, path)
         held = is_held(self._store, (item.stage, item.key), self._now)
-        if held or not (item.kind == "checkpoints" or self._is_old(self._store.files(place))):
+        if held or not (item.kind == "checkpoints" or self._is_old(self._files(place))):
             yield False
             return
         with seize(self._store.fs, path, seen) as lock:
@@ -221,19 +219,13 @@ class Collector:
         )
 
     def _run_records(self) -> set[tuple[str, int, float]]:
-        entries = self._store.entries(RUNS)
-        return {(name_of(entry), int(entry["size"] or 0), modified(entry)) for entry in entries}
+        return {(name_of(e), int(e["size"] or 0), modified(e)) for e in self._entries(RUNS)}
 
 
 def _garbage(
-    stage: str, key: str, kind: str, files: list[Entry], record: str | None = None
+    stage: str, key: str, kind: str, found: list[Entry], record: str | None = None
 ) -> Garbage:
-    size = sum(int(file["size"] or 0) for file in files)
-    return Garbage(stage, key, kind, [file["name"] for file in files], size, record)
-
-
-def _is_lock(entry: Entry) -> bool:
-    return name_of(entry).startswith(LOCK)
+    return Garbage(stage, key, kind, [entry["name"] for entry in found], size_of(found), record)
 
 
 def _is_leftover(entry: Entry) -> bool:

@@ -14,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -87,6 +88,9 @@ class Lock:
         return json.dumps(self._owner).encode()
 
 
+_held: ContextVar[Lock | None] = ContextVar("held", default=None)
+
+
 @contextmanager
 def hold(
     fs: AbstractFileSystem,
@@ -111,7 +115,18 @@ def hold(
     lock = Lock(fs, path, expiry / 2, clock)
     _acquire(fs, path, lock, on_wait, expiry, clock)
     with _kept(lock, path, heartbeat):
-        yield lock
+        before = _held.set(lock)
+        try:
+            yield lock
+        finally:
+            _held.reset(before)
+
+
+def check_held() -> None:
+    """Raise LockLost if the lock that this thread holds was lost; it never asks the store."""
+    lock = _held.get()
+    if lock is not None and lock.lost.is_set():
+        lock.check()
 
 
 @contextmanager

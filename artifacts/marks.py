@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from artifacts.listing import entries, modified, name_of, present_time
 from artifacts.lock import is_dead, read_owner
 from artifacts.runs import GarbageUnsure, runs
-from artifacts.store import Artifact, Store, modified, name_of
+from artifacts.store import Artifact, Store
 
 DAY = 86400.0
 LOCK = "lock.json"
@@ -40,7 +41,7 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
     Raises:
         GarbageUnsure: a record is damaged, so what it needs is unknown.
     """
-    now = store.now()
+    now = present_time(store.fs, store.root)
     roots = {key for key in store.artifact_keys() if is_held(store, key, now)}
     for at, keys in list(runs(store)):
         if now - at <= days * DAY or keys & roots:  # a run can take longer than `days`
@@ -75,11 +76,11 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
 
 def is_held(store: Store, key: Key, now: float) -> bool:
     """Whether a builder holds an artifact's lock; a day without a heartbeat ends any doubt."""
-    folder = "/".join(key)
-    locks = [entry for entry in store.entries(folder) if name_of(entry).startswith(LOCK)]
+    folder = f"{store.root}/{'/'.join(key)}"
+    locks = [entry for entry in entries(store.fs, folder) if name_of(entry).startswith(LOCK)]
     if not any(now - modified(entry) < DAY for entry in locks):
         return False
-    owner = read_owner(store.fs, f"{store.root}/{folder}/{LOCK}")
+    owner = read_owner(store.fs, f"{folder}/{LOCK}")
     return owner is not None and not is_dead(owner)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from artifacts.commit import write_atomic
 from artifacts.keys import digest_json
-from artifacts.store import Store, modified
+from artifacts.listing import entries, modified
+from artifacts.store import Store
 
 RUNS = "runs"
 REGISTRIES = "registries"
@@ -33,11 +34,11 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
 
 
 def runs(store: Store) -> Iterator[tuple[float, set[tuple[str, str]]]]:
-    """(when its last stage began, {(stage, key)}) of every run, by the clock of `Store.now`.
+    """(when its last stage began, {(stage, key)}) of every run, by the store's own clock.
 
     Raises GarbageUnsure if a record is damaged, and as the filesystem does.
     """
-    for entry in store.entries(RUNS):
+    for entry in entries(store.fs, f"{store.root}/{RUNS}"):
         path = entry["name"]
         if path.endswith(".json"):
             try:
@@ -61,7 +62,7 @@ def record_registry(store: Store, registry: Store) -> None:
 
 def registries(store: Store) -> Iterator[tuple[str, str]]:
     """(path of the record, URL) of every registry outside the store that holds its models."""
-    for entry in store.entries(REGISTRIES):
+    for entry in entries(store.fs, f"{store.root}/{REGISTRIES}"):
         path = entry["name"]
         if path.endswith(".json"):
             try:

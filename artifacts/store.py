@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -38,6 +37,7 @@ from artifacts.commit import (
 )
 from artifacts.disk import sync_tree
 from artifacts.keys import digest_bytes, digest_json
+from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
 from artifacts.swap import NoSwap, create
 
@@ -330,35 +330,6 @@ class Store:
         etag = put_atomic(self.fs, local, f"{root}/{name}")
         return replace(entry, path=name, etag=etag)
 
-    def entries(self, path: str) -> list[dict[str, Any]]:
-        """What a folder below the store holds, with details; nothing if there is no such folder.
-
-        Raises as the filesystem does: an error is never taken for an absence.
-        """
-        folder = f"{self.root}/{path}".rstrip("/")
-        try:
-            found = self.fs.ls(folder, detail=True)
-        except FileNotFoundError:
-            return []
-        return [entry for entry in found if name_of(entry) != name_of({"name": folder})]
-
-    def files(self, path: str) -> Iterator[dict[str, Any]]:
-        """Every file in a folder below the store and in its subfolders. Raises as `entries`."""
-        for entry in self.entries(path):
-            if entry["type"] == "directory":
-                yield from self.files(f"{path}/{name_of(entry)}")
-            else:
-                yield entry
-
-    def now(self) -> float:
-        """The time, in seconds, by the clock that stamps this store's files."""
-        probe = f"{self.root}/.probe-{uuid.uuid4().hex}"
-        self.fs.pipe_file(probe, b"")
-        try:
-            return modified(self.fs.info(probe))
-        finally:
-            self.fs.rm_file(probe)
-
     def artifacts(self) -> Iterator[Artifact]:
         """Every artifact with a readable manifest, stage by stage."""
         return (found for _, _, found in self._walk() if isinstance(found, Artifact))
@@ -368,10 +339,10 @@ class Store:
         return ((stage, key, f) for stage, key, f in self._walk() if isinstance(f, str))
 
     def artifact_keys(self) -> Iterator[tuple[str, str]]:
-        """(stage, key) of every artifact's folder, finished or not. Raises as `entries`."""
-        for stage in self._folders(""):
+        """(stage, key) of every artifact's folder, finished or not. Raises as the filesystem."""
+        for stage in subfolders(self.fs, self.root):
             if stage not in NO_STAGES:
-                for key in self._folders(stage):
+                for key in subfolders(self.fs, f"{self.root}/{stage}"):
                     if len(key) == 64:
                         yield stage, key
 
@@ -381,19 +352,3 @@ class Store:
                 yield stage, key, self.load(stage, key)
             except ValueError as error:
                 yield stage, key, str(error)
-
-    def _folders(self, path: str) -> list[str]:
-        return sorted(name_of(e) for e in self.entries(path) if e["type"] == "directory")
-
-
-def name_of(entry: dict[str, Any]) -> str:
-    """A file's or folder's own name."""
-    return str(entry["name"]).rstrip("/").rpartition("/")[2]
-
-
-def modified(entry: dict[str, Any]) -> float:
-    """When a file was last written, in seconds since 1970."""
-    at = next(entry[n] for n in ("mtime", "LastModified", "updated", "created") if entry.get(n))
-    if isinstance(at, str):
-        at = datetime.fromisoformat(at)
-    return at.timestamp() if isinstance(at, datetime) else float(at)

@@ -10,13 +10,15 @@ from typing import Any
 
 from artifacts.commit import first_fault
 from artifacts.gc import Collector, Garbage
+from artifacts.listing import entries, subfolders
 from artifacts.marks import Marks, mark
 from artifacts.runs import GarbageUnsure, registries
-from artifacts.store import Artifact, Store, name_of
+from artifacts.store import Artifact, Store
 from configs.load import RecipeError
 from configs.schema import Recipe
 from configs.urls import without_secrets
-from tasks.publish.model_registry import Registry, RegistryError, Version
+from tasks.publish.champions import RegistryError
+from tasks.publish.model_registry import Registry, Version
 from tasks.tpu import launch
 
 log = logging.getLogger("kiln")
@@ -142,7 +144,8 @@ def collect_garbage(
 def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
     """Manifests of every published version. Raises GarbageUnsure if one may be unknown."""
     for path, recorded in registries(store):
-        if not Store(recorded).entries(""):
+        place = Store(recorded)
+        if not entries(place.fs, place.root):
             raise GarbageUnsure(
                 f"registry {recorded}: not there; nothing is deleted before it is (if it is gone "
                 f"for good, delete {path})"
@@ -171,9 +174,8 @@ def _registries(store: Store, url: str | None) -> Iterator[Registry]:
     known = [store.url_of("registry"), *([url] if url else []), *(u for _, u in registries(store))]
     places = {place.url: place for place in map(Store, known)}
     for place in places.values():
-        for entry in sorted(place.entries(""), key=name_of):
-            if entry["type"] == "directory":
-                yield Registry(place.url, name_of(entry))
+        for name in subfolders(place.fs, place.root):
+            yield Registry(place.url, name)
 
 
 def _damage(store: Store, url: str | None) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from artifacts.lock import check_held
 from runtimes.contract import WrongInput
 from runtimes.process.events import EVENT_FD
 from runtimes.process.job import Job, write_job
@@ -52,6 +53,7 @@ def run_job(
         WrongInput: the job's settings are invalid.
         OSError: the job could not write, for example to a full disk.
         TransientError: another process stopped the job, after a checkpoint.
+        LockLost: another builder took over the artifact; the job was stopped.
         JobFailed: the job failed for another reason.
     """
     with tempfile.TemporaryDirectory(prefix="kiln-job-") as folder:
@@ -135,7 +137,7 @@ def wait_for_result(
     """
     threads = [_pump(read) for read in pumps]
     try:
-        code = child.wait()
+        code = _wait(child)
         _signal_group(child, signal.SIGKILL)  # its own children, which may hold the pipes open
     except BaseException:
         stop()
@@ -149,6 +151,14 @@ def wait_for_result(
     if code == 0 and "result" in output.last_events:
         return output.last_events["result"]
     raise _failure(code, output.last_events.get("error", {}), "\n".join(output.last_lines))
+
+
+def _wait(child: subprocess.Popen[str]) -> int:
+    """The exit code. Raises LockLost as soon as another builder has taken over the artifact."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(1.0)
+        check_held()
 
 
 def _failure(code: int, error: Event, last_lines: str) -> Exception:

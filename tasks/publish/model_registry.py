@@ -9,14 +9,10 @@ The history changes by compare-and-swap (artifacts/swap.py), so no change is los
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from types import EllipsisType
 from typing import Any
 
@@ -34,19 +30,18 @@ from artifacts.commit import (
 from artifacts.lock import Lock, hold
 from artifacts.runs import record_registry
 from artifacts.store import MANIFEST, Artifact, Store
-from artifacts.swap import State, create, read, swap
-
-CHAMPION = "champion"
-ROLLED_BACK = "rolled back"
-
+from artifacts.swap import create
+from tasks.publish.champions import (
+    ROLLED_BACK,
+    Champions,
+    Moves,
+    RegistryError,
+    last,
+    not_rolled_back,
+)
 
 log = logging.getLogger("kiln")
 REPORT = "report.html"  # beside a model's files, outside its manifest
-Moves = list[dict[str, Any]]
-
-
-class RegistryError(ValueError):
-    """A model or version is missing or damaged; the message lists the existing versions."""
 
 
 class ChampionChanged(RegistryError):
@@ -71,6 +66,7 @@ class Registry:
         self.fs = self.store.fs
         self.name = name
         self.root = f"{self.store.root}/{name}"
+        self._champions = Champions(self.fs, self.root)
 
     def url(self, version: str) -> str:
         """URL of a version's folder; a plain path if local."""
@@ -93,7 +89,7 @@ class Registry:
 
     def champion(self) -> Version | None:
         """The champion; None without one. Raises RegistryError if it is damaged."""
-        name = _last(self.history())
+        name = last(self.history())
         if name is None:
             return None
         found = next((v for v in self.versions() if v.name == name), None)
@@ -135,12 +131,12 @@ class Registry:
         found = self.version(version)
 
         def chosen(moves: Moves) -> str:
-            if expected not in (..., _last(moves)):
-                champion = _last(moves) or "none"
+            if expected not in (..., last(moves)):
+                champion = last(moves) or "none"
                 raise ChampionChanged(f"{self.name}: the champion is {champion}, not {expected}")
             return version
 
-        self._move(chosen, why)
+        self._champions.move(chosen, why)
         return found
 
     def version(self, name: str) -> Version:
@@ -160,17 +156,17 @@ class Registry:
         known = {v.name: v for v in self.versions()}
 
         def earlier(moves: Moves) -> str:
-            current = _last(moves)
+            current = last(moves)
             if current is None:
                 raise RegistryError(f"{self.name}: there is no champion to roll back from")
-            stack = [name for name in _champion_stack(moves) if name != current and name in known]
+            stack = [name for name in not_rolled_back(moves) if name != current and name in known]
             if not stack:
                 raise RegistryError(
                     f"{self.name}: {current} is the first champion; nothing is before it"
                 )
             return stack[-1]
 
-        return known[self._move(earlier, ROLLED_BACK)]
+        return known[self._champions.move(earlier, ROLLED_BACK)]
 
     def was_champion(self, version: str) -> bool:
         """Whether a version is or was the champion."""
@@ -183,21 +179,7 @@ class Registry:
 
     def history(self) -> Moves:
         """Changes of the champion, oldest first. Raises RegistryError if the file is damaged."""
-        return self._moves(read(self.fs, self._history))
-
-    @property
-    def _history(self) -> str:
-        return f"{self.root}/history.json"
-
-    def _moves(self, state: State) -> Moves:
-        if state.data is None:
-            return []
-        try:
-            moves = json.loads(state.data)
-            _ = [move["version"] for move in moves]
-        except (KeyError, TypeError, ValueError):
-            raise RegistryError(f"{self._history} is damaged: restore it") from None
-        return list(moves)
+        return self._champions.moves()
 
     def _manifests(self) -> Iterator[tuple[str, dict[str, Any] | str]]:
         """(version, manifest or fault message), oldest first."""
@@ -253,62 +235,3 @@ class Registry:
         source, target = artifact.url(entry.path), f"{root}/{entry.path}"
         etag = copy_checked(source, entry.sha256, self.fs, target, lock.check)
         return replace(entry, etag=etag)
-
-    def _move(self, choose: Callable[[Moves], str], why: str) -> str:
-        """Make `choose(moves)` the champion, whoever else changes it at the same time."""
-        token = uuid.uuid4().hex
-        while True:
-            state = read(self.fs, self._history)
-            moves = self._moves(state)
-            if any(move.get("token") == token for move in moves):  # an answer was lost
-                version = next(m["version"] for m in moves if m.get("token") == token)
-                break
-            version = choose(moves)
-            if version == _last(moves):
-                break
-            at = datetime.now(UTC).isoformat(timespec="seconds")
-            moves.append({"version": version, "why": why, "at": at, "token": token})
-            if swap(self.fs, self._history, state, json.dumps(moves, indent=1).encode()):
-                break
-        self._follow()
-        return str(version)
-
-    def _follow(self) -> None:
-        """Write the alias until it is the last champion: another may write an older one late."""
-        while (champion := _last(self.history())) != self._read_alias():
-            assert champion is not None
-            self._write_alias(champion)
-
-    def _read_alias(self) -> str | None:
-        path = f"{self.root}/{CHAMPION}"
-        try:
-            if self.store.is_local:
-                return os.readlink(path)
-            return str(self.fs.cat_file(path).decode())
-        except FileNotFoundError:
-            return None
-
-    def _write_alias(self, version: str) -> None:
-        path = f"{self.root}/{CHAMPION}"
-        if not self.store.is_local:
-            self.fs.pipe_file(path, version.encode())
-            return
-        temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-        os.symlink(version, temporary)
-        os.replace(temporary, path)
-
-
-def _last(moves: Moves) -> str | None:
-    return moves[-1]["version"] if moves else None
-
-
-def _champion_stack(moves: Moves) -> list[str]:
-    """The champions that no rollback has removed, oldest first."""
-    stack: list[str] = []
-    for move in moves:
-        if move["why"] == ROLLED_BACK and move["version"] in stack:
-            while stack[-1] != move["version"]:
-                stack.pop()
-        else:
-            stack.append(move["version"])
-    return stack

@@ -226,7 +226,7 @@ def test_an_older_file_of_a_shard_goes_with_the_last_artifact_that_names_it(
     assert store.find("download", older.key) is None
     assert store.find("download", artifact.key) is not None
     assert store.shard("download", "shard1") == newer
-    assert len(store.entries("download/shards")) == 2
+    assert len(store.fs.ls(store.shards_path("download"))) == 2
 
 
 def test_leftovers_of_kills_go(local: Store) -> None:

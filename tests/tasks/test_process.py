@@ -9,10 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from command import jobs_of
+from fsspec.core import url_to_fs
 
+from artifacts import lock, swap
 from runtimes.contract import WrongInput
 from runtimes.process.job import GenerateJob, TrainJob, write_job
 from tasks.process import ChildOutput, JobFailed, run_job, wait_for_result
@@ -89,3 +92,15 @@ def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_result() -> Non
     pumps = [lambda: output.mixed(child.stdout)]
     assert wait_for_result(child, output, pumps, child.kill)["n"] == 1
     assert time.monotonic() - begun < 30
+
+
+def test_a_job_whose_builder_lost_its_lock_is_stopped() -> None:
+    """Else two trainers write into one folder."""
+    fs, path = url_to_fs(f"memory://{uuid4()}/lock.json")
+    with subprocess.Popen(["sleep", "20"], text=True) as child, lock.hold(fs, path) as held:
+        seen = swap.read(fs, path)
+        assert swap.swap(fs, path, seen, b'{"token": "of another"}')
+        held.renew()
+        with pytest.raises(lock.LockLost):
+            wait_for_result(child, ChildOutput(lambda event: None), (), child.terminate)
+    assert child.returncode == -signal.SIGTERM

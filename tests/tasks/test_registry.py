@@ -13,8 +13,9 @@ from stores import REMOTE, UrlOf
 from artifacts import swap
 from artifacts.commit import Damaged
 from artifacts.store import Artifact, KeyParts, Store, StoreError
-from tasks.publish import model_registry
-from tasks.publish.model_registry import ChampionChanged, Registry, RegistryError
+from tasks.publish import champions
+from tasks.publish.champions import RegistryError
+from tasks.publish.model_registry import ChampionChanged, Registry
 
 
 def model(store: Store, n: int) -> Artifact:
@@ -110,12 +111,12 @@ def test_a_move_that_was_killed_before_the_alias_is_made_and_the_alias_follows(
     found.publish(model(store, 2))
     moves = [*found.history(), {"version": "v2", "why": "published", "at": ""}]
     write_history(found, json.dumps(moves).encode())
-    assert found.was_champion("v2") and found._read_alias() == "v1"
+    assert found.was_champion("v2") and found._champions.alias() == "v1"
     champion = found.champion()
     assert champion is not None and champion.name == "v2"
     found.promote("v2")
     assert [move["version"] for move in found.history()] == ["v1", "v2"]
-    assert found._read_alias() == "v2"
+    assert found._champions.alias() == "v2"
 
 
 def test_a_promotion_that_was_decided_against_another_champion_is_refused(
@@ -131,7 +132,7 @@ def test_a_promotion_that_was_decided_against_another_champion_is_refused(
         with pytest.raises(ChampionChanged, match="digits: the champion is v2, not"):
             found.promote("v3", expected=expected)
     assert [move["version"] for move in found.history()] == ["v1", "v2"]
-    assert found._read_alias() == "v2"
+    assert found._champions.alias() == "v2"
 
 
 def test_of_two_promotions_at_once_that_expect_one_champion_one_is_made(
@@ -147,7 +148,7 @@ def test_of_two_promotions_at_once_that_expect_one_champion_one_is_made(
         both.wait(60)
         return swap.swap(*given)
 
-    monkeypatch.setattr(model_registry, "swap", together)
+    monkeypatch.setattr(champions, "swap", together)
     refused: list[str] = []
 
     def promote(version: str) -> None:
@@ -179,7 +180,7 @@ def test_promotions_and_rollbacks_at_once_lose_nothing(
         thread.join(120)
     moves = found.history()
     assert {"v1", "v2", "v3"} <= {move["version"] for move in moves[4:]}
-    assert found._read_alias() == moves[-1]["version"]
+    assert found._champions.alias() == moves[-1]["version"]
     assert all(a["version"] != b["version"] for a, b in itertools.pairwise(moves))
 
 

@@ -1,0 +1,69 @@
+"""What a folder holds, on any filesystem: an error is never taken for an absence.
+
+fsspec's `exists`, `glob`, `find` and `walk` leave out what they cannot read.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+Entry = dict[str, Any]  # as fsspec describes a file or a folder
+
+
+def entries(fs: AbstractFileSystem, path: str) -> list[Entry]:
+    """What a folder holds; nothing if there is no such folder. Raises as the filesystem does."""
+    folder = path.rstrip("/")
+    try:
+        found = fs.ls(folder, detail=True)
+    except FileNotFoundError:
+        return []
+    return [entry for entry in found if name_of(entry) != folder.rpartition("/")[2]]
+
+
+def subfolders(fs: AbstractFileSystem, path: str) -> list[str]:
+    """Names of the folders in a folder. Raises as `entries`."""
+    return sorted(name_of(e) for e in entries(fs, path) if e["type"] == "directory")
+
+
+def files(fs: AbstractFileSystem, path: str) -> Iterator[Entry]:
+    """Every file in a folder and in its subfolders. Raises as `entries`."""
+    for entry in entries(fs, path):
+        if entry["type"] == "directory":
+            yield from files(fs, f"{path}/{name_of(entry)}")
+        else:
+            yield entry
+
+
+def name_of(entry: Entry) -> str:
+    """A file's or folder's own name."""
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]
+
+
+def size_of(found: list[Entry]) -> int:
+    """Bytes of files."""
+    return sum(int(entry["size"] or 0) for entry in found)
+
+
+def modified(entry: Entry) -> float:
+    """When a file was last written, in seconds since 1970; infinity for a folder without a time."""
+    names = ("mtime", "LastModified", "updated", "created")
+    at = next((entry[name] for name in names if entry.get(name)), math.inf)
+    if isinstance(at, str):
+        at = datetime.fromisoformat(at)
+    return at.timestamp() if isinstance(at, datetime) else float(at)
+
+
+def present_time(fs: AbstractFileSystem, folder: str) -> float:
+    """The time, in seconds since 1970, by the clock that stamps the files of a filesystem."""
+    probe = f"{folder}/.probe-{uuid.uuid4().hex}"
+    fs.pipe_file(probe, b"")
+    try:
+        return modified(fs.info(probe))
+    finally:
+        fs.rm_file(probe)
