@@ -175,8 +175,8 @@ def _acquire(
     clock: Clock,
 ) -> None:
     notified, seen, since = False, None, clock.now()
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     while True:
-        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         state = read(fs, path)
         if state != seen:
             seen, since = state, clock.now()
@@ -184,6 +184,7 @@ def _acquire(
         if owner is None or is_dead(owner) or clock.now() - since > expiry:
             if lock.take(state):
                 return
+            fs.makedirs(path.rpartition("/")[0], exist_ok=True)  # it may have been deleted
             continue
         if owner and not notified:  # an incomplete record names no owner
             on_wait(owner)

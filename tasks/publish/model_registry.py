@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
-from fsspec import AbstractFileSystem
-
 from artifacts.commit import (
     FileEntry,
     copy_checked,
@@ -27,6 +25,7 @@ from artifacts.commit import (
     stamped,
     write_atomic,
 )
+from artifacts.listing import entries, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.runs import record_registry
 from artifacts.store import MANIFEST, Artifact, Store
@@ -61,7 +60,6 @@ class Registry:
     """The versions of one model name in a registry. Raises StoreError for an invalid URL."""
 
     def __init__(self, url: str, name: str) -> None:
-        self.fs: AbstractFileSystem
         self.store = Store(url)
         self.fs = self.store.fs
         self.name = name
@@ -193,19 +191,18 @@ class Registry:
                     yield name, manifest
 
     def _version_names(self) -> list[str]:
-        try:
-            entries = self.fs.ls(self.root, detail=False)
-        except FileNotFoundError:
-            return []
-        names = [entry.rstrip("/").rpartition("/")[2] for entry in entries]
-        return sorted((n for n in names if re.fullmatch(r"v\d+", n)), key=lambda n: int(n[1:]))
+        names = (name for name in subfolders(self.fs, self.root) if re.fullmatch(r"v\d+", name))
+        return sorted(names, key=lambda name: int(name[1:]))
 
     def _next_name(self) -> str:
         """The name after the last version; an interrupted copy without a manifest is reused."""
-        names = self._version_names()
-        used = [n for n in names if self.fs.exists(f"{self.root}/{n}/{MANIFEST}")]
+        used = [name for name in self._version_names() if self._is_complete(name)]
         used += [move["version"] for move in self.history()]
         return f"v{max((int(name[1:]) for name in used), default=0) + 1}"
+
+    def _is_complete(self, name: str) -> bool:
+        held = entries(self.fs, f"{self.root}/{name}")  # raises where `exists` would say no
+        return MANIFEST in map(name_of, held)
 
     def _add(self, artifact: Artifact, name: str, lock: Lock) -> Version:
         """Copy every file, the manifest last, which makes the folder a version."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from stores import REMOTE, UrlOf
 
 from artifacts import swap
@@ -197,6 +198,16 @@ def test_publishers_at_once_number_their_versions_apart(
     versions = found.versions()
     assert [version.name for version in versions] == ["v1", "v2", "v3"]
     assert {v.manifest["digest"] for v in versions} == {one.digest for one in models}
+
+
+def test_a_disk_that_fails_while_versions_are_numbered_overwrites_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
+    found.publish(model(store, 1))
+    other = model(store, 2)
+    monkeypatch.setattr(LocalFileSystem, "exists", lambda *_: False)  # what it says of any error
+    assert found.publish(other).name == "v2"
 
 
 def test_a_damaged_file_of_an_artifact_is_not_published(

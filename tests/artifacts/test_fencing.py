@@ -1,0 +1,87 @@
+"""Builders of the same artifacts, killed and paused past their locks' expiry: each commits once."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+from stores import UrlOf
+
+from artifacts.store import KeyParts, Store
+
+BUILDER = """
+import sys, time, uuid
+from artifacts.lock import LockLost, hold
+from artifacts.store import KeyParts, Store
+store, keys = Store(sys.argv[1]), int(sys.argv[2])
+for n in range(keys):
+    parts = KeyParts("train", 1, {"n": n}, {})
+    while store.find("train", parts.key) is None:
+        path = f"{store.root}/train/{parts.key}/lock.json"
+        try:
+            with hold(store.fs, path, expiry=1.0, heartbeat=0.1) as lock:
+                if store.find("train", parts.key) is not None:
+                    break
+                draft, mine = store.draft(parts, lock), uuid.uuid4().hex
+                for part in range(3):
+                    draft.write(f"{part}", mine.encode())
+                    time.sleep(0.05)
+                draft.commit({"by": mine}, {})
+                print(n, mine, flush=True)
+        except LockLost:
+            print("lost", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "builders"),
+    [
+        ("local", 6, 3),
+        *(pytest.param(kind, 60, 4, marks=pytest.mark.soak) for kind in ("local", "s3", "gs")),
+    ],
+)
+def test_builders_that_are_killed_and_paused_commit_each_artifact_once(
+    kind: str, keys: int, builders: int, url_of: UrlOf
+) -> None:
+    url = url_of(kind)
+    seed = int(os.environ.get("KILN_TEST_SEED", random.randrange(10**6)))
+    chance, said = random.Random(seed), []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", BUILDER, url, str(keys)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    running = [start() for _ in range(builders)]
+    until = time.monotonic() + 500
+    while any(process.poll() is None for process in running):
+        assert time.monotonic() < until, f"it hangs, seed {seed}"
+        time.sleep(chance.uniform(0.1, 0.6))
+        at = chance.randrange(builders)
+        if running[at].poll() is not None:
+            continue
+        if chance.random() < 0.3:
+            running[at].kill()
+            said.append(running[at].communicate()[0])
+            running[at] = start()
+        else:
+            running[at].send_signal(signal.SIGSTOP)
+            time.sleep(chance.uniform(0.2, 1.8))
+            running[at].send_signal(signal.SIGCONT)
+    ended = [(process.communicate()[0], process.returncode) for process in running]
+    assert [code for _, code in ended] == [0] * builders, seed
+    lines = [line.split() for text, _ in ended for line in text.splitlines()]
+    lines += [line.split() for text in said for line in text.splitlines()]
+    commits = [(int(line[0]), line[1]) for line in lines if line != ["lost"]]
+    assert max(Counter(n for n, _ in commits).values()) == 1, seed
+    store = Store(url)
+    for n in range(keys):
+        artifact = store.load("train", KeyParts("train", 1, {"n": n}, {}).key)
+        assert artifact is not None
+        assert store.fault(artifact, deep=True) is None, seed
+        mine = artifact.summary["by"]
+        assert all(artifact.read(f"{part}") == mine.encode() for part in range(3)), seed
+        assert (n, mine) in commits or n not in dict(commits), seed
