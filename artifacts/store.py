@@ -39,7 +39,7 @@ from artifacts.disk import sync_tree
 from artifacts.keys import digest_bytes, digest_json
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
-from artifacts.swap import NoSwap, create
+from artifacts.swap import NoSwap, create, read, swap
 
 MANIFEST = "manifest.json"
 SHARDS = "shards"
@@ -139,7 +139,11 @@ class Draft:
 
     def write(self, path: str, data: bytes, **meta: Any) -> None:
         """Write one of its own files."""
-        etag = write_atomic(self.store.fs, f"{self.path}/{path}", data, self._check)
+        etag = None
+        if self.lock is None or self.store.is_local:
+            etag = write_atomic(self.store.fs, f"{self.path}/{path}", data, self._check)
+        else:
+            self._swap(f"{self.path}/{path}", data, self.lock)
         self.files[path] = FileEntry(path, len(data), digest_bytes(data), meta, etag)
 
     def upload(self, local: str, path: str, **meta: Any) -> None:
@@ -180,6 +184,15 @@ class Draft:
                 self.lock.renew()
             write_atomic(self.store.fs, path, data, self._check)
         return Artifact(self.store, self.recipe.stage, self.recipe.key, manifest)
+
+    def _swap(self, path: str, data: bytes, lock: Lock) -> None:
+        """Write conditionally: a request that was under way in a pause changes no later file."""
+        while True:
+            seen = read(self.store.fs, path)
+            lock.check()
+            if swap(self.store.fs, path, seen, data):
+                return
+            lock.renew()
 
     def _check(self) -> None:
         if self.lock is not None:

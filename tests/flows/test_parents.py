@@ -185,5 +185,5 @@ def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
     monkeypatch.setattr(publish, "_inputs", compared)
     results = [reused(artifact) for artifact in (*before, published)]
     with pytest.raises(TransientError, match="the champion is v2, not v1: run again"):
-        publish.register(run.recipe, run.base, store, results)
+        publish.register(run.recipe, run.base, store, results, {})
     assert [move["version"] for move in registry.history()] == ["v1", "v2"]
