@@ -17,25 +17,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.disk import replacing
 from artifacts.keys import digest_json, digest_stream
+from artifacts.remote_clients import is_of_client
 from artifacts.stamps import TICK, distrust, present_stamp, time_stamp
 
 #: Of records; one of a higher number was written by a newer version.
 FORMAT = 1
-
-#: Packages that the clients of remote stores are made of; not all their errors are an OSError.
-_CLIENTS = frozenset(
-    {
-        "aiobotocore",
-        "aiohttp",
-        "botocore",
-        "gcsfs",
-        "google",
-        "httpx",
-        "httpx2",
-        "huggingface_hub",
-        "requests",
-    }
-)
 
 
 class Damaged(ValueError):
@@ -44,11 +30,6 @@ class Damaged(ValueError):
 
 class NewerFormat(RuntimeError):
     """A record was written by a newer version of this package."""
-
-
-def is_of_client(error: BaseException) -> bool:
-    """Whether an error is one of a remote store's client: no network, say, or no credentials."""
-    return type(error).__module__.partition(".")[0] in _CLIENTS
 
 
 @dataclass(frozen=True)

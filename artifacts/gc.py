@@ -6,17 +6,28 @@ ends the collection, since what cannot be read may be needed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from artifacts.commit import read_record, write_atomic
-from artifacts.listing import Entry, entries, files, modified, name_of, present_time, size_of
+from artifacts.compare_and_swap import read
+from artifacts.listing import (
+    Entry,
+    checksum,
+    entries,
+    files,
+    modified,
+    name_of,
+    present_time,
+    size_of,
+)
 from artifacts.lock import seize
 from artifacts.marks import DAY, LOCK, Marks, is_held
 from artifacts.runs import REGISTRIES, RUNS, GarbageUnsure
+from artifacts.stamps import TICK
 from artifacts.store import MANIFEST, SHARDS, Store
-from artifacts.swap import read
 
 CHECKPOINTS = "checkpoints"
 
@@ -48,9 +59,8 @@ class Collector:
         self._store, self._mark = store, mark
         self._days, self._min_age = days, min_age
         self._now = present_time(store.fs, store.root)
-        self._runs = self._run_records()  # before marking: a run that comes between is seen later
-        self._marks = mark()
-        self._busy = set(self._marks.busy)  # stages whose shards stay
+        self._busy: set[str] = set()  # stages whose shards stay
+        self._mark_after(self._run_records())  # a run that comes between is seen later
 
     def garbage(self) -> Iterator[Garbage]:
         """Everything that is not needed, artifacts before shards. Raises GarbageUnsure."""
@@ -210,16 +220,22 @@ class Collector:
 
     def _is_needed(self, item: Garbage) -> bool:
         if (found := self._run_records()) != self._runs:
-            self._runs, self._marks = found, self._mark()
-            self._busy |= self._marks.busy
+            self._mark_after(found)
         if item.kind in ("artifact", "unfinished"):
             return (item.stage, item.key) in self._marks
         return (item.kind == "shard" and item.stage in self._busy) or (
             item.kind == "model" and bool(self._busy)
         )
 
-    def _run_records(self) -> set[tuple[str, int, float]]:
-        return {(name_of(e), int(e["size"] or 0), modified(e)) for e in self._entries(RUNS)}
+    def _run_records(self) -> set[tuple[str, int, float, str | None]]:
+        """Each run's record: name, size and what changes when it is written again."""
+        found = self._entries(RUNS)
+        return {(name_of(e), int(e["size"] or 0), modified(e), checksum(e)) for e in found}
+
+    def _mark_after(self, records: set[tuple[str, int, float, str | None]]) -> None:
+        time.sleep(TICK)  # a record that is written after the marking has another time stamp
+        self._runs, self._marks = records, self._mark()
+        self._busy |= self._marks.busy
 
 
 def _garbage(

@@ -50,6 +50,12 @@ def size_of(found: list[Entry]) -> int:
     return sum(int(entry["size"] or 0) for entry in found)
 
 
+def checksum(entry: Entry) -> str | None:
+    """A remote store's own checksum of a file's bytes, with its name; None if it has none."""
+    names = ("md5Hash", "crc32c", "ETag", "etag")
+    return next((f"{name}:{entry[name]}" for name in names if entry.get(name)), None)
+
+
 def modified(entry: Entry) -> float:
     """When a file was last written, in seconds since 1970; infinity for a folder without a time."""
     names = ("mtime", "LastModified", "updated", "created")

@@ -20,7 +20,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.clock import REAL, Clock
-from artifacts.swap import State, read, swap
+from artifacts.compare_and_swap import State, read, swap
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0

@@ -11,6 +11,8 @@ from contextlib import suppress
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.listing import checksum
+
 #: Seconds of a tick of the clock that the kernel stamps files by, at the least.
 TICK = 0.01
 
@@ -26,8 +28,7 @@ def present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | 
         return time_stamp(path), os.stat(path).st_size
     fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
     info = fs.info(path)
-    name = next((n for n in ("md5Hash", "crc32c", "ETag", "etag") if info.get(n)), None)
-    return None if name is None else f"{name}:{info[name]}", info.get("size")
+    return checksum(info), info.get("size")
 
 
 def distrust(fs: AbstractFileSystem, path: str) -> None:

@@ -35,11 +35,11 @@ from artifacts.commit import (
     write_atomic,
     write_record,
 )
+from artifacts.compare_and_swap import NoSwap, create, read, swap
 from artifacts.disk import sync_tree
 from artifacts.keys import digest_bytes, digest_json
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
-from artifacts.swap import NoSwap, create, read, swap
 
 MANIFEST = "manifest.json"
 SHARDS = "shards"

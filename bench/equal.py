@@ -23,6 +23,7 @@ from runtimes.contract import StepBatch
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.objective import Objective
 from runtimes.objective.scheduler_config import read_schedule
+from runtimes.objective.targets import target_of
 from runtimes.process.job import TrainJob
 from runtimes.registry import open_runtime
 from runtimes.train.learning_rate import learning_rate
@@ -67,7 +68,7 @@ def _batch(step: int, arrays: Arrays, objective: Objective) -> StepBatch:
         step=step,
         noisy_latents=schedule.add_noise(latents, noise, levels),
         timesteps=schedule.timesteps(levels),
-        target=schedule.target(latents, noise, levels),
+        target=target_of(schedule, latents, noise, levels),
         weight=objective.weight(levels),
         conditioning={name: arrays[name] for name in CONDITIONING},
         denominator=len(levels),

@@ -271,7 +271,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; run the same command to resume", INTERRUPTED)
     except Exception as error:
-        from artifacts.commit import is_of_client
+        from artifacts.remote_clients import is_of_client
         from tasks.stage import is_ours
 
         if is_of_client(error):

@@ -11,8 +11,13 @@ from typing import Any, get_args
 from configs.schema import RuntimeName
 from configs.urls import without_secrets
 from flows.runner import ServerAway, check_server, configured_server
-from runtimes.hosts import gaudi
-from runtimes.hosts.ascend import cann_version, count_npus, missing_components, torch_npu_version
+from runtimes.hosts import detect_gaudi
+from runtimes.hosts.detect_ascend import (
+    cann_version,
+    count_npus,
+    missing_components,
+    torch_npu_version,
+)
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 from tasks.stage import package_versions
@@ -65,10 +70,10 @@ def _findings() -> dict[str, Any]:
             "lacking": missing_components(),
         },
         "gaudi": {
-            "hpus": gaudi.count_hpus(),
-            "driver": gaudi.driver_version(),
-            "habana_frameworks": gaudi.bridge_version(),
-            "lacking": gaudi.missing_components(),
+            "hpus": detect_gaudi.count_hpus(),
+            "driver": detect_gaudi.driver_version(),
+            "habana_frameworks": detect_gaudi.bridge_version(),
+            "lacking": detect_gaudi.missing_components(),
         },
         "problems": problems,
     }

@@ -17,7 +17,7 @@ from configs.schema import STAGES, StageName
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare
-from flows.stages import ended, rejected, stage_task
+from flows.task_settings import ended, rejected, stage_task
 from tasks import download as download_stage
 from tasks import train as train_stage
 from tasks.encode import stage as encode_stage

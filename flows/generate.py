@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from artifacts.store import Store
 from configs.generating import Generate, read_settings
 from flows.logs import log_to_prefect
-from flows.stages import begin, ended, stage_task
+from flows.task_settings import begin, ended, stage_task
 from runtimes.contract import WrongInput
 from tasks import generate as stage
 from tasks.stage import StageResult, build_or_reuse

@@ -12,7 +12,7 @@ from artifacts.models import ModelNotFound, resolve_model
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import RecipeError, dump
 from configs.schema import STAGES, Recipe, StageName
-from flows.stages import begin
+from flows.task_settings import begin
 from runtimes import registry
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from configs.schema import Recipe
-from tasks.tpu.slice_plan import SlicePlan, make_plan
+from tasks.tpu.training_plan import SlicePlan, make_plan
 
 GIB = 2**30
 

@@ -17,7 +17,7 @@ from artifacts.store import Artifact, Store
 from configs.load import RecipeError
 from configs.schema import Recipe
 from configs.urls import without_secrets
-from tasks.publish.champions import RegistryError
+from tasks.publish.champion_alias import RegistryError
 from tasks.publish.model_registry import Registry, Version
 from tasks.tpu import launch
 

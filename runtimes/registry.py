@@ -15,7 +15,7 @@ from typing import Any, cast
 from configs.training import Train
 from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime, WrongInput
 from runtimes.families import FAMILIES, family_named
-from runtimes.hosts.gaudi import bridge_version
+from runtimes.hosts.detect_gaudi import bridge_version
 from runtimes.objective.scheduler_config import SCHEDULERS, TABULATED, drawing_config
 from runtimes.process.job import EncodeJob, GenerateJob, Job, TrainJob
 

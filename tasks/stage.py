@@ -18,7 +18,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from artifacts.commit import is_of_client
+from artifacts.remote_clients import is_of_client
 from artifacts.store import Artifact, Draft, KeyParts, Store
 from runtimes.registry import interpreter
 

@@ -18,6 +18,11 @@ FORMULA = {
 #: Relative, for losses and gradient norms of conformance/golden.json, by compute dtype. Processors
 #: and thread counts change the last bits of a sum, and twenty steps amplify that.
 GOLDEN = {"float32": 2e-5, "bfloat16": 5e-3, "float16": 2e-3}
+#: Relative, of two runtimes over twenty steps in float32: losses, gradient norms (which differ by
+#: more than a loss does), and weights, relative to the largest weight of a tensor.
+LOSS, NORM, WEIGHTS = 1e-4, 1e-3, 1e-3
+#: Levels of 255 by which two runtimes' pictures may differ.
+PICTURE = 1
 
 
 def assert_close(found: Any, expected: Any, dtype: str = "float32") -> None:

@@ -18,14 +18,14 @@ from runtimes.jax.bridge import Wrapped, as_function
 from runtimes.jax.device import start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.weights import move
-from runtimes.models import encoder
-from runtimes.models.encoder import Float32
+from runtimes.models import vae_and_text_encoders
 from runtimes.models.text_encoding import encode_ids, join_t5
+from runtimes.models.vae_and_text_encoders import Float32
 from runtimes.pipeline_folder.describe import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 
 
-class Encoder(encoder.Encoder):
+class Encoder(vae_and_text_encoders.Encoder):
     """The encoder of models/encoder.py, compiled by JAX.
 
     Every batch is padded to one size and runs one program, so the bits of an image do not depend on

@@ -15,9 +15,9 @@ from runtimes.jax.bridge import as_function
 from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import held_out_errors
+from runtimes.jax.optimizer_step import Arrays
 from runtimes.jax.sampler import Sampler, same_architecture
 from runtimes.jax.step import errors
-from runtimes.jax.update import Arrays
 from runtimes.jax.weights import frozen_arrays
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler

@@ -30,8 +30,8 @@ from runtimes.jax.device import (
 )
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack
+from runtimes.jax.optimizer_step import Arrays
 from runtimes.jax.step import Step, errors, gather_weights
-from runtimes.jax.update import Arrays
 from runtimes.jax.weights import (
     frozen_arrays,
     initial_state,
@@ -46,8 +46,8 @@ from runtimes.objective.random import Stream, generator
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.agree import join_hosts
-from runtimes.update.rule import step_scalars
 from runtimes.update.state import matched
+from runtimes.update.step_scalars import step_scalars
 
 
 class TheRuntime(BaseRuntime):

@@ -23,16 +23,17 @@ from runtimes.contract import UNCAST
 from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.jax.bridge import Wrapped, as_function
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.update import Arrays
+from runtimes.jax.optimizer_step import Arrays
 from runtimes.jax.weights import move
-from runtimes.models.encoder import Encoder, vae_dtype
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.models.text_encoding import encode_ids, join_t5
+from runtimes.models.vae_and_text_encoders import Encoder, vae_dtype
 from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe import vae_path
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner, is_guided, sampler_table
-from runtimes.sample.tabulated_scheduler import Table, guide, scheduler_step
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
+from runtimes.sample.guidance import guide, is_guided
+from runtimes.sample.tabulated_scheduler import Table, scheduler_step
 
 Float32 = NDArray[np.float32]
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from configs.training import Train
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.update import Arrays, Groups, update
+from runtimes.jax.optimizer_step import Arrays, Groups, update
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.spmd.tpu_specs import TpuSlice, parse_slice
+from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 #: libtpu's out-of-memory messages, with the program's bytes. Both figures include arguments, though

@@ -12,7 +12,7 @@ from mindspore import mint
 
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
-from runtimes.hosts.ascend import cann_version, missing_components
+from runtimes.hosts.detect_ascend import cann_version, missing_components
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks, launched
 

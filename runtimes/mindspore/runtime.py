@@ -17,11 +17,11 @@ from runtimes.mindspore.device import check, describe, memory_bytes, start, vers
 from runtimes.mindspore.loading import set_flash_attention
 from runtimes.mindspore.micro_batches import Inputs
 from runtimes.mindspore.network import Network
+from runtimes.mindspore.optimizer_step import Update, float32_copy
 from runtimes.mindspore.parallel import open_parallel
 from runtimes.mindspore.profile import tracing
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.mindspore.step import Gradients, Step
-from runtimes.mindspore.update import Update, float32_copy
 from runtimes.objective.scheduler_config import trained_scheduler
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runtimes.hosts.ascend import torch_npu_version
+from runtimes.hosts.detect_ascend import torch_npu_version
 
 
 def keep_diffusers_formulas(network: torch.nn.Module) -> None:

@@ -61,18 +61,6 @@ class NoiseSchedule:
         alpha, sigma = self.coefficients(levels)
         return alpha * latents + sigma * noise
 
-    def target(self, latents: Array, noise: Array, levels: Levels) -> Array:
-        """The denoiser's target [B, C, h, w]: eps, z or v, by prediction_type.
-
-        v = alpha_t eps - sigma_t z (progressive distillation, arXiv 2202.00512, appendix D).
-        """
-        if self.prediction_type == "epsilon":
-            return noise
-        if self.prediction_type == "sample":
-            return latents
-        alpha, sigma = self.coefficients(levels)
-        return alpha * noise - sigma * latents
-
     def snr(self, levels: Levels) -> Array:
         """SNR(t) [B] f32; infinite where alphas_cumprod is 1."""
         a2 = self.alphas_cumprod[levels]
@@ -109,10 +97,6 @@ class FlowSchedule:
         """z_t = (1 - sigma) z + sigma eps; all [B, C, h, w] f32, levels [B]."""
         sigma = self.sigmas[levels][:, None, None, None]
         return (1 - sigma) * latents + sigma * noise
-
-    def target(self, latents: Array, noise: Array, levels: Levels) -> Array:
-        """The velocity eps - z [B, C, h, w], the same at every level."""
-        return noise - latents
 
 
 Schedule = NoiseSchedule | FlowSchedule

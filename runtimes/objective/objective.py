@@ -11,10 +11,17 @@ from numpy.typing import NDArray
 from configs.timesteps import TimestepSampling
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.draws import Choices, draw_choices, draw_noise, draw_normal, perturb
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
 from runtimes.objective.random import Stream
+from runtimes.objective.random_choices import (
+    Choices,
+    draw_choices,
+    draw_noise,
+    draw_normal,
+    perturb,
+)
+from runtimes.objective.targets import target_of
 from runtimes.objective.timesteps import Probabilities, level_bounds
 from runtimes.objective.weighting import FlowWeighting, loss_weight
 
@@ -130,7 +137,7 @@ class Objective:
         return NoisedBatch(
             self.schedule.add_noise(latents, perturbed, levels),
             self.schedule.timesteps(levels),
-            self.schedule.target(latents, noise, levels),
+            target_of(self.schedule, latents, noise, levels),
             self.weight(levels),
         )
 

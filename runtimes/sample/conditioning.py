@@ -19,6 +19,7 @@ from runtimes.families import Family, family_named
 from runtimes.families.unet_inputs import ExtraInputs, aesthetic_scores, fully_masked
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.scheduler_config import sampling_scheduler
+from runtimes.sample.guidance import is_guided
 from runtimes.sample.start import noise_batches
 from runtimes.sample.tabulated_scheduler import Table, tabulate
 
@@ -140,14 +141,6 @@ class Conditioner:
         missing = (self.info["tokens"] - states.shape[1], self.info["prompt_dim"] - states.shape[2])
         found = {"prompt_embeds": np.pad(states, ((0, 0), *((0, more) for more in missing)))}
         return found if pooled is None else {**found, "pooled_prompt_embeds": pooled}
-
-
-def is_guided(family: Family, sampler: Mapping[str, Any]) -> bool:
-    """Whether a step applies classifier-free guidance (arXiv 2207.12598).
-
-    A model with a guidance input is distilled: it needs no unconditional prediction.
-    """
-    return bool(sampler["guidance_scale"] > 1) and not family.guidance_input
 
 
 def sampler_table(scheduler: Any, sampler: Mapping[str, Any], family: Family) -> Table:

@@ -88,17 +88,6 @@ def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = No
     )
 
 
-def guide(unconditional: Any, conditional: Any, guidance_scale: Any) -> Any:
-    """Classifier-free guidance (arXiv 2207.12598), as the diffusers pipelines compute it.
-
-    Args:
-        unconditional: the denoiser's output [B, C, h, w] without caption; an array of any library.
-        conditional: the denoiser's output [B, C, h, w] with caption.
-        guidance_scale: scalar; 1 is no guidance.
-    """
-    return unconditional + guidance_scale * (conditional - unconditional)
-
-
 def scheduler_step(latents: Any, previous: Any, output: Any, row: Sequence[Any]) -> tuple[Any, Any]:
     """One step of a tabulated scheduler, with the equations of the module docstring.
 

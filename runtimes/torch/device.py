@@ -14,8 +14,8 @@ import torch
 from configs.hardware import Hpu
 from configs.training import Train
 from runtimes.contract import Probe, WrongInput
-from runtimes.hosts import gaudi
-from runtimes.hosts.ascend import count_npus, missing_components, torch_npu_version
+from runtimes.hosts import detect_gaudi
+from runtimes.hosts.detect_ascend import count_npus, missing_components, torch_npu_version
 from runtimes.models.precision import check_precision
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.memory import peak_rss
@@ -171,7 +171,7 @@ def probe() -> Probe:
     devices = [describe(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
     if torch_npu_version() is not None and not missing_components():
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
-    if gaudi.bridge_version() is not None:
-        bridge = f"habana_frameworks {gaudi.bridge_version()}"
-        devices += [f"hpu:{n} ({bridge})" for n in range(gaudi.count_hpus() or hpu.count())]
+    if detect_gaudi.bridge_version() is not None:
+        bridge = f"habana_frameworks {detect_gaudi.bridge_version()}"
+        devices += [f"hpu:{n} ({bridge})" for n in range(detect_gaudi.count_hpus() or hpu.count())]
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtimes.models.encoder import Encoder, PaddedEncoder
+from runtimes.models.vae_and_text_encoders import Encoder, PaddedEncoder
 from runtimes.pipeline_folder.describe import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.torch.device import make_deterministic, open_device

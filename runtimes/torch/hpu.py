@@ -20,7 +20,7 @@ import torch
 from configs.hardware import Hpu
 from configs.training import Train
 from runtimes.contract import WrongInput, one_line
-from runtimes.hosts.gaudi import bridge_version, missing_components
+from runtimes.hosts.detect_gaudi import bridge_version, missing_components
 from runtimes.process.compile_cache import CompileCache
 from runtimes.torch.device_kind import DeviceKind
 

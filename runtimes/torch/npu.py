@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from runtimes.contract import WrongInput, one_line
-from runtimes.hosts.ascend import missing_components
+from runtimes.hosts.detect_ascend import missing_components
 
 
 def load() -> None:

@@ -12,7 +12,7 @@ import torch
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.torch import hpu_adamw
-from runtimes.update.rule import text_encoder_factor
+from runtimes.update.step_scalars import text_encoder_factor
 
 Tensors = dict[str, torch.Tensor]
 Parameters = Mapping[str, torch.nn.Parameter]

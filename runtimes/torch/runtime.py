@@ -25,10 +25,10 @@ from runtimes.process.ranks import Ranks
 from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.device import describe, make_deterministic, open_device, peak_bytes, versions
 from runtimes.torch.npu import enable_npu_attention
+from runtimes.torch.optimizer_step import Update
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
 from runtimes.torch.step import Step
-from runtimes.torch.update import Update
 
 
 class TheRuntime(BaseRuntime):

@@ -15,8 +15,8 @@ from runtimes.models.dropout_seed import has_dropout, seed_dropout
 from runtimes.models.micro_batches import Inputs, micro_batches, sender
 from runtimes.models.network import Network
 from runtimes.torch.device_kind import DeviceKind
+from runtimes.torch.optimizer_step import Update
 from runtimes.torch.parallel import SingleProcess
-from runtimes.torch.update import Update
 
 
 @dataclass(frozen=True)

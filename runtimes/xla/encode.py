@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch_xla
 
-from runtimes.models.encoder import PaddedEncoder
+from runtimes.models.vae_and_text_encoders import PaddedEncoder
 from runtimes.pipeline_folder.describe import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.xla.device import start
-from runtimes.xla.graph import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
+from runtimes.xla.model_patches import replace_nearest_upsampling
 
 
 class Encoder(PaddedEncoder):

@@ -16,8 +16,8 @@ from runtimes.process.ranks import Ranks
 from runtimes.sample.base_pipeline import BasePipeline
 from runtimes.sample.network import load_network
 from runtimes.xla.device import compile_seconds, start
-from runtimes.xla.graph import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
+from runtimes.xla.model_patches import replace_nearest_upsampling
 from runtimes.xla.sampler import Sampler
 
 

@@ -25,10 +25,10 @@ from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.agree import join_hosts
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
-from runtimes.xla.graph import recompute, replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
+from runtimes.xla.model_patches import recompute, replace_nearest_upsampling
+from runtimes.xla.optimizer_step import Update
 from runtimes.xla.step import Step
-from runtimes.xla.update import Update
 
 
 class TheRuntime(BaseRuntime):

@@ -19,8 +19,9 @@ from runtimes.contract import UNCAST
 from runtimes.models.network import Network
 from runtimes.models.schedulers import make_scheduler
 from runtimes.objective.scheduler_config import read_config
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner, is_guided, sampler_table
-from runtimes.sample.tabulated_scheduler import Table, guide, scheduler_step
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
+from runtimes.sample.guidance import guide, is_guided
+from runtimes.sample.tabulated_scheduler import Table, scheduler_step
 from runtimes.xla.encode import Encoder
 from runtimes.xla.mesh import Mesh
 

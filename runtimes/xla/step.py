@@ -16,7 +16,7 @@ from runtimes.models.dropout_seed import has_dropout, seed_dropout
 from runtimes.models.micro_batches import Inputs, micro_batches
 from runtimes.models.network import Network
 from runtimes.xla.mesh import Mesh
-from runtimes.xla.update import Update
+from runtimes.xla.optimizer_step import Update
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from artifacts.keys import digest_bytes
 from configs.schema import Download
 from tasks.download.check_picture import apply_orientation, check_picture
 from tasks.download.failures import FetchFailed
-from tasks.download.fetch import Fetcher
+from tasks.download.fetch_with_retries import Fetcher
 from tasks.download.pixel_budget import DECODING
 from tasks.download.rows import Row
 from tasks.download.sources import ServedAt

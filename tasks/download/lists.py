@@ -13,7 +13,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from artifacts.commit import is_of_client
+from artifacts.remote_clients import is_of_client
 from configs.urls import without_secrets
 from tasks.download.errors import SourceError
 

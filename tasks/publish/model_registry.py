@@ -4,7 +4,7 @@
 <registry>/<name>/history.json   every change of the champion, oldest first; the last one holds
 <registry>/<name>/champion       follows it: a symlink if local, else an object with the name
 
-The history changes by compare-and-swap (artifacts/swap.py), so no change is lost.
+The history changes by compare-and-swap (artifacts/compare_and_swap.py), so no change is lost.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from artifacts.commit import (
     stamped,
     write_atomic,
 )
+from artifacts.compare_and_swap import create
 from artifacts.listing import entries, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.runs import record_registry
 from artifacts.store import MANIFEST, Artifact, Store
-from artifacts.swap import create
-from tasks.publish.champions import (
+from tasks.publish.champion_alias import (
     ROLLED_BACK,
     Champions,
     Moves,

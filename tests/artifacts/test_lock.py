@@ -16,9 +16,10 @@ import pytest
 from fsspec.core import url_to_fs
 from stores import REMOTE, UrlOf
 
-from artifacts import lock, swap
+from artifacts import compare_and_swap as cas
+from artifacts import lock
 from artifacts.clock import Clock
-from artifacts.swap import State
+from artifacts.compare_and_swap import State
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -74,7 +75,7 @@ def put(place, data: bytes) -> None:
     """Have somebody write the lock."""
     fs, path = place
     fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    while swap.swap(fs, path, swap.read(fs, path), data) is None:
+    while cas.swap(fs, path, cas.read(fs, path), data) is None:
         continue  # a heartbeat came between
 
 
@@ -128,7 +129,7 @@ def test_of_two_who_take_over_one_lock_one_holds_it(
     def late(*given: Any) -> State | None:
         if next(tries) < 2:
             both.wait(timeout=60)
-        return swap.swap(*given)
+        return cas.swap(*given)
 
     owner = {"token": "t", **lock._this_process(), "started": "long ago"}
     put(any_place, json.dumps(owner if dead else {**owner, "host": "elsewhere"}).encode())
@@ -163,7 +164,7 @@ def test_a_heartbeat_outlives_a_store_that_fails(place, monkeypatch: pytest.Monk
     def failing(*given: Any) -> State | None:
         if 1 <= next(failures) <= 3:
             raise RuntimeError("503 from the store, of no kind of OSError")
-        return swap.swap(*given)
+        return cas.swap(*given)
 
     monkeypatch.setattr(lock, "swap", failing)
     with lock.hold(fs, path, heartbeat=0.02) as held:
@@ -182,7 +183,7 @@ def test_a_heartbeat_whose_answer_was_lost_is_no_loss_of_the_lock(
     turns = count()
 
     def unheard(*given: Any) -> State | None:
-        done = swap.swap(*given)
+        done = cas.swap(*given)
         if next(turns) == 1:
             raise TimeoutError("no answer")
         return done

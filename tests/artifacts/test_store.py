@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from stores import REMOTE, RequestsTo, UrlOf
 
-from artifacts import commit, swap
+from artifacts import commit
+from artifacts import compare_and_swap as cas
 from artifacts import store as store_module
 from artifacts.keys import digest_bytes
 from artifacts.lock import Lock, LockLost
@@ -249,7 +250,7 @@ def test_who_lost_the_lock_writes_and_commits_nothing_more(
         draft = any_store.draft(PARTS, lock)
         draft.write("a.bin", b"alpha")
         path = f"{draft.path}/lock.json"
-        while swap.swap(any_store.fs, path, swap.read(any_store.fs, path), b"{}") is None:
+        while cas.swap(any_store.fs, path, cas.read(any_store.fs, path), b"{}") is None:
             continue
         lock.renew()
         for act in (
@@ -271,13 +272,13 @@ def test_who_is_paused_just_before_its_commit_does_not_replace_another_builders(
 
     def paused(*given: Any) -> bool:
         if not theirs:  # another takes the lock over and commits
-            monkeypatch.setattr(store_module, "create", swap.create)
+            monkeypatch.setattr(store_module, "create", cas.create)
             path = f"{any_store.root}/encode/{PARTS.key}/lock.json"
-            while swap.swap(any_store.fs, path, swap.read(any_store.fs, path), b"null") is None:
+            while cas.swap(any_store.fs, path, cas.read(any_store.fs, path), b"null") is None:
                 continue
             with any_store.lock("encode", PARTS.key) as lock:
                 theirs.append(build(any_store, PARTS, lock).commit({"by": "them"}, {}))
-        return swap.create(*given)
+        return cas.create(*given)
 
     with any_store.lock("encode", PARTS.key) as lock:
         draft = build(any_store, PARTS, lock)

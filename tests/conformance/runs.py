@@ -16,6 +16,7 @@ from conformance.plain import Figures, Plain, Weights, read_weights
 from numpy.typing import NDArray
 from peft import LoraConfig
 from PIL import Image
+from tolerances import LOSS, NORM, WEIGHTS
 
 from configs.training import Train
 from runtimes.adapters.lora_layers import initial_down
@@ -29,9 +30,6 @@ from runtimes.process.signals import Stop
 from runtimes.registry import check_family
 from runtimes.train import trainer
 
-LOSS = 1e-4  # relative, over 20 steps
-NORM = 1e-3  # relative; a norm differs by more than a loss does
-WEIGHTS = 1e-3  # relative to the largest weight of a tensor
 Once = Callable[[str, Callable[[Path], None]], Path]
 Reference = tuple[list[Figures], Weights]
 

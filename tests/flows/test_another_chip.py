@@ -12,13 +12,12 @@ import published
 import pytest
 from killing import kill_training
 from safetensors.numpy import load_file
+from tolerances import LOSS, WEIGHTS
 
 from configs.load import load_recipe
 
 pytestmark = pytest.mark.slow
 STEPS, SAVED = 12, 4
-LOSS = 1e-4  # relative, as the conformance suite allows of two runtimes
-WEIGHTS = 1e-3  # relative to the largest weight of a tensor
 Overrides = dict[str, Any]
 Here = Callable[..., str]  # of conftest.py, as is the next
 RunHere = Callable[..., dict[str, Any]]

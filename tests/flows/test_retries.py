@@ -136,7 +136,7 @@ def test_every_stage_backs_off_and_has_a_time_limit(name: str) -> None:
     from prefect.cache_policies import NO_CACHE
 
     from flows import finetune
-    from flows.stages import may_pass
+    from flows.task_settings import may_pass
 
     task: Any = getattr(finetune, name)
     delays = task.retry_delay_seconds

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 from runtimes.contract import WrongInput
-from runtimes.models.encoder import Encoder
+from runtimes.models.vae_and_text_encoders import Encoder
 from runtimes.pipeline_folder.describe import describe_encoders, digest_encoders
 
 CAPTIONS = ["a cat on a mat", "", "Déjà vu, 123 & more", "long " * 60]

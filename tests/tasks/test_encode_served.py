@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from runtimes.contract import WrongInput
-from runtimes.models.encoder import Encoder
+from runtimes.models.vae_and_text_encoders import Encoder
 from runtimes.process.job import EncodeJob
 from tasks.encode.served import EncoderLost, ServedEncoder
 

@@ -17,7 +17,7 @@ from artifacts.latents import LatentShard, from_bfloat16, open_latents
 from artifacts.store import Artifact, KeyParts, Store
 from configs.schema import Recipe
 from runtimes.contract import WrongInput
-from runtimes.models.encoder import Encoder
+from runtimes.models.vae_and_text_encoders import Encoder
 from tasks.encode import pipeline
 from tasks.encode import stage as encode
 from tasks.encode.encode_shard import encode_shard

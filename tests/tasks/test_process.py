@@ -15,7 +15,8 @@ import pytest
 from command import jobs_of
 from fsspec.core import url_to_fs
 
-from artifacts import lock, swap
+from artifacts import compare_and_swap as cas
+from artifacts import lock
 from runtimes.contract import WrongInput
 from runtimes.process.job import GenerateJob, TrainJob, write_job
 from tasks.process import ChildOutput, JobFailed, run_job, wait_for_result
@@ -98,8 +99,8 @@ def test_a_job_whose_builder_lost_its_lock_is_stopped() -> None:
     """Else two trainers write into one folder."""
     fs, path = url_to_fs(f"memory://{uuid4()}/lock.json")
     with subprocess.Popen(["sleep", "20"], text=True) as child, lock.hold(fs, path) as held:
-        seen = swap.read(fs, path)
-        assert swap.swap(fs, path, seen, b'{"token": "of another"}')
+        seen = cas.read(fs, path)
+        assert cas.swap(fs, path, seen, b'{"token": "of another"}')
         held.renew()
         with pytest.raises(lock.LockLost):
             wait_for_result(child, ChildOutput(lambda event: None), (), child.terminate)

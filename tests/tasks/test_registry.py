@@ -11,11 +11,11 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from stores import REMOTE, UrlOf
 
-from artifacts import swap
+from artifacts import compare_and_swap as cas
 from artifacts.commit import Damaged
 from artifacts.store import Artifact, KeyParts, Store, StoreError
-from tasks.publish import champions
-from tasks.publish.champions import RegistryError
+from tasks.publish import champion_alias
+from tasks.publish.champion_alias import RegistryError
 from tasks.publish.model_registry import ChampionChanged, Registry
 
 
@@ -101,7 +101,7 @@ def test_a_damaged_champion_is_said_and_a_damaged_version_is_copied_again(
 
 def write_history(found: Registry, data: bytes) -> None:
     path = f"{found.root}/history.json"
-    assert swap.swap(found.fs, path, swap.read(found.fs, path), data) is not None
+    assert cas.swap(found.fs, path, cas.read(found.fs, path), data) is not None
 
 
 def test_a_move_that_was_killed_before_the_alias_is_made_and_the_alias_follows(
@@ -147,9 +147,9 @@ def test_of_two_promotions_at_once_that_expect_one_champion_one_is_made(
 
     def together(*given: Any) -> Any:
         both.wait(60)
-        return swap.swap(*given)
+        return cas.swap(*given)
 
-    monkeypatch.setattr(champions, "swap", together)
+    monkeypatch.setattr(champion_alias, "swap", together)
     refused: list[str] = []
 
     def promote(version: str) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from training import losses, roll_back, train, weights
 
 from runtimes.families import detect_family
-from runtimes.models.encoder import Encoder
+from runtimes.models.vae_and_text_encoders import Encoder
 from runtimes.pipeline_folder.describe import describe_encoders, t5_length
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob

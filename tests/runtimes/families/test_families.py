@@ -16,10 +16,10 @@ from diffusers import (
 from artifacts.latents import LatentSample
 from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES, Captioned, detect_family
-from runtimes.models.encoder import Encoder
 from runtimes.models.loading import load_denoiser, load_text_encoder
 from runtimes.models.network import Network
 from runtimes.models.text_encoding import encode_in_step
+from runtimes.models.vae_and_text_encoders import Encoder
 from runtimes.pipeline_folder.describe import t5_length
 
 CAPTIONS = ["a cat", "", "Déjà vu"]

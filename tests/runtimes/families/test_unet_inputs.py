@@ -17,8 +17,8 @@ from artifacts.latents import LatentShard, from_bfloat16
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.models.encoder import Encoder
 from runtimes.models.loading import load_denoiser
+from runtimes.models.vae_and_text_encoders import Encoder
 from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe import read_config

@@ -19,6 +19,7 @@ from driver_process import DriverProcess
 from jobs import SAMPLER, MakeJob, lora
 from numpy.typing import NDArray
 from PIL import Image
+from tolerances import LOSS
 from training import train
 
 from configs.training import Train
@@ -32,7 +33,6 @@ jax = chips.importorskip("jax")
 from runtimes.jax.runtime import TheRuntime  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
-WITHIN = 1e-4  # relative
 
 
 @pytest.fixture
@@ -96,10 +96,10 @@ def test_adapters_validation_and_pictures_of_two_processes(
     expected, found = both(make_job, jax={"processes": 2, "fsdp": 2}, **settings)
     train(expected)
     assert run_watched(found, tmp_path) == "[0]"
-    assert history(found) == pytest.approx(history(expected), rel=WITHIN)
+    assert history(found) == pytest.approx(history(expected), rel=LOSS)
     of_torch = history(expected, "validation_loss")
     assert len(of_torch) == 2
-    assert history(found, "validation_loss") == pytest.approx(of_torch, rel=WITHIN)
+    assert history(found, "validation_loss") == pytest.approx(of_torch, rel=LOSS)
     drawn, wanted = (
         np.asarray(Image.open(Path(job.work) / "samples/step-00000004.png")).astype(int)
         for job in (found, expected)
@@ -113,7 +113,7 @@ def test_a_fresh_denoiser_starts_and_trains_alike(driver: DriverProcess, make_jo
     expected, found = both(make_job, jax={}, init="random", steps=4)
     train(expected)
     driver.call("train", asdict(found))
-    assert history(found) == pytest.approx(history(expected), rel=WITHIN)
+    assert history(found) == pytest.approx(history(expected), rel=LOSS)
 
 
 def predicted(denoiser: UNet2DConditionModel, batch: StepBatch) -> NDArray[np.float32]:
@@ -141,8 +141,8 @@ def test_diffusers_loads_the_weights_and_predicts_the_same(make_job: MakeJob) ->
     base = UNet2DConditionModel.from_pretrained(f"{job.model}/unet")
     last = batch(3)
     ours = predict(runtime, last)
-    np.testing.assert_allclose(ours, predicted(trained, last), rtol=WITHIN, atol=WITHIN)
-    assert np.abs(ours - predicted(base, last)).max() > 100 * WITHIN
+    np.testing.assert_allclose(ours, predicted(trained, last), rtol=LOSS, atol=LOSS)
+    assert np.abs(ours - predicted(base, last)).max() > 100 * LOSS
 
 
 def predict(runtime: TheRuntime, batch: StepBatch) -> NDArray[np.float32]:

@@ -21,6 +21,7 @@ from driver_process import DriverProcess
 from jobs import SAMPLER, MakeJob, lora
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+from tolerances import LOSS
 from training import history, losses, roll_back, train, weights
 
 from runtimes.objective.random import Stream, generator
@@ -28,7 +29,6 @@ from runtimes.process.job import TrainJob, write_job
 from runtimes.registry import interpreter
 
 pytestmark = pytest.mark.slow
-LOSS = 1e-4
 DETERMINISTIC = (
     "EulerDiscreteScheduler",
     "LMSDiscreteScheduler",

@@ -20,6 +20,7 @@ from runtimes.objective.scheduler_config import (
     scheduler_config,
     trained_scheduler,
 )
+from runtimes.objective.targets import target_of
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
@@ -101,7 +102,7 @@ def test_schedulers_do_what_we_count_on(name: str) -> None:
             level = np.array([int(t)], np.int32)
             alpha, sigma = schedule.coefficients(level)
             noise = (seen - alpha.item() * picture) / sigma.item()
-            said = schedule.target(picture.numpy(), noise.numpy(), level)
+            said = target_of(schedule, picture.numpy(), noise.numpy(), level)
             latents = scheduler.step(torch.from_numpy(said), t, latents).prev_sample
         torch.testing.assert_close(latents, picture, atol=0.05, rtol=0)
 

@@ -7,6 +7,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from tolerances import assert_close
 
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
+from runtimes.objective.targets import target_of
 from runtimes.objective.weighting import debiased_weight, flow_weight, loss_weight, min_snr_weight
 
 CONFIG = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -61,8 +62,8 @@ def test_a_weighting_asks_the_same_of_every_prediction_type(settings: dict) -> N
     noise_guess = (schedule().add_noise(z, eps, LEVELS) - alpha * guess) / sigma
     losses = {}
     for kind in KINDS:
-        said = schedule(kind).target(guess, noise_guess, LEVELS)
-        errors = np.square(said - schedule(kind).target(z, eps, LEVELS)).mean(axis=(1, 2, 3))
+        said = target_of(schedule(kind), guess, noise_guess, LEVELS)
+        errors = np.square(said - target_of(schedule(kind), z, eps, LEVELS)).mean(axis=(1, 2, 3))
         losses[kind] = errors * loss_weight(schedule(kind), LEVELS, **settings)
     np.testing.assert_allclose(losses["v_prediction"], losses["epsilon"], rtol=2e-3)
     np.testing.assert_allclose(losses["sample"], losses["epsilon"], rtol=2e-3)

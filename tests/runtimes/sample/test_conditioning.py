@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jobs import SAMPLER
 
-from runtimes.models.encoder import Encoder
+from runtimes.models.vae_and_text_encoders import Encoder
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner
 
 PROMPTS = ("a red cat", "a blue dog", "a hill")

@@ -9,9 +9,9 @@ import torch
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
+from runtimes.torch.optimizer_step import Update
 from runtimes.torch.optimizers import _KINDS, Optimizer
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch.update import Update
 
 MakeJob = Callable[..., TrainJob]
 SHAPES = {"unet.conv": (6, 4, 3, 3), "unet.linear": (5, 7), "text_encoder.bias": (5,)}

@@ -20,8 +20,8 @@ from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.network import load_network
 from runtimes.train import trainer
 from runtimes.xla.device import start
-from runtimes.xla.graph import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh, in_order
+from runtimes.xla.model_patches import replace_nearest_upsampling
 from runtimes.xla.runtime import TheRuntime
 from runtimes.xla.sampler import Sampler
 

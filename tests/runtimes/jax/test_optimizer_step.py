@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from configs.training import Train
-from runtimes.torch.update import Update
+from runtimes.torch.optimizer_step import Update
 
 jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.step import Step  # noqa: E402
-from runtimes.update.rule import step_scalars  # noqa: E402
+from runtimes.update.step_scalars import step_scalars  # noqa: E402
 
 WEIGHTS = {"unet.gain": (3, 4, 4), "text_encoder.bias": (3, 1, 1)}
 SETTINGS = Train(

@@ -12,7 +12,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.swap import State, read, swap
+from artifacts.compare_and_swap import State, read, swap
 
 ALIAS = "champion"
 ROLLED_BACK = "rolled back"

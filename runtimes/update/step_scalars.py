@@ -1,4 +1,4 @@
-"""Scalars of the optimizer step: EMA decay, Adam's bias corrections, text encoder learning rate."""
+"""Scalars of the optimizer step: Adam's bias corrections, text encoder learning rate."""
 
 from __future__ import annotations
 
@@ -8,18 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.training import Train
-
-
-def ema_decay_at(step: int, ema_decay: float) -> float:
-    """EMA decay at a step, with the warmup of tf.train.ExponentialMovingAverage.
-
-    Without warmup the initial weights would dominate the average for long.
-
-    Args:
-        step: optimizer step, from 0.
-        ema_decay: the decay after warmup.
-    """
-    return min(ema_decay, (1 + step) / (10 + step))
+from runtimes.update.ema_decay import ema_decay_at
 
 
 def bias_corrections(betas: tuple[float, float], count: int) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from runtimes.contract import State
 from runtimes.torch.device_kind import DeviceKind
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
-from runtimes.update.rule import ema_decay_at
+from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.state import matched
 
 

@@ -11,7 +11,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 from stores import REMOTE, UrlOf
 
-from artifacts import swap
+from artifacts import compare_and_swap as cas
 
 
 @pytest.fixture(params=["local", "memory", *REMOTE])
@@ -22,16 +22,16 @@ def place(request: pytest.FixtureRequest, url_of: UrlOf):
 
 
 def test_a_state_is_replaced_only_by_who_has_seen_it(place) -> None:
-    nothing = swap.read(*place)
+    nothing = cas.read(*place)
     assert nothing.data is None
-    one = swap.swap(*place, nothing, b"1")
-    assert one is not None and swap.read(*place) == one
-    assert swap.swap(*place, nothing, b"x") is None
-    two = swap.swap(*place, one, b"2")
+    one = cas.swap(*place, nothing, b"1")
+    assert one is not None and cas.read(*place) == one
+    assert cas.swap(*place, nothing, b"x") is None
+    two = cas.swap(*place, one, b"2")
     assert two is not None and two.data == b"2"
-    assert swap.swap(*place, one, b"x") is None
-    assert swap.swap(*place, nothing, b"x") is None
-    assert swap.read(*place) == two
+    assert cas.swap(*place, one, b"x") is None
+    assert cas.swap(*place, nothing, b"x") is None
+    assert cas.read(*place) == two
 
 
 def test_of_many_at_once_one_wins_each_round(place) -> None:
@@ -42,9 +42,9 @@ def test_of_many_at_once_one_wins_each_round(place) -> None:
     def change(name: int) -> None:
         for number in range(rounds):
             start.wait(60)
-            seen = swap.read(*place)
+            seen = cas.read(*place)
             start.wait(60)
-            if swap.swap(*place, seen, f"{number} {name}".encode()) is not None:
+            if cas.swap(*place, seen, f"{number} {name}".encode()) is not None:
                 won.append(number)
 
     threads = [threading.Thread(target=change, args=(name,)) for name in range(each)]
@@ -56,15 +56,15 @@ def test_of_many_at_once_one_wins_each_round(place) -> None:
 
 
 def test_a_change_whose_answer_was_lost_counts_as_made(place) -> None:
-    seen = swap.read(*place)
-    made = swap.swap(*place, seen, b"mine")
-    assert swap.swap(*place, seen, b"mine") == made  # the client repeats its request
+    seen = cas.read(*place)
+    made = cas.swap(*place, seen, b"mine")
+    assert cas.swap(*place, seen, b"mine") == made  # the client repeats its request
 
 
 def test_a_file_is_created_once(place) -> None:
     fs, path = place
-    assert swap.create(fs, path, b"first")
-    assert not swap.create(fs, path, b"second")
+    assert cas.create(fs, path, b"first")
+    assert not cas.create(fs, path, b"second")
     assert fs.cat_file(path) == b"first"
     assert [name.rpartition("/")[2] for name in fs.find(path.rpartition("/")[0])] == ["state.json"]
 
@@ -72,19 +72,19 @@ def test_a_file_is_created_once(place) -> None:
 def test_who_wakes_after_others_have_moved_on_changes_nothing(tmp_path: Path) -> None:
     """The number that it makes has been there and is gone: a higher one stands."""
     fs, path = url_to_fs(str(tmp_path / "state.json"))
-    seen = first = swap.read(fs, path)
+    seen = first = cas.read(fs, path)
     for number in range(4):
-        moved = swap.swap(fs, path, seen, b"%d" % number)
+        moved = cas.swap(fs, path, seen, b"%d" % number)
         assert moved is not None
-        assert swap.swap(fs, path, first, b"late") is None
+        assert cas.swap(fs, path, first, b"late") is None
         seen = moved
-    assert swap.read(fs, path).data == b"3"
+    assert cas.read(fs, path).data == b"3"
     assert sorted(os.listdir(tmp_path)) == ["state.json.4"]
 
 
 def test_a_folder_that_is_gone_takes_no_state(tmp_path: Path) -> None:
     fs, path = url_to_fs(str(tmp_path / "gone/state.json"))
-    assert swap.swap(fs, path, swap.read(fs, path), b"1") is None
+    assert cas.swap(fs, path, cas.read(fs, path), b"1") is None
     assert not (tmp_path / "gone").exists()
 
 
@@ -96,18 +96,18 @@ def test_an_error_of_the_disk_is_not_an_absence(
 
     monkeypatch.setattr(os, "listdir", fails)
     with pytest.raises(OSError, match="Input/output"):
-        swap.read(*url_to_fs(str(tmp_path / "state.json")))
+        cas.read(*url_to_fs(str(tmp_path / "state.json")))
 
 
 def test_a_store_without_conditional_writes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(swap.NoSwap, match="dir:// has no conditional writes"):
-        swap.read(DirFileSystem(str(tmp_path), url_to_fs(str(tmp_path))[0]), "state.json")
+    with pytest.raises(cas.NoSwap, match="dir:// has no conditional writes"):
+        cas.read(DirFileSystem(str(tmp_path), url_to_fs(str(tmp_path))[0]), "state.json")
 
 
 APPEND = """
 import sys
 from fsspec.core import url_to_fs
-from artifacts.swap import read, swap
+from artifacts.compare_and_swap import read, swap
 fs, path = url_to_fs(sys.argv[1])
 for turn in range(int(sys.argv[2])):
     mine, seen = f"{sys.argv[3]}.{turn}", read(fs, path)
@@ -127,7 +127,7 @@ def test_processes_that_write_one_list_together_lose_nothing(
     arguments = [[path, str(turns), str(n)] for n in range(processes)]
     started = [subprocess.Popen([sys.executable, "-c", APPEND, *given]) for given in arguments]
     assert [process.wait(600) for process in started] == [0] * processes
-    data = swap.read(*url_to_fs(path)).data
+    data = cas.read(*url_to_fs(path)).data
     assert data is not None
     every = [f"{n}.{turn}" for n in range(processes) for turn in range(turns)]
     assert sorted(data.decode().split()) == sorted(every)

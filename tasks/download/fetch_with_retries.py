@@ -11,7 +11,7 @@ from artifacts.keys import digest_bytes
 from configs.schema import Download
 from tasks.download.failures import FetchFailed
 from tasks.download.rows import Row, absolute
-from tasks.download.safe_http import Limits, fetch
+from tasks.download.safe_http_fetch import Limits, fetch
 from tasks.download.sources import ServedAt
 
 #: Maximum wait that a server's Retry-After can cause, in seconds.

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from configs.training import Train
 from runtimes.contract import State
 from runtimes.mindspore.loss_scale import DynamicLossScale
-from runtimes.update.rule import bias_corrections, ema_decay_at, text_encoder_factor
+from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.state import matched
+from runtimes.update.step_scalars import bias_corrections, text_encoder_factor
 
 Gradients = Sequence[Tensor]
 Parameters = Mapping[str, Parameter]

@@ -14,8 +14,8 @@ import torch_xla
 
 from configs.training import Train
 from runtimes.contract import State
-from runtimes.update.rule import step_scalars, text_encoder_factor
 from runtimes.update.state import matched
+from runtimes.update.step_scalars import step_scalars, text_encoder_factor
 from runtimes.xla.mesh import Mesh
 
 Parameters = Mapping[str, torch.nn.Parameter]

@@ -27,7 +27,7 @@ from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.jax.step_cost import Request, StepCost
 from runtimes.pipeline_folder.describe import describe_encoders, read_config, vae_path
-from runtimes.spmd.tpu_specs import TpuSlice, parse_slice
+from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 3

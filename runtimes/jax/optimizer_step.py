@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from configs.training import Train
-from runtimes.update.rule import text_encoder_factor
+from runtimes.update.step_scalars import text_encoder_factor
 
 Arrays = dict[str, Array]
 #: Group of State (such as `exp_avg`) to State's key to array.

@@ -20,10 +20,10 @@ from artifacts.clock import REAL, Clock
 from configs.schema import Download
 from tasks.download.check_picture import apply_orientation, check_picture
 from tasks.download.failures import FetchFailed
-from tasks.download.fetch import Fetcher
+from tasks.download.fetch_with_retries import Fetcher
 from tasks.download.pixel_budget import PixelBudget
 from tasks.download.rows import Row
-from tasks.download.safe_http import Limits, fetch, is_public
+from tasks.download.safe_http_fetch import Limits, fetch, is_public
 from tasks.download.sources import ServedAt
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -288,13 +288,16 @@ def test_a_self_signed_certificate_is_refused(tmp_path: Path) -> None:
 def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ssl
 
-    from tasks.download import safe_http
+    from tasks.download import safe_http_fetch
 
     certificate = _self_signed(tmp_path)
     server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_side.load_cert_chain(certificate)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    for kept in (safe_http._tls, safe_http._opener):  # the trusted authorities are read once
+    for kept in (
+        safe_http_fetch._tls,
+        safe_http_fetch._opener,
+    ):  # the trusted authorities are read once
         kept.cache_clear()
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -324,7 +327,7 @@ def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     finally:
         server.shutdown()
         server.server_close()
-        for kept in (safe_http._tls, safe_http._opener):
+        for kept in (safe_http_fetch._tls, safe_http_fetch._opener):
             kept.cache_clear()
 
 

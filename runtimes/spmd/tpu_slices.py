@@ -1,0 +1,54 @@
+"""TPU slices by name: generation, chips, hosts and topology."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from runtimes.contract import WrongInput
+from runtimes.spmd.tpu_specs import ALIASES, TPU_SPECS, TpuSpec
+
+
+@dataclass(frozen=True)
+class TpuSlice:
+    """A TPU slice: chips with direct interconnect."""
+
+    name: str  # such as v5p-8
+    kind: str  # key of TPU_SPECS
+    shape: tuple[int, ...]  # chips along each axis of the interconnect
+
+    @property
+    def chip(self) -> TpuSpec:
+        return TPU_SPECS[self.kind]
+
+    @property
+    def chips(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def hosts(self) -> int:
+        """Number of host machines: one per 4 chips, or one for up to 8 chips of v5e and v6e."""
+        return 1 if self.kind in ("v5e", "v6e") and self.chips <= 8 else max(1, self.chips // 4)
+
+    @property
+    def topology(self) -> str:
+        """The slice in libtpu's notation, such as `v5p:2x2x1`."""
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}"
+
+
+def parse_slice(name: str) -> TpuSlice:
+    """Parse a slice name such as `v5p-8` (8 cores, 4 chips) or `v6e-8` (8 chips).
+
+    Raises:
+        WrongInput: the generation is unknown, or it has no slice of that size.
+    """
+    kind, _, size = name.partition("-")
+    kind = ALIASES.get(kind, kind)
+    if kind not in TPU_SPECS:
+        raise WrongInput(f"topology {name}: no such TPU (known: {', '.join(TPU_SPECS)})")
+    chip = TPU_SPECS[kind]
+    sizes = {prod(shape) * chip.cores: shape for shape in chip.shapes}
+    if not size.isdigit() or int(size) not in sizes:
+        known = ", ".join(f"{kind}-{count}" for count in sizes)
+        raise WrongInput(f"topology {name}: no such slice (known: {known})")
+    return TpuSlice(name, kind, sizes[int(size)])
