@@ -107,7 +107,7 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
     """This rank's loader of training batches for a job. Raises WrongInput."""
     ranks = Ranks.here()
     return Loader(
-        _reader(job, settings, latents, _objective(job, settings, latents)),
+        _reader(job, settings, latents),
         batch_size=settings.global_batch_size,
         seed=settings.seed,
         window=settings.shuffle_window,
@@ -126,7 +126,7 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
         return None
     share = settings.global_batch_size // Ranks.here().world
     return Holdout(
-        _reader(job, settings, latents, _objective(job, settings, latents).held_out(SEED)),
+        _reader(job, settings, latents, held_out=True),
         samples=settings.holdout_loss.samples,
         draws=settings.holdout_loss.draws,
         # A micro-batch fits in memory during training.
@@ -134,17 +134,17 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
     )
 
 
-def _reader(job: TrainJob, settings: Train, latents: Latents, objective: Objective) -> BatchReader:
+def _reader(
+    job: TrainJob, settings: Train, latents: Latents, *, held_out: bool = False
+) -> BatchReader:
+    family = detect_family(job.model_folder)  # first: its error says that this is no pipeline
+    schedule = read_schedule(job.model_folder / "scheduler", settings)
+    objective = Objective.of(settings, schedule, LatentScale.from_info(latents.info))
     return BatchReader(
         latents,
-        detect_family(job.model_folder),
-        objective,
+        family,
+        objective.held_out(SEED) if held_out else objective,
         text_encoders=settings.train_text_encoder,
         extras=ExtraInputs.from_config(job_config(job, settings)),
         cache_bytes=settings.cache_bytes,
     )
-
-
-def _objective(job: TrainJob, settings: Train, latents: Latents) -> Objective:
-    schedule = read_schedule(job.model_folder / "scheduler", settings)
-    return Objective.of(settings, schedule, LatentScale.from_info(latents.info))
