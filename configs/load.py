@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs import coming_from
+from configs.recipe_yaml import dump_yaml, parse_yaml
 from configs.schema import Recipe
 from configs.urls import without_secrets
 
@@ -21,22 +22,6 @@ RECIPES = Path(__file__).parent
 
 class RecipeError(ValueError):
     """A recipe is invalid; the message names the file, the setting and the remedy."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with the floats of YAML 1.2, such as 1e-5; a commit such as 4e12345 is a string."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that `_Loader` would read as floats."""
-
-
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d{1,3}$"),
-        list("-+.0123456789"),
-    )
 
 
 def recipe_names() -> list[str]:
@@ -68,7 +53,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
 def find_recipe(name: str) -> Path:
     """The file of a recipe, by name or path. Raises RecipeError if there is none."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises for a name that is too long
         return path
     known = recipe_names()
     near = difflib.get_close_matches(name, known, n=1)
@@ -82,7 +67,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not sign or not key.strip():
         raise RecipeError(f"override {text!r}: write it as key=value, such as train.steps=100")
     try:
-        return key.strip(), yaml.load(value, _Loader)
+        return key.strip(), parse_yaml(value)
     except yaml.YAMLError:
         raise RecipeError(f"override {text!r}: the value is not valid YAML") from None
 
@@ -98,7 +83,7 @@ def json_schema() -> dict[str, Any]:
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML, complete except for secrets in URLs."""
     settings = _redacted(json.loads(recipe.model_dump_json()))
-    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return dump_yaml(settings)
 
 
 def _redacted(value: Any) -> Any:
@@ -115,7 +100,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         raise RecipeError(f"{path.name}: `extends` forms a cycle")
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
+        settings = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except OSError as error:

@@ -1,0 +1,73 @@
+"""YAML of recipes: each name once, text that UTF-8 can store, and no aliases."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+#: Maximum depth of nested lists and mappings.
+MOST_LEVELS = 50
+#: What PyYAML raises for a value that is not of its type, such as 2026-13-45.
+_INVALID = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with the floats of YAML 1.2, such as 1e-5; a commit such as 4e12345 is a string.
+
+    It refuses what PyYAML drops in silence, or expands without bound.
+    """
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # a few lines of aliases expand to gigabytes
+            raise _refused("aliases (*name) are not supported: repeat the value", self.peek_event())
+        self._depth += 1
+        if self._depth > MOST_LEVELS:
+            raise _refused(f"it is nested more than {MOST_LEVELS} levels deep", self.peek_event())
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise _refused(f"{twice[0]} is set twice", node)
+        return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: Any) -> Any:
+        text = super().construct_scalar(node)
+        if re.search("[\0\ud800-\udfff]", text):
+            raise _refused("a character cannot be stored", node)
+        return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that `_Loader` would read as floats."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d{1,3}$"),
+        list("-+.0123456789"),
+    )
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document. Raises yaml.YAMLError."""
+    try:
+        return yaml.load(text, _Loader)
+    except _INVALID as error:
+        raise yaml.YAMLError(f"a value is not of its type: {error}") from None
+
+
+def dump_yaml(value: Any) -> str:
+    """A YAML document with the value of a JSON document, which `parse_yaml` reads back."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _refused(why: str, place: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, why, place.start_mark)
