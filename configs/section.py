@@ -13,9 +13,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
-    """A section of a recipe: unknown settings are errors, and values are immutable."""
+    """A section of a recipe: unknown settings are errors, and values are immutable and finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
     def refuse_changed(self, names: Iterable[str], choice: str) -> None:
         """Raise ValueError if a setting without effect differs from its default.

@@ -17,9 +17,11 @@ USERINFO = re.compile(
 )
 #: The end of a value, which keeps the punctuation of the sentence around it.
 END = r"(?=[:,.'\")\]]*(?:[\s&;#]|$))"
-PARAMETER = re.compile(rf"(?<=[?&;#])([^\s?&;#=/]+)=[^\s&;#]*?{END}")
+#: A value that is already removed.
+REMOVED = rf"\.\.\.{END}"
+PARAMETER = re.compile(rf"(?<=[?&;#])([^\s?&;#=/]+)=(?!{REMOVED})[^\s&;#]*?{END}")
 #: A query that is one value without a name.
-UNNAMED = re.compile(rf"(https?://[^\s?#]*\?)[^\s?&;#=]+?{END}")
+UNNAMED = re.compile(rf"(https?://[^\s?#]*\?)(?!{REMOVED})[^\s?&;#=]+?{END}")
 
 
 def without_secrets(text: str) -> str:
