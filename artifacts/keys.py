@@ -19,6 +19,14 @@ def canonical_json(value: Any) -> bytes:
     return text.encode()
 
 
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON text. Raises ValueError, also for nesting too deep for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def digest_json(value: Any) -> str:
     """sha256 (hex) of the canonical JSON of `value`."""
     return hashlib.sha256(canonical_json(value)).hexdigest()

@@ -20,7 +20,6 @@ sample i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Sequence
@@ -33,6 +32,8 @@ from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
 from artifacts.commit import read_record
+from artifacts.keys import parse_json
+from artifacts.tensor_header import TensorPlace, read_header
 
 INFO = "latents.json"
 #: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
@@ -121,7 +122,7 @@ class LatentShard:
         self._tensors: dict[str, NDArray[Any]] = {}
         try:
             self._tensors = self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             self.close()
             raise ValueError(f"{self.path} is not a readable latent shard: {error}") from None
         ends = "/mean"
@@ -134,18 +135,16 @@ class LatentShard:
 
     def _read_header(self) -> dict[str, NDArray[Any]]:
         """Views of the file's tensors, whose pages are read on access."""
-        length = int.from_bytes(self._map[:8], "little")
-        if not 0 < length <= len(self._map) - 8:
-            raise ValueError("its header is cut short")
-        header, base = json.loads(self._map[8 : 8 + length]), 8 + length
-        _check_sizes(header, len(self._map) - base)  # before a view prevents closing the map
+        _, places = read_header(self._map, DTYPES)  # before a view prevents closing the map
+        if scalars := [name for name, place in places.items() if not place.shape]:
+            raise ValueError(f"{scalars[0]} has no rows")
 
-        def view(tensor: dict[str, Any]) -> NDArray[Any]:
-            shape, dtype = tensor["shape"], DTYPES[tensor["dtype"]]
-            count, offset = math.prod(shape), base + tensor["data_offsets"][0]
-            return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
+        def view(place: TensorPlace) -> NDArray[Any]:
+            count = math.prod(place.shape)
+            flat = np.frombuffer(self._map, DTYPES[place.dtype], count, place.start)
+            return flat.reshape(place.shape)
 
-        return {name: view(tensor) for name, tensor in header.items()}
+        return {name: view(place) for name, place in places.items()}
 
     def _row(self, name: str, row: int) -> Any:
         tensor = self._tensors[name]
@@ -207,21 +206,6 @@ class LatentShard:
         self._map.close()
 
 
-def _check_sizes(header: dict[str, Any], room: int) -> None:
-    """Raise ValueError unless the tensors have valid sizes and fill exactly `room` bytes."""
-    for name, tensor in header.items():
-        shape, (start, end) = tensor["shape"], tensor["data_offsets"]
-        if not all(isinstance(side, int) and side >= 0 for side in (*shape, start)):
-            raise ValueError(f"{name} has an invalid shape {shape} or offset {start}")
-        size = math.prod(shape) * DTYPES[tensor["dtype"]].itemsize
-        if end - start != size:
-            raise ValueError(
-                f"{name} of shape {shape} needs {size} bytes, its header states {end - start}"
-            )
-    if max(tensor["data_offsets"][1] for tensor in header.values()) != room:
-        raise ValueError("its length differs from the length in its header")
-
-
 @dataclass(frozen=True)
 class ShardRef:
     """A shard of an artifact, as its manifest describes it."""
@@ -277,4 +261,4 @@ def open_latents(url: str) -> Latents:
         for entry in sorted(record["files"], key=lambda entry: entry.path)
         if entry.path.endswith(".safetensors")
     ]
-    return Latents(json.loads(fs.cat_file(f"{root}/{INFO}")), shards)
+    return Latents(parse_json(fs.cat_file(f"{root}/{INFO}")), shards)

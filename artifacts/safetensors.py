@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from fsspec import AbstractFileSystem
@@ -17,8 +16,11 @@ from numpy.typing import NDArray
 
 from artifacts.commit import FileEntry
 from artifacts.latents import from_bfloat16
+from artifacts.tensor_header import read_header
 
 Arrays = dict[str, NDArray[np.float32]]
+#: Element types as safetensors names them; bf16 is read as its bits.
+FLOATS = {name: np.dtype(kind) for name, kind in (("F32", "<f4"), ("F16", "<f2"), ("BF16", "<u2"))}
 
 
 class _Hashing:
@@ -76,50 +78,39 @@ def read_arrays(fs: AbstractFileSystem, path: str) -> Arrays:
         ValueError: the file has other dtypes or is cut short.
     """
     with fs.open(path, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
+        try:
+            _, places = read_header(stream, {"F32": FLOATS["F32"]})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         mapped = _map(path) if isinstance(fs, LocalFileSystem) else None
         arrays: Arrays = {}
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if entry["dtype"] != "F32":
-                raise ValueError(f"{path}: {name} is {entry['dtype']}, not F32")
-            size = 4 * math.prod(entry["shape"])
+        for name, place in places.items():
             if mapped is None:
-                data = np.frombuffer(bytearray(stream.read(size)), np.uint8)
+                data = np.frombuffer(bytearray(stream.read(place.size)), np.uint8)
             else:
-                start = 8 + length + entry["data_offsets"][0]
-                data = mapped[start : start + size]
-            if data.nbytes != size:
-                raise ValueError(f"{path} is cut short at {name}")
-            arrays[name] = data.view("<f4").reshape(entry["shape"])
+                data = mapped[place.start : place.start + place.size]
+            arrays[name] = data.view("<f4").reshape(place.shape)
     return arrays
 
 
-def read_floats(path: Path) -> tuple[dict[str, str], Arrays]:
+def read_floats(path: Path) -> tuple[dict[str, Any], Arrays]:
     """The metadata and the arrays of a safetensors file in f32, f16 or bf16; arrays as f32.
 
     Raises:
-        OSError, ValueError, KeyError: the file is damaged or has other dtypes.
+        OSError, ValueError: the file is damaged or has other dtypes.
     """
-    mapped = np.memmap(path, np.uint8, mode="r")
-    start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
-    header = json.loads(mapped[8:start].tobytes())
-    described = header.pop("__metadata__", {})
-    arrays = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        raw = mapped[start + begin : start + end]
-        if len(raw) != end - begin:
-            raise ValueError(f"it is cut short at {name}")
-        arrays[name] = _floats(raw.tobytes(), entry["dtype"]).reshape(entry["shape"])
-    return described, arrays
+    with path.open("rb") as stream:
+        metadata, places = read_header(stream, FLOATS)
+        arrays = {
+            name: _floats(stream.read(place.size), place.dtype).reshape(place.shape)
+            for name, place in places.items()
+        }
+    return metadata, arrays
 
 
 def _floats(raw: bytes, dtype: str) -> NDArray[np.float32]:
-    if dtype == "BF16":
-        return from_bfloat16(np.frombuffer(raw, "<u2"))
-    return np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32)
+    stored = np.frombuffer(raw, FLOATS[dtype])
+    return from_bfloat16(stored) if dtype == "BF16" else stored.astype(np.float32)
 
 
 def _map(path: str) -> NDArray[np.uint8]:
