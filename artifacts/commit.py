@@ -16,7 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.disk import replacing
-from artifacts.keys import digest_json, digest_stream
+from artifacts.keys import digest_json, digest_stream, parse_json
 from artifacts.remote_clients import is_of_client
 from artifacts.stamps import TICK, distrust, present_stamp, time_stamp
 
@@ -152,7 +152,7 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
             raise
         raise ValueError(f"{path} is not a readable record: {error}") from None
     try:
-        record: dict[str, Any] = json.loads(data)
+        record: dict[str, Any] = parse_json(data)
         del record["sha256"]
         if _seal(record) != data:  # to the byte: a number can be spelt in several ways
             raise ValueError("its content is not what was written")
@@ -160,10 +160,19 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
             raise NewerFormat(
                 f"{path} was written by a newer version of kilnworks: update this one"
             )
-        record["files"] = [FileEntry(**entry) for entry in record["files"]]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        record["files"] = [_entry(**entry) for entry in record["files"]]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable record: {error}") from None
     return record
+
+
+def _entry(**facts: Any) -> FileEntry:
+    """A file's entry of a record. Raises TypeError unless its facts are of their types."""
+    entry = FileEntry(**facts)
+    texts = (entry.path, entry.sha256, entry.etag or "")
+    if not all(isinstance(text, str) for text in texts) or not isinstance(entry.meta, dict):
+        raise TypeError(f"an entry of a file is invalid: {facts!s:.200}")
+    return entry
 
 
 def stamped(fs: AbstractFileSystem, root: str, entries: Iterable[FileEntry]) -> list[FileEntry]:

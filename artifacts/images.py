@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ from typing import IO, Any
 import fsspec
 
 from artifacts.commit import open_checked
-from artifacts.keys import canonical_json
+from artifacts.keys import canonical_json, parse_json
 
 EXTENSIONS = ("jpg", "png", "webp")
 #: Columns of a shard's parquet: one entry for every row of the shard, failures included.
@@ -137,6 +136,10 @@ def _sample(key: str, parts: dict[str, bytes]) -> Sample:
     extension = next((name for name in EXTENSIONS if name in parts), None)
     if extension is None:
         raise ValueError(f"sample {key}: no picture ({', '.join(sorted(parts))} only)")
-    meta = json.loads(parts.get("json", b"{}"))
+    meta = parse_json(parts.get("json", b"{}"))
+    if not isinstance(meta, dict):
+        raise ValueError(f"sample {key}: its metadata is no JSON object")
     captions = meta.get("captions") or [parts.get("txt", b"").decode()]
+    if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
+        raise ValueError(f"sample {key}: its captions are no list of strings")
     return Sample(key, parts[extension], extension, tuple(captions), meta)

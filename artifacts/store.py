@@ -269,6 +269,8 @@ class Store:
         manifest = read_record(self.fs, path)
         if manifest and (manifest.get("stage"), manifest.get("key")) != (stage, key):
             raise ValueError(f"{path} is of another artifact")
+        if manifest and not (manifest.get("digest") and isinstance(manifest.get("summary"), dict)):
+            raise ValueError(f"{path} has no digest or no summary")
         return None if manifest is None else Artifact(self, stage, key, manifest)
 
     def fault(self, artifact: Artifact, *, deep: bool = False) -> str | None:
@@ -309,6 +311,8 @@ class Store:
         root = self.shards_path(stage)
         try:
             record = read_record(self.fs, f"{root}/{key}.json")
+            if record and not isinstance(record.get("meta"), dict):
+                raise ValueError("its record has no facts")
             fault = None if record is None else first_fault(self.fs, root, record["files"])
         except ValueError as error:
             record, fault = None, str(error)
