@@ -8,11 +8,11 @@ from configs.urls import without_secrets
 class SourceError(ValueError):
     """The source does not match the recipe; the message states what to change.
 
-    Secrets of URLs are removed from the message.
+    The message is one line, without the secrets of URLs.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(without_secrets(message))
+        super().__init__(without_secrets(" ".join(message.split())))
 
 
 class TooManyFailed(RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
-import json
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple, Protocol
@@ -13,9 +13,13 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
+from artifacts.keys import parse_json
 from artifacts.remote_clients import is_of_client
 from configs.urls import without_secrets
 from tasks.download.errors import SourceError
+
+#: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.
+_UNREADABLE = (OSError, ValueError, ImportError, EOFError, csv.Error, zlib.error)
 
 
 class Span(NamedTuple):
@@ -208,7 +212,7 @@ def reading(path: str) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise SourceError(f"source: {path}: no such file or folder") from None
-    except (OSError, ValueError, ImportError, csv.Error, ArrowException) as error:
+    except (*_UNREADABLE, ArrowException) as error:
         raise SourceError(f"source: {path}: cannot be read: {_reason(error)}") from None
     except Exception as error:
         if not is_of_client(error):
@@ -262,8 +266,8 @@ def _csv_rows(lines: Iterable[str]) -> Iterator[list[str]]:
 def _json_object(line: str) -> dict[str, Any]:
     """The JSON object in `line`; empty if the line is malformed."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

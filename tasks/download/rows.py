@@ -88,7 +88,7 @@ def score_of(value: Any) -> float | None:
     """The score in a column's value; None unless it is a finite number."""
     try:
         score = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # of an integer above 1e308
         return None
     return score if math.isfinite(score) else None
 
