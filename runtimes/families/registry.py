@@ -6,11 +6,11 @@ load to an instance of `family.Family`.
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from artifacts.keys import parse_json
 from runtimes.contract import WrongInput
 from runtimes.families.family import Family
 from runtimes.families.sd import SD
@@ -45,7 +45,7 @@ def detect_family(folder: Path) -> Family:
     """
     index = folder / "model_index.json"
     try:
-        pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+        pipeline = parse_json(index.read_text(encoding="utf-8"))["_class_name"]
     except FileNotFoundError:
         raise WrongInput(f"{index} is missing: a diffusers pipeline folder is needed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

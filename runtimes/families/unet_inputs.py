@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.training import Train
+from runtimes.contract import WrongInput
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.random import Stream, generator
 
@@ -124,9 +125,16 @@ def aesthetic_scores(sampler: Mapping[str, Any]) -> list[float]:
 def latent_channels(config: Mapping[str, Any]) -> int:
     """Number of latent channels C that a UNet predicts."""
     inpainting = ExtraInputs.from_config(config).inpainting
-    return int(config["out_channels" if inpainting else "in_channels"])
+    return _channels(config, "out_channels" if inpainting else "in_channels")
 
 
 def inpainting_channels(config: Mapping[str, Any]) -> int:
     """`in_channels` of an inpainting UNet: noisy latents, mask, latents of the masked image."""
-    return 2 * int(config.get("out_channels", 4)) + 1
+    return 2 * _channels(config, "out_channels") + 1
+
+
+def _channels(config: Mapping[str, Any], name: str) -> int:
+    found = config.get(name, 4)  # diffusers' default
+    if type(found) is not int or found < 1:
+        raise WrongInput(f"the UNet's {name} is {found!r}, not a number of channels")
+    return found

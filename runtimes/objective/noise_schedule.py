@@ -18,6 +18,8 @@ from runtimes.contract import WrongInput
 Array = NDArray[np.float32]
 Levels = NDArray[np.int32]
 
+#: Of a config's num_train_timesteps; published models have 1000.
+MOST_TIMESTEPS = 100_000
 DIFFUSION = ("epsilon", "v_prediction", "sample")
 FLOW = "flow"
 
@@ -113,7 +115,24 @@ def is_flow(config: Mapping[str, Any]) -> bool:
 
 
 def schedule_of(config: Mapping[str, Any]) -> Schedule:
-    """The noise schedule of a diffusers scheduler's config. Raises WrongInput if it is unknown."""
+    """The noise schedule of a diffusers scheduler's config.
+
+    Raises:
+        WrongInput, ValueError, TypeError, OverflowError: the schedule is unknown, or a setting is
+            invalid.
+    """
+    count = config.get("num_train_timesteps", 1000)
+    if type(count) is not int or not 0 < count <= MOST_TIMESTEPS:
+        raise WrongInput(f"num_train_timesteps is {count!r}, not 1 to {MOST_TIMESTEPS:,}")
+    with np.errstate(all="ignore"):
+        schedule = _schedule_of(config)
+    table = schedule.sigmas if isinstance(schedule, FlowSchedule) else schedule.alphas_cumprod
+    if not ((table >= 0) & (table <= 1 + 1e-6)).all():
+        raise WrongInput("the scheduler's settings give noise levels outside of 0 to 1")
+    return schedule
+
+
+def _schedule_of(config: Mapping[str, Any]) -> Schedule:
     if is_flow(config):
         return FlowSchedule.from_config(config)
     if config.get("beta_schedule") is None and config.get("trained_betas") is None:
@@ -125,7 +144,10 @@ def schedule_of(config: Mapping[str, Any]) -> Schedule:
 def _betas(config: Mapping[str, Any]) -> Array:
     """beta_t [T] f32, with the formulas of diffusers' schedulers."""
     if config.get("trained_betas") is not None:
-        return np.asarray(config["trained_betas"], np.float32)
+        betas = np.asarray(config["trained_betas"], np.float32)
+        if betas.ndim != 1 or not len(betas):
+            raise WrongInput("the scheduler's trained_betas are no list of numbers")
+        return betas
     count, kind = config.get("num_train_timesteps", 1000), config.get("beta_schedule", "linear")
     first, last = config.get("beta_start", 0.0001), config.get("beta_end", 0.02)
     if kind == "linear":

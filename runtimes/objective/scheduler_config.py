@@ -6,11 +6,11 @@ and the published scheduler_config.json must all use the changed config.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from artifacts.keys import parse_json
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FLOW, Schedule, is_flow, schedule_of
@@ -67,11 +67,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read scheduler_config.json from a scheduler's folder. Raises WrongInput."""
     path = folder / SCHEDULER_FILE
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WrongInput(f"{path} is missing: the noise schedule is read from it") from None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise WrongInput(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise WrongInput(f"{path}: not a scheduler's config")
+    return config
 
 
 def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
         config = scheduler_config(config, settings)
     try:
         return schedule_of(config)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise WrongInput(f"{folder / SCHEDULER_FILE}: {error}") from None
 
 

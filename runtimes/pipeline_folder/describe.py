@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from artifacts.keys import digest_json
+from artifacts.keys import digest_json, parse_json
 from artifacts.models import digest_model
 from runtimes.contract import WrongInput
 from runtimes.families import Family, detect_family
@@ -18,6 +17,16 @@ TEXT_PARTS = (
     "tokenizer",
     "tokenizer_2",
     "tokenizer_3",
+)
+#: Entries of `describe_encoders` that are positive integers; pooled_dim may be None.
+_SIZES = (
+    "latent_channels",
+    "vae_scale_factor",
+    "size_step",
+    "tokens",
+    "caption_tokens",
+    "prompt_dim",
+    "pooled_dim",
 )
 #: Captions per batch of the text encoders.
 TEXT_BATCH = 32
@@ -37,6 +46,26 @@ def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dic
     Raises:
         WrongInput: a config is missing or invalid, or the family is unknown.
     """
+    try:
+        found = _describe(model_folder, vae_folder)
+    except WrongInput:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WrongInput(f"{model_folder}: a setting of its configs is invalid: {error}") from None
+    for name in _SIZES:
+        size = 1 if name == "pooled_dim" and found[name] is None else found[name]
+        if type(size) is not int or not 0 < size < 2**31:
+            raise WrongInput(f"{model_folder}: its configs give {name} {found[name]!r}")
+    for name in ("scaling_factor", "shift_factor"):
+        if not _is_finite(found[name]):
+            raise WrongInput(f"{model_folder}: its VAE's {name} is {found[name]!r}, not a number")
+    for name in ("latents_mean", "latents_std"):
+        if not _is_per_channel(found[name], found["latent_channels"]):
+            raise WrongInput(f"{model_folder}: its VAE's {name} are not numbers, one per channel")
+    return found
+
+
+def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
     index = read_config(model_folder / "model_index.json")
     vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
     family = detect_family(model_folder)
@@ -142,21 +171,43 @@ def vae_path(model_folder: Path, vae_folder: Path | None) -> Path:
     return folder if is_vae else folder / "vae"
 
 
-def read_config(path: Path) -> dict[str, Any]:
+class Config(dict[str, Any]):
+    """A config file's settings; one that is missing raises WrongInput with the file's path."""
+
+    path: Path
+
+    def __missing__(self, name: str) -> Any:
+        raise WrongInput(f"{self.path}: {name} is missing")
+
+
+def read_config(path: Path) -> Config:
     """Read a config file. Raises WrongInput if it is missing or not a JSON object."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except OSError:
         raise WrongInput(f"{path}: not there; a model's config was expected") from None
     except ValueError:
         raise WrongInput(f"{path}: not valid JSON") from None
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise WrongInput(f"{path}: not a model's config")
+    config = Config(found)
+    config.path = path
     return config
 
 
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e308
+
+
+def _is_per_channel(values: Any, channels: int) -> bool:
+    if values is None:
+        return True
+    return isinstance(values, list) and len(values) == channels and all(map(_is_finite, values))
+
+
 def _class_of(index: dict[str, Any], part: str) -> str | None:
-    return (index.get(part) or [None, None])[1]
+    found = index.get(part)
+    return found[1] if isinstance(found, list) and len(found) == 2 else None
 
 
 def _check_text_encoders(model_folder: Path, family: Family, index: dict[str, Any]) -> None:
