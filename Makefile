@@ -27,7 +27,7 @@ export KILN_RUNTIMES := $(RUNTIMES)
 # Tests of these fail if they cannot run; others are skipped.
 test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu)
 
-.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak faults lint format ui clean
+.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak faults fuzz lint format ui clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (3 minutes after set-up)"
@@ -35,6 +35,7 @@ help:
 	@echo "make test    lint, types and tests (of some runtimes: RUNTIMES=\"torch jax\")"
 	@echo "make soak    long tests: more kills, more model families, full-size models"
 	@echo "make faults  plant faults in a copy of the code; tests must catch each"
+	@echo "make fuzz    read 100,000 damaged inputs; each must be refused or read correctly"
 	@echo "make setup   create the environment (a minute, once)"
 	@echo "make setup-xla  create the environment of runtime xla, $(VENV)-xla (6 GB, a minute, once)"
 	@echo "make setup-plan  install the TPU compiler for kiln plan (requires no TPU)"
@@ -61,6 +62,10 @@ soak: environments
 # Some of the faults: SHARD=3/8 is the fourth of eight parts; 11/8 is the same part.
 faults: environments
 	$(BIN)/python tests/faults/run.py $(if $(SHARD),--shard $(SHARD))
+
+# Fewer: make fuzz INPUTS=5000; others: KILN_TEST_SEED=1 make fuzz.
+fuzz: $(VENV)/dev.stamp
+	$(BIN)/python tests/fuzz/run.py --inputs $(or $(INPUTS),100000)
 
 environments: $(VENV)/dev.stamp $(patsubst %,setup-%,$(filter $(OWN),$(RUNTIMES))) $(if $(LIBTPU),setup-plan)
 

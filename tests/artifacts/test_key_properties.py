@@ -1,0 +1,142 @@
+"""For any values: content keys, boundaries of shards, and records that are read back."""
+
+import hashlib
+import itertools
+import json
+from random import Random
+from typing import Any
+
+import fsspec
+import pytest
+from drawn import JSON, holds_for
+from hypothesis import strategies as st
+
+from artifacts.commit import FileEntry, read_record, write_record
+from artifacts.keys import canonical_json, cut_shards, digest_json
+
+ROWS = st.integers(0, 400)
+AVERAGE = st.integers(1, 40)
+
+
+def typed(value: Any) -> Any:
+    """A value that differs wherever its JSON does: 1, 1.0, true and "1" are four values."""
+    if isinstance(value, dict):
+        return {name: typed(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [typed(item) for item in value]
+    return (type(value).__name__, repr(value))
+
+
+def shuffled(value: Any, random: Random) -> Any:
+    """The same value, its names in another order."""
+    if isinstance(value, dict):
+        items = list(value.items())
+        random.shuffle(items)
+        return {name: shuffled(item, random) for name, item in items}
+    return [shuffled(item, random) for item in value] if isinstance(value, list) else value
+
+
+@holds_for(value=JSON, number=st.integers(0, 9))
+def test_the_order_of_names_does_not_change_a_key(value: Any, number: int) -> None:
+    assert digest_json(shuffled(value, Random(number))) == digest_json(value)
+
+
+@holds_for(value=JSON)
+def test_canonical_json_is_read_back_with_its_types(value: Any) -> None:
+    text = canonical_json(value)
+    assert typed(json.loads(text)) == typed(value)
+    assert canonical_json(json.loads(text)) == text
+
+
+@holds_for(one=JSON, other=JSON)
+def test_values_that_differ_have_keys_that_differ(one: Any, other: Any) -> None:
+    assert (digest_json(one) == digest_json(other)) == (typed(one) == typed(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), itertools.combinations((1, 1.0, "1", True, [1], {"1": 1}, None), 2)
+)
+def test_no_two_types_have_one_key(one: Any, other: Any) -> None:
+    assert digest_json(one) != digest_json(other)
+    assert digest_json({"a": [one]}) != digest_json({"a": [other]})
+
+
+def rows(count: int, salt: int) -> list[tuple[str, int]]:
+    return [(hashlib.sha256(f"{salt} {n}".encode()).hexdigest(), n) for n in range(count)]
+
+
+@holds_for(count=ROWS, average=AVERAGE, salt=st.integers(0, 99))
+def test_shards_have_every_row_once_in_order_and_their_sizes(
+    count: int, average: int, salt: int
+) -> None:
+    shards = list(cut_shards(rows(count, salt), average))
+    assert [row for shard in shards for row in shard] == rows(count, salt)
+    least, most = max(1, average // 2), 2 * average
+    assert all(least <= len(shard) <= most for shard in shards[:-1])
+    assert all(0 < len(shard) <= most for shard in shards[-1:])
+
+
+@holds_for(
+    200,
+    count=st.integers(1, 400),
+    average=AVERAGE,
+    salt=st.integers(0, 99),
+    at=st.integers(0, 399),
+    added=st.booleans(),
+)
+def test_a_row_added_or_removed_changes_only_shards_up_to_the_next_common_boundary(
+    count: int, average: int, salt: int, at: int, added: bool
+) -> None:
+    before, at = rows(count, salt), at % count
+    new = [(hashlib.sha256(b"new").hexdigest(), -1)] if added else []
+    after = [*before[:at], *new, *before[at + (not added) :]]
+    old, cut = (list(cut_shards(given, average)) for given in (before, after))
+    start = next(n for n, shard in enumerate(old) if before[at] in shard)
+    assert cut[:start] == old[:start], "a shard before the row changed"
+    ends = [[shard[-1][0] for shard in shards] for shards in (old, cut)]
+    for common in set(ends[0][start:]) & set(ends[1][start:]):
+        rest = [
+            shards[found.index(common) + 1 :]
+            for shards, found in zip((old, cut), ends, strict=True)
+        ]
+        assert rest[0] == rest[1], "a shard behind a common boundary changed"
+
+
+def test_a_changed_row_mostly_changes_its_own_shard_alone() -> None:
+    changed = []
+    for at in range(0, 4000, 37):
+        before = rows(4000, 0)
+        old = {tuple(shard) for shard in cut_shards(before, 50)}
+        new = {tuple(shard) for shard in cut_shards(before[:at] + before[at + 1 :], 50)}
+        changed.append(len(new - old))
+    assert sum(changed) / len(changed) < 2
+    assert sorted(changed)[len(changed) // 2] == 1
+
+
+@holds_for(
+    summary=st.dictionaries(st.text(), JSON, max_size=4),
+    size=st.integers(0, 2**60),
+    meta=st.dictionaries(st.text(), JSON, max_size=3),
+    path=st.text(min_size=1),
+)
+def test_a_record_is_read_back_as_it_was_written(
+    summary: dict[str, Any], size: int, meta: dict[str, Any], path: str
+) -> None:
+    fs = fsspec.filesystem("memory")
+    files = [FileEntry(path, size, "0" * 64, meta), FileEntry("b", 0, "1" * 64, etag="e")]
+    write_record(fs, "/records/manifest.json", {"summary": summary, "files": files})
+    found = read_record(fs, "/records/manifest.json")
+    assert found is not None and found["files"] == files
+    assert typed(found["summary"]) == typed(summary)
+    assert set(found) == {"summary", "files"}
+
+
+@holds_for(40, summary=st.dictionaries(st.text(), JSON, max_size=3), bit=st.integers(0, 2**20))
+def test_a_record_with_any_bit_flipped_is_refused(summary: dict[str, Any], bit: int) -> None:
+    fs = fsspec.filesystem("memory")
+    write_record(fs, "/records/manifest.json", {"summary": summary, "files": []})
+    data = bytearray(fs.cat_file("/records/manifest.json"))
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    fs.pipe_file("/records/manifest.json", bytes(data))
+    with pytest.raises(ValueError, match="not a readable record"):
+        read_record(fs, "/records/manifest.json")
