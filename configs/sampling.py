@@ -22,7 +22,7 @@ SchedulerName = Literal[
 
 
 class Prompts(Section):
-    """Prompts, from the recipe or from a text file."""
+    """Prompts, listed or from a text file."""
 
     prompts: tuple[str, ...] = Field((), description="Prompts, in order.")
     file: str | None = Field(
@@ -49,9 +49,9 @@ class Sampling(Section):
         None, description="Picture width in pixels; null: the model's default."
     )
     aesthetic_score: float = Field(
-        6.0, description="Aesthetic score to condition on; requires train.aesthetic_score."
+        6.0, description="Aesthetic score, for a model trained with train.aesthetic_score."
     )
     negative_aesthetic_score: float = Field(
-        2.5, description="Aesthetic score of the negative prompt; requires train.aesthetic_score."
+        2.5, description="Aesthetic score of the negative prompt, for the same models."
     )
     dtype: Dtype = Field("float32", description="Precision of the sampling pipeline.")

@@ -27,7 +27,8 @@ UNNAMED = re.compile(rf"(https?://[^\s?#]*\?)(?!{REMOVED})[^\s?&;#=]+?{END}")
 def without_secrets(text: str) -> str:
     """A text whose URLs have no user and password, and "..." for values that may be secret.
 
-    Values of HARMLESS parameters and text outside of URLs are unchanged.
+    Values of HARMLESS parameters are unchanged, and so is other text, unless it looks like a
+    parameter (`;name=value`).
     """
     text = UNNAMED.sub(r"\1...", USERINFO.sub(r"\1", text))
     return PARAMETER.sub(_masked, text)

@@ -18,7 +18,7 @@ from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.objective import Objective
-from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler
+from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
 from runtimes.train.wandb_board import check_wandb
@@ -164,7 +164,7 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     if recipe.encode.holdout:  # evaluation computes the base's loss
         Objective(read_schedule(folder), LatentScale(1.0), seed=0)
     denoiser = model / detect_family(model).denoiser
-    if trained_scheduler(folder, recipe.train) is not None:
+    if trained_scheduler_config(folder, recipe.train) is not None:
         why = "the scheduler (train.prediction_type or train.zero_terminal_snr)"
     elif folder_extras(denoiser) != ExtraInputs.from_settings(recipe.train):
         why = "the inputs (train.inpainting or train.aesthetic_score)"

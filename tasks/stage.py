@@ -203,7 +203,9 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     names = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
     changes = ((name, old.get(name), new.get(name)) for name in names)
     return [
-        name if isinstance(after, str | list) else f"{name} {before} → {after}"
+        name
+        if isinstance(before, str | list) or isinstance(after, str | list)
+        else f"{name} {before} → {after}"
         for name, before, after in changes
     ]
 

@@ -120,13 +120,23 @@ _OPEN: list[str] = []  # device target that this process has opened; at most one
 def _prepare_cpu() -> None:
     # Asynchronous launch synchronizes threads for each operator: it is 10 to 50 times slower.
     ms.runtime.launch_blocking()
+    if not _has_cpu_kernels():
+        raise WrongInput(f"device cpu: {_NO_CPU_KERNELS}")
+
+
+_NO_CPU_KERNELS = (
+    "MindSpore has no CPU kernels of the operators that mindone calls: "
+    "use an Ascend NPU, or runtime torch"
+)
+
+
+def _has_cpu_kernels() -> bool:
+    """Whether operators run on the CPU: MindSpore itself has these kernels for Ascend alone."""
     try:
         mint.arange(1)
-    except RuntimeError:  # MindSpore itself has these kernels for Ascend alone
-        raise WrongInput(
-            "device cpu: MindSpore has no CPU kernels of the operators that mindone calls: "
-            "choose device ascend, or runtime torch"
-        ) from None
+    except RuntimeError:
+        return False
+    return True
 
 
 def count_npus() -> int:
@@ -164,6 +174,10 @@ def versions() -> dict[str, str]:
 def probe() -> Probe:
     """Devices and versions of this machine; no device is opened."""
     there = count_npus()
-    npus = [f"ascend:{n} ({ms.hal.get_device_name(n, 'Ascend')})" for n in range(there)]
+    if there:
+        npus = [f"ascend:{n} ({ms.hal.get_device_name(n, 'Ascend')})" for n in range(there)]
+        return Probe(True, npus, versions())
     without = "; ".join(missing_components()) or "MindSpore finds none"
-    return Probe(True, [*npus, "cpu" if there else f"cpu (no NPU: {without})"], versions())
+    if not _has_cpu_kernels():
+        return Probe(False, [], versions(), f"no NPU ({without}), and {_NO_CPU_KERNELS}")
+    return Probe(True, [f"cpu (no NPU: {without})"], versions())

@@ -22,7 +22,7 @@ from runtimes.mindspore.parallel import open_parallel
 from runtimes.mindspore.profile import tracing
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.mindspore.step import Gradients, Step
-from runtimes.objective.scheduler_config import trained_scheduler
+from runtimes.objective.scheduler_config import trained_scheduler_config
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 
@@ -84,6 +84,6 @@ class TheRuntime(BaseRuntime):
         job, flash = self._job, self._settings.mindspore.flash_attention
         parts, folder = self._network.parts, job.model_folder
         sampler = Sampler(folder, parts, self._dtype, job.vae_folder, flash=flash)
-        config = trained_scheduler(folder / "scheduler", self._settings)
+        config = trained_scheduler_config(folder / "scheduler", self._settings)
         sampler.use({}, None if config is None else make_scheduler(config))
         return sampler

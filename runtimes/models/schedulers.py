@@ -28,5 +28,5 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
 
 def trained_scheduler(model: Path, settings: Train) -> Any:
     """The scheduler of the trained model, or None where the settings keep the base's."""
-    config = scheduler_config.trained_scheduler(model / "scheduler", settings)
+    config = scheduler_config.trained_scheduler_config(model / "scheduler", settings)
     return None if config is None else make_scheduler(config)

@@ -121,7 +121,7 @@ def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
         raise WrongInput(f"{folder / SCHEDULER_FILE}: {error}") from None
 
 
-def trained_scheduler(folder: Path, settings: Train) -> dict[str, Any] | None:
+def trained_scheduler_config(folder: Path, settings: Train) -> dict[str, Any] | None:
     """The trained model's scheduler config; None if it equals the base's config in `folder`."""
     base = read_config(folder)
     config = scheduler_config(base, settings)

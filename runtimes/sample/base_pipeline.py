@@ -56,7 +56,7 @@ class BasePipeline(ABC):
         return 0.0
 
     def _release(self) -> None:
-        """Free the previous model's memory before the next one is loaded."""
+        """Drop references to the previous model before the next one is loaded."""
         self._network = None
 
     def _use_network(self) -> None:

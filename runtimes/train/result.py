@@ -21,7 +21,7 @@ from artifacts.safetensors import Arrays, write_arrays, writing
 from configs.training import Train
 from runtimes.adapters.lora_file import LORA_WEIGHTS, metadata, to_file_names
 from runtimes.contract import State
-from runtimes.objective.scheduler_config import SCHEDULER_FILE, trained_scheduler
+from runtimes.objective.scheduler_config import SCHEDULER_FILE, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
 
@@ -45,7 +45,7 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
             files += _write_component(fs, root, _config(job, component), component, arrays)
-    scheduler = trained_scheduler(Path(job.model) / "scheduler", settings)
+    scheduler = trained_scheduler_config(Path(job.model) / "scheduler", settings)
     if scheduler is not None:
         files.append(f"scheduler/{SCHEDULER_FILE}")
         text = json.dumps(scheduler, indent=2, sort_keys=True) + "\n"

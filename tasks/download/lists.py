@@ -119,9 +119,9 @@ class JsonlList:
     suffixes: tuple[str, ...] = (".jsonl", ".jsonl.gz", ".ndjson")
 
     def columns(self, file: str) -> list[str]:
-        start, _, first = next(self._objects(file, 0), (0, 0, {}))
+        _, _, first = next(self._objects(file, 0), (0, 0, {}))
         if not first:
-            raise SourceError(f"source: {file}: the line at byte {start} is not a JSON object")
+            raise SourceError(f"source: {file}: its first line is not a JSON object")
         return list(first)
 
     def rows(

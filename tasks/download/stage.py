@@ -170,7 +170,10 @@ def _check_failures(summary: dict[str, Any], max_failed: float) -> None:
     if failed <= max_failed * rows and summary["images"]:
         return
     why = _most_common({k: n for k, n in summary["outcomes"].items() if k != "success"})
-    allowed = f"download.max_failed allows {max_failed:.0%}"
+    allowed = (
+        f"download.max_failed allows {max_failed:.0%}; "
+        "a higher download.retry_failed fetches them again"
+    )
     raise TooManyFailed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
 
 

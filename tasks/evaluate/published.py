@@ -37,7 +37,8 @@ def load_published_model(folder: Path) -> EvalModel:
 
 def _pipeline_model(folder: Path) -> EvalModel:
     digest = digest_pipeline(folder)
-    if not _recipe(folder).get("train", {}).get("train_text_encoder"):
+    train = _recipe(folder).get("train")
+    if not (isinstance(train, dict) and train.get("train_text_encoder")):
         return EvalModel(digest, folder)
     # Trained text encoders also encode the held-out captions, so the loss differs from that with
     # the embeddings stored in the latents. The digest must differ too.

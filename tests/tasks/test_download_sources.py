@@ -343,7 +343,7 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "not parquet": ({**urls, "path": str(tmp_path / "bad.parquet")}, "cannot be read"),
         "not json": (
             {**urls, "path": str(tmp_path / "bad.jsonl"), "format": "jsonl"},
-            "the line at byte 0 is not a JSON object",
+            "its first line is not a JSON object",
         ),
         "column": (
             {**urls, "caption_column": "captoin"},

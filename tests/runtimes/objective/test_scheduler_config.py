@@ -18,7 +18,7 @@ from runtimes.objective.scheduler_config import (
     RESCALES_BETAS,
     read_schedule,
     scheduler_config,
-    trained_scheduler,
+    trained_scheduler_config,
 )
 from runtimes.objective.targets import target_of
 
@@ -38,20 +38,20 @@ def write(folder: Path, config: dict) -> Path:
 @pytest.mark.parametrize("base", [config_of("PNDMScheduler"), FLOW])
 def test_settings_that_are_null_leave_the_scheduler_alone(base: dict, tmp_path: Path) -> None:
     assert scheduler_config(base, Train()) == base
-    assert trained_scheduler(write(tmp_path, base), Train()) is None
+    assert trained_scheduler_config(write(tmp_path, base), Train()) is None
 
 
 def test_what_the_base_says_already_changes_nothing(tmp_path: Path) -> None:
     same = Train(prediction_type="epsilon", zero_terminal_snr=False)
     folder = write(tmp_path, config_of("EulerDiscreteScheduler"))  # both are what diffusers assumes
-    assert trained_scheduler(folder, same) is None
-    assert trained_scheduler(write(tmp_path, FLOW), Train(prediction_type="flow")) is None
+    assert trained_scheduler_config(folder, same) is None
+    assert trained_scheduler_config(write(tmp_path, FLOW), Train(prediction_type="flow")) is None
 
 
 def test_training_over_is_said_by_the_scheduler(tmp_path: Path) -> None:
     base = config_of("EulerDiscreteScheduler", prediction_type="epsilon")
     settings = Train(prediction_type="v_prediction", zero_terminal_snr=True)
-    changed = trained_scheduler(write(tmp_path, base), settings)
+    changed = trained_scheduler_config(write(tmp_path, base), settings)
     assert changed == {
         **base,
         "prediction_type": "v_prediction",
