@@ -143,7 +143,8 @@ def _missing(variant: str) -> str:
     if reason := missing_for_emulation(variant):
         return reason
     on = VARIANTS[variant]
-    found = probe_runtime(on.runtime)
+    with standing_in(variant):
+        found = probe_runtime(on.runtime)
     if not found.available:
         return found.reason
     if on.device in REAL_ONLY and not any(name.startswith(on.device) for name in found.devices):

@@ -109,19 +109,12 @@ def start(name: str, ranks: Ranks = ALONE) -> str:
         ms.set_context(mode=ms.PYNATIVE_MODE)
         ms.set_deterministic(True)
         _OPEN.append(target)
-        if target == "CPU":
-            _prepare_cpu()
+        if target == "CPU" and not _has_cpu_kernels():
+            raise WrongInput(f"device cpu: {_NO_CPU_KERNELS}")
     return target
 
 
 _OPEN: list[str] = []  # device target that this process has opened; at most one element
-
-
-def _prepare_cpu() -> None:
-    # Asynchronous launch synchronizes threads for each operator: it is 10 to 50 times slower.
-    ms.runtime.launch_blocking()
-    if not _has_cpu_kernels():
-        raise WrongInput(f"device cpu: {_NO_CPU_KERNELS}")
 
 
 _NO_CPU_KERNELS = (
@@ -132,6 +125,9 @@ _NO_CPU_KERNELS = (
 
 def _has_cpu_kernels() -> bool:
     """Whether operators run on the CPU: MindSpore itself has these kernels for Ascend alone."""
+    # Asynchronous launch raises errors later. On a CPU it is also 10 to 50 times slower, as it
+    # synchronizes threads for each operator.
+    ms.runtime.launch_blocking()
     try:
         mint.arange(1)
     except RuntimeError:

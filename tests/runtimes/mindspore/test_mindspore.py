@@ -286,11 +286,17 @@ def test_a_fresh_denoiser_depends_on_the_seed_alone(
 
 def test_a_cpu_whose_operators_mindspore_lacks_is_refused(python: Path) -> None:
     paths = os.environ["PYTHONPATH"].replace(str(chips.MINDSPORE_HOST), "").strip(":")
-    done = subprocess.run(
-        [python, "-c", "from runtimes.mindspore.device import start; start('cpu')"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert "WrongInput: device cpu: MindSpore has no CPU kernels" in done.stderr
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, *words],
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
+
+    started = run("-c", "from runtimes.mindspore.device import start; start('cpu')")
+    assert "WrongInput: device cpu: MindSpore has no CPU kernels" in started.stderr
+    probed = json.loads(run("-m", "runtimes", "--probe", "mindspore").stdout.splitlines()[-1])
+    assert not probed["available"] and "MindSpore has no CPU kernels" in probed["reason"]
