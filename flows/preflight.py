@@ -26,7 +26,7 @@ from tasks import check_targets, download
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.features import check_clip
+from tasks.evaluate.clip_features import check_clip
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.measure import metric_names
 from tasks.progress import Progress

@@ -108,7 +108,7 @@ def check_scheduler(
 
 
 def uses_tabulated_scheduler(name: str) -> bool:
-    """Whether a runtime samples from tabulated coefficients (sample/tabulated_scheduler.py)."""
+    """Whether a runtime samples from tabulated coefficients (sample/scheduler_step.py)."""
     return _spec(name).schedulers == TABULATED
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
-from runtimes.adapters.lora_file import LORA_WEIGHTS
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.objective.scheduler_config import SCHEDULER_FILE
 from runtimes.process.job import Drawing
 

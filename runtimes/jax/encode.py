@@ -26,7 +26,7 @@ from runtimes.process.job import EncodeJob
 
 
 class Encoder(vae_and_text_encoders.Encoder):
-    """The encoder of models/encoder.py, compiled by JAX.
+    """The encoder of models/vae_and_text_encoders.py, compiled by JAX.
 
     Every batch is padded to one size and runs one program, so the bits of an image do not depend on
     the size of its batch.

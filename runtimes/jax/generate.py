@@ -15,12 +15,12 @@ from runtimes.jax.bridge import as_function
 from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import held_out_errors
-from runtimes.jax.optimizer_step import Arrays
+from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.sampler import Sampler, same_architecture
 from runtimes.jax.step import errors
 from runtimes.jax.weights import frozen_arrays
+from runtimes.models.make_scheduler import make_scheduler
 from runtimes.models.network import Network
-from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
 from runtimes.sample.network import load_network

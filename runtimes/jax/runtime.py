@@ -30,7 +30,7 @@ from runtimes.jax.device import (
 )
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack
-from runtimes.jax.optimizer_step import Arrays
+from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.step import Step, errors, gather_weights
 from runtimes.jax.weights import (
     frozen_arrays,
@@ -38,10 +38,10 @@ from runtimes.jax.weights import (
     names_without_gradient,
     trained_names,
 )
-from runtimes.models.dropout_seed import has_dropout
 from runtimes.models.flop_count import FlopCounter
+from runtimes.models.layer_dropout_seed import has_dropout
+from runtimes.models.make_scheduler import trained_scheduler
 from runtimes.models.network import Network
-from runtimes.models.schedulers import trained_scheduler
 from runtimes.objective.random import Stream, generator
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks

@@ -1,6 +1,7 @@
 """One training step as a compiled function from state and batch to the next state.
 
-It computes the forward and backward pass of each micro-batch, and the update (update.py).
+It computes the forward and backward pass of each micro-batch, and the update
+(optimizer_and_ema.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax import Array
 
 from configs.training import Train
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.optimizer_step import Arrays, Groups, update
+from runtimes.jax.optimizer_and_ema import Arrays, Groups, update
 
 
 @dataclass(frozen=True)

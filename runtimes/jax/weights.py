@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from configs.training import Train
 from runtimes.contract import StepBatch
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.optimizer_step import Arrays, Groups
+from runtimes.jax.optimizer_and_ema import Arrays, Groups
 from runtimes.models.network import Network
 
 

@@ -17,7 +17,7 @@ from runtimes.mindspore.device import check, describe, memory_bytes, start, vers
 from runtimes.mindspore.loading import set_flash_attention
 from runtimes.mindspore.micro_batches import Inputs
 from runtimes.mindspore.network import Network
-from runtimes.mindspore.optimizer_step import Update, float32_copy
+from runtimes.mindspore.optimizer_and_ema import Update, float32_copy
 from runtimes.mindspore.parallel import open_parallel
 from runtimes.mindspore.profile import tracing
 from runtimes.mindspore.sampler import Sampler, make_scheduler

@@ -17,7 +17,7 @@ from configs.training import Train
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.mindspore.micro_batches import Inputs, micro_batches, squared_errors
 from runtimes.mindspore.network import Network
-from runtimes.mindspore.optimizer_step import Update
+from runtimes.mindspore.optimizer_and_ema import Update
 from runtimes.mindspore.parallel import SingleProcess
 
 

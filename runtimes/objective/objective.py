@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from configs.timesteps import TimestepSampling
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.latent_scale import LatentScale
-from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
-from runtimes.objective.random import Stream
-from runtimes.objective.random_choices import (
+from runtimes.objective.caption_and_noise_draws import (
     Choices,
     draw_choices,
     draw_noise,
     draw_normal,
     perturb,
 )
+from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
+from runtimes.objective.random import Stream
 from runtimes.objective.targets import target_of
 from runtimes.objective.timesteps import Probabilities, level_bounds
 from runtimes.objective.weighting import FlowWeighting, loss_weight

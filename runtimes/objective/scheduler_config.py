@@ -40,7 +40,7 @@ SCHEDULERS = {
     "lms": "LMSDiscreteScheduler",
     "pndm": "PNDMScheduler",
 }
-#: Schedulers that compiling runtimes support (sample/tabulated_scheduler.py).
+#: Schedulers that compiling runtimes support (sample/scheduler_step.py).
 TABULATED = (
     "DDIMScheduler",
     "DPMSolverMultistepScheduler",

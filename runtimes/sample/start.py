@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.adapters.lora_file import read_adapters
+from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.contract import WrongInput
 from runtimes.families import Family, detect_family
 from runtimes.objective.random import Stream, generator

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
+from runtimes.models.make_scheduler import make_scheduler
 from runtimes.models.micro_batches import Inputs, sender
 from runtimes.models.network import Network
-from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
 from runtimes.sample.network import load_network

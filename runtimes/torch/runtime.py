@@ -15,17 +15,17 @@ from configs.training import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
 from runtimes.models.flop_count import FlopCounter, peak_flops
+from runtimes.models.make_scheduler import trained_scheduler
 from runtimes.models.micro_batches import Inputs, sender
 from runtimes.models.network import Network
 from runtimes.models.precision import check_precision
-from runtimes.models.schedulers import trained_scheduler
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.device import describe, make_deterministic, open_device, peak_bytes, versions
 from runtimes.torch.npu import enable_npu_attention
-from runtimes.torch.optimizer_step import Update
+from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
 from runtimes.torch.step import Step

@@ -19,7 +19,7 @@ from runtimes.contract import WrongInput, one_line
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import fully_masked
 from runtimes.models.loading import load_text_encoder
-from runtimes.models.schedulers import make_scheduler
+from runtimes.models.make_scheduler import make_scheduler
 from runtimes.pipeline_folder.describe import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.sample.pipeline_sampler import PipelineSampler

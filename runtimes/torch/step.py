@@ -11,11 +11,11 @@ import torch
 
 from configs.training import Train
 from runtimes.contract import StepBatch, StepOutput
-from runtimes.models.dropout_seed import has_dropout, seed_dropout
+from runtimes.models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.models.micro_batches import Inputs, micro_batches, sender
 from runtimes.models.network import Network
 from runtimes.torch.device_kind import DeviceKind
-from runtimes.torch.optimizer_step import Update
+from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import SingleProcess
 
 

@@ -16,7 +16,7 @@ from runtimes.xla.model_patches import replace_nearest_upsampling
 
 
 class Encoder(PaddedEncoder):
-    """The encoder of models/encoder.py on XLA devices.
+    """The encoder of models/vae_and_text_encoders.py on XLA devices.
 
     Args:
         folder: local diffusers pipeline folder.

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
 from runtimes.data.padding import pad_batch
+from runtimes.models.make_scheduler import make_scheduler
 from runtimes.models.micro_batches import Inputs
 from runtimes.models.network import Network
-from runtimes.models.schedulers import make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.process.ranks import Ranks
 from runtimes.sample.base_pipeline import BasePipeline

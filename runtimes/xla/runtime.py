@@ -18,16 +18,16 @@ from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
 from runtimes.data.padding import pad_batch
 from runtimes.models.flop_count import FlopCounter
+from runtimes.models.make_scheduler import trained_scheduler
 from runtimes.models.micro_batches import Inputs
 from runtimes.models.network import Network
-from runtimes.models.schedulers import trained_scheduler
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.agree import join_hosts
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.model_patches import recompute, replace_nearest_upsampling
-from runtimes.xla.optimizer_step import Update
+from runtimes.xla.optimizer_and_ema import Update
 from runtimes.xla.step import Step
 
 

@@ -12,11 +12,11 @@ import torch_xla
 
 from configs.training import Train
 from runtimes.contract import StepBatch, StepOutput, lazy_output
-from runtimes.models.dropout_seed import has_dropout, seed_dropout
+from runtimes.models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.models.micro_batches import Inputs, micro_batches
 from runtimes.models.network import Network
 from runtimes.xla.mesh import Mesh
-from runtimes.xla.optimizer_step import Update
+from runtimes.xla.optimizer_and_ema import Update
 
 
 @dataclass(frozen=True)

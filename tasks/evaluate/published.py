@@ -9,7 +9,7 @@ import yaml
 
 from artifacts.keys import digest_json
 from artifacts.models import ModelNotFound, digest_model, resolve_model
-from runtimes.adapters.lora_file import LORA_WEIGHTS
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe import vae_path

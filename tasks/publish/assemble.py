@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtimes.adapters.lora_file import Adapters
+from runtimes.adapters.lora_file_format import Adapters
 from runtimes.adapters.lora_layers import Adapter, stored_name
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family

@@ -13,14 +13,14 @@ from artifacts.keys import digest_json
 from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.load import dump
 from configs.schema import Recipe
-from runtimes.adapters.lora_file import read_adapters
+from runtimes.adapters.lora_file_format import read_adapters
 from tasks.evaluate.measure import flatten, metric_rows
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.progress import Progress
 from tasks.publish import card, gate, report
-from tasks.publish.adapters import write_adapters
 from tasks.publish.assemble import assemble
 from tasks.publish.model_registry import ChampionChanged, Registry, Version
+from tasks.publish.write_adapters import write_adapters
 from tasks.stage import StageResult, TransientError, storing
 from tasks.trained_weights import TrainedWeights, local_weights
 

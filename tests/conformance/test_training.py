@@ -33,7 +33,7 @@ from conformance.runs import (
     train_here,
 )
 
-from runtimes.adapters.lora_file import LORA_WEIGHTS
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 
 pytestmark = pytest.mark.slow
 OBJECTIVES: dict[str, dict[str, Any]] = {

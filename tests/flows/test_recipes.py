@@ -18,7 +18,7 @@ from command import run_json
 from toy_recipes import BASES, toy
 
 from demo.make_base import make_base
-from runtimes.adapters.lora_file import LORA_WEIGHTS
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 
 pytestmark = pytest.mark.soak
 TinyModel = Callable[[str], Path]

@@ -18,7 +18,7 @@ from artifacts.latent_writer import write_latent_shard
 from artifacts.latents import LatentSample, LatentShard, ShardRef, Texts
 from artifacts.safetensors import read_arrays, write_arrays
 from configs.lora import Lora
-from runtimes.adapters.lora_file import metadata, read_adapters
+from runtimes.adapters.lora_file_format import metadata, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.data.shard_cache import ShardFiles
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from configs.lora import Lora
 from configs.training import Train
-from runtimes.adapters.kohya_file import to_kohya
-from runtimes.adapters.lora_file import LORA_WEIGHTS, metadata, read_adapters
+from runtimes.adapters.kohya_names import to_kohya
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
 from runtimes.models.network import Network

@@ -21,7 +21,7 @@ from runtimes.contract import StepBatch, StepOutput  # noqa: E402
 from runtimes.models.loading import load_denoiser  # noqa: E402
 from runtimes.process.job import TrainJob  # noqa: E402
 from runtimes.torch.device_kind import DeviceKind  # noqa: E402
-from runtimes.torch.optimizer_step import Update  # noqa: E402
+from runtimes.torch.optimizer_and_ema import Update  # noqa: E402
 from runtimes.torch.runtime import TheRuntime  # noqa: E402
 from runtimes.torch.sampler import Sampler  # noqa: E402
 

@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from jobs import CPU, MakeJob, predicted, start, trained
 
-from runtimes.adapters.lora_file import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.models.micro_batches import Inputs, sender
 from runtimes.models.network import Network

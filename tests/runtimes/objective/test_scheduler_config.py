@@ -11,7 +11,7 @@ from tolerances import assert_close
 
 from configs.training import Train
 from runtimes.contract import WrongInput
-from runtimes.models.schedulers import make_scheduler
+from runtimes.models.make_scheduler import make_scheduler
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 from runtimes.objective.scheduler_config import (
     PREDICTS_SAMPLE,

@@ -9,7 +9,7 @@ import torch
 from configs.training import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
-from runtimes.torch.optimizer_step import Update
+from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.optimizers import _KINDS, Optimizer
 from runtimes.torch.runtime import TheRuntime
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch_xla.debug import metrics
 
 from runtimes.contract import StepBatch, StepOutput
-from runtimes.models.schedulers import make_scheduler
+from runtimes.models.make_scheduler import make_scheduler
 from runtimes.objective.random import Stream, generator
 from runtimes.objective.scheduler_config import read_config
 from runtimes.process.job import Drawing, TrainJob

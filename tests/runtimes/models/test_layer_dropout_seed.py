@@ -2,7 +2,7 @@
 
 import torch
 
-from runtimes.models.dropout_seed import seed_dropout
+from runtimes.models.layer_dropout_seed import seed_dropout
 
 
 def dropped(*place: int) -> tuple[bool, ...]:

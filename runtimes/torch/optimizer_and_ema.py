@@ -22,7 +22,7 @@ from runtimes.update.state import matched
 class Update:
     """Gradient clipping, an optimizer on float32 masters, and their exponential moving average.
 
-    update/rule.py gives the decay of the average.
+    update/ema_decay.py gives the decay of the average.
 
     Args:
         parameters: float32 masters of this process, by State's keys.

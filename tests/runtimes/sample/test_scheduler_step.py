@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtimes.contract import WrongInput
-from runtimes.sample.tabulated_scheduler import tabulate
+from runtimes.sample.scheduler_step import tabulate
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from artifacts.safetensors import Arrays
-from runtimes.adapters.lora_file import Adapters
+from runtimes.adapters.lora_file_format import Adapters
 from runtimes.families.family import KohyaNames
 
 

@@ -20,7 +20,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
 from configs.lora import Lora
 from configs.schema import Recipe
-from runtimes.adapters.lora_file import LORA_WEIGHTS, metadata, read_adapters
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
 from tasks.evaluate.published import load_published_model
 from tasks.publish.assemble import assemble
