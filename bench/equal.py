@@ -21,7 +21,7 @@ from bench.jobs import read_train_job
 from configs.training import Train
 from runtimes.contract import StepBatch
 from runtimes.objective.latent_scale import LatentScale
-from runtimes.objective.objective import Objective
+from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.objective.targets import target_of
 from runtimes.process.job import TrainJob

@@ -17,7 +17,7 @@ from runtimes import registry
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.latent_scale import LatentScale
-from runtimes.objective.objective import Objective
+from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe import describe_encoders, vae_path
@@ -26,7 +26,7 @@ from tasks import check_targets, download
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.clip_features import check_clip
+from tasks.evaluate.clip_encoder import check_clip
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.measure import metric_names
 from tasks.progress import Progress

@@ -23,7 +23,7 @@ from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
 from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.caption_and_noise_draws import Choices
-from runtimes.objective.objective import Objective
+from runtimes.objective.noised_batch import Objective
 
 
 class BatchReader:

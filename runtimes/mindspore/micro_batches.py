@@ -7,10 +7,11 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor
 from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST, StepBatch
+from runtimes.mindspore.loss import squared_errors
 from runtimes.mindspore.network import Network
 
 
@@ -71,11 +72,6 @@ def micro_batches(
     """Yield micro-batches of at most `size` samples; None is the whole batch."""
     for first, end in batch.micro_batches(size):
         yield Inputs(batch, network, dtype, first, end)
-
-
-def squared_errors(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error per sample [B] f32 of [B, C, h, w] arrays."""
-    return ops.square(prediction.astype(ms.float32) - target).mean((1, 2, 3))
 
 
 def tensor(array: NDArray[Any]) -> Tensor:

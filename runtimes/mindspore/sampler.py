@@ -20,7 +20,7 @@ from runtimes.mindspore.encode import Encoder
 from runtimes.mindspore.micro_batches import tensor
 from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe import read_config as read_index
-from runtimes.sample.pipeline_sampler import PipelineSampler
+from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
 from runtimes.sample.start import NoiseBatch
 
 #: MindSpore's errors for an operator, or an operator and dtype, that the device does not support.

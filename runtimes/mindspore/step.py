@@ -15,7 +15,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from configs.hardware import MindSpore
 from configs.training import Train
 from runtimes.contract import StepBatch, StepOutput
-from runtimes.mindspore.micro_batches import Inputs, micro_batches, squared_errors
+from runtimes.mindspore.loss import squared_errors
+from runtimes.mindspore.micro_batches import Inputs, micro_batches
 from runtimes.mindspore.network import Network
 from runtimes.mindspore.optimizer_and_ema import Update
 from runtimes.mindspore.parallel import SingleProcess

@@ -20,7 +20,7 @@ from runtimes.data.holdout import Holdout, sample_losses
 from runtimes.data.loader import BatchReader, open_job_latents
 from runtimes.families import detect_family
 from runtimes.objective.latent_scale import LatentScale
-from runtimes.objective.objective import Objective
+from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.events import Events

@@ -22,7 +22,7 @@ from runtimes.models.loading import load_text_encoder
 from runtimes.models.make_scheduler import make_scheduler
 from runtimes.pipeline_folder.describe import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
-from runtimes.sample.pipeline_sampler import PipelineSampler
+from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
 from runtimes.sample.start import NoiseBatch
 from runtimes.torch.device_kind import DeviceKind
 

@@ -21,7 +21,7 @@ from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe import describe_encoders
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate import metrics
-from tasks.evaluate.clip_features import ClipFeatures, Float32, batches
+from tasks.evaluate.clip_encoder import ClipFeatures, Float32, batches
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import JUDGES, judge_pictures
 from tasks.evaluate.metrics import Metric

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from tasks.evaluate import metrics
-from tasks.evaluate.clip_features import ClipFeatures, Float32
+from tasks.evaluate.clip_encoder import ClipFeatures, Float32
 from tasks.evaluate.judges import judge_pictures
 
 

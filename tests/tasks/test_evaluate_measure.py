@@ -14,7 +14,7 @@ from artifacts.images import Sample, write_tar
 from artifacts.store import Artifact, KeyParts, Shard, Store
 from tasks.encode.transform import TransformSettings, is_holdout
 from tasks.evaluate import grid, metrics
-from tasks.evaluate.clip_features import ClipFeatures
+from tasks.evaluate.clip_encoder import ClipFeatures
 from tasks.evaluate.measure import MetricSuite
 from tasks.evaluate.pictures import _commit
 from tasks.evaluate.reference import reference_pictures

@@ -11,7 +11,7 @@ from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.objective import Objective
+from runtimes.objective.noised_batch import Objective
 from runtimes.train.validation import HeldOutLoss
 
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})

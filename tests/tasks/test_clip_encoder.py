@@ -13,7 +13,7 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 from demo import digits
 from runtimes.contract import WrongInput
 from tasks.evaluate import metrics
-from tasks.evaluate.clip_features import ClipFeatures, check_clip
+from tasks.evaluate.clip_encoder import ClipFeatures, check_clip
 from tasks.evaluate.judges import check_prompts, judge_pictures
 from tasks.evaluate.samples import SampleScorer
 
