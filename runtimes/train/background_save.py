@@ -26,7 +26,7 @@ class Snapshot:
 
 
 class Saver:
-    """Writes one checkpoint at a time. A full disk loses that checkpoint but not the run."""
+    """Writes one checkpoint at a time. A failed write loses that checkpoint but not the run."""
 
     def __init__(self, checkpoints: Checkpoints, boards: Boards, events: Events) -> None:
         self._checkpoints = checkpoints

@@ -22,6 +22,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import FileEntry, first_fault, read_record, write_record
+from artifacts.remote_clients import is_of_client
 from artifacts.safetensors import Arrays, read_arrays, write_arrays, writing
 from runtimes.contract import State
 
@@ -30,14 +31,19 @@ _FILE = re.compile(r"(?P<group>.+?)(-\d{5}-of-\d{5})?\.safetensors")
 log = logging.getLogger("kiln")
 
 
-class CheckpointNotWritten(OSError):
-    """A checkpoint could not be written; older checkpoints are intact.
-
-    `errno` is that of the failed operation, if known.
-    """
+class CheckpointError(OSError):
+    """An error with a message for the user; `errno` is that of the failed operation, if known."""
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+class CheckpointNotWritten(CheckpointError):
+    """A checkpoint could not be written; older checkpoints are intact."""
+
+
+class CheckpointsUnreachable(CheckpointError):
+    """A remote store did not respond; its checkpoints may be intact."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,18 @@ class Checkpoints:
         A damaged checkpoint is skipped with a warning.
 
         Raises:
-            OSError: a remote store did not respond.
+            CheckpointsUnreachable: a resume from an older checkpoint would discard the newest
+                one's steps.
         """
+        try:
+            return self._latest(before)
+        except Exception as error:
+            if not _is_unreachable(self._fs, error):
+                raise
+            message = f"the checkpoints in {self._root} cannot be read: {_reason(error)}"
+            raise CheckpointsUnreachable(getattr(error, "errno", None), message) from error
+
+    def _latest(self, before: int | None) -> Checkpoint | None:
         for step in reversed(self._steps()):
             if before is not None and step >= before:
                 continue
@@ -102,7 +118,7 @@ class Checkpoints:
                 return self.read(step, verify=True)
             except (ValueError, OSError, KeyError, TypeError) as error:
                 if _is_unreachable(self._fs, error):
-                    raise  # a resume from an older checkpoint would discard the newest one's steps
+                    raise
                 log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
 
@@ -125,8 +141,8 @@ class Checkpoints:
             The checkpoint's path and its size in bytes.
 
         Raises:
-            CheckpointNotWritten: for example, the disk is full. The message names the last good
-                checkpoint.
+            CheckpointNotWritten: for example, the disk is full, or a remote store did not respond.
+                The message names the last good checkpoint.
         """
         path, files = self._path(step), list[FileEntry]()
         try:
@@ -142,25 +158,25 @@ class Checkpoints:
             loss = facts.get("validation_loss")
             record = {"files": files, "validation_loss": loss}
             write_record(self._fs, f"{path}/{MANIFEST}", record)
-        except OSError as error:
-            raise CheckpointNotWritten(error.errno, self._failure_message(path, error)) from None
+        except Exception as error:  # clients of remote stores define their own exception types
+            number = getattr(error, "errno", None)
+            raise CheckpointNotWritten(number, self._failure_message(path, error)) from None
         try:
             if prune:
                 self._prune(step)
-        except OSError as error:
+        except Exception as error:
             log.warning("old checkpoints could not be deleted: %s", error)
         return path, sum(entry.size for entry in files)
 
-    def _failure_message(self, path: str, error: OSError) -> str:
+    def _failure_message(self, path: str, error: Exception) -> str:
         kept = "there is none before it"
         try:
             self._discard(path)  # frees the space of the partial checkpoint
             if steps := self._steps():
                 kept = f"the last good one is of step {steps[-1]}"
-        except OSError:
+        except Exception:
             kept = "its partial files cannot be deleted"
-        reason = error.strerror or str(error)
-        return f"checkpoint {path} could not be written: {reason}; {kept}"
+        return f"checkpoint {path} could not be written: {_reason(error)}; {kept}"
 
     def read(self, step: int, *, verify: bool = False) -> Checkpoint:
         """The checkpoint of a step.
@@ -236,7 +252,12 @@ class Checkpoints:
         return sorted(int(match[1]) for match in steps if match)
 
 
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+
+
 def _is_unreachable(fs: AbstractFileSystem, error: Exception) -> bool:
     """Whether a remote store failed to respond: the checkpoint itself may be intact."""
-    gone = isinstance(error, FileNotFoundError) or not isinstance(error, OSError)
-    return not gone and not isinstance(fs, LocalFileSystem)
+    if isinstance(fs, LocalFileSystem) or isinstance(error, FileNotFoundError):
+        return False
+    return isinstance(error, OSError) or is_of_client(error)

@@ -13,13 +13,15 @@ import fsspec
 import numpy as np
 import pytest
 from command import ROOT
+from fsspec.implementations.memory import MemoryFileSystem
 from gcs_server import GcsServer
+from gcsfs.retry import HttpError
 from safetensors.numpy import load_file
 from stores import REMOTE, UrlOf
 
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
+from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints, CheckpointsUnreachable
 
 FACTS = {"seed": 1, "train": {}}
 
@@ -57,6 +59,44 @@ def test_the_newest_is_not_skipped_because_the_store_does_not_give_it(
                 checkpoints.latest()
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 2
+
+
+@pytest.mark.parametrize("call", ["glob", "cat_file", "open"])
+def test_checkpoints_of_a_store_that_is_away_are_not_skipped(
+    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    checkpoints = Checkpoints(url_of("memory"), keep=2)
+    save(checkpoints, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, call, away)
+        with pytest.raises(CheckpointsUnreachable, match=r"cannot be read: HttpError: .*503"):
+            checkpoints.latest()
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 2
+
+
+@pytest.mark.parametrize("call", ["open", "pipe_file", "exists"])
+def test_a_store_that_is_away_costs_the_checkpoint(
+    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    checkpoints = Checkpoints(url_of("memory"), keep=1)
+    save(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, call, away)
+        with pytest.raises(CheckpointNotWritten, match=r"could not be written: HttpError: .*503"):
+            save(checkpoints, 2)
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 1
+    save(checkpoints, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm", away)
+        save(checkpoints, 4)  # old ones are kept
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 4
+
+
+def away(*_: object, **__: object) -> None:
+    raise HttpError({"code": 503, "message": "Service Unavailable"})
 
 
 SAVE = """

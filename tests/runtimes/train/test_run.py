@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gcsfs.retry import HttpError
 from jobs import MakeJob, curve, outputs
 
 from artifacts.safetensors import write_arrays
@@ -29,6 +30,7 @@ from tasks.process import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
 
+SHORT = {"steps": 6, "logging_steps": 1, "checkpointing_steps": 2, "ema_decay": 0.9}
 HOLDOUT_LOSS = {"every_n_steps": 3, "samples": 4, "draws": 2}
 
 
@@ -103,8 +105,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
         write_arrays(sink, arrays)
 
     monkeypatch.setattr("runtimes.train.checkpoints.write_arrays", full)
-    settings = {"steps": 6, "logging_steps": 1, "checkpointing_steps": 2, "ema_decay": 0.9}
-    job, whole = make_job("full", **settings), make_job("whole", **settings)
+    job, whole = make_job("full", **SHORT), make_job("whole", **SHORT)
     heard = run(job)
     assert [event["step"] for event in heard.of("checkpoint")] == [2]
     (first, second) = (event["message"] for event in heard.of("warning"))
@@ -117,6 +118,24 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
     assert run(job).of("start")[0]["step"] == 2
     run(whole)
     assert outputs(job) == outputs(whole)
+
+
+def test_a_store_s_error_costs_checkpoints_but_neither_the_run_nor_its_weights(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise HttpError({"code": 503, "message": "Service Unavailable"})
+
+    monkeypatch.setattr("runtimes.train.checkpoints.write_record", away)
+    away_job, whole = make_job("away", **SHORT), make_job("whole", **SHORT)
+    heard = run(away_job)
+    assert not heard.of("checkpoint")
+    messages = [event["message"] for event in heard.of("warning")]
+    assert [step in message for step, message in zip("246", messages, strict=True)] == [True] * 3
+    assert "HttpError: Service Unavailable, 503; there is none before it" in messages[2]
+    monkeypatch.undo()
+    run(whole)
+    assert outputs(away_job) == outputs(whole)
 
 
 def test_held_out_losses_are_the_same_however_often_it_is_stopped(make_job: MakeJob) -> None:
