@@ -26,6 +26,10 @@ class WrongInput(ValueError):
     """Invalid input of a job: settings, weights, shapes, device. The message states the remedy."""
 
 
+class WeightsLost(RuntimeError):
+    """Trained and averaged weights are mixed: only a restored State can continue the run."""
+
+
 def one_line(error: BaseException, length: int = 300) -> str:
     """An error's message on one line of at most `length` characters."""
     return " ".join(str(error).split())[:length]

@@ -11,8 +11,8 @@ for rate' = rate * sqrt(c2) / c1, eps' = eps * sqrt(c2), decay' = decay * rate /
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore as ms
@@ -24,6 +24,7 @@ from configs.training import Train
 from runtimes.contract import State
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.update.ema_decay import ema_decay_at
+from runtimes.update.ema_swap import swapped
 from runtimes.update.state import matched
 from runtimes.update.step_scalars import bias_corrections, text_encoder_factor
 
@@ -117,23 +118,18 @@ class Update:
         numbers = (rate * root / first, self._settings.adam_epsilon * root, decay)
         return tuple(_number(number) for number in numbers)
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within the context, the network has the EMA weights, if there is an EMA."""
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within the context, the network has the EMA weights, if any. Raises WeightsLost."""
         kept = {name: self._masters[name].asnumpy().copy() for name in self._average}
-        for name, average in self._average.items():
-            self._set(name, average.asnumpy())
-        try:
-            yield
-        finally:
-            for name, array in kept.items():
-                self._set(name, array)
+        averages = {name: average.asnumpy() for name, average in self._average.items()}
+        return swapped(lambda: self._set(averages), lambda: self._set(kept))
 
-    def _set(self, name: str, array: NDArray[np.float32]) -> None:
-        master, computed = self._masters[name], self._computed[name]
-        _assign(master, array)
-        if computed is not master:
-            _assign(computed, array)
+    def _set(self, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+        for name, array in arrays.items():
+            master, computed = self._masters[name], self._computed[name]
+            _assign(master, array)
+            if computed is not master:
+                _assign(computed, array)
 
     def state(self) -> State:
         """Copies of weights, moments, EMA and loss scale on the host, as float32 arrays."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from runtimes.torch.device_kind import DeviceKind
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.update.ema_decay import ema_decay_at
+from runtimes.update.ema_swap import swapped
 from runtimes.update.state import matched
 
 
@@ -50,6 +50,9 @@ class Update:
         self._average: list[torch.Tensor] | None = None
         if settings.ema_decay is not None:
             self._average = [p.detach().clone() for p in self._masters]
+            # A swap must not allocate: one of them follows each out-of-memory error.
+            largest = max(self._masters, key=torch.Tensor.numel)
+            self._scratch = torch.empty_like(largest.detach()).flatten()
         self._step = 0
 
     def apply(self, learning_rate: float) -> torch.Tensor:
@@ -87,19 +90,15 @@ class Update:
             torch.nn.utils.clip_grads_with_norm_(self._masters, most, norm, foreach=foreach)
         return norm
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within the context, the model has the EMA weights, if there is an EMA."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within the context, the model has the EMA weights, if any. Raises WeightsLost."""
+        return swapped(self._swap, self._swap)
 
     def _swap(self) -> None:
         """Swap weights and EMA in place: FSDP's modules refer to the memory of their shards."""
         for parameter, average in zip(self._masters, self._average or (), strict=False):
-            kept = parameter.detach().clone()
+            kept = self._scratch[: parameter.numel()].view(parameter.shape)
+            kept.copy_(parameter.detach())
             parameter.data.copy_(average)
             average.copy_(kept)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.commit import write_atomic
-from runtimes.contract import Runtime
+from runtimes.contract import Runtime, WeightsLost
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.train.boards import Boards
@@ -48,6 +48,9 @@ class Samples:
         """Generate and write the image of a step.
 
         A failure is logged and training continues, unless ranks generate collectively.
+
+        Raises:
+            WeightsLost: training cannot continue.
         """
         pictures = self._try_to_draw(step)
         if pictures is not None and self._writes:
@@ -56,6 +59,8 @@ class Samples:
     def _try_to_draw(self, step: int) -> NDArray[np.uint8] | None:
         try:
             return self._runtime.sample(self._job.sample_prompts, self._job.sampler)
+        except WeightsLost:
+            raise
         except Exception as error:  # such as out of memory, or a missing pipeline component
             if self._runtime.samples_collectively:
                 raise  # the other ranks would wait in a collective for ever

@@ -6,14 +6,15 @@ The rule is that of torch.optim.AdamW (arXiv 1711.05101). Numbers that change wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch_xla
 
 from configs.training import Train
 from runtimes.contract import State
+from runtimes.update.ema_swap import swapped
 from runtimes.update.state import matched
 from runtimes.update.step_scalars import step_scalars, text_encoder_factor
 from runtimes.xla.mesh import Mesh
@@ -79,14 +80,9 @@ class Update:
         self._step += 1
         return norm
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within the context, the model has the EMA weights, if there is an EMA."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within the context, the model has the EMA weights, if any. Raises WeightsLost."""
+        return swapped(self._swap, self._swap)
 
     def _swap(self) -> None:
         for name, average in self._average.items():

@@ -11,14 +11,14 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel, compute_snr
-from jobs import MakeJob, start
+from jobs import MakeJob, start, trained
 from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 from torch.nn.functional import mse_loss
 
 from artifacts.latents import LatentShard, from_bfloat16, open_latents
 from configs.training import Train
-from runtimes.contract import State, WrongInput
+from runtimes.contract import State, WeightsLost, WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.objective.random import Stream, generator
 from runtimes.process.job import TrainJob
@@ -210,6 +210,42 @@ def test_sampling_draws_with_the_average_and_leaves_the_state_alone(make_job: Ma
     other, _ = start(job)
     other.restore(before, 2)
     assert float(runtime.step(batch(2), 1e-3).loss) == float(other.step(batch(2), 1e-3).loss)
+
+
+def test_the_average_goes_out_again_without_memory_for_it(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, _ = trained(make_job(ema_decay=0.9))
+    before = runtime.state()
+    with pytest.raises(MemoryError), runtime._update.averaged():
+        np.testing.assert_equal(runtime._update.state()["weights"], before["ema"])
+        for name in ("clone", "empty", "empty_like"):
+            monkeypatch.setattr(torch.Tensor if name == "clone" else torch, name, no_memory)
+        raise MemoryError
+    monkeypatch.undo()
+    assert_equal(before, runtime.state())
+
+
+@pytest.mark.parametrize("restoring", [False, True])
+def test_a_swap_that_fails_midway_is_no_error_of_sampling(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, restoring: bool
+) -> None:
+    runtime, _ = trained(make_job(ema_decay=0.9))
+    count, copy = len(runtime.state()["weights"]), torch.Tensor.copy_
+    left = 7 + 3 * count * restoring
+    copied: list[None] = []
+
+    def failing(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        copied.append(None)
+        return no_memory() if len(copied) > left else copy(tensor, other)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", failing)
+    with pytest.raises(WeightsLost, match="from the newest"), runtime._update.averaged():
+        assert restoring, "weights are mixed"
+
+
+def no_memory(*_: object, **__: object) -> torch.Tensor:
+    raise RuntimeError("out of memory")
 
 
 def test_sampling_decodes_with_the_vae_of_the_job(make_job: MakeJob, tiny_vae: Path) -> None:

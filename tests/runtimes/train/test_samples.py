@@ -9,6 +9,7 @@ import pytest
 from jobs import MakeJob
 from numpy.typing import NDArray
 
+from runtimes.contract import WeightsLost
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.train.boards import Boards
@@ -26,12 +27,14 @@ class Warned(Events):
 class Draws:
     """A device that has the memory for pictures, or has not."""
 
+    error: Exception = RuntimeError("out of memory")
+
     def __init__(self, enough: bool, together: bool) -> None:
         self.enough, self.samples_collectively = enough, together
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         if not self.enough:
-            raise RuntimeError("out of memory")
+            raise self.error
         return np.zeros((1, 8, 8, 3), np.uint8)
 
 
@@ -48,6 +51,13 @@ def test_pictures_that_cannot_be_drawn(make_job: MakeJob) -> None:
     assert alone == ["no sample pictures at step 3: RuntimeError: out of memory"]
     with pytest.raises(RuntimeError, match="out of memory"):
         draw(make_job(), Draws(False, together=True))
+
+
+def test_mixed_weights_are_not_trained_on(make_job: MakeJob) -> None:
+    runtime = Draws(False, together=False)
+    runtime.error = WeightsLost("mixed")
+    with pytest.raises(WeightsLost):
+        draw(make_job(), runtime)
 
 
 @pytest.mark.parametrize("together", [False, True])
