@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from artifacts.commit import FileEntry
+from artifacts.disk import make_folder, sync_tree
 from artifacts.latents import from_bfloat16
 from artifacts.tensor_header import read_header
 
@@ -39,11 +40,21 @@ class _Hashing:
 def writing(
     fs: AbstractFileSystem, root: str, path: str, files: list[FileEntry]
 ) -> Iterator[_Hashing]:
-    """A stream to `root/path`; on success the file's entry is appended to `files`."""
-    fs.makedirs(f"{root}/{path}".rpartition("/")[0], exist_ok=True)
-    with fs.open(f"{root}/{path}", "wb") as stream:
+    """A stream to `root/path`; on success the file's entry is appended to `files`.
+
+    A local file and its folders are synced, so a record written later never names a lost file.
+    """
+    folder, _, name = f"{root}/{path}".rpartition("/")
+    local = isinstance(fs, LocalFileSystem)
+    if local:
+        make_folder(folder)
+    else:
+        fs.makedirs(folder, exist_ok=True)
+    with fs.open(f"{folder}/{name}", "wb") as stream:
         sink = _Hashing(stream)
         yield sink
+    if local:
+        sync_tree(folder, name)
     files.append(FileEntry(path, sink.size, sink.digest.hexdigest()))
 
 

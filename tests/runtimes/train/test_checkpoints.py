@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -136,6 +137,31 @@ def without_environment(runtime: str) -> str:
     except WrongInput as error:
         return chips.unless_required(runtime, str(error))
     return ""
+
+
+def test_all_is_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power failure the disk has what was synced, names in folders too."""
+    contents, names, fsync, replace = set[str](), set[str](), os.fsync, os.replace
+    work = tmp_path / "new/work"
+
+    def watched(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        contents.add(str(path))
+        names.update(map(str, path.iterdir()) if path.is_dir() else ())
+        fsync(descriptor)
+
+    def committing(beside: str, manifest: str) -> None:
+        files = [path for path in Path(manifest).parent.iterdir() if path.suffix != ".tmp"]
+        assert len(files) == 6
+        assert {str(path) for path in files} <= contents & names
+        above = [path for path in Path(manifest).parents if tmp_path in path.parents]
+        assert {str(path) for path in above} <= names
+        replace(beside, manifest)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(os, "replace", committing)
+    save(Checkpoints(str(work), keep=2), 3)
+    assert (work / "checkpoints/step-00000003/manifest.json").exists()
 
 
 def test_safetensors_itself_reads_the_weights(tmp_path: Path) -> None:
