@@ -244,6 +244,7 @@ NOT_IN_KEY = frozenset(
         "checkpoint_shard_bytes",
         "compile",
         "device",
+        "divergence",  # it affects just runs that would otherwise end without weights
         "grace_seconds",
         "gradient_checkpointing",
         "hpu",

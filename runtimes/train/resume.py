@@ -48,6 +48,7 @@ def restore(
 def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
     """Raise WrongInput if the checkpoint was written with settings that change the weights.
 
+    `steps` may change at a constant learning rate, which does not depend on them.
     Settings that the checkpoint lacks count as defaults: an older version may have written it.
     """
     now, before = key_settings(settings), _with_defaults(saved.facts["train"])
@@ -57,6 +58,8 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
         # Dropout masks depend on the rank, so the number of processes must not change.
         now["processes"] = Ranks.here().world
         before["processes"] = saved.facts.get("processes", before["processes"])
+    if settings.lr_scheduler == "constant":
+        del now["steps"]
     for name in sorted(now):
         if before.get(name) != now[name]:
             raise WrongInput(

@@ -87,7 +87,8 @@ class Run:
             batch_size=self._settings.global_batch_size,
             peak=self._runtime.peak_flops() if peak is None else peak * 1e12,
         )
-        saved = newest_checkpoint(self._checkpoints, self._runtime)
+        last = self._settings.steps  # an earlier run may have had more
+        saved = newest_checkpoint(self._checkpoints, self._runtime, before=last + 1)
         if saved is not None:
             check_same_run(saved, self._job, self._settings)
             self._restore(saved)

@@ -15,6 +15,7 @@ from configs.training import NOT_IN_KEY, Train, key_settings
         ({}, {"lr_power": 2.0, "lr_num_cycles": 3, "lr_min_ratio": 0.1}),
         ({"processes": 2}, {"micro_batch_size": 4, "device": "cpu", "checkpointing_steps": 7}),
         ({"method": "lora"}, {"method": "lora", "processes": 2}),
+        ({}, {"divergence": {"action": "skip", "factor": 3.0}}),
     ],
 )
 def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -25,7 +26,6 @@ def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[st
     ("common", "change"),
     [
         ({}, {"learning_rate": 1.0}),
-        ({}, {"divergence": {"action": "skip"}}),
         ({"method": "lora"}, {"lora": {"rank": 4}}),
         ({"method": "lora", "lora": {"dropout": 0.1}}, {"processes": 2}),
         ({"method": "lora", "lora": {"dropout": 0.1}}, {"micro_batch_size": 2}),
@@ -114,7 +114,6 @@ IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixed_precision": ("bf16", {}),
     "loss_scale": ({"initial": 8.0}, {"mixed_precision": "fp16"}),
     "shuffle_window": (2, {}),
-    "divergence": ({"action": "skip"}, {}),
 }
 
 

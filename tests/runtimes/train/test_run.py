@@ -245,6 +245,32 @@ def test_a_run_that_leaves_out_batches_is_exactly_repeatable(
     assert outputs(parts) == outputs(whole)
 
 
+def test_a_run_that_diverged_goes_on_with_other_settings_of_recovery(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, 5)
+    settings = {"steps": 9, "logging_steps": 1, "checkpointing_steps": 3}
+    job = make_job(**settings)
+    with pytest.raises(Diverged):
+        run(job)
+    heard = run(make_job(**settings, divergence={"action": "skip"}))
+    assert heard.of("start")[0]["step"] == 3
+    assert [event["left_out"] for event in heard.of("back")] == [5]
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+def test_a_run_at_a_constant_rate_goes_on_with_other_steps(make_job: MakeJob, steps: int) -> None:
+    settings = {"logging_steps": 1, "checkpointing_steps": 2, "checkpoints_total_limit": 9}
+    run(make_job("one", **settings, steps=6))
+    other, whole = (make_job(name, **settings, steps=steps) for name in ("one", "whole"))
+    assert run(other).of("start")[0]["step"] == min(steps, 6)
+    run(whole)
+    assert outputs(other) == outputs(whole)
+    run(make_job("falling", **settings, steps=2, lr_scheduler="linear"))
+    with pytest.raises(WrongInput, match=r"train\.steps=2, this one has 3"):
+        run(make_job("falling", **settings, steps=3, lr_scheduler="linear"))
+
+
 def test_too_many_ruinous_batches_end_the_run(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
