@@ -29,7 +29,6 @@ class BaseRuntime(ABC):
     _network: Any
     _update: Any
     _collectives: Any  # of all ranks, on the host where the framework permits it
-    _sampler: Any = None  # constructed by the first call of `sample`
 
     def any_rank(self, flag: bool) -> bool:
         return bool(self._collectives.any(flag))
@@ -47,10 +46,9 @@ class BaseRuntime(ABC):
         return self._trace(folder) if self._ranks.first else nullcontext()
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
-        if self._sampler is None:
-            self._sampler = self._open_sampler()
+        opened = self._open_sampler()  # until the end of this call: training needs its memory
         with self._evaluating():
-            drawn: NDArray[np.uint8] = self._sampler.draw(prompts, sampler, first=0)
+            drawn: NDArray[np.uint8] = opened.draw(prompts, sampler, first=0)
         return drawn
 
     def shutdown(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -168,6 +168,11 @@ class TheRuntime(BaseRuntime):
         return jax.profiler.trace(folder)
 
     def _open_sampler(self) -> Any:
+        return self._sampler
+
+    @cached_property
+    def _sampler(self) -> Any:
+        """The sampler of all calls: another one would compile its programs again."""
         from runtimes.jax.sampler import Sampler  # pipelines are slow to import
 
         job, dtype = self._job, self._settings.compute_dtype

@@ -108,6 +108,7 @@ class TheRuntime(BaseRuntime):
         from runtimes.torch.sampler import Sampler  # pipelines are slow to import
 
         job, parts = self._job, dict(self._network.named_children())
-        sampler = Sampler(job.model_folder, parts, self._device_kind, vae=job.vae_folder)
+        dtype = getattr(torch, self._settings.compute_dtype)
+        sampler = Sampler(job.model_folder, parts, self._device_kind, dtype, job.vae_folder)
         sampler.use({}, trained_scheduler(job.model_folder, self._settings))
         return sampler

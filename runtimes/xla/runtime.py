@@ -105,6 +105,7 @@ class TheRuntime(BaseRuntime):
     def _open_sampler(self) -> Any:
         from runtimes.xla.sampler import Sampler  # pipelines are slow to import
 
-        sampler = Sampler(self._job.model_folder, self._mesh, vae=self._job.vae_folder)
-        sampler.use(self._network, trained_scheduler(self._job.model_folder, self._settings))
+        job, dtype = self._job, self._settings.compute_dtype
+        sampler = Sampler(job.model_folder, self._mesh, dtype, job.vae_folder)
+        sampler.use(self._network, trained_scheduler(job.model_folder, self._settings))
         return sampler

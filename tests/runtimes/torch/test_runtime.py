@@ -1,17 +1,20 @@
 """The torch runtime trains as a plain diffusers loop does; its state goes in and out exactly."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel, compute_snr
-from jobs import MakeJob, start, trained
+from jobs import SAMPLER, MakeJob, start, trained
 from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 from torch.nn.functional import mse_loss
@@ -23,6 +26,7 @@ from runtimes.data.loader import open_job_latents
 from runtimes.objective.random import Stream, generator
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
+from runtimes.torch.sampler import Sampler
 from runtimes.train.trainer import make_loader
 
 pytestmark = pytest.mark.slow
@@ -246,6 +250,29 @@ def test_a_swap_that_fails_midway_is_no_error_of_sampling(
 
 def no_memory(*_: object, **__: object) -> torch.Tensor:
     raise RuntimeError("out of memory")
+
+
+def test_sampling_models_leave_the_device_and_are_in_the_compute_dtype(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, dtypes, draw = list[ReferenceType[Any]](), set[torch.dtype](), Sampler.draw
+
+    def watched(sampler: Sampler, *given: Any, **more: Any) -> Any:
+        for name in ("vae", "text_encoder", "text_encoder_2"):
+            model = getattr(sampler._pipe, name)
+            models.append(ref(model))
+            dtypes.add(model.dtype)
+        return draw(sampler, *given, **more)
+
+    monkeypatch.setattr(Sampler, "draw", watched)
+    runtime, _ = start(make_job(mixed_precision="bf16"))
+    gc.disable()
+    try:
+        runtime.sample(["a"], SAMPLER)
+        assert [model() for model in models] == [None] * 3
+    finally:
+        gc.enable()
+    assert dtypes == {torch.bfloat16}
 
 
 def test_sampling_decodes_with_the_vae_of_the_job(make_job: MakeJob, tiny_vae: Path) -> None:
