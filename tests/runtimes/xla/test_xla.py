@@ -14,6 +14,7 @@ from typing import Any
 import chips
 import pytest
 from driver_process import DriverProcess
+from jobs import SAMPLER
 from training import losses, train
 
 from runtimes.process.job import TrainJob
@@ -141,7 +142,9 @@ def test_half_precision_stays_near(driver: DriverProcess, make_job: MakeJob) -> 
     settings = {"steps": 4, "logging_steps": 1, "global_batch_size": 8, "train_text_encoder": True}
     near = make_job("near", **settings, runtime="torch")
     train(near)
-    job = make_job("half", **settings, mixed_precision="bf16", gradient_checkpointing=True)
-    driver.call("train", asdict(job))
+    settings |= {"mixed_precision": "bf16", "sample_every_n_steps": 2}
+    job = make_job("half", **settings, gradient_checkpointing=True)
+    driver.call("train", asdict(replace(job, sample_prompts=("a",), sampler=SAMPLER)))
+    assert len(list(Path(job.work, "samples").iterdir())) == 2
     apart = [abs(ours / theirs - 1) for ours, theirs in zip(losses(job), losses(near), strict=True)]
     assert 1e-4 < max(apart) < 2e-2
