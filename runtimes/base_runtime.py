@@ -47,7 +47,7 @@ class BaseRuntime(ABC):
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         opened = self._open_sampler()  # until the end of this call: training needs its memory
-        with self._evaluating():
+        with self.evaluating():
             drawn: NDArray[np.uint8] = opened.draw(prompts, sampler, first=0)
         return drawn
 
@@ -55,8 +55,7 @@ class BaseRuntime(ABC):
         return None  # no process has to wait for the others
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Within the context, the network has its EMA weights, if any, and no dropout."""
+    def evaluating(self) -> Iterator[None]:
         self._network.train(False)
         try:
             with self._update.averaged(), self._autocast():

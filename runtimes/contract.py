@@ -133,8 +133,15 @@ class Runtime(Protocol):
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         """One optimizer update on a batch, with the optimizer of the job's settings."""
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within the context, the network has its EMA weights, if any, and no dropout.
+
+        Raises:
+            WeightsLost: the trained weights could not be restored.
+        """
+
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        """Unweighted mean squared error per sample [B], with the EMA weights if there are any."""
+        """Unweighted mean squared error per sample [B], within the context of `evaluating`."""
 
     def flops(self, batch: StepBatch) -> float | None:
         """FLOP of a step on this rank's batch, without recomputation; None if unknown."""
@@ -151,10 +158,13 @@ class Runtime(Protocol):
     def profile(self, folder: str) -> AbstractContextManager[None]:
         """Trace the steps inside the `with` block to files in a local folder, on rank 0 alone."""
 
-    def state(self) -> State:
+    def state(self, *, final: bool = False) -> State:
         """Host copies of weights, both moments and EMA: full arrays on rank 0, empty elsewhere.
 
         Collective.
+
+        Args:
+            final: whether to copy just what a run publishes: the EMA, or else the weights.
         """
 
     def restore(self, state: State, step: int) -> None:

@@ -46,7 +46,7 @@ from runtimes.objective.random import Stream, generator
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.agree import join_hosts
-from runtimes.update.state import matched
+from runtimes.update.state import matched, published
 from runtimes.update.step_scalars import step_scalars
 
 
@@ -127,10 +127,10 @@ class TheRuntime(BaseRuntime):
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)
 
-    def state(self) -> State:
+    def state(self, *, final: bool = False) -> State:
         self._compile_cache.upload()
         state: State = {}
-        for group, arrays in self._state.items():
+        for group, arrays in (published(self._state) if final else self._state).items():
             for name, array in arrays.items():
                 whole = self._mesh.fetch(array)
                 if self._ranks.first:
@@ -161,7 +161,7 @@ class TheRuntime(BaseRuntime):
         return memory_bytes()
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         yield  # `_averaged` has the EMA weights, and the sampler's programs have no dropout
 
     def _trace(self, folder: str) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from runtimes.contract import State
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import matched
+from runtimes.update.state import matched, published
 from runtimes.update.step_scalars import bias_corrections, text_encoder_factor
 
 Gradients = Sequence[Tensor]
@@ -131,11 +131,15 @@ class Update:
             if computed is not master:
                 _assign(computed, array)
 
-    def state(self) -> State:
-        """Copies of weights, moments, EMA and loss scale on the host, as float32 arrays."""
+    def state(self, *, final: bool = False) -> State:
+        """Copies of weights, moments, EMA and loss scale on the host, as float32 arrays.
+
+        With `final`, only the group that a run publishes, and the loss scale.
+        """
+        groups = self._groups_of_state()
         state = {
             group: {name: p.asnumpy().copy() for name, p in parameters.items()}
-            for group, parameters in self._groups_of_state().items()
+            for group, parameters in (published(groups) if final else groups).items()
         }
         scale = self.loss_scale.state()
         return state | ({"loss_scale": scale} if scale else {})

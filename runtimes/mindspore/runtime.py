@@ -63,16 +63,15 @@ class TheRuntime(BaseRuntime):
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         return self._step(batch, learning_rate)
 
-    def state(self) -> State:
-        return self._update.state() if self._ranks.first else {}
+    def state(self, *, final: bool = False) -> State:
+        return self._update.state(final=final) if self._ranks.first else {}
 
     def restore(self, state: State, step: int) -> None:
         self._update.restore(state, step)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         inputs = Inputs(batch, self._network, self._dtype)
-        with self._evaluating():
-            return inputs.errors(self._network).asnumpy()
+        return inputs.errors(self._network).asnumpy()
 
     def memory_bytes(self) -> int:
         return memory_bytes()

@@ -36,12 +36,13 @@ class Events:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one event. A closed pipe is no error here: signals.py detects a dead parent."""
-        if self._stream is None:
+        stream = self._stream  # another thread may find the pipe closed meanwhile
+        if stream is None:
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
         with self._lock:
             try:
-                self._stream.write(line + "\n")
+                stream.write(line + "\n")
             except (BrokenPipeError, ValueError):
                 self._stream = None
 

@@ -16,7 +16,7 @@ from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import matched
+from runtimes.update.state import matched, published
 
 
 class Update:
@@ -102,13 +102,16 @@ class Update:
             parameter.data.copy_(average)
             average.copy_(kept)
 
-    def state(self) -> State:
+    def state(self, *, final: bool = False) -> State:
         """Copies of weights, optimizer state and EMA on the host, as full float32 arrays.
+
+        With `final`, only the group that a run publishes.
 
         A collective call; only rank 0 returns arrays, the other ranks return an empty State.
         """
         state: State = {}
-        for group, tensors in self._tensors().items():
+        groups = self._tensors()
+        for group, tensors in (published(groups) if final else groups).items():
             for name, tensor in tensors.items():
                 whole = self._parallel.gather_full(name, tensor)
                 if self._parallel.first:

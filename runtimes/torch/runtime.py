@@ -78,9 +78,9 @@ class TheRuntime(BaseRuntime):
     def peak_flops(self) -> float | None:
         return peak_flops(self._device, self._settings.compute_dtype)
 
-    def state(self) -> State:
+    def state(self, *, final: bool = False) -> State:
         self._device_kind.save_compiled()
-        return self._with_constants(self._update.state())
+        return self._with_constants(self._update.state(final=final))
 
     def restore(self, state: State, step: int) -> None:
         self._update.restore(state, step)
@@ -88,7 +88,7 @@ class TheRuntime(BaseRuntime):
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         # Not inference_mode: FSDP trains with the tensors that it gathers here.
-        with self._evaluating(), torch.no_grad():
+        with torch.no_grad():
             errors = Inputs(batch, sender(self._device)).errors(self._network)
         return errors.cpu().numpy()
 

@@ -172,7 +172,7 @@ class Run:
         """Write the trained weights and the history to the job's `out` folder."""
         self._profiling.close()  # the trace may include the last step
         self._saver.wait()
-        state = self._runtime.state()
+        state = self._runtime.state(final=True)
         self._runtime.shutdown()
         if not self._first:
             return

@@ -17,7 +17,7 @@ from runtimes.train.boards import Boards
 
 
 class Samples:
-    """Generates the sample images. All ranks generate; rank 0 alone writes."""
+    """Generates the sample images: on rank 0 alone, unless ranks generate collectively."""
 
     def __init__(
         self,
@@ -52,6 +52,8 @@ class Samples:
         Raises:
             WeightsLost: training cannot continue.
         """
+        if not (self._writes or self._runtime.samples_collectively):
+            return
         pictures = self._try_to_draw(step)
         if pictures is not None and self._writes:
             self._try_to_write(step, pictures)

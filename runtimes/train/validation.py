@@ -35,5 +35,6 @@ def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) ->
 
     Every rank measures all samples, so the result does not depend on the number of ranks.
     """
-    losses = sample_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
+    with runtime.evaluating():
+        losses = sample_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
     return None if losses is None else HeldOutLoss.of(losses)

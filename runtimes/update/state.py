@@ -1,13 +1,21 @@
-"""Check a State against the tensors that it restores."""
+"""The groups of a State: those that a run publishes, and a check before a restore."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 from runtimes.contract import State, WrongInput
+
+Group = TypeVar("Group")
+
+
+def published(groups: Mapping[str, Group]) -> dict[str, Group]:
+    """The group that a run publishes: the EMA, or else the weights."""
+    name = "ema" if "ema" in groups else "weights"
+    return {name: groups[name]}
 
 
 def matched(

@@ -15,7 +15,7 @@ import torch_xla
 from configs.training import Train
 from runtimes.contract import State
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import matched
+from runtimes.update.state import matched, published
 from runtimes.update.step_scalars import step_scalars, text_encoder_factor
 from runtimes.xla.mesh import Mesh
 
@@ -89,11 +89,15 @@ class Update:
             parameter = self._parameters[name]
             self._average[name], parameter.data = parameter.data, average
 
-    def state(self) -> State:
-        """Copies of weights, moments and EMA on the host, as full float32 arrays."""
+    def state(self, *, final: bool = False) -> State:
+        """Copies of weights, moments and EMA on the host, as full float32 arrays.
+
+        With `final`, only the group that a run publishes.
+        """
+        groups = self.tensors()
         return {
             group: {name: self._mesh.fetch(tensor).numpy() for name, tensor in tensors.items()}
-            for group, tensors in self.tensors().items()
+            for group, tensors in (published(groups) if final else groups).items()
         }
 
     def restore(self, state: State, step: int) -> None:

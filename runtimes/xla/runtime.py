@@ -74,9 +74,9 @@ class TheRuntime(BaseRuntime):
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)
 
-    def state(self) -> State:
+    def state(self, *, final: bool = False) -> State:
         self._compile_cache.upload()
-        state = self._with_constants(self._update.state())
+        state = self._with_constants(self._update.state(final=final))
         return state if self._ranks.first else {}
 
     def restore(self, state: State, step: int) -> None:
@@ -84,7 +84,7 @@ class TheRuntime(BaseRuntime):
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         count, whole = len(batch.timesteps), pad_batch(batch, self._rows, self._mesh.local)
-        with self._evaluating(), torch.no_grad():
+        with torch.no_grad():
             inputs = Inputs(whole, self._mesh.shard_rows)
             return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
 

@@ -139,7 +139,8 @@ def test_dropout_drops_in_training_alone(make_job: MakeJob) -> None:
     name = "unet.conv_in.lora_B.weight"
     assert not np.allclose(plain.state()["weights"][name], dropping.state()["weights"][name])
     dropping.restore(plain.state(), 3)
-    np.testing.assert_allclose(dropping.errors(batch), plain.errors(batch), rtol=1e-6)
+    with dropping.evaluating(), plain.evaluating():
+        np.testing.assert_allclose(dropping.errors(batch), plain.errors(batch), rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "dora"])

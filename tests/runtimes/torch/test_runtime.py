@@ -230,6 +230,14 @@ def test_the_average_goes_out_again_without_memory_for_it(
     assert_equal(before, runtime.state())
 
 
+def test_the_final_state_is_what_is_published(make_job: MakeJob) -> None:
+    for ema_decay, name in ((0.9, "ema"), (None, "weights")):
+        runtime, _ = trained(make_job(ema_decay=ema_decay))
+        final, whole = runtime.state(final=True), runtime.state()
+        assert final.keys() == {name} | (whole.keys() & {"constants"})
+        np.testing.assert_equal(final[name], whole[name])
+
+
 @pytest.mark.parametrize("restoring", [False, True])
 def test_a_swap_that_fails_midway_is_no_error_of_sampling(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, restoring: bool

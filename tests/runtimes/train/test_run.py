@@ -21,6 +21,7 @@ from runtimes.data.loader import Loader
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
+from runtimes.torch.optimizer_step import Update
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 from runtimes.train.divergence import Diverged
@@ -174,6 +175,20 @@ def test_validation_changes_nothing_and_needs_held_out_samples(
     none = write_latents(str(tmp_path / "none"), [{"train/8x8": 4}])
     with pytest.raises(WrongInput, match=r"no held-out samples: raise encode\.holdout"):
         run(make_job("none", latents=none, holdout_loss=HOLDOUT_LOSS))
+
+
+def test_a_validation_swaps_the_average_in_once(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swaps, swap = list[None](), Update._swap
+
+    def counted(update: Update) -> None:
+        swaps.append(None)
+        swap(update)
+
+    monkeypatch.setattr(Update, "_swap", counted)
+    run(make_job(steps=3, holdout_loss={**HOLDOUT_LOSS, "draws": 5}, ema_decay=0.9))
+    assert len(swaps) == 2
 
 
 def test_the_best_checkpoints_are_those_of_the_lowest_held_out_loss(make_job: MakeJob) -> None:

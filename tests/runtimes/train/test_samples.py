@@ -38,11 +38,11 @@ class Draws:
         return np.zeros((1, 8, 8, 3), np.uint8)
 
 
-def draw(job: TrainJob, runtime: Draws) -> list[str]:
+def draw(job: TrainJob, runtime: Draws, first: bool = True) -> list[str]:
     """What it warned of."""
     heard = Warned()
     boards = Boards([])
-    Samples(job, runtime, heard, boards, writes=True).draw(3)  # type: ignore[arg-type]
+    Samples(job, runtime, heard, boards, writes=first).draw(3)  # type: ignore[arg-type]
     return heard.messages
 
 
@@ -51,6 +51,12 @@ def test_pictures_that_cannot_be_drawn(make_job: MakeJob) -> None:
     assert alone == ["no sample pictures at step 3: RuntimeError: out of memory"]
     with pytest.raises(RuntimeError, match="out of memory"):
         draw(make_job(), Draws(False, together=True))
+
+
+def test_other_ranks_draw_only_if_all_must(make_job: MakeJob) -> None:
+    assert draw(make_job(), Draws(False, together=False), first=False) == []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        draw(make_job(), Draws(False, together=True), first=False)
 
 
 def test_mixed_weights_are_not_trained_on(make_job: MakeJob) -> None:
