@@ -21,7 +21,7 @@ from runtimes.data.loader import Loader
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
-from runtimes.torch.optimizer_step import Update
+from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 from runtimes.train.divergence import Diverged
