@@ -21,7 +21,7 @@ def place(request: pytest.FixtureRequest, url_of: UrlOf):
     return fs, f"{root}/a/state.json"
 
 
-def test_a_state_is_replaced_only_by_who_has_seen_it(place) -> None:
+def test_a_swap_succeeds_only_for_the_current_state(place) -> None:
     nothing = cas.read(*place)
     assert nothing.data is None
     one = cas.swap(*place, nothing, b"1")
@@ -34,7 +34,7 @@ def test_a_state_is_replaced_only_by_who_has_seen_it(place) -> None:
     assert cas.read(*place) == two
 
 
-def test_of_many_at_once_one_wins_each_round(place) -> None:
+def test_one_of_many_concurrent_swaps_succeeds(place) -> None:
     rounds, each = 5, 4
     start = threading.Barrier(each)
     won: list[int] = []
@@ -55,7 +55,7 @@ def test_of_many_at_once_one_wins_each_round(place) -> None:
     assert won == list(range(rounds))
 
 
-def test_a_change_whose_answer_was_lost_counts_as_made(place) -> None:
+def test_a_swap_with_a_lost_response_counts_as_done(place) -> None:
     seen = cas.read(*place)
     made = cas.swap(*place, seen, b"mine")
     assert cas.swap(*place, seen, b"mine") == made  # the client repeats its request
@@ -69,7 +69,7 @@ def test_a_file_is_created_once(place) -> None:
     assert [name.rpartition("/")[2] for name in fs.find(path.rpartition("/")[0])] == ["state.json"]
 
 
-def test_who_wakes_after_others_have_moved_on_changes_nothing(tmp_path: Path) -> None:
+def test_a_swap_after_a_long_pause_fails(tmp_path: Path) -> None:
     """The number that it makes has been there and is gone: a higher one stands."""
     fs, path = url_to_fs(str(tmp_path / "state.json"))
     seen = first = cas.read(fs, path)
@@ -82,7 +82,7 @@ def test_who_wakes_after_others_have_moved_on_changes_nothing(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["state.json.4"]
 
 
-def test_a_folder_that_is_gone_takes_no_state(tmp_path: Path) -> None:
+def test_a_swap_in_a_deleted_folder_fails(tmp_path: Path) -> None:
     fs, path = url_to_fs(str(tmp_path / "gone/state.json"))
     assert cas.swap(fs, path, cas.read(fs, path), b"1") is None
     assert not (tmp_path / "gone").exists()
@@ -120,7 +120,7 @@ for turn in range(int(sys.argv[2])):
 @pytest.mark.parametrize(
     ("processes", "turns"), [(4, 100), pytest.param(8, 2000, marks=pytest.mark.soak)]
 )
-def test_processes_that_write_one_list_together_lose_nothing(
+def test_concurrent_writers_of_one_list_lose_nothing(
     tmp_path: Path, processes: int, turns: int
 ) -> None:
     path = str(tmp_path / "list")

@@ -44,7 +44,7 @@ for n in range(keys):
         *(pytest.param(kind, 60, 4, marks=pytest.mark.soak) for kind in ("local", "s3", "gs")),
     ],
 )
-def test_builders_that_are_killed_and_paused_commit_each_artifact_once(
+def test_killed_and_paused_builders_commit_each_artifact_once(
     kind: str, keys: int, builders: int, url_of: UrlOf
 ) -> None:
     url = url_of(kind)

@@ -68,7 +68,7 @@ def age(store: Store, seconds: float, path: str = "") -> None:
         os.utime(file, (at, at), follow_symlinks=False)
 
 
-def test_only_what_nothing_needs_is_garbage(store: Store) -> None:
+def test_only_unreferenced_artifacts_are_garbage(store: Store) -> None:
     images, images2 = make(store, "download", 1), make(store, "download", 2)
     model = make(store, "train", 1, images=images)
     make(store, "train", 2, images=images2)
@@ -90,7 +90,7 @@ def test_only_what_nothing_needs_is_garbage(store: Store) -> None:
     assert list(collector(store).garbage()) == []
 
 
-def test_what_a_living_builder_is_at_stays(store: Store) -> None:
+def test_gc_keeps_what_a_live_builder_works_on(store: Store) -> None:
     parts = KeyParts("train", 1, {}, {})
     with store.lock("train", parts.key):
         store.draft(parts).write("half", b"1")
@@ -98,14 +98,14 @@ def test_what_a_living_builder_is_at_stays(store: Store) -> None:
     assert kinds(collector(store).garbage()) == [("train", "unfinished")]
 
 
-def test_what_a_run_needs_adds_up(store: Store) -> None:
+def test_a_run_record_accumulates_its_stages(store: Store) -> None:
     for stage in ("download", "encode"):
         record_run(store, "a-run", {"stages": {stage: {"key": stage}}})
     ((_, keys),) = runs(store)
     assert keys == {("download", "download"), ("encode", "encode")}
 
 
-def test_what_a_recent_run_has_begun_stays_and_so_do_shards_that_it_may_name(
+def test_gc_keeps_unfinished_artifacts_of_recent_runs_and_their_shards(
     store: Store,
 ) -> None:
     old = make(store, "download", 1)
@@ -118,7 +118,7 @@ def test_what_a_recent_run_has_begun_stays_and_so_do_shards_that_it_may_name(
     assert store.shard("download", "shard1") is not None
 
 
-def test_a_run_that_takes_longer_than_runs_are_remembered_keeps_what_it_reads(
+def test_gc_keeps_the_inputs_of_a_run_longer_than_the_retention(
     local: Store,
 ) -> None:
     images = make(local, "download", 1)
@@ -131,7 +131,7 @@ def test_a_run_that_takes_longer_than_runs_are_remembered_keeps_what_it_reads(
     assert ("download", "artifact") in kinds(collector(local).garbage())
 
 
-def test_checkpoints_go_once_their_training_is_finished_and_nobody_is_at_it(
+def test_gc_deletes_checkpoints_of_finished_training(
     store: Store,
 ) -> None:
     model = make(store, "train", 1)
@@ -147,7 +147,7 @@ def test_checkpoints_go_once_their_training_is_finished_and_nobody_is_at_it(
     assert not store.fs.exists(f"{model.path}/checkpoints")
 
 
-def test_what_somebody_began_to_build_after_it_was_listed_stays(store: Store) -> None:
+def test_gc_keeps_an_artifact_whose_build_began_after_the_listing(store: Store) -> None:
     model, other = make(store, "train", 1), make(store, "train", 2)
     found = collector(store)
     items = list(found.garbage())
@@ -158,7 +158,7 @@ def test_what_somebody_began_to_build_after_it_was_listed_stays(store: Store) ->
     assert store.shard("train", "shard2") is not None  # the builder may name it
 
 
-def test_what_a_run_reused_after_it_was_listed_stays(store: Store) -> None:
+def test_gc_keeps_an_artifact_reused_after_the_listing(store: Store) -> None:
     images = make(store, "download", 1)
     model = make(store, "train", 1, images=images)
     found = collector(store)
@@ -171,7 +171,7 @@ def test_what_a_run_reused_after_it_was_listed_stays(store: Store) -> None:
     assert store.shard("download", "shard1") is not None
 
 
-def test_what_a_run_reuses_while_it_is_being_deleted_stays(
+def test_gc_keeps_an_artifact_reused_during_its_deletion(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run saw the manifest, just before it was deleted."""
@@ -189,7 +189,7 @@ def test_what_a_run_reuses_while_it_is_being_deleted_stays(
     assert store.find("train", model.key) is not None
 
 
-def test_what_has_changed_since_it_was_listed_stays(local: Store) -> None:
+def test_gc_keeps_what_changed_after_the_listing(local: Store) -> None:
     parts = KeyParts("train", 1, {}, {})
     local.draft(parts).write("half", b"1")
     age(local, 2 * DAY)
@@ -201,7 +201,7 @@ def test_what_has_changed_since_it_was_listed_stays(local: Store) -> None:
     assert local.fs.exists(f"{local.root}/train/{parts.key}/half")
 
 
-def test_what_is_not_a_day_old_stays_with_all_its_shards(local: Store) -> None:
+def test_gc_keeps_artifacts_younger_than_a_day_and_their_shards(local: Store) -> None:
     old, young = make(local, "train", 1), make(local, "train", 2)
     age(local, 2 * DAY)
     Path(young.path, "data").touch()
@@ -211,9 +211,7 @@ def test_what_is_not_a_day_old_stays_with_all_its_shards(local: Store) -> None:
     assert local.find("train", young.key) is not None
 
 
-def test_an_older_file_of_a_shard_goes_with_the_last_artifact_that_names_it(
-    store: Store, tmp_path: Path
-) -> None:
+def test_gc_deletes_an_old_shard_file_with_its_last_artifact(store: Store, tmp_path: Path) -> None:
     older = make(store, "download", 1)
     (tmp_path / "again").write_bytes(b"downloaded again")
     newer = store.commit_shard("download", "shard1", {".tar": str(tmp_path / "again")}, {})
@@ -229,7 +227,7 @@ def test_an_older_file_of_a_shard_goes_with_the_last_artifact_that_names_it(
     assert len(store.fs.ls(store.shards_path("download"))) == 2
 
 
-def test_leftovers_of_kills_go(local: Store) -> None:
+def test_gc_deletes_temporary_files_of_killed_processes(local: Store) -> None:
     model = make(local, "train", 1)
     for path in (
         "train/shards/shard1.tar.0123.tmp",
@@ -250,7 +248,7 @@ def test_leftovers_of_kills_go(local: Store) -> None:
     assert local.find("train", model.key) is not None
 
 
-def test_compiled_programs_and_staged_models_go_when_they_have_not_been_used_for_long(
+def test_gc_deletes_unused_compiled_programs_and_staged_models(
     local: Store,
 ) -> None:
     for name in ("old", "new"):
@@ -279,7 +277,7 @@ def test_compiled_programs_and_staged_models_go_when_they_have_not_been_used_for
     assert os.listdir(Path(local.root, "compiled/xla-2")) == ["new"]
 
 
-def test_a_staged_model_stays_while_something_is_built(local: Store) -> None:
+def test_gc_keeps_staged_models_during_a_build(local: Store) -> None:
     Path(local.root, "models", "1" * 64).mkdir(parents=True)
     Path(local.root, "models", "1" * 64, "weights").write_bytes(b"12")
     Path(local.root, "models", f"{'1' * 64}.json").write_bytes(b"{}")
@@ -295,13 +293,13 @@ def test_a_staged_model_stays_while_something_is_built(local: Store) -> None:
 
 
 @pytest.mark.parametrize("stages", [None, [], {"train": {}}, {"train": {"key": 1}}])
-def test_a_run_that_does_not_say_what_it_needs_is_damaged(local: Store, stages: object) -> None:
+def test_a_run_record_without_stages_is_damaged(local: Store, stages: object) -> None:
     record_run(local, "r1", {"stages": stages})
     with pytest.raises(GarbageUnsure, match=r"r1\.json is damaged"):
         list(runs(local))
 
 
-def test_nothing_is_deleted_when_a_damaged_file_hides_what_is_needed(local: Store) -> None:
+def test_gc_deletes_nothing_if_a_record_is_damaged(local: Store) -> None:
     model = make(local, "train", 1)
     local.fs.pipe_file(f"{model.path}/manifest.json", b"{")
     with pytest.raises(GarbageUnsure, match="rebuild it first"):
@@ -314,7 +312,7 @@ def test_nothing_is_deleted_when_a_damaged_file_hides_what_is_needed(local: Stor
         collector(local)
 
 
-def test_runs_are_remembered_for_a_while(local: Store) -> None:
+def test_runs_expire_after_the_retention(local: Store) -> None:
     model = make(local, "train", 1)
     use(local, "r1", model)
     assert list(collector(local, days=1).garbage()) == []
@@ -323,7 +321,7 @@ def test_runs_are_remembered_for_a_while(local: Store) -> None:
 
 
 @pytest.mark.parametrize("call", ["scandir", "stat", "lstat", "open"])
-def test_an_io_error_anywhere_ends_it_with_nothing_deleted(
+def test_an_io_error_ends_gc_with_nothing_deleted(
     local: Store, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """A flaky disk: each call of a kind fails once, in turn."""
@@ -382,7 +380,7 @@ while number < int(sys.argv[3]):
 
 
 @pytest.mark.parametrize("turns", [30, pytest.param(1000, marks=pytest.mark.soak)])
-def test_runs_beside_collections_never_miss_what_they_use(local: Store, turns: int) -> None:
+def test_concurrent_runs_and_collections_lose_nothing(local: Store, turns: int) -> None:
     seed = int(os.environ.get("KILN_TEST_SEED", random.randrange(10**6)))
     command = [sys.executable, "-c", RUN, local.root]
     make(local, "train", 99)

@@ -100,14 +100,14 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> N
         assert hand.time == 0.0
 
 
-def test_a_lock_elsewhere_expires_when_its_heartbeat_stops(place) -> None:
+def test_a_remote_lock_without_a_heartbeat_expires(place) -> None:
     own_elsewhere(place)
     hand = Hand()
     with lock.hold(*place, expiry=30.0, clock=hand.clock):
         assert 30.0 < hand.time < 31.0
 
 
-def test_a_beating_lock_elsewhere_does_not_expire(place) -> None:
+def test_a_remote_lock_with_a_heartbeat_does_not_expire(place) -> None:
     own_elsewhere(place, beat=0)
 
     def beat(now: float) -> None:
@@ -120,7 +120,7 @@ def test_a_beating_lock_elsewhere_does_not_expire(place) -> None:
 
 
 @pytest.mark.parametrize("dead", [True, False], ids=["dead", "expired"])
-def test_of_two_who_take_over_one_lock_one_holds_it(
+def test_one_of_two_takeovers_acquires_the_lock(
     any_place, dead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both see the same owner before either takes over."""
@@ -157,7 +157,7 @@ def test_of_two_who_take_over_one_lock_one_holds_it(
     assert order == ["in", "out", "in", "out"]
 
 
-def test_a_heartbeat_outlives_a_store_that_fails(place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_continues_after_a_store_error(place, monkeypatch: pytest.MonkeyPatch) -> None:
     fs, path = place
     failures = count()
 
@@ -176,7 +176,7 @@ def test_a_heartbeat_outlives_a_store_that_fails(place, monkeypatch: pytest.Monk
     assert lock.read_owner(fs, path) is None
 
 
-def test_a_heartbeat_whose_answer_was_lost_is_no_loss_of_the_lock(
+def test_a_lost_response_to_a_heartbeat_keeps_the_lock(
     any_place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store has written it, and the client was told of an error."""
@@ -196,7 +196,7 @@ def test_a_heartbeat_whose_answer_was_lost_is_no_loss_of_the_lock(
         held.check()
 
 
-def test_who_lost_the_lock_learns_it_and_leaves_it_to_the_other(any_place) -> None:
+def test_a_former_owner_notices_the_takeover_and_does_not_release(any_place) -> None:
     with lock.hold(*any_place, heartbeat=0.02) as held:
         held.check()
         own_elsewhere(any_place)
@@ -206,7 +206,7 @@ def test_who_lost_the_lock_learns_it_and_leaves_it_to_the_other(any_place) -> No
     assert (lock.read_owner(*any_place) or {})["host"] == "elsewhere"
 
 
-def test_who_was_paused_asks_the_store_whether_the_lock_is_still_its_own(place) -> None:
+def test_a_paused_owner_checks_the_lock_in_the_store(place) -> None:
     hand = Hand()
     with lock.hold(*place, heartbeat=1e6, expiry=30.0, clock=hand.clock) as held:
         hand.time = 14.0
@@ -222,7 +222,7 @@ def test_who_was_paused_asks_the_store_whether_the_lock_is_still_its_own(place) 
             held.check()
 
 
-def test_a_store_that_fails_at_the_release_fails_no_build(
+def test_a_store_error_at_release_does_not_fail_the_build(
     place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def away(*given: Any) -> State | None:
@@ -233,7 +233,7 @@ def test_a_store_that_fails_at_the_release_fails_no_build(
     assert "503 from the store" in caplog.text
 
 
-def test_a_process_of_another_pid_namespace_is_not_known_dead() -> None:
+def test_a_process_of_another_pid_namespace_is_not_dead() -> None:
     gone = {**lock._this_process(), "started": "long ago"}
     assert lock.is_dead(gone)
     assert not lock.is_dead({**gone, "pids": "pid:[1]"})
@@ -242,7 +242,7 @@ def test_a_process_of_another_pid_namespace_is_not_known_dead() -> None:
     assert not lock.is_dead(lock._this_process())
 
 
-def test_a_lock_half_written_is_waited_for_and_names_nobody(place) -> None:
+def test_an_incomplete_lock_is_waited_for_and_has_no_owner(place) -> None:
     fs, path = place
     put(place, b"")
     waited: list[dict[str, Any]] = []

@@ -46,7 +46,7 @@ def test_versions_are_numbered_and_published_once(registry: tuple[Store, Registr
     assert found.fs.cat_file(f"{found.root}/v2/model_index.json") == b"2"
 
 
-def test_a_version_without_its_manifest_is_none_and_is_overwritten(
+def test_a_version_without_a_manifest_is_overwritten(
     registry: tuple[Store, Registry],
 ) -> None:
     store, found = registry
@@ -76,7 +76,9 @@ def test_the_champion_moves_and_rolls_back_step_by_step(
     assert not found.was_champion("v4")
 
 
-def test_an_unknown_version_names_those_there(registry: tuple[Store, Registry]) -> None:
+def test_the_error_for_an_unknown_version_lists_the_known_ones(
+    registry: tuple[Store, Registry],
+) -> None:
     store, found = registry
     found.publish(model(store, 1))
     with pytest.raises(RegistryError, match=r"no such version \(there are: v1\)"):
@@ -85,7 +87,7 @@ def test_an_unknown_version_names_those_there(registry: tuple[Store, Registry]) 
         found.rollback()
 
 
-def test_a_damaged_champion_is_said_and_a_damaged_version_is_copied_again(
+def test_a_damaged_champion_is_reported_and_a_damaged_version_is_repaired(
     any_registry: tuple[Store, Registry],
 ) -> None:
     store, found = any_registry
@@ -104,7 +106,7 @@ def write_history(found: Registry, data: bytes) -> None:
     assert cas.swap(found.fs, path, cas.read(found.fs, path), data) is not None
 
 
-def test_a_move_that_was_killed_before_the_alias_is_made_and_the_alias_follows(
+def test_a_promotion_killed_before_the_alias_is_completed_by_the_next(
     any_registry: tuple[Store, Registry],
 ) -> None:
     store, found = any_registry
@@ -120,7 +122,7 @@ def test_a_move_that_was_killed_before_the_alias_is_made_and_the_alias_follows(
     assert found._champions.alias() == "v2"
 
 
-def test_a_promotion_that_was_decided_against_another_champion_is_refused(
+def test_a_promotion_gated_against_another_champion_is_refused(
     any_registry: tuple[Store, Registry],
 ) -> None:
     """Two runs were gated against v1: the second was never held against the first."""
@@ -136,7 +138,7 @@ def test_a_promotion_that_was_decided_against_another_champion_is_refused(
     assert found._champions.alias() == "v2"
 
 
-def test_of_two_promotions_at_once_that_expect_one_champion_one_is_made(
+def test_one_of_two_concurrent_promotions_succeeds(
     any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, found = any_registry
@@ -167,7 +169,7 @@ def test_of_two_promotions_at_once_that_expect_one_champion_one_is_made(
     assert [move["version"] for move in found.history()] == ["v1", {"v2": "v3", "v3": "v2"}[loser]]
 
 
-def test_promotions_and_rollbacks_at_once_lose_nothing(
+def test_concurrent_promotions_and_rollbacks_lose_nothing(
     any_registry: tuple[Store, Registry],
 ) -> None:
     store, found = any_registry
@@ -185,7 +187,7 @@ def test_promotions_and_rollbacks_at_once_lose_nothing(
     assert all(a["version"] != b["version"] for a, b in itertools.pairwise(moves))
 
 
-def test_publishers_at_once_number_their_versions_apart(
+def test_concurrent_publishers_get_different_version_numbers(
     any_registry: tuple[Store, Registry],
 ) -> None:
     store, found = any_registry
@@ -200,7 +202,7 @@ def test_publishers_at_once_number_their_versions_apart(
     assert {v.manifest["digest"] for v in versions} == {one.digest for one in models}
 
 
-def test_a_disk_that_fails_while_versions_are_numbered_overwrites_none(
+def test_a_disk_error_while_numbering_overwrites_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
@@ -221,7 +223,7 @@ def test_a_damaged_file_of_an_artifact_is_not_published(
     assert found.versions() == []
 
 
-def test_a_reader_never_sees_a_version_half_mended(tmp_path: Path) -> None:
+def test_readers_never_see_a_half_repaired_version(tmp_path: Path) -> None:
     store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
     artifact = model(store, 100_000)
     found.promote(found.publish(artifact).name)
@@ -260,7 +262,7 @@ def test_a_model_rebuilt_with_other_bytes_is_a_version_of_its_own(
     assert found.publish(draft.commit({}, {})).name == "v2"
 
 
-def test_a_champion_without_its_manifest_is_said(registry: tuple[Store, Registry]) -> None:
+def test_a_champion_without_a_manifest_is_reported(registry: tuple[Store, Registry]) -> None:
     store, found = registry
     found.promote(found.publish(model(store, 1)).name)
     found.fs.rm_file(f"{found.root}/v1/manifest.json")
@@ -268,7 +270,7 @@ def test_a_champion_without_its_manifest_is_said(registry: tuple[Store, Registry
         found.champion()
 
 
-def test_the_number_of_a_version_that_was_champion_is_not_given_again(
+def test_the_number_of_a_former_champion_is_not_reused(
     registry: tuple[Store, Registry],
 ) -> None:
     store, found = registry
@@ -278,7 +280,7 @@ def test_the_number_of_a_version_that_was_champion_is_not_given_again(
     assert found.publish(model(store, 3)).name == "v3"
 
 
-def test_asking_for_a_model_that_is_not_there_makes_no_folder(
+def test_a_lookup_of_a_missing_model_creates_no_folder(
     registry: tuple[Store, Registry],
 ) -> None:
     _, found = registry
@@ -289,7 +291,7 @@ def test_asking_for_a_model_that_is_not_there_makes_no_folder(
     assert not found.fs.exists(found.root)
 
 
-def test_a_damaged_history_is_said(registry: tuple[Store, Registry]) -> None:
+def test_a_damaged_history_is_reported(registry: tuple[Store, Registry]) -> None:
     store, found = registry
     found.promote(found.publish(model(store, 1)).name)
     for damaged in (b"[", b"{}x", b"[{}]", b"[1]", b"1"):
@@ -298,18 +300,18 @@ def test_a_damaged_history_is_said(registry: tuple[Store, Registry]) -> None:
             found.was_champion("v1")
 
 
-def test_a_registry_that_cannot_be_is_said_in_one_line() -> None:
+def test_an_invalid_registry_is_a_one_line_error() -> None:
     with pytest.raises(StoreError, match="foo://bar"):
         Registry("foo://bar", "digits")
 
 
-def test_a_local_champion_is_a_folder_to_load_from(tmp_path: Path) -> None:
+def test_a_local_champion_is_a_loadable_folder(tmp_path: Path) -> None:
     store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
     found.promote(found.publish(model(store, 1)).name)
     assert (tmp_path / "registry/digits/champion/model_index.json").read_bytes() == b"1"
 
 
-def test_a_copy_that_is_cut_short_is_no_version(registry: tuple[Store, Registry]) -> None:
+def test_an_interrupted_copy_is_no_version(registry: tuple[Store, Registry]) -> None:
     store, found = registry
     artifact = model(store, 1)
     store.fs.rm_file(f"{artifact.path}/unet/weights.safetensors")
