@@ -67,7 +67,7 @@ def test_what_the_asker_has_is_not_sent_again(bucket: Bucket) -> None:
     blob.reload(if_generation_not_match=blob.generation - 1)
 
 
-def test_what_is_said_of_an_object_has_a_generation_of_its_own(bucket: Bucket) -> None:
+def test_metadata_of_an_object_has_its_own_generation(bucket: Bucket) -> None:
     blob = bucket.blob("a")
     blob.upload_from_string("1")
     generation = blob.generation
@@ -122,7 +122,7 @@ def test_a_large_file_goes_up_in_pieces_and_comes_back(gcs: GcsServer, tmp_path:
     assert gcs.uploads == {}
 
 
-def test_a_large_upload_of_what_is_there_already_is_refused(gcs: GcsServer) -> None:
+def test_a_large_upload_to_an_existing_object_is_refused(gcs: GcsServer) -> None:
     fs, root = url_to_fs("gs://large/twice")
     for size, chunk in ((10, 2**18), (2**19, 2**18)):
         path = f"{root}/{size}"

@@ -80,7 +80,7 @@ def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_pat
         ("hf://no/repository", "no files there"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_line(url: str, words: str, hub: HubServer) -> None:
+def test_a_missing_model_is_a_one_line_error(url: str, words: str, hub: HubServer) -> None:
     assert words in refused(url)
 
 
@@ -135,7 +135,7 @@ def test_a_model_of_the_hub_by_its_url(
     assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
 
 
-def test_a_gated_model_is_for_those_who_accepted_its_terms(
+def test_a_gated_model_requires_accepted_terms(
     hub: HubServer, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository.accepted_by = {"hf_mine"}
@@ -158,7 +158,7 @@ def test_a_gated_model_is_for_those_who_accepted_its_terms(
         ("cut", "could not serve it (peer closed connection"),
     ],
 )
-def test_what_the_hub_cannot_give_is_said_in_one_line(
+def test_hub_errors_are_one_line_errors(
     fault: int | str,
     words: str,
     hub: HubServer,

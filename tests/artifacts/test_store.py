@@ -150,7 +150,7 @@ def test_a_folder_where_a_file_was_is_a_fault(
     assert "a.bin cannot be read" in caplog.text
 
 
-def test_a_store_that_cannot_be_is_said_in_one_line() -> None:
+def test_an_invalid_store_is_a_one_line_error() -> None:
     with pytest.raises(StoreError, match="store foo://bar"):
         Store("foo://bar")
 
@@ -462,7 +462,7 @@ def test_a_byte_that_flips_beneath_its_time_stamp_is_found_by_a_deep_check_and_t
     assert whole.store.find("encode", whole.key) is None
 
 
-def test_who_reads_a_damaged_file_is_told_at_its_end_and_so_is_the_next_reuse(
+def test_a_damaged_file_is_reported_at_the_end_of_a_read_and_at_the_next_reuse(
     whole: Artifact,
 ) -> None:
     path = Path(whole.path, TAR).resolve()
@@ -476,7 +476,7 @@ def test_who_reads_a_damaged_file_is_told_at_its_end_and_so_is_the_next_reuse(
     assert whole.store.find("encode", whole.key) is None
 
 
-def test_damage_is_told_rather_than_what_it_led_to(whole: Artifact) -> None:
+def test_damage_is_reported_instead_of_its_consequence(whole: Artifact) -> None:
     path = Path(whole.path, "a.bin")
     for kind, sha256 in ((commit.Damaged, "0" * 64), (KeyError, digest_bytes(b"alpha"))):
         with pytest.raises(kind), commit.open_checked(str(path), sha256):

@@ -109,7 +109,7 @@ def test_writers_at_the_same_time_all_succeed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 
-def test_one_who_comes_second_keeps_what_the_first_made(
+def test_the_second_builder_keeps_the_first_one_s_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill, folder = dataset._fill, tmp_path / "digits"

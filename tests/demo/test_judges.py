@@ -30,7 +30,7 @@ def test_held_out_digits_are_judged_right_99_times_in_100() -> None:
     assert np.mean([right["style"] for right in results]) >= 0.99
 
 
-def test_a_wrong_digit_and_a_wrong_style_are_told_apart() -> None:
+def test_the_judge_separates_wrong_digits_from_wrong_styles() -> None:
     images, digit, style = held_out(0)
     wrong_digit = judge(images, captions((digit + 1) % 10, style))
     assert wrong_digit["digit"].mean() < 0.01 and wrong_digit["style"].all()

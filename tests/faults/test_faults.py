@@ -42,7 +42,7 @@ def test_there_are_many_and_all_over() -> None:
 @pytest.mark.parametrize(
     ("line", "within"), [("return", None), ("a = 1", None), ("a = 1", "three"), ("b", "one")]
 )
-def test_a_line_that_is_not_there_once_is_told(line: str, within: str | None) -> None:
+def test_a_fault_whose_line_is_not_unique_is_an_error(line: str, within: str | None) -> None:
     code = "def one():\n    a = 1\n\n\ndef two():\n    a = 1\n"
     with pytest.raises(NotThere):
         Fault("", "x.py", line, "", (), within).planted(code)

@@ -147,7 +147,7 @@ def test_a_slice_that_is_there_is_used_and_may_be_kept(
     assert told(world).count("create") == 1 and "delete" not in told(world)
 
 
-def test_taken_away_too_often_is_said(world: Path, make_job: MakeJob, tmp_path: Path) -> None:
+def test_too_many_preemptions_are_an_error(world: Path, make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job("often", **SETTINGS)
     (world / "run").symlink_to(job.work)
     (world / "spot").touch()

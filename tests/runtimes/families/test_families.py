@@ -134,19 +134,19 @@ def plain_sd3(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> t
 PLAIN = {"sd": plain_sd, "sdxl": plain_sdxl, "sd3": plain_sd3}
 
 
-def test_latents_without_what_a_family_needs_are_told() -> None:
+def test_latents_without_the_arrays_of_a_family_are_refused() -> None:
     bare = Captioned(SAMPLE, np.zeros((6, 8), np.float32), None)
     with pytest.raises(WrongInput, match="no pooled_prompt_embeds, which this model needs"):
         FAMILIES["sdxl"].condition([bare])
 
 
-def test_a_pipeline_of_another_family_is_told(tmp_path: Path) -> None:
+def test_a_pipeline_of_another_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(WrongInput, match="FluxPipeline is not of a family known here"):
         detect_family(tmp_path)
 
 
-def test_a_denoiser_of_another_class_is_told(tmp_path: Path) -> None:
+def test_a_denoiser_of_another_class_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
     with pytest.raises(WrongInput, match="class FluxTransformer2DModel is not known here"):
         load_denoiser(tmp_path)

@@ -133,7 +133,7 @@ def test_a_fresh_denoiser_may_be_given_them_by_its_config(tiny_sd: Path) -> None
         trained_config({**base, "num_class_embeds": 10}, settings)
 
 
-def test_what_cannot_be_trained_is_said_in_one_line(tiny_sd: Path, tiny_sd3: Path) -> None:
+def test_untrainable_settings_are_one_line_errors(tiny_sd: Path, tiny_sd3: Path) -> None:
     base = read_config(tiny_sd / "unet" / "config.json")
     asked = Train(inpainting=True)
     nine = trained_config(base, asked)

@@ -55,7 +55,7 @@ def test_a_host_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("version.cfg", "# version: 1.0\n", "unknown"),
     ],
 )
-def test_the_release_of_cann_is_told(
+def test_the_release_of_cann_is_reported(
     name: str, said: str, version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the lines that users show of CANN 8.0 to 9.2 in public bug reports."""

@@ -172,7 +172,9 @@ def test_drawing_records_one_graph_and_its_replays_are_no_ones_past(
         ),
     ],
 )
-def test_what_the_modes_cannot_do_is_said_in_one_line(settings: dict[str, Any], words: str) -> None:
+def test_unsupported_settings_of_the_modes_are_one_line_errors(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(WrongInput, match=words):
         check(Train(device="hpu", **settings))
 

@@ -246,7 +246,7 @@ def test_settings_that_it_does_not_have_are_named(driver: DriverProcess, make_jo
         assert words in found
 
 
-def test_what_encodes_and_draws_does_not_have_is_said_too(
+def test_unsupported_dtypes_of_encoding_and_sampling_are_refused(
     driver: DriverProcess, tiny_sdxl: Path
 ) -> None:
     said = driver.call("refused", str(tiny_sdxl))

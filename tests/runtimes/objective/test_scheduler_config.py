@@ -48,7 +48,7 @@ def test_what_the_base_says_already_changes_nothing(tmp_path: Path) -> None:
     assert trained_scheduler_config(write(tmp_path, FLOW), Train(prediction_type="flow")) is None
 
 
-def test_training_over_is_said_by_the_scheduler(tmp_path: Path) -> None:
+def test_the_scheduler_config_records_retraining(tmp_path: Path) -> None:
     base = config_of("EulerDiscreteScheduler", prediction_type="epsilon")
     settings = Train(prediction_type="v_prediction", zero_terminal_snr=True)
     changed = trained_scheduler_config(write(tmp_path, base), settings)

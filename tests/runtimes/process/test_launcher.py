@@ -56,7 +56,7 @@ def test_cores_are_counted_where_the_system_gives_no_affinity(
     assert launcher.count_cores() == 7
 
 
-def test_what_a_loss_has_caused_is_told_as_the_loss(wrong_job: Path) -> None:
+def test_an_error_caused_by_a_lost_rank_names_the_lost_rank(wrong_job: Path) -> None:
     with pytest.raises(LostRank, match="no latents artifact is there") as lost:  # noqa: SIM117
         with Launcher(wrong_job, 3, must_not):
             raise RuntimeError("connection closed by peer")
@@ -68,7 +68,9 @@ def test_our_own_error_stays_our_own(wrong_job: Path) -> None:
         raise ValueError("of our own")
 
 
-def test_who_waits_for_the_lost_is_told(wrong_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_for_a_lost_rank_are_notified(
+    wrong_job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher, "NOTICE_SECONDS", 0.5)
     told, heard = threading.Event(), list[LostRank]()
 
@@ -81,7 +83,7 @@ def test_who_waits_for_the_lost_is_told(wrong_job: Path, monkeypatch: pytest.Mon
     assert "no latents artifact is there" in str(heard[0])
 
 
-def test_who_was_killed_comes_before_who_noticed() -> None:
+def test_the_killed_rank_is_reported_before_the_one_that_noticed() -> None:
     noticed = LostRank(1, 1, {"message": "connection closed", "time": 5.0})
     killed = LostRank(2, -9, {})
     assert min((noticed, killed), key=lambda lost: lost.failed_at) is killed

@@ -74,7 +74,9 @@ def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:
     assert recorder.images_per_second == pytest.approx(4 * 8 / 8.0)
 
 
-def test_flops_are_counted_once_a_shape_and_told_of_what_was_done(now: list[float]) -> None:
+def test_flops_are_counted_once_per_shape_and_reported_for_completed_steps(
+    now: list[float],
+) -> None:
     heard, runtime = RecordedEvents(), Idle()
     recorder = make(runtime, heard, peak=96e9)
     for sizes, seconds in (((8, 8), 2.0), ((8, 4), 1.0)):
