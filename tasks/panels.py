@@ -80,11 +80,6 @@ def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_html(panels: Sequence[Panel]) -> str:
-    """HTML of the panels without a page around them, with all external text escaped."""
-    return render_html("panels.html.jinja", panels=panels)
-
-
 def render_html(template: str, **values: Any) -> str:
     """A Jinja2 template of this folder, with all values escaped."""
     from jinja2 import Environment, FileSystemLoader

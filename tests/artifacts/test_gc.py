@@ -16,6 +16,7 @@ from stores import REMOTE, UrlOf
 from artifacts.gc import Collector, Garbage
 from artifacts.marks import Marks, mark, needed_by
 from artifacts.runs import GarbageUnsure, record_run, runs
+from artifacts.stamps import TICK
 from artifacts.store import Artifact, KeyParts, Store
 
 DAY = 86400.0
@@ -357,6 +358,19 @@ def test_an_io_error_ends_gc_with_nothing_deleted(
     else:
         pytest.fail("it never ends")
     assert fail > 3 or call == "lstat"
+
+
+def test_gc_waits_a_clock_tick_between_listing_and_reading_the_runs(
+    local: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a record that is written again after the reading could keep its time stamp."""
+    make(local, "train", 1)
+    acts = list[Any]()
+    listed = Collector._run_records
+    monkeypatch.setattr(Collector, "_run_records", lambda c: acts.append("list") or listed(c))
+    monkeypatch.setattr("artifacts.gc.time.sleep", acts.append)
+    Collector(local, lambda: acts.append("read") or mark(local, [], 30))
+    assert acts == ["list", TICK, "read"]
 
 
 RUN = """

@@ -7,9 +7,14 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from tasks.panels import SMALL, Facts, Picture, Table, to_html, to_markdown
+from tasks.panels import SMALL, Facts, Panel, Picture, Table, render_html, to_markdown
 
 HOSTILE = "<script>alert(1)</script> [x](javascript:1) | ![p](http://x/y) `a`\n# h"
+
+
+def to_html(panels: list[Panel]) -> str:
+    """The panels as the report includes them."""
+    return render_html("panels.html.jinja", panels=panels)
 
 
 def test_hostile_text_is_escaped_in_markdown() -> None:

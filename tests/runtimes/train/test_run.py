@@ -16,13 +16,14 @@ from jobs import MakeJob, curve, outputs
 
 from artifacts.safetensors import write_arrays
 from configs.training import Train
-from runtimes.contract import StepBatch, WrongInput
+from runtimes.contract import State, StepBatch, WrongInput
 from runtimes.data.loader import Loader
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
+from runtimes.train import run as run_module
 from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 from runtimes.train.divergence import Diverged
 from runtimes.train.resume import _with_defaults
@@ -189,6 +190,21 @@ def test_a_validation_swaps_the_average_in_once(
     monkeypatch.setattr(Update, "_swap", counted)
     run(make_job(steps=3, holdout_loss={**HOLDOUT_LOSS, "draws": 5}, ema_decay=0.9))
     assert len(swaps) == 2
+
+
+def test_the_end_of_a_run_copies_only_what_it_publishes(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = list[set[str]](), run_module.write_result
+
+    def recorded(job: TrainJob, state: State, history: Any) -> Any:
+        written.append(set(state))
+        return write(job, state, history)
+
+    monkeypatch.setattr(run_module, "write_result", recorded)
+    run(make_job("averaged", steps=1, ema_decay=0.9))
+    run(make_job("plain", steps=1))
+    assert written == [{"ema"}, {"weights"}]
 
 
 def test_the_best_checkpoints_are_those_of_the_lowest_held_out_loss(make_job: MakeJob) -> None:
