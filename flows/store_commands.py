@@ -147,8 +147,8 @@ def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
         place = Store(recorded)
         if not entries(place.fs, place.root):
             raise GarbageUnsure(
-                f"registry {recorded}: not there; nothing is deleted before it is (if it is gone "
-                f"for good, delete {path})"
+                f"registry {recorded} is missing, so nothing is deleted: restore it, or delete its "
+                f"record {path}"
             )
     for name, error in _damage(store, url):  # what it was made from is not known
         raise GarbageUnsure(f"{name}: {error}; nothing is deleted before its repair")

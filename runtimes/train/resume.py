@@ -29,6 +29,18 @@ def newest_checkpoint(
     return checkpoints.read(step) if found is None and step >= 0 else found
 
 
+def own_checkpoint(
+    checkpoints: Checkpoints, runtime: Runtime, job: TrainJob, settings: Train
+) -> Checkpoint | None:
+    """The newest checkpoint of this run within its steps. Raises WrongInput as check_same_run."""
+    saved = newest_checkpoint(checkpoints, runtime)
+    if saved is not None:
+        check_same_run(saved, job, settings)
+        if saved.step > settings.steps:  # this run once had more steps
+            return newest_checkpoint(checkpoints, runtime, before=settings.steps + 1)
+    return saved
+
+
 def restore(
     saved: Checkpoint, runtime: Runtime, recorder: Recorder, skipped: Sequence[int]
 ) -> tuple[int, list[int]]:

@@ -23,7 +23,7 @@ from runtimes.train.learning_rate import learning_rate
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.result import write_result
-from runtimes.train.resume import check_same_run, newest_checkpoint, restore
+from runtimes.train.resume import newest_checkpoint, own_checkpoint, restore
 from runtimes.train.samples import Samples
 from runtimes.train.validation import measure
 
@@ -87,10 +87,8 @@ class Run:
             batch_size=self._settings.global_batch_size,
             peak=self._runtime.peak_flops() if peak is None else peak * 1e12,
         )
-        last = self._settings.steps  # an earlier run may have had more
-        saved = newest_checkpoint(self._checkpoints, self._runtime, before=last + 1)
+        saved = own_checkpoint(self._checkpoints, self._runtime, self._job, self._settings)
         if saved is not None:
-            check_same_run(saved, self._job, self._settings)
             self._restore(saved)
         self._boards.rewind(self.step)
         self._events.emit(

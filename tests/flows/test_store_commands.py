@@ -100,7 +100,7 @@ def test_a_registry_elsewhere_is_known_without_being_named(store: Store, tmp_pat
     collect_garbage(store.root, days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
     (tmp_path / "models").rename(tmp_path / "unmounted")
-    with pytest.raises(GarbageUnsure, match="models: not there; nothing is deleted before it is"):
+    with pytest.raises(GarbageUnsure, match="models is missing, so nothing is deleted: restore it"):
         collect_garbage(store.root, days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
 
