@@ -130,7 +130,7 @@ $(OWN:%=$(VENV)-%/list.stamp): $(VENV)-%/list.stamp: requirements/%.txt | $(UV)/
 	@echo "$(VENV)-$*: runtime $* ($$(wc -l < $<) pinned packages)"
 	@$(call make_environment,$(VENV)-$*)
 	@$(call install,$(VENV)-$*) --no-deps --requirements $<
-	@$(call import,$(VENV)-$*,runtimes.$*.runtime runtimes.$*.encode)
+	@$(call import,$(VENV)-$*,runtimes.$*.runtime runtimes.$*.encoder)
 	@touch $@
 
 $(OWN:%=$(VENV)-%/stamp): $(VENV)-%/stamp: pyproject.toml $(VENV)-%/list.stamp

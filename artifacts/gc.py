@@ -1,4 +1,4 @@
-"""Garbage collection: delete what is not marked (artifacts/marks.py) and has not changed for a day.
+"""Garbage collection: delete what is not marked (gc_marks.py) and has not changed for a day.
 
 Each piece is checked again when its turn comes: what a run has reused meanwhile stays. An I/O error
 ends the collection, since what cannot be read may be needed.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from artifacts.commit import read_record, write_atomic
 from artifacts.compare_and_swap import read
+from artifacts.gc_marks import DAY, LOCK, Marks, is_held
 from artifacts.listing import (
     Entry,
     checksum,
@@ -24,8 +25,7 @@ from artifacts.listing import (
     size_of,
 )
 from artifacts.lock import seize
-from artifacts.marks import DAY, LOCK, Marks, is_held
-from artifacts.runs import REGISTRIES, RUNS, GarbageUnsure
+from artifacts.run_records import REGISTRIES, RUNS, GarbageUnsure
 from artifacts.stamps import TICK
 from artifacts.store import MANIFEST, SHARDS, Store
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from artifacts.commit import FileEntry
 from artifacts.disk import make_folder, sync_tree
-from artifacts.latents import from_bfloat16
+from artifacts.latent_shards import from_bfloat16
 from artifacts.tensor_header import read_header
 
 Arrays = dict[str, NDArray[np.float32]]

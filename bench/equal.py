@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.jobs import read_train_job
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noised_batch import Objective

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts.latents import open_latents
+from artifacts.latent_shards import open_latents
 from bench.stages import Stages, recipe_overrides
 from configs.load import load_recipe
-from configs.training import Train
+from configs.train import Train
 from runtimes.process.job import TrainJob
 
 NEVER = 10**9
@@ -65,7 +65,7 @@ def make_job(model: Path, latents: str, folder: Path, warm_up: int, **train: Any
 
 def time_loop(job: TrainJob) -> LoopTime:
     """Run `python -P -m runtimes` on a job and time its steps."""
-    from tasks.process import run_job
+    from tasks.child_process import run_job
 
     events: list[dict[str, Any]] = []
     run_job(job, events.append)

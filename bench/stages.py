@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.load import load_recipe
-from configs.schema import Recipe
+from configs.recipe import Recipe
 
 Build = Callable[[Draft], dict[str, Any]]
 
@@ -73,7 +73,7 @@ class Stages:
         )
 
     def _stage(self, parts: KeyParts, build: Build) -> Artifact:
-        from tasks.stage import build_or_reuse
+        from tasks.build_or_reuse import build_or_reuse
 
         result = build_or_reuse(self._store, parts, build, parents={})
         self.seconds[parts.stage] = result.seconds

@@ -13,9 +13,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs import coming_from
+from configs.recipe import Recipe
 from configs.recipe_yaml import dump_yaml, parse_yaml
-from configs.schema import Recipe
-from configs.urls import without_secrets
+from configs.redact_urls import without_secrets
 
 RECIPES = Path(__file__).parent
 
@@ -205,7 +205,7 @@ def _field_names(
 
 
 def _source_model(kind: str | None) -> type[BaseModel] | None:
-    from configs import sources
+    from configs import source
 
-    models = (sources.UrlSource, sources.FolderSource, sources.DatasetSource, sources.DigitsSource)
+    models = (source.UrlSource, source.FolderSource, source.DatasetSource, source.DigitsSource)
     return next((m for m in models if kind in m.model_fields["kind"].annotation.__args__), None)  # type: ignore[union-attr]

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from configs.generating import read_settings
+from configs.generate import read_settings
 from configs.load import dump, json_schema, load_recipe, parse_override, recipe_names
-from configs.schema import StageName
+from configs.recipe import StageName
 
 app = typer.Typer(
     help="From a list of image URLs to a published, evaluated diffusion model.",
@@ -272,7 +272,7 @@ def main() -> None:
         _fail("interrupted; run the same command to resume", INTERRUPTED)
     except Exception as error:
         from artifacts.remote_clients import is_of_client
-        from tasks.stage import is_ours
+        from tasks.build_or_reuse import is_ours
 
         if is_of_client(error):
             _fail(f"the store cannot be used now ({' '.join(str(error).split())[:300]})", FAILED)

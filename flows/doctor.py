@@ -8,8 +8,8 @@ import shutil
 import sys
 from typing import Any, get_args
 
-from configs.schema import RuntimeName
-from configs.urls import without_secrets
+from configs.recipe import RuntimeName
+from configs.redact_urls import without_secrets
 from flows.runner import ServerAway, check_server, configured_server
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import (
@@ -20,7 +20,7 @@ from runtimes.hosts.detect_ascend import (
 )
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
-from tasks.stage import package_versions
+from tasks.build_or_reuse import package_versions
 
 #: Packages that must not be installed, with the reason.
 TRAPS = {

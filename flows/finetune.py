@@ -11,22 +11,22 @@ from typing import Any
 from prefect import flow, runtime, task
 from prefect.states import Completed
 
-from artifacts.latents import open_latents
+from artifacts.latent_shards import open_latents
 from configs.load import load_recipe
-from configs.schema import STAGES, StageName
+from configs.recipe import STAGES, StageName
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare
 from flows.task_settings import ended, rejected, stage_task
 from tasks import download as download_stage
 from tasks import train as train_stage
+from tasks.build_or_reuse import StageResult, build_or_reuse, failing
 from tasks.encode import stage as encode_stage
 from tasks.evaluate import stage as evaluate_stage
 from tasks.evaluate.prompts import sample_prompts
-from tasks.evaluate.samples import SampleScorer
+from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import stage as publish_stage
-from tasks.show import artifact_key, show_in_prefect
-from tasks.stage import StageResult, build_or_reuse, failing
+from tasks.show_in_prefect import artifact_key, show_in_prefect
 
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {

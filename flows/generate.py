@@ -13,12 +13,12 @@ from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 
 from artifacts.store import Store
-from configs.generating import Generate, read_settings
+from configs.generate import Generate, read_settings
 from flows.logs import log_to_prefect
 from flows.task_settings import begin, ended, stage_task
 from runtimes.contract import WrongInput
 from tasks import generate as stage
-from tasks.stage import StageResult, build_or_reuse
+from tasks.build_or_reuse import StageResult, build_or_reuse
 
 log = logging.getLogger("kiln")
 
@@ -67,7 +67,7 @@ def generate(
     Args:
         model: Name of a published model (`digits`, `digits@v2`), folder, hub id or URL.
         prompts: Prompts; alternatively `settings` has a `file` of prompts.
-        settings: Other settings of configs/generating.py, such as {"seed": 7}.
+        settings: Other settings of configs/generate.py, such as {"seed": 7}.
         out: Output folder; the pictures are in a folder of it, named by the key.
         skip_grid: Leave out the grid.
         skip_save: Leave out the single pictures.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.latents import Latents
-from artifacts.models import ModelNotFound, resolve_model
+from artifacts.latent_shards import Latents
+from artifacts.resolve_model import ModelNotFound, resolve_model
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import RecipeError, dump
-from configs.schema import STAGES, Recipe, StageName
+from configs.recipe import STAGES, Recipe, StageName
 from flows.task_settings import begin
 from runtimes import registry
 from runtimes.families import detect_family
@@ -20,19 +20,19 @@ from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import folder_extras
-from runtimes.pipeline_folder.describe import describe_encoders, vae_path
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.train.wandb_board import check_wandb
 from tasks import check_targets, download
+from tasks.build_or_reuse import storage_error
 from tasks.encode.buckets import bucket_sizes
-from tasks.encode.transform import TransformSettings
+from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.clip_encoder import check_clip
+from tasks.evaluate.clip_features import check_clip
 from tasks.evaluate.inputs import EvalInputs
-from tasks.evaluate.measure import metric_names
+from tasks.evaluate.metric_suite import metric_names
 from tasks.progress import Progress
-from tasks.publish.assemble import missing_weights
+from tasks.publish.assemble_pipeline import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
-from tasks.stage import storage_error
 from tasks.tpu import launch
 
 

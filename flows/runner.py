@@ -21,8 +21,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from configs.schema import StageName
-from configs.urls import without_secrets
+from configs.recipe import StageName
+from configs.redact_urls import without_secrets
 from tasks import progress
 
 logger = logging.getLogger("kiln")

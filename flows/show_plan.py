@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from tasks.tpu.training_plan import SlicePlan, make_plan
 
 GIB = 2**30

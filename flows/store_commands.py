@@ -10,13 +10,13 @@ from typing import Any
 
 from artifacts.commit import first_fault
 from artifacts.gc import Collector, Garbage
+from artifacts.gc_marks import Marks, mark
 from artifacts.listing import entries, subfolders
-from artifacts.marks import Marks, mark
-from artifacts.runs import GarbageUnsure, registries
+from artifacts.run_records import GarbageUnsure, registries
 from artifacts.store import Artifact, Store
 from configs.load import RecipeError
-from configs.schema import Recipe
-from configs.urls import without_secrets
+from configs.recipe import Recipe
+from configs.redact_urls import without_secrets
 from tasks.publish.champion_alias import RegistryError
 from tasks.publish.model_registry import Registry, Version
 from tasks.tpu import launch

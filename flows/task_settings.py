@@ -12,13 +12,13 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 
-from artifacts.runs import record_run
+from artifacts.run_records import record_run
 from artifacts.store import Artifact, KeyParts, Store
+from tasks.build_or_reuse import StageResult, TransientError, storing
 from tasks.panels import Panel
 from tasks.progress import Progress
 from tasks.publish.stage import STAGE, Rejected, show_verdicts
-from tasks.show import artifact_key, show_in_prefect
-from tasks.stage import StageResult, TransientError, storing
+from tasks.show_in_prefect import artifact_key, show_in_prefect
 
 DAY = 86400.0  # seconds
 log = logging.getLogger("kiln")

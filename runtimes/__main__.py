@@ -33,8 +33,8 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.models import ModelNotFound, resolve_model
-from configs.training import Train
+from artifacts.resolve_model import ModelNotFound, resolve_model
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.encoder_server import serve
 from runtimes.process.events import Events

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import State, StepBatch
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks

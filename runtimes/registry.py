@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime, WrongInput
 from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.detect_gaudi import bridge_version
@@ -27,7 +27,7 @@ PROBE_SECONDS = 120.0
 class RuntimeSpec:
     """A runtime's package, environment and limits."""
 
-    #: Contains `runtime.TheRuntime`, `generate.ThePipeline`, `encode.open_encoder`, `device.probe`
+    #: Contains `runtime.TheRuntime`, `generate.ThePipeline`, `encoder.open_encoder`, `device.probe`
     #: and `device.check`.
     #: `device` must import quickly.
     package: str
@@ -81,7 +81,7 @@ def prepare(job: Job | EncodeJob) -> None:
 def open_encoder(job: EncodeJob) -> PipelineEncoder:
     """Load a pipeline's encoders in this process. Raises WrongInput."""
     prepare(job)
-    return cast(PipelineEncoder, _module(job.runtime, "encode").open_encoder(job))
+    return cast(PipelineEncoder, _module(job.runtime, "encoder").open_encoder(job))
 
 
 def check_scheduler(
@@ -108,7 +108,7 @@ def check_scheduler(
 
 
 def uses_tabulated_scheduler(name: str) -> bool:
-    """Whether a runtime samples from tabulated coefficients (sample/scheduler_step.py)."""
+    """Whether a runtime samples from tabulated coefficients (sample/tabulated_schedulers.py)."""
     return _spec(name).schedulers == TABULATED
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from artifacts.store import Store
-from tasks.quiet import quiet_import
+from tasks.quiet_import import quiet_import
 
 with quiet_import():
     import apache_beam as beam

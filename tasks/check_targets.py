@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from runtimes.adapters.lora_layers import Layer, choose_layers
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.describe import read_config
-from tasks.publish.assemble import weight_files
+from runtimes.pipeline_folder.describe_encoders import read_config
+from tasks.publish.assemble_pipeline import weight_files
 
 KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
 

@@ -10,25 +10,31 @@ from typing import Any
 
 from PIL import Image
 
-from artifacts.models import resolve_model
+from artifacts.resolve_model import resolve_model
 from artifacts.store import Artifact, Draft, KeyParts
-from configs.generating import Generate
-from configs.schema import NAME
+from configs.generate import Generate
+from configs.publish import NAME
 from runtimes import registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import drawing_config, read_config
 from runtimes.process.job import GenerateJob
-from runtimes.sample.start import check_size
-from tasks.evaluate.pictures import SAMPLER_SETTINGS, EvalModel, Run, progress_callback, scratch
+from runtimes.sample.noise_and_components import check_size
+from tasks.build_or_reuse import runtime_facts
+from tasks.child_process import run_job
+from tasks.evaluate.draw_pictures import (
+    SAMPLER_SETTINGS,
+    EvalModel,
+    Run,
+    progress_callback,
+    scratch,
+)
+from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.prompts import read_prompts
-from tasks.evaluate.published import load_published_model
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.picture_grid import picture_grid, to_png
-from tasks.process import run_job
 from tasks.progress import Progress
 from tasks.publish.model_registry import Registry
-from tasks.stage import runtime_facts
 
 STAGE = "generate"
 VERSION = 1

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from uuid import UUID
 
-from tasks.show import artifact_key
+from tasks.show_in_prefect import artifact_key
 
 log = logging.getLogger("kiln")
 

@@ -13,20 +13,20 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from artifacts.latents import open_latents
-from artifacts.models import digest_model
+from artifacts.latent_shards import open_latents
+from artifacts.resolve_model import digest_model
 from artifacts.store import Artifact, Draft, KeyParts
-from configs.schema import Recipe
-from configs.training import key_settings
+from configs.recipe import Recipe
+from configs.train import key_settings
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe import read_config
+from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
-from tasks.evaluate.pictures import SAMPLER_SETTINGS
+from tasks.build_or_reuse import runtime_facts
+from tasks.child_process import Event, run_job
+from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS
 from tasks.panels import Facts, Panel, Picture, Table, human
-from tasks.process import Event, run_job
 from tasks.progress import Progress
-from tasks.show import show_in_prefect
-from tasks.stage import runtime_facts
+from tasks.show_in_prefect import show_in_prefect
 from tasks.tpu import launch
 
 STAGE = "train"

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
-from runtimes.models.micro_batches import Inputs, sender
-from runtimes.models.network import Network
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
+from runtimes.torch_models.micro_batches import Inputs, sender
+from runtimes.torch_models.network import Network
 from runtimes.train.trainer import make_loader
 
 MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py

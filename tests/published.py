@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from picture_sources import Captioned
 from safetensors.numpy import load_file
 
-from artifacts.latents import LatentShard, open_latents
+from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.store import KeyParts, Store
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from runtimes.objective.random import Stream, generator
 
 STAGES = ["download", "encode", "train", "evaluate", "publish"]

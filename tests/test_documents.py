@@ -17,7 +17,7 @@ import yaml
 from command import ROOT
 from typer.exceptions import TyperException
 
-from configs.generating import read_settings
+from configs.generate import read_settings
 from configs.load import load_recipe, parse_override
 from flows.cli import app
 

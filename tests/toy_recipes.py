@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import load_recipe
-from configs.schema import Recipe
+from configs.recipe import Recipe
 
 Overrides = dict[str, Any]
 #: Recipe -> model of tests/tiny_models.py in its layout; minimal ones where XLA compiles.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.latents import (
+from artifacts.latent_shards import (
     Latents,
     LatentSample,
     LatentShard,
@@ -17,8 +17,8 @@ from artifacts.latents import (
     stack_rows,
 )
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.order import Order, SampleIndex
 from runtimes.data.prefetch import Prefetch
+from runtimes.data.sample_order import Order, SampleIndex
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
 from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs

@@ -16,8 +16,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import Damaged, open_checked
-from artifacts.latents import LatentShard, ShardRef
-from artifacts.models import cache_folder
+from artifacts.latent_shards import LatentShard, ShardRef
+from artifacts.resolve_model import cache_folder
 from runtimes.contract import WrongInput
 
 CHUNK = 2**20

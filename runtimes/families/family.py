@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.latents import LatentSample, stack_rows
+from artifacts.latent_shards import LatentSample, stack_rows
 from runtimes.contract import WrongInput
 
 Conditioning = dict[str, NDArray[Any]]

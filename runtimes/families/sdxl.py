@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from artifacts.latents import LatentSample
+from artifacts.latent_shards import LatentSample
 from runtimes.families.family import Captioned, ClipStates, Conditioning, KohyaNames, TextEncoder
 from runtimes.families.sd import SD
 

@@ -13,8 +13,8 @@ import torch
 from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding
 
-from artifacts.latents import LatentSample
-from configs.training import Train
+from artifacts.latent_shards import LatentSample
+from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families import Captioned, Family
 from runtimes.families.unet_inputs import ExtraInputs
@@ -24,10 +24,10 @@ from runtimes.jax.micro_batches import stack
 from runtimes.jax.step import Step
 from runtimes.jax.step_cost import Request
 from runtimes.jax.weights import names_without_gradient, trained_names
-from runtimes.models.flop_count import FlopCounter
-from runtimes.models.network import Network
 from runtimes.objective.scheduler_config import read_schedule
-from runtimes.pipeline_folder.describe import describe_encoders, read_config
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
+from runtimes.torch_models.flop_count import FlopCounter
+from runtimes.torch_models.network import Network
 
 
 class AbstractStep:

@@ -9,16 +9,16 @@ from importlib.util import find_spec
 import jax
 import torch
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import Probe, WrongInput, one_line
-from runtimes.models.flop_count import known_peak
-from runtimes.models.precision import check_precision
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import free_port
+from runtimes.spmd.join_hosts import free_port
 from runtimes.spmd.tpu_specs import peak_of
+from runtimes.torch_models.flop_count import known_peak
+from runtimes.torch_models.precision import check_precision
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 _compiling: list[float] = []  # seconds of each compilation

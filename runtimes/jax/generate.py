@@ -19,11 +19,11 @@ from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.sampler import Sampler, same_architecture
 from runtimes.jax.step import errors
 from runtimes.jax.weights import frozen_arrays
-from runtimes.models.make_scheduler import make_scheduler
-from runtimes.models.network import Network
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
-from runtimes.sample.network import load_network
+from runtimes.sample.load_network import load_network
+from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.network import Network
 
 
 class ThePipeline(BasePipeline):

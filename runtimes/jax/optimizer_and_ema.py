@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.update.step_scalars import text_encoder_factor
 
 Arrays = dict[str, Array]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput, lazy_output
 from runtimes.jax.bridge import as_function, recompute
@@ -38,14 +38,14 @@ from runtimes.jax.weights import (
     names_without_gradient,
     trained_names,
 )
-from runtimes.models.flop_count import FlopCounter
-from runtimes.models.layer_dropout_seed import has_dropout
-from runtimes.models.make_scheduler import trained_scheduler
-from runtimes.models.network import Network
 from runtimes.objective.random import Stream, generator
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import join_hosts
+from runtimes.spmd.join_hosts import join_hosts
+from runtimes.torch_models.flop_count import FlopCounter
+from runtimes.torch_models.layer_dropout_seed import has_dropout
+from runtimes.torch_models.make_scheduler import trained_scheduler
+from runtimes.torch_models.network import Network
 from runtimes.update.state import matched, published
 from runtimes.update.step_scalars import step_scalars
 

@@ -1,6 +1,6 @@
 """Sampling as one compiled program: all scheduler steps, guidance and the VAE, on all devices.
 
-The scheduler's coefficients are inputs of the program (sample/scheduler_step.py), and batches
+The scheduler's coefficients are inputs of the program (sample/tabulated_schedulers.py), and batches
 are padded to one size, so one program serves every batch. On a CPU each step is a separate program,
 because XLA runs convolutions within a loop slowly there.
 """
@@ -25,15 +25,15 @@ from runtimes.jax.bridge import Wrapped, as_function
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.weights import move
-from runtimes.models.make_scheduler import make_scheduler
-from runtimes.models.network import Network
-from runtimes.models.text_encoding import encode_ids, join_t5
-from runtimes.models.vae_and_text_encoders import Encoder, vae_dtype
 from runtimes.objective.scheduler_config import read_config
-from runtimes.pipeline_folder.describe import vae_path
+from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.guidance import guide, is_guided
-from runtimes.sample.scheduler_step import Table, scheduler_step
+from runtimes.sample.tabulated_schedulers import Table, scheduler_step
+from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.network import Network
+from runtimes.torch_models.prompt_embeds import encode_ids, join_t5
+from runtimes.torch_models.vae_and_text_encoders import Encoder, vae_dtype
 
 Float32 = NDArray[np.float32]
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.optimizer_and_ema import Arrays, Groups, update
 

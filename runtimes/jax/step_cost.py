@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 
@@ -37,7 +37,7 @@ class Request:
     """A training step and the TPU slice to compile it for."""
 
     model: str  # local folder of the base pipeline; its configs are enough
-    train: dict[str, Any]  # configs.training.Train, dumped
+    train: dict[str, Any]  # configs.train.Train, dumped
     resolution: int  # of the pictures, pixels
     topology: str  # such as v5p-8
     vae: str | None = None

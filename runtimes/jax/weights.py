@@ -10,11 +10,11 @@ import torch
 from jax import Array
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.optimizer_and_ema import Arrays, Groups
-from runtimes.models.network import Network
+from runtimes.torch_models.network import Network
 
 
 def trained_names(network: Network) -> dict[str, str]:

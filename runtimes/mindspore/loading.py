@@ -18,7 +18,7 @@ from artifacts.safetensors import Arrays, read_floats
 from runtimes.adapters.lora_layers import stored_name
 from runtimes.contract import WrongInput, one_line
 from runtimes.families.unet_inputs import added_weights
-from runtimes.pipeline_folder.describe import read_config, text_class
+from runtimes.pipeline_folder.describe_encoders import read_config, text_class
 from runtimes.pipeline_folder.weight_files import (
     DENOISER_WEIGHTS,
     TEXT_WEIGHTS,

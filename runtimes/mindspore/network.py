@@ -8,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.adapters.lora_layers import state_name
 from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.unet_inputs import ExtraInputs
@@ -19,7 +19,7 @@ from runtimes.mindspore.loading import (
     random_init_denoiser,
 )
 from runtimes.mindspore.lora_injection import add_adapters
-from runtimes.mindspore.text_encoding import encode_ids
+from runtimes.mindspore.prompt_embeds import encode_ids
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family

@@ -20,7 +20,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import State
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.update.ema_decay import ema_decay_at

@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
 from runtimes.mindspore.device import check, describe, memory_bytes, start, versions

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import fully_masked
-from runtimes.mindspore.encode import Encoder
+from runtimes.mindspore.encoder import Encoder
 from runtimes.mindspore.micro_batches import tensor
 from runtimes.objective.scheduler_config import read_config
-from runtimes.pipeline_folder.describe import read_config as read_index
+from runtimes.pipeline_folder.describe_encoders import read_config as read_index
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
-from runtimes.sample.start import NoiseBatch
+from runtimes.sample.noise_and_components import NoiseBatch
 
 #: MindSpore's errors for an operator, or an operator and dtype, that the device does not support.
 NO_KERNEL = re.compile(

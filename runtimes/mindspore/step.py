@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from configs.hardware import MindSpore
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.mindspore.loss import squared_errors
 from runtimes.mindspore.micro_batches import Inputs, micro_batches

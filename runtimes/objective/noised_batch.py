@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.timesteps import TimestepSampling
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.caption_and_noise_draws import (
     Choices,

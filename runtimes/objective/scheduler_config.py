@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.keys import parse_json
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FLOW, Schedule, is_flow, schedule_of
 
@@ -40,7 +40,7 @@ SCHEDULERS = {
     "lms": "LMSDiscreteScheduler",
     "pndm": "PNDMScheduler",
 }
-#: Schedulers that compiling runtimes support (sample/scheduler_step.py).
+#: Schedulers that compiling runtimes support (sample/tabulated_schedulers.py).
 TABULATED = (
     "DDIMScheduler",
     "DPMSolverMultistepScheduler",

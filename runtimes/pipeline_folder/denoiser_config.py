@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
-from runtimes.pipeline_folder.describe import read_config
+from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
 
 #: Keys in which a replacement must equal the base's config: the interface to VAE and text encoders,

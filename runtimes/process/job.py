@@ -32,7 +32,7 @@ class TrainJob(_HasModel):
     runtime: str
     model: str  # base pipeline: a local folder or a URL
     latents: str  # URL of the latents artifact's folder
-    train: dict[str, Any]  # configs.training.Train, dumped
+    train: dict[str, Any]  # configs.train.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
     out: str  # URL of the folder for the trained weights (see train/result.py)
     sample_prompts: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Initial noise and denoiser conditioning of a batch of prompts, as arrays on the host.
 
-Runtimes that sample from tabulated coefficients (scheduler_step.py) use this module in place
+Runtimes that sample from tabulated coefficients (tabulated_schedulers.py) use this module in place
 of a diffusers pipeline.
 """
 
@@ -17,11 +17,11 @@ from runtimes.contract import WrongInput
 from runtimes.data.padding import padded_rows
 from runtimes.families import Family, family_named
 from runtimes.families.unet_inputs import ExtraInputs, aesthetic_scores, fully_masked
-from runtimes.models.make_scheduler import make_scheduler
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.guidance import is_guided
-from runtimes.sample.scheduler_step import Table, tabulate
-from runtimes.sample.start import noise_batches
+from runtimes.sample.noise_and_components import noise_batches
+from runtimes.sample.tabulated_schedulers import Table, tabulate
+from runtimes.torch_models.make_scheduler import make_scheduler
 
 Float32 = NDArray[np.float32]
 #: Encodes images [B, 3, H, W] f32 in -1..1 to the mean and log-variance [B, C, h, w] of latents.

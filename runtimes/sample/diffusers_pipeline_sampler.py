@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from runtimes.families import Family
 from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
 from runtimes.objective.scheduler_config import sampling_scheduler
-from runtimes.sample.start import NoiseBatch, noise_batches, optional_arguments
+from runtimes.sample.noise_and_components import NoiseBatch, noise_batches, optional_arguments
 
 
 class PipelineSampler(ABC):

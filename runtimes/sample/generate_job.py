@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from artifacts.commit import write_atomic
 from runtimes.contract import Pipeline
-from runtimes.data.holdout import Holdout, sample_losses
+from runtimes.data.holdout_batches import Holdout, sample_losses
 from runtimes.data.loader import BatchReader, open_job_latents
 from runtimes.families import detect_family
 from runtimes.objective.latent_scale import LatentScale

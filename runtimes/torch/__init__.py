@@ -1,3 +1,3 @@
 """The PyTorch runtime: CPU, CUDA, Ascend NPUs by torch_npu, Gaudi by habana_frameworks."""
 
-import runtimes.models  # noqa: F401  # sets environment variables before PyTorch is imported
+import runtimes.torch_models  # noqa: F401  # sets environment variables before PyTorch is imported

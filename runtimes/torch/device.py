@@ -12,17 +12,17 @@ from importlib.metadata import version
 import torch
 
 from configs.hardware import Hpu
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import count_npus, missing_components, torch_npu_version
-from runtimes.models.precision import check_precision
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.torch import hpu, npu
-from runtimes.torch.device_kind import DeviceKind
+from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.optimizers import check_optimizer
+from runtimes.torch_models.precision import check_precision
 
 ALONE = Ranks()
 #: PyTorch's device types other than `cpu`, with their names for messages.
@@ -98,7 +98,7 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
 
 def open_device(
     name: str, ranks: Ranks = ALONE, settings: Hpu | None = None, compiled: str | None = None
-) -> DeviceKind:
+) -> DeviceHooks:
     """Open the device of a name (see choose_device), with the hooks of its kind.
 
     Args:
@@ -111,7 +111,7 @@ def open_device(
         WrongInput: the device is absent, or does not support the settings.
     """
     if not name.startswith("hpu"):
-        return DeviceKind(choose_device(name, ranks))
+        return DeviceHooks(choose_device(name, ranks))
     settings = settings or Hpu()
     compile_cache = hpu.load(settings, compiled)
     choose_device(name, ranks)

@@ -7,15 +7,15 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
-from runtimes.models.make_scheduler import make_scheduler
-from runtimes.models.micro_batches import Inputs, sender
-from runtimes.models.network import Network
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
-from runtimes.sample.network import load_network
+from runtimes.sample.load_network import load_network
 from runtimes.torch.device import make_deterministic, open_device
 from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.sampler import Sampler
+from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.micro_batches import Inputs, sender
+from runtimes.torch_models.network import Network
 
 
 class ThePipeline(BasePipeline):
@@ -23,22 +23,22 @@ class ThePipeline(BasePipeline):
 
     def __init__(self, job: GenerateJob) -> None:
         make_deterministic()
-        self._device_kind = open_device(job.device, compiled=job.compiled)
-        self._device = self._device_kind.device
+        self._device_hooks = open_device(job.device, compiled=job.compiled)
+        self._device = self._device_hooks.device
         self._dtype = getattr(torch, job.dtype)
-        super().__init__(job, make_scheduler, self._device_kind.save_compiled)
+        super().__init__(job, make_scheduler, self._device_hooks.save_compiled)
 
     def _load_network(self, drawing: Drawing) -> Network:
         network = load_network(drawing, self._job.model_folder, self._dtype, self._device)
         enable_npu_attention(network.denoiser, self._device)
-        self._device_kind.prepare_sampling(network.denoiser)
+        self._device_hooks.prepare_sampling(network.denoiser)
         return network
 
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
         denoiser = {self._network.family.denoiser: self._network.denoiser}
         job = self._job
-        return Sampler(job.model_folder, denoiser, self._device_kind, self._dtype, job.vae_folder)
+        return Sampler(job.model_folder, denoiser, self._device_hooks, self._dtype, job.vae_folder)
 
     def _use_network(self) -> None:
         self._sampler.use(dict(self._network.named_children()), self._scheduler)
@@ -49,4 +49,4 @@ class ThePipeline(BasePipeline):
             return inputs.errors(self._network).cpu().numpy()
 
     def compile_seconds(self) -> float:
-        return self._device_kind.compile_seconds()
+        return self._device_hooks.compile_seconds()

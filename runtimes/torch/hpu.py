@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from configs.hardware import Hpu
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput, one_line
 from runtimes.hosts.detect_gaudi import bridge_version, missing_components
 from runtimes.process.compile_cache import CompileCache
-from runtimes.torch.device_kind import DeviceKind
+from runtimes.torch.device_hooks import DeviceHooks
 
 LAZY = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
@@ -122,7 +122,7 @@ def check(settings: Train) -> None:
         )
 
 
-class Gaudi(DeviceKind):
+class Gaudi(DeviceHooks):
     """Hooks of a Gaudi; the bridge must be loaded."""
 
     compile_backend = "hpu_backend"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.torch.hpu import BRIDGE, fused_kernel, mode, to_device
 
 

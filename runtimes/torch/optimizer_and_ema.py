@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import State
-from runtimes.torch.device_kind import DeviceKind
+from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.update.ema_decay import ema_decay_at
@@ -28,7 +28,7 @@ class Update:
         parameters: float32 masters of this process, by State's keys.
         settings: optimizer, clipping and EMA.
         parallel: reduces norms, and gathers or shards State; None is a single process.
-        device_kind: hooks of the device; None is the CPU.
+        device_hooks: hooks of the device; None is the CPU.
 
     Raises:
         WrongInput: the optimizer is not available for this device.
@@ -39,12 +39,12 @@ class Update:
         parameters: Parameters,
         settings: Train,
         parallel: SingleProcess | None = None,
-        device_kind: DeviceKind | None = None,
+        device_hooks: DeviceHooks | None = None,
     ) -> None:
         self._parameters = parameters
         self._settings = settings
         self._parallel = parallel or SingleProcess()
-        self._device_kind = device_kind or DeviceKind(torch.device("cpu"))
+        self._device_hooks = device_hooks or DeviceHooks(torch.device("cpu"))
         self._masters: list[torch.Tensor] = list(parameters.values())
         self._optimizer = Optimizer(parameters, settings)
         self._average: list[torch.Tensor] | None = None
@@ -68,22 +68,22 @@ class Update:
         self._optimizer.step(learning_rate)
         if self._average is not None and self._settings.ema_decay is not None:
             decay = ema_decay_at(self._step, self._settings.ema_decay)
-            share: Any = self._device_kind.scalar(1 - decay)
+            share: Any = self._device_hooks.scalar(1 - decay)
             if isinstance(share, torch.Tensor):
                 share = [share] * len(self._average)
             with torch.no_grad():
                 torch._foreach_lerp_(self._average, self._masters, share)
-        self._device_kind.mark_step()
+        self._device_hooks.mark_step()
         self._step += 1
         return norm
 
     def _clip(self) -> torch.Tensor:
         most = self._settings.max_grad_norm
-        norm = None if most is None else self._device_kind.clip_grad_norm(self._masters, most)
+        norm = None if most is None else self._device_hooks.clip_grad_norm(self._masters, most)
         if norm is not None:
             return norm
         gradients = [p.grad for p in self._masters if p.grad is not None]
-        foreach = self._device_kind.foreach
+        foreach = self._device_hooks.foreach
         norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
         norm = self._parallel.total_norm(norm)
         if most is not None and not _surely_below(most, norm):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.torch import hpu_adamw
 from runtimes.update.step_scalars import text_encoder_factor

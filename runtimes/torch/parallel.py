@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
-from runtimes.models.network import Network
 from runtimes.process.collectives import join
 from runtimes.process.ranks import Ranks
+from runtimes.torch_models.network import Network
 
 BACKENDS = {
     "cuda": "cpu:gloo,cuda:nccl",

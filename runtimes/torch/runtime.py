@@ -11,14 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
-from runtimes.models.flop_count import FlopCounter, peak_flops
-from runtimes.models.make_scheduler import trained_scheduler
-from runtimes.models.micro_batches import Inputs, sender
-from runtimes.models.network import Network
-from runtimes.models.precision import check_precision
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
@@ -29,6 +24,11 @@ from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
 from runtimes.torch.step import Step
+from runtimes.torch_models.flop_count import FlopCounter, peak_flops
+from runtimes.torch_models.make_scheduler import trained_scheduler
+from runtimes.torch_models.micro_batches import Inputs, sender
+from runtimes.torch_models.network import Network
+from runtimes.torch_models.precision import check_precision
 
 
 class TheRuntime(BaseRuntime):
@@ -42,9 +42,9 @@ class TheRuntime(BaseRuntime):
         make_deterministic()
         ranks = self._ranks = Ranks.here()
         self.samples_collectively = ranks.world > 1 and settings.fsdp != 1
-        kind = self._device_kind = open_device(settings.device, ranks, settings.hpu, job.compiled)
-        kind.check(settings)
-        self._device = kind.device
+        hooks = self._device_hooks = open_device(settings.device, ranks, settings.hpu, job.compiled)
+        hooks.check(settings)
+        self._device = hooks.device
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)
         self.device = describe(self._device)
@@ -56,16 +56,16 @@ class TheRuntime(BaseRuntime):
             keep_channels_last(network)
         network.train()
         enable_npu_attention(network.denoiser, self._device)
-        kind.prepare_training(network.denoiser)
+        hooks.prepare_training(network.denoiser)
         if settings.compile:
-            network.denoiser.compile(backend=kind.compile_backend)
+            network.denoiser.compile(backend=hooks.compile_backend)
         forward = parallel.wrap(network)
-        self._update = Update(parallel.masters(), settings, parallel, kind)
-        self._step = Step(network, forward, self._update, parallel, kind, settings, ranks.rank)
-        kind.mark_step()
+        self._update = Update(parallel.masters(), settings, parallel, hooks)
+        self._step = Step(network, forward, self._update, parallel, hooks, settings, ranks.rank)
+        hooks.mark_step()
 
     def put(self, batch: StepBatch) -> StepBatch:
-        if not self._device_kind.prefetches_batches:
+        if not self._device_hooks.prefetches_batches:
             return batch
         return replace(batch, on_device=list(self._step.inputs(batch)))
 
@@ -79,12 +79,12 @@ class TheRuntime(BaseRuntime):
         return peak_flops(self._device, self._settings.compute_dtype)
 
     def state(self, *, final: bool = False) -> State:
-        self._device_kind.save_compiled()
+        self._device_hooks.save_compiled()
         return self._with_constants(self._update.state(final=final))
 
     def restore(self, state: State, step: int) -> None:
         self._update.restore(state, step)
-        self._device_kind.mark_step()
+        self._device_hooks.mark_step()
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         # Not inference_mode: FSDP trains with the tensors that it gathers here.
@@ -96,7 +96,7 @@ class TheRuntime(BaseRuntime):
         return peak_bytes(self._device)
 
     def figures(self) -> dict[str, float]:
-        return self._device_kind.figures()
+        return self._device_hooks.figures()
 
     def _autocast(self) -> AbstractContextManager[None]:
         return self._step.autocast()
@@ -109,6 +109,6 @@ class TheRuntime(BaseRuntime):
 
         job, parts = self._job, dict(self._network.named_children())
         dtype = getattr(torch, self._settings.compute_dtype)
-        sampler = Sampler(job.model_folder, parts, self._device_kind, dtype, job.vae_folder)
+        sampler = Sampler(job.model_folder, parts, self._device_hooks, dtype, job.vae_folder)
         sampler.use({}, trained_scheduler(job.model_folder, self._settings))
         return sampler

@@ -18,13 +18,13 @@ from transformers.utils import logging as transformers_logging
 from runtimes.contract import WrongInput, one_line
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import fully_masked
-from runtimes.models.loading import load_text_encoder
-from runtimes.models.make_scheduler import make_scheduler
-from runtimes.pipeline_folder.describe import t5_length
+from runtimes.pipeline_folder.describe_encoders import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
-from runtimes.sample.start import NoiseBatch
-from runtimes.torch.device_kind import DeviceKind
+from runtimes.sample.noise_and_components import NoiseBatch
+from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch_models.loading import load_text_encoder
+from runtimes.torch_models.make_scheduler import make_scheduler
 
 
 class Sampler(PipelineSampler):
@@ -33,7 +33,7 @@ class Sampler(PipelineSampler):
     Args:
         folder: local diffusers pipeline folder.
         parts: component name to model; other components are loaded from the folder.
-        device_kind: device of the pipeline.
+        device_hooks: device of the pipeline.
         dtype: of the loaded components.
         vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
 
@@ -45,7 +45,7 @@ class Sampler(PipelineSampler):
         self,
         folder: Path,
         parts: dict[str, Any],
-        device_kind: DeviceKind,
+        device_hooks: DeviceHooks,
         dtype: torch.dtype = torch.float32,
         vae: Path | None = None,
     ) -> None:
@@ -74,9 +74,9 @@ class Sampler(PipelineSampler):
             raise WrongInput(
                 f"model {folder}: the pipeline does not load: {one_line(error)}"
             ) from None
-        self._device_kind = device_kind
-        pipe = pipe.to(device_kind.device)
-        super().__init__(pipe, family, make_scheduler, pads_batches=device_kind.pads_batches)
+        self._device_hooks = device_hooks
+        pipe = pipe.to(device_hooks.device)
+        super().__init__(pipe, family, make_scheduler, pads_batches=device_hooks.pads_batches)
 
     @torch.no_grad()  # not inference_mode: FSDP trains with the tensors that it gathers here
     def draw(
@@ -97,7 +97,7 @@ class Sampler(PipelineSampler):
         ).images
 
     def _after_step(self, *_: Any) -> dict[str, Any]:
-        self._device_kind.mark_step()
+        self._device_hooks.mark_step()
         return {}
 
     def _fully_masked(self, size: tuple[int, int]) -> NDArray[np.float32]:
@@ -111,7 +111,7 @@ class Sampler(PipelineSampler):
         return fully_masked(mean.cpu().numpy(), config)
 
     def _to_device(self, array: NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device_kind.device)
+        return torch.from_numpy(array).to(self._device_hooks.device)
 
     def _append_channels(self, latents: torch.Tensor, more: NDArray[np.float32]) -> torch.Tensor:
         return torch.cat([latents, self._to_device(more).to(latents.dtype)], dim=1)

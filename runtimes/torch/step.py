@@ -9,14 +9,14 @@ from functools import cached_property
 
 import torch
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
-from runtimes.models.layer_dropout_seed import has_dropout, seed_dropout
-from runtimes.models.micro_batches import Inputs, micro_batches, sender
-from runtimes.models.network import Network
-from runtimes.torch.device_kind import DeviceKind
+from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import SingleProcess
+from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
+from runtimes.torch_models.micro_batches import Inputs, micro_batches, sender
+from runtimes.torch_models.network import Network
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Step:
         forward: the network as `parallel` wraps it.
         update: of the masters.
         parallel: of the run's processes.
-        device_kind: hooks of the device.
+        device_hooks: hooks of the device.
         settings: micro-batch size, compute dtype and seed.
         rank: of this process.
     """
@@ -37,12 +37,12 @@ class Step:
     forward: Callable[..., torch.Tensor]
     update: Update
     parallel: SingleProcess
-    device_kind: DeviceKind
+    device_hooks: DeviceHooks
     settings: Train
     rank: int
 
     def __call__(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        loss = torch.zeros((), device=self.device_kind.device)
+        loss = torch.zeros((), device=self.device_hooks.device)
         for inputs in batch.on_device or self.inputs(batch):
             if self._has_dropout:
                 seed_dropout(self.settings.seed, batch.step, inputs.first, self.rank)
@@ -54,23 +54,25 @@ class Step:
                 (part * self.parallel.world).backward()
             loss += part.detach()
             if not inputs.last:
-                self.device_kind.mark_step()
+                self.device_hooks.mark_step()
         self.parallel.gather_gradients()
         return StepOutput(self.parallel.sum_over_ranks(loss), self.update.apply(learning_rate))
 
     def inputs(self, batch: StepBatch) -> Iterator[Inputs]:
         """The batch's micro-batches, copied to the device."""
-        return micro_batches(batch, self.settings.micro_batch_size, sender(self.device_kind.device))
+        return micro_batches(
+            batch, self.settings.micro_batch_size, sender(self.device_hooks.device)
+        )
 
     def autocast(self) -> AbstractContextManager[None]:
         """Context of computation in the compute dtype."""
         dtype = getattr(torch, self.settings.compute_dtype)
         enabled = dtype != torch.float32
         return torch.autocast(
-            self.device_kind.device.type,
+            self.device_hooks.device.type,
             dtype if enabled else None,
             enabled=enabled,
-            cache_enabled=self.device_kind.autocast_caches_casts,
+            cache_enabled=self.device_hooks.autocast_caches_casts,
         )
 
     @cached_property

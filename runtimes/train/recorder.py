@@ -12,7 +12,7 @@ from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
 from runtimes.train.boards import Boards
 from runtimes.train.divergence import DivergenceDetector
-from runtimes.train.flops import Shapes, StepFlops
+from runtimes.train.mfu import Shapes, StepFlops
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Recorder:
             "images_per_second": rate,
             "data_wait": min(1.0, (waited - self._waited) / max(seconds, 1e-9)),
             "memory_bytes": self._runtime.memory_bytes(),
-            **self._utilisation(seconds),
+            **self._flops.utilisation(self._shapes, seconds, self._peak),
             **getattr(self._runtime, "figures", dict)(),
         }
         eta = (self._total - step) * self._batch_size / rate
@@ -139,14 +139,6 @@ class Recorder:
         self._steps += step - self._first
         self._seconds += seconds
         self._restart(waited)
-
-    def _utilisation(self, seconds: float) -> dict[str, float | None]:
-        """TFLOP per second of one device, and its ratio to the peak (MFU, see flops.py)."""
-        done = self._flops.total(self._shapes)
-        if done is None:
-            return {"tflops": None, "mfu": None}
-        rate = done / max(seconds, 1e-9)
-        return {"tflops": rate / 1e12, "mfu": None if self._peak is None else rate / self._peak}
 
     @property
     def images_per_second(self) -> float:

@@ -18,7 +18,7 @@ from fsspec.core import url_to_fs
 
 from artifacts.commit import write_atomic
 from artifacts.safetensors import Arrays, write_arrays, writing
-from configs.training import Train
+from configs.train import Train
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, to_file_names
 from runtimes.contract import State
 from runtimes.objective.scheduler_config import SCHEDULER_FILE, trained_scheduler_config

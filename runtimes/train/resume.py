@@ -1,6 +1,6 @@
 """Resume a run from its newest checkpoint: weights, optimizer, position in the data, history.
 
-A checkpoint needs no state of the loader or of a random number generator. data/order.py computes
+A checkpoint needs no state of the loader or of a random number generator. sample_order.py computes
 a step's samples from the step's number, and objective/random.py draws by counter.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from configs.training import Train, key_settings
+from configs.train import Train, key_settings
 from runtimes.contract import Runtime, WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from artifacts.latents import Latents
-from configs.training import Train
+from artifacts.latent_shards import Latents
+from configs.train import Train
 from runtimes.contract import Runtime, WrongInput
-from runtimes.data.holdout import Holdout
+from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import BatchReader, Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
@@ -21,8 +21,8 @@ from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.registry import open_runtime, prepare
+from runtimes.train.between_steps import Run
 from runtimes.train.boards import Boards, open_boards
-from runtimes.train.run import Run
 from runtimes.train.validation import SEED
 from runtimes.train.wandb_board import check_wandb
 

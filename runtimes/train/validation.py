@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtimes.contract import Runtime
-from runtimes.data.holdout import Holdout, sample_losses
+from runtimes.data.holdout_batches import Holdout, sample_losses
 
 #: Seed of the validation noise. It ignores the run's seed, so that losses of runs are comparable.
 SEED = 0

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.update.ema_decay import ema_decay_at
 
 

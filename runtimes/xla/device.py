@@ -11,12 +11,12 @@ from torch_xla._internal import tpu
 from torch_xla.core import xla_model as xm
 from torch_xla.debug import metrics
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import Probe, WrongInput
-from runtimes.models.precision import check_precision
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
 from runtimes.spmd.tpu_specs import peak_of
+from runtimes.torch_models.precision import check_precision
 
 
 def check(settings: Train) -> None:

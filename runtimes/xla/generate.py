@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
 from runtimes.data.padding import pad_batch
-from runtimes.models.make_scheduler import make_scheduler
-from runtimes.models.micro_batches import Inputs
-from runtimes.models.network import Network
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.process.ranks import Ranks
 from runtimes.sample.base_pipeline import BasePipeline
-from runtimes.sample.network import load_network
+from runtimes.sample.load_network import load_network
+from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.micro_batches import Inputs
+from runtimes.torch_models.network import Network
 from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.model_patches import replace_nearest_upsampling

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch_xla
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import State
 from runtimes.update.ema_swap import swapped
 from runtimes.update.state import matched, published

@@ -13,17 +13,17 @@ import torch_xla
 from numpy.typing import NDArray
 from torch_xla.debug import profiler
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
 from runtimes.data.padding import pad_batch
-from runtimes.models.flop_count import FlopCounter
-from runtimes.models.make_scheduler import trained_scheduler
-from runtimes.models.micro_batches import Inputs
-from runtimes.models.network import Network
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import join_hosts
+from runtimes.spmd.join_hosts import join_hosts
+from runtimes.torch_models.flop_count import FlopCounter
+from runtimes.torch_models.make_scheduler import trained_scheduler
+from runtimes.torch_models.micro_batches import Inputs
+from runtimes.torch_models.network import Network
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.model_patches import recompute, replace_nearest_upsampling

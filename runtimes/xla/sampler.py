@@ -1,6 +1,6 @@
 """Sampling with one compiled program for every step of every batch.
 
-The scheduler's coefficients are inputs of the program (sample/scheduler_step.py), and batches
+The scheduler's coefficients are inputs of the program (sample/tabulated_schedulers.py), and batches
 are padded to one size. No value is read back before the images are complete.
 """
 
@@ -16,13 +16,13 @@ import torch_xla
 from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
-from runtimes.models.make_scheduler import make_scheduler
-from runtimes.models.network import Network
 from runtimes.objective.scheduler_config import read_config
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.guidance import guide, is_guided
-from runtimes.sample.scheduler_step import Table, scheduler_step
-from runtimes.xla.encode import Encoder
+from runtimes.sample.tabulated_schedulers import Table, scheduler_step
+from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.network import Network
+from runtimes.xla.encoder import Encoder
 from runtimes.xla.mesh import Mesh
 
 Conditioning = dict[str, torch.Tensor]

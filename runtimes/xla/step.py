@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 import torch_xla
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput, lazy_output
-from runtimes.models.layer_dropout_seed import has_dropout, seed_dropout
-from runtimes.models.micro_batches import Inputs, micro_batches
-from runtimes.models.network import Network
+from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
+from runtimes.torch_models.micro_batches import Inputs, micro_batches
+from runtimes.torch_models.network import Network
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.optimizer_and_ema import Update
 

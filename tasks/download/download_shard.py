@@ -10,15 +10,15 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from artifacts.images import Sample, read_tar, write_rows, write_tar
+from artifacts.image_shards import Sample, read_tar, write_rows, write_tar
 from artifacts.keys import digest_json
 from artifacts.store import SHARDS, Shard, Store
-from configs.schema import Download
-from configs.urls import without_secrets
-from tasks.download.download_row import RowDownloader
+from configs.download import Download
+from configs.redact_urls import without_secrets
+from tasks.download.download_and_resize_row import RowDownloader
 from tasks.download.errors import SourceError
-from tasks.download.failures import is_transient
-from tasks.download.lists import Span
+from tasks.download.failure_reasons import is_transient
+from tasks.download.parquet_csv_jsonl import Span
 from tasks.download.rows import Row
 from tasks.download.sources import SOURCES, ServedAt
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.urls import without_secrets
+from configs.redact_urls import without_secrets
 
 
 class SourceError(ValueError):

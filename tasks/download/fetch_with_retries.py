@@ -8,8 +8,8 @@ from pathlib import Path
 
 from artifacts.clock import REAL, Clock
 from artifacts.keys import digest_bytes
-from configs.schema import Download
-from tasks.download.failures import FetchFailed
+from configs.download import Download
+from tasks.download.failure_reasons import FetchFailed
 from tasks.download.rows import Row, absolute
 from tasks.download.safe_http_fetch import Limits, fetch
 from tasks.download.sources import ServedAt

@@ -18,7 +18,7 @@ from functools import cache
 from io import BytesIO
 from typing import Any
 
-from tasks.download.failures import FetchFailed, as_fetch_failed
+from tasks.download.failure_reasons import FetchFailed, as_fetch_failed
 
 #: Special-purpose ranges (IANA registries) that `is_global` of some Python versions misses:
 #: protocol assignments, 6to4 relays, documentation, and Azure's metadata service.

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import fsspec
 from fsspec.core import url_to_fs
 
-from artifacts.models import cache_folder
-from configs.sources import DatasetSource, DigitsSource, FolderSource, UrlSource
+from artifacts.resolve_model import cache_folder
+from configs.source import DatasetSource, DigitsSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
-from tasks.download.lists import (
+from tasks.download.parquet_csv_jsonl import (
     FORMATS,
     JsonlList,
     ParquetList,
@@ -25,9 +25,9 @@ from tasks.download.lists import (
     reading,
     require_columns,
 )
+from tasks.download.row_hash_cache import cached_row_hashes
 from tasks.download.rows import Row, ScratchFiles, captions_of, embedded_row, score_of, text_of
-from tasks.download.scans import cached_row_hashes
-from tasks.download.serve import check_port, serve_folder
+from tasks.download.serve_folder import check_port, serve_folder
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 

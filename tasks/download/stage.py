@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
+from PIL import Image, ImageOps
+
 from artifacts.commit import read_record
-from artifacts.images import read_tar
+from artifacts.image_shards import read_tar
 from artifacts.keys import cut_shards
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
-from configs.schema import Recipe
+from configs.recipe import Recipe
+from tasks.build_or_reuse import TransientError
 from tasks.download.download_shard import (
     STAGE,
     VERSION,
@@ -26,11 +30,11 @@ from tasks.download.download_shard import (
     shard_settings,
 )
 from tasks.download.errors import SourceError, TooManyFailed
-from tasks.download.lists import Span, join_spans
+from tasks.download.parquet_csv_jsonl import Span, join_spans
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
-from tasks.quiet import quiet_import
-from tasks.stage import TransientError
+from tasks.picture_grid import picture_grid, to_png
+from tasks.quiet_import import quiet_import
 
 NOTES = "deferred"  # folder in the draft with a note for each deferred shard
 GRID = (8, 3)  # columns, rows
@@ -107,7 +111,7 @@ def build(
         OSError: the store is full or not writable.
     """
     with quiet_import():  # Beam takes seconds to import
-        from tasks.download.pipeline import run_pipeline
+        from tasks.download.beam_pipeline import run_pipeline
     store = draft.store
     with _source(recipe).open() as served_at:
         notes = f"{draft.path}/{NOTES}"
@@ -130,9 +134,10 @@ def show(artifact: Artifact) -> list[Panel]:
     rows = [{"outcome": o, "rows": n, "share": f"{n / summary['rows']:.1%}"} for o, n in outcomes]
     facts = {"rows": summary["rows"], "images": summary["images"], "shards": len(summary["shards"])}
     panels: list[Panel] = [Facts("Download", facts), Table("Outcomes", rows)]
-    tars = [entry.path for entry in artifact.files if entry.path.endswith(".tar")]
-    if tars:
-        panels.append(Picture("Some of the pictures", _grid(artifact.url(tars[0]))))
+    tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
+    if pictures := _thumbnails(tars):
+        grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
+        panels.append(Picture("Some of the pictures", to_png(grid)))
     return panels
 
 
@@ -192,16 +197,11 @@ def _most_common(reasons: dict[str, int]) -> str:
     return ", ".join(f"{reason}: {count:,}" for reason, count in Counter(reasons).most_common(5))
 
 
-def _grid(tar: str) -> bytes:
-    """A PNG of the first pictures of a shard."""
-    from PIL import Image, ImageOps
-
-    columns, rows = GRID
-    grid = Image.new("RGB", (columns * THUMBNAIL, rows * THUMBNAIL), "white")
-    for number, sample in enumerate(islice(read_tar(tar), columns * rows)):
+def _thumbnails(tars: list[str]) -> list[Image.Image]:
+    """The first pictures of the shards, padded to squares. A shard may have none."""
+    thumbnails = []
+    for sample in islice(chain.from_iterable(map(read_tar, tars)), math.prod(GRID)):
         with Image.open(BytesIO(sample.image)) as picture:
-            cell = ImageOps.pad(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL), color="white")
-        grid.paste(cell, (number % columns * THUMBNAIL, number // columns * THUMBNAIL))
-    buffer = BytesIO()
-    grid.save(buffer, "PNG")
-    return buffer.getvalue()
+            padded = ImageOps.pad(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL), color="white")
+        thumbnails.append(padded)
+    return thumbnails

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtimes.contract import WrongInput
 
 if TYPE_CHECKING:
-    from tasks.encode.transform import TransformSettings
+    from tasks.encode.decode_and_crop import TransformSettings
 
 Size = tuple[int, int]  # (height, width), pixels
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.images import Sample
-from artifacts.latent_writer import write_latent_shard
-from artifacts.latents import (
+from artifacts.image_shards import Sample
+from artifacts.latent_shard_writer import write_latent_shard
+from artifacts.latent_shards import (
     LatentSample,
     Masked,
     Texts,
@@ -22,10 +22,11 @@ from artifacts.latents import (
     to_bfloat16,
 )
 from runtimes.contract import PipelineEncoder, WrongInput
-from runtimes.pipeline_folder.describe import TEXT_BATCH
+from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from tasks.encode.buckets import bucket_sizes
+from tasks.encode.decode_and_crop import BadSample, Transformed, TransformSettings, transform
+from tasks.encode.holdout_split import is_holdout
 from tasks.encode.masks import draw_mask
-from tasks.encode.transform import BadSample, Transformed, TransformSettings, is_holdout, transform
 
 TOKEN_BIN = 8  # tokens per bin of the caption length histogram
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from artifacts.keys import digest_json
-from configs.schema import Recipe
-from tasks.encode.transform import TransformSettings
+from configs.recipe import Recipe
+from tasks.encode.decode_and_crop import TransformSettings
 
 STAGE = "encode"
 #: Increment when the content of a latent shard changes.

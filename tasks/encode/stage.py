@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from artifacts.latents import INFO
+from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, Draft, KeyParts, Shard
-from configs.schema import Recipe
-from runtimes.pipeline_folder.describe import describe_encoders, digest_encoders
+from configs.recipe import Recipe
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob
+from tasks.build_or_reuse import runtime_facts
 from tasks.encode.buckets import bucket_sizes
+from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
-from tasks.encode.transform import TransformSettings
 from tasks.panels import Facts, Panel, Table
-from tasks.quiet import quiet_import
-from tasks.stage import runtime_facts
+from tasks.quiet_import import quiet_import
 
 SHARDS_SHOWN = 50
 log = logging.getLogger("kiln")
@@ -53,7 +53,7 @@ def build(
     """
     # Beam takes seconds to import, which a reused artifact does not need.
     with quiet_import():
-        from tasks.encode.pipeline import EncodeShard, EncodeTask, encode_shards
+        from tasks.encode.beam_pipeline import EncodeShard, EncodeTask, encode_shards
 
     info = describe_encoders(model_folder, vae_folder)
     settings = TransformSettings.of(recipe)

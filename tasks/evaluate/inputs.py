@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.models import digest_model
+from artifacts.resolve_model import digest_model
 from artifacts.store import Artifact
-from configs.schema import Recipe
-from tasks.evaluate.pictures import EvalModel, digest_eval_model, digest_pipeline
+from configs.recipe import Recipe
+from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline
 from tasks.trained_weights import BASE, TrainedWeights, weights_content
 
 

@@ -6,7 +6,8 @@ import re
 
 import fsspec
 
-from configs.schema import PromptSet, Recipe
+from configs.evaluate import PromptSet
+from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 
 PromptSets = dict[str, tuple[str, ...]]

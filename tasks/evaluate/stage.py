@@ -13,26 +13,26 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.models import resolve_model
+from artifacts.resolve_model import resolve_model
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
-from runtimes.sample import start
-from tasks.encode.transform import TransformSettings
-from tasks.evaluate import grid, measure, pictures
+from runtimes.sample import noise_and_components
+from tasks.build_or_reuse import runtime_facts
+from tasks.child_process import run_job
+from tasks.encode.decode_and_crop import TransformSettings
+from tasks.evaluate import before_after_grid, draw_pictures, metric_suite
+from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, Run
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts
-from tasks.evaluate.measure import MetricSuite, all_prompts
+from tasks.evaluate.load_published_model import load_published_model
+from tasks.evaluate.metric_suite import MetricSuite, all_prompts, loss_facts
 from tasks.evaluate.metrics import Metric
-from tasks.evaluate.pictures import STAGE, VERSION, EvalModel, Run
 from tasks.evaluate.prompts import PromptSets, prompt_sets
-from tasks.evaluate.published import load_published_model
 from tasks.panels import Panel, Picture, Table
-from tasks.process import run_job
 from tasks.progress import Progress
-from tasks.stage import runtime_facts
 from tasks.trained_weights import local_weights
 
 METRICS = "metrics.json"
@@ -49,7 +49,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     return {
         **settings,
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
-        "compared": measure.compared_sets(recipe),
+        "compared": metric_suite.compared_sets(recipe),
         "reference": vars(TransformSettings.of(recipe)),
         "noise_offset": recipe.train.noise_offset,
     }
@@ -70,18 +70,18 @@ def check_size(recipe: Recipe, base: Path, vae: Path | None = None) -> None:
     """Raise WrongInput for a picture size that the model does not support."""
     given = recipe.evaluate
     asked = {"evaluate.height": given.height, "evaluate.width": given.width}
-    start.check_size(asked, base, vae)
+    noise_and_components.check_size(asked, base, vae)
 
 
 def build(
     given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: Run = run_job
 ) -> dict[str, Any]:
     """Sample with both models, and write metrics, pictures and the grid into the draft."""
-    spec, store = measure.sampling_spec(given), draft.store
-    with pictures.scratch(draft) as folder, local_weights(trained) as weights:
+    spec, store = metric_suite.sampling_spec(given), draft.store
+    with draw_pictures.scratch(draft) as folder, local_weights(trained) as weights:
         models = [given.model(), given.model(trained, weights)]
-        shards = pictures.draw(
-            models, spec, store, folder, run, pictures.progress_callback(STAGE, progress)
+        shards = draw_pictures.draw(
+            models, spec, store, folder, run, draw_pictures.progress_callback(STAGE, progress)
         )
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
     suite = MetricSuite.of(given)
@@ -90,7 +90,7 @@ def build(
         name: {model: one[name] for model, one in zip(MODELS, measured, strict=True)}
         for name in measured[0]
     }
-    facts = {"metrics": found, "fingerprint": measure.fingerprint(given)}
+    facts = {"metrics": found, "fingerprint": metric_suite.fingerprint(given)}
     for shard in shards:
         draft.add_shard(shard)
     draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
@@ -117,11 +117,11 @@ def metrics_of_published(
         found = {name: metric["tuned"] for name, metric in published["metrics"].items()}
     else:
         log.info("evaluate: the champion has no comparable metrics: measuring it again")
-        model, spec = load_published_model(resolve_model(uri)), measure.sampling_spec(given)
+        model, spec = load_published_model(resolve_model(uri)), metric_suite.sampling_spec(given)
         if not _same_loss(given, model):
             spec = replace(spec, latents=None)  # the model may not even accept our latents
         with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as folder:
-            (shard,) = pictures.draw([model], spec, evaluated.store, Path(folder), run)
+            (shard,) = draw_pictures.draw([model], spec, evaluated.store, Path(folder), run)
         found = MetricSuite.of(given).measure(evaluated.store, shard)
     return {name: {"tuned": metric} for name, metric in found.items()}
 
@@ -130,7 +130,7 @@ def _same_loss(given: EvalInputs, model: EvalModel) -> bool:
     """Whether a model has the prediction and the inputs of the model in training."""
     theirs = read_schedule(model.part("scheduler"))
     ours = read_schedule(given.base / "scheduler", given.recipe.train)
-    return measure.loss_facts(theirs, model.folder, model.vae, model.extras) == measure.loss_facts(
+    return loss_facts(theirs, model.folder, model.vae, model.extras) == loss_facts(
         ours, given.base, given.vae, ExtraInputs.from_settings(given.recipe.train)
     )
 
@@ -141,7 +141,7 @@ def show(artifact: Artifact) -> list[Panel]:
         Picture("Before (base) and after (tuned)", artifact.read(GRID)),
         Table(
             "Metrics, with 95% confidence intervals",
-            measure.metric_rows(artifact.summary["metrics"]),
+            metric_suite.metric_rows(artifact.summary["metrics"]),
         ),
     ]
 
@@ -149,14 +149,14 @@ def show(artifact: Artifact) -> list[Panel]:
 def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
     prompts = all_prompts(sets)
     chosen = {
-        name: [part.start + number for number in grid.choose(prompts[part])]
-        for name, part in measure.slices_by_set(sets).items()
+        name: [part.start + number for number in before_after_grid.choose(prompts[part])]
+        for name, part in metric_suite.slices_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
     drawn: list[dict[int, NDArray[np.uint8]]] = [
         {
             n: picture
-            for n, picture in enumerate(pictures.read_pictures(store, shard))
+            for n, picture in enumerate(draw_pictures.read_pictures(store, shard))
             if n in wanted
         }
         for shard in shards
@@ -165,7 +165,7 @@ def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
         name: [(prompts[n], tuple(model[n] for model in drawn)) for n in numbers]
         for name, numbers in chosen.items()
     }
-    return grid.render(columns, MODELS)
+    return before_after_grid.render(columns, MODELS)
 
 
 def _published_metrics(uri: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from artifacts.commit import (
 from artifacts.compare_and_swap import create
 from artifacts.listing import entries, name_of, subfolders
 from artifacts.lock import Lock, hold
-from artifacts.runs import record_registry
+from artifacts.run_records import record_registry
 from artifacts.store import MANIFEST, Artifact, Store
 from tasks.publish.champion_alias import (
     ROLLED_BACK,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from artifacts.store import Artifact
 from configs.load import dump
-from configs.schema import Recipe
+from configs.recipe import Recipe
+from tasks.build_or_reuse import StageResult
 from tasks.panels import Panel, render_html
-from tasks.stage import StageResult
 
 NAME = "report.html"
 

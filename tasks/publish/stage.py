@@ -12,16 +12,16 @@ from artifacts.commit import write_atomic
 from artifacts.keys import digest_json
 from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.load import dump
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters
-from tasks.evaluate.measure import flatten, metric_rows
+from tasks.build_or_reuse import StageResult, TransientError, storing
+from tasks.evaluate.metric_suite import flatten, metric_rows
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.progress import Progress
-from tasks.publish import card, gate, report
-from tasks.publish.assemble import assemble
+from tasks.publish import gate, model_card, report
+from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.model_registry import ChampionChanged, Registry, Version
 from tasks.publish.write_adapters import write_adapters
-from tasks.stage import StageResult, TransientError, storing
 from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
@@ -57,7 +57,7 @@ def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) 
     inputs = {
         "model": trained.digest,
         "evaluation": evaluated.digest,
-        "card": digest_json(card.base_card(base)),
+        "card": digest_json(model_card.base_card(base)),
     }
     champion = registry_of(recipe).champion()
     if champion is None or not gate.needs_champion(recipe.publish.gate):
@@ -104,8 +104,8 @@ def build(
     ):
         out = Path(scratch) / "model"
         _write_weights(recipe, tuned, base, vae, out)
-        facts = card.Weights.of(tuned, merged=recipe.publish.merge)
-        text = card.write_card(recipe, base, measured["metrics"], verdicts, lineage, facts)
+        facts = model_card.Weights.of(tuned, merged=recipe.publish.merge)
+        text = model_card.write_card(recipe, base, measured["metrics"], verdicts, lineage, facts)
         (out / "README.md").write_text(text, encoding="utf-8")
         (out / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
         (out / "metrics.json").write_bytes(evaluated.read("metrics.json"))
@@ -117,7 +117,7 @@ def build(
     progress(3, 3, "published")
     return {
         "name": recipe.publish.name,
-        "license": card.license_of(recipe, base),
+        "license": model_card.license_of(recipe, base),
         "lineage": lineage,
         "compared_with": champion.name if champion else None,
     }

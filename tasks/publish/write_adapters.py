@@ -13,7 +13,7 @@ from artifacts.safetensors import Arrays
 from runtimes.adapters import kohya_names as kohya
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.families import detect_family
-from tasks.publish.assemble import cast
+from tasks.publish.assemble_pipeline import cast
 
 log = logging.getLogger("kiln")
 KOHYA_SUFFIX = "_kohya.safetensors"

@@ -19,15 +19,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from artifacts.images import add_member
-from artifacts.models import digest_model
+from artifacts.image_shards import add_member
+from artifacts.resolve_model import digest_model
 from artifacts.store import Store
 from configs.monitoring import Wandb
 from configs.tpu import Tpu
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job
-from tasks.process import ChildOutput, Event, JobFailed, wait_for_result
-from tasks.stage import TransientError
+from tasks.build_or_reuse import TransientError
+from tasks.child_process import ChildOutput, Event, JobFailed, wait_for_result
 from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Command, Slice
 
 #: The parts of a checkout that the workers need.

@@ -20,13 +20,13 @@ from typing import Any
 
 from artifacts.commit import read_record, write_record
 from artifacts.keys import digest_json
-from artifacts.models import resolve_configs
+from artifacts.resolve_model import resolve_configs
 from artifacts.store import Store
-from configs.schema import Recipe
-from configs.training import Train
+from configs.recipe import Recipe
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.jax.step_cost import Request, StepCost
-from runtimes.pipeline_folder.describe import describe_encoders, read_config, vae_path
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 
 #: Increment when the compiled step or the values read from the compiler change.

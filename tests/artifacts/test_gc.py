@@ -14,8 +14,8 @@ import pytest
 from stores import REMOTE, UrlOf
 
 from artifacts.gc import Collector, Garbage
-from artifacts.marks import Marks, mark, needed_by
-from artifacts.runs import GarbageUnsure, record_run, runs
+from artifacts.gc_marks import Marks, mark, needed_by
+from artifacts.run_records import GarbageUnsure, record_run, runs
 from artifacts.stamps import TICK
 from artifacts.store import Artifact, KeyParts, Store
 
@@ -375,7 +375,7 @@ def test_gc_waits_a_clock_tick_between_listing_and_reading_the_runs(
 
 RUN = """
 import random, sys
-from artifacts.runs import record_run
+from artifacts.run_records import record_run
 from artifacts.store import KeyParts, Store
 store, chance, number = Store(sys.argv[1]), random.Random(int(sys.argv[2])), 0
 print("ready", flush=True)

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from configs import coming_from
 from configs.load import RecipeError, load_recipe
-from configs.schema import Recipe
+from configs.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
 

@@ -7,7 +7,7 @@ import pytest
 from toy_recipes import BASES, toy
 
 from configs.load import load_recipe, recipe_names
-from tasks.evaluate.measure import metric_names
+from tasks.evaluate.metric_suite import metric_names
 from tasks.publish.gate import check_rules
 
 

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from artifacts.images import Sample, write_tar
+from artifacts.image_shards import Sample, write_tar
 from artifacts.store import KeyParts, Store
-from configs.schema import Recipe
-from configs.training import Train
+from configs.recipe import Recipe
+from configs.train import Train
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
-from tasks import process
+from tasks import child_process
 from tasks.encode import stage as encode
 from tasks.progress import Progress
 
@@ -67,7 +67,7 @@ class Subject:
         """The same as a stage does it: in a process of its own. Raises what run_job does."""
         events: list[dict[str, Any]] = []
         with chips.standing_in(self.name):
-            process.run_job(job, events.append)
+            child_process.run_job(job, events.append)
         return _step_of_start(events)
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ def _encode(folder: Path, model: Path) -> str:
     draft = store.draft(KeyParts("encode", 1, {}, {}))
     found = images.commit({}, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.encode.pipeline.open_encoder", Drawn)
+        patch.setattr("tasks.encode.beam_pipeline.open_encoder", Drawn)
         draft.commit(encode.build(recipe, found, model, None, draft, Progress("encode")), {})
     return draft.uri
 

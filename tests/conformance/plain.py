@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob

@@ -18,16 +18,16 @@ from peft import LoraConfig
 from PIL import Image
 from tolerances import LOSS, NORM, WEIGHTS
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.adapters.lora_layers import initial_down
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.models.loading import load_denoiser
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.registry import check_family
+from runtimes.torch_models.loading import load_denoiser
 from runtimes.train import trainer
 
 Once = Callable[[str, Callable[[Path], None]], Path]

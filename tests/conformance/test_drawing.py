@@ -19,15 +19,15 @@ from diffusers import DiffusionPipeline
 from numpy.typing import NDArray
 from tolerances import PICTURE
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.families import detect_family
-from runtimes.models.loading import load_denoiser
 from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.describe import read_config
+from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.generate_job import generate
+from runtimes.torch_models.loading import load_denoiser
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("a red cat", "a blue dog")

@@ -9,7 +9,7 @@ import pytest
 from command import kiln
 from server import Server
 
-from configs.schema import STAGES
+from configs.recipe import STAGES
 
 Here = Callable[..., str]  # of conftest.py
 

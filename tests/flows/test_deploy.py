@@ -12,7 +12,7 @@ import pytest
 from command import is_running, processes_below
 from server import Server
 
-from configs.schema import STAGES
+from configs.recipe import STAGES
 
 pytestmark = pytest.mark.slow
 PATIENCE = 600  # seconds, for a machine that does much else

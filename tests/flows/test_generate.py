@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from artifacts.runs import runs
+from artifacts.run_records import runs
 from artifacts.store import KeyParts, Store
 from tasks.publish.model_registry import Registry
 

@@ -20,7 +20,7 @@ from toy_recipes import toy
 
 from configs.load import load_recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
-from tasks.download.serve import serve_folder
+from tasks.download.serve_folder import serve_folder
 
 pytestmark = pytest.mark.slow
 Overrides = dict[str, Any]

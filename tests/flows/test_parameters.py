@@ -6,7 +6,7 @@ import pytest
 from prefect.exceptions import ParameterTypeError
 
 from configs.load import recipe_names
-from configs.schema import STAGES
+from configs.recipe import STAGES
 from flows.finetune import finetune
 
 

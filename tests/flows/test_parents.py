@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from artifacts.latents import INFO
-from artifacts.marks import needed_by
-from artifacts.models import digest_model
-from artifacts.runs import runs
+from artifacts.gc_marks import needed_by
+from artifacts.latent_shards import INFO
+from artifacts.resolve_model import digest_model
+from artifacts.run_records import runs
 from artifacts.store import Artifact, KeyParts, Store
-from configs.generating import read_settings
+from configs.generate import read_settings
 from configs.load import load_recipe
 from flows import finetune, generate
 from flows.preflight import Run
 from tasks import download
+from tasks.build_or_reuse import StageResult, TransientError, build_or_reuse
 from tasks.publish import stage as publish
-from tasks.stage import StageResult, TransientError, build_or_reuse
 
 
 def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Artifact:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.latents import Latents, ShardRef
+from artifacts.latent_shards import Latents, ShardRef
 from configs.load import load_recipe
 from flows.preflight import check_gate, prepare
 from runtimes.contract import WrongInput

@@ -11,9 +11,9 @@ from server import Server
 
 from artifacts.store import Draft, KeyParts, Store
 from configs.load import load_recipe
-from configs.schema import STAGES
+from configs.recipe import STAGES
 from runtimes.contract import WrongInput
-from tasks.stage import StageResult, TransientError
+from tasks.build_or_reuse import StageResult, TransientError
 
 PASSING = [TransientError("away"), ConnectionError("reset"), TimeoutError("too long")]
 FULL = OSError(errno.ENOSPC, "full")  # a TransientError by the time that Prefect sees it

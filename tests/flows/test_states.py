@@ -9,12 +9,12 @@ from prefect.states import Completed
 
 from artifacts.store import KeyParts, Store
 from configs.load import load_recipe
-from configs.schema import STAGES
+from configs.recipe import STAGES
 from flows import finetune
 from flows.preflight import Run
+from tasks.build_or_reuse import StageResult
 from tasks.publish.gate import Verdict
 from tasks.publish.stage import Rejected
-from tasks.stage import StageResult
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.runs import GarbageUnsure
+from artifacts.run_records import GarbageUnsure
 from artifacts.store import Artifact, KeyParts, Store
 from flows.store_commands import collect_garbage, list_store, verify_store
 from tasks.publish.model_registry import Registry

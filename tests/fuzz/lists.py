@@ -16,9 +16,9 @@ from fuzz.mutations import VALUES, encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.keys import digest_bytes
-from configs.sources import DatasetSource, FolderSource, UrlSource
+from configs.source import DatasetSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
-from tasks.download.lists import join_spans
+from tasks.download.parquet_csv_jsonl import join_spans
 from tasks.download.rows import Row
 from tasks.download.sources import Dataset, Folder, Source, UrlList
 

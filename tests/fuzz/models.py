@@ -14,12 +14,12 @@ from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.keys import canonical_json
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.scheduler_config import read_config as read_scheduler
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.denoiser_config import folder_extras, trained_config
-from runtimes.pipeline_folder.describe import describe_encoders, read_config
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
 
 BASE = Path(__file__).parents[2] / "demo" / "base"
 #: Stable Diffusion 3, which has a T5 and a transformer.

@@ -12,7 +12,7 @@ from fuzz.reader import Reader
 
 from artifacts.keys import canonical_json
 from configs.load import RecipeError, dump, load_recipe, parse_override
-from configs.schema import Recipe
+from configs.recipe import Recipe
 
 RECIPE: dict[str, Any] = {
     "name": "mine",

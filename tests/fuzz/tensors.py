@@ -14,8 +14,8 @@ from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.keys import digest_bytes
-from artifacts.latent_writer import write_latent_shard
-from artifacts.latents import LatentSample, LatentShard, ShardRef, Texts
+from artifacts.latent_shard_writer import write_latent_shard
+from artifacts.latent_shards import LatentSample, LatentShard, ShardRef, Texts
 from artifacts.safetensors import read_arrays, write_arrays
 from configs.lora import Lora
 from runtimes.adapters.lora_file_format import metadata, read_adapters

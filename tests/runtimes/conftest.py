@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from artifacts.latent_writer import write_latent_shard
-from artifacts.latents import LatentSample, Texts
+from artifacts.latent_shard_writer import write_latent_shard
+from artifacts.latent_shards import LatentSample, Texts
 from artifacts.store import KeyParts, Store
-from configs.training import Train
+from configs.train import Train
 from runtimes.families import family_named
 from runtimes.process.events import EVENT_FD
 from runtimes.process.job import TrainJob, write_job

@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from configs.schema import RuntimeName
-from configs.training import Train
+from configs.recipe import RuntimeName
+from configs.train import Train
 from runtimes import registry
 from runtimes.contract import WrongInput
 from runtimes.registry import (

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from configs.schema import Download
-from configs.sources import UrlSource
+from configs.download import Download
+from configs.source import UrlSource
 from tasks.download.download_shard import DownloadContext, ShardSpec, download_shard, shard_key
 from tasks.download.errors import SourceError
-from tasks.download.lists import Span
+from tasks.download.parquet_csv_jsonl import Span
 from tasks.download.rows import Row
 from tasks.download.sources import ServedAt, UrlList
 

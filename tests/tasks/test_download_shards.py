@@ -23,16 +23,17 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from artifacts.images import Sample, read_rows, read_tar
+from artifacts.image_shards import Sample, read_rows, read_tar, write_tar
 from artifacts.keys import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from tasks import download
 from tasks.beam import BeamOptionsError, check_options
-from tasks.download.download_row import img2dataset_parts
+from tasks.build_or_reuse import TransientError
+from tasks.download.download_and_resize_row import img2dataset_parts
 from tasks.encode.buckets import bucket_sizes
-from tasks.encode.transform import TransformSettings, transform
-from tasks.stage import TransientError
+from tasks.encode.decode_and_crop import TransformSettings, transform
+from tasks.panels import Picture
 
 PICTURES = 24
 
@@ -243,6 +244,22 @@ def samples_of(artifact: Artifact) -> list[Sample]:
     return [sample for tar in tars for sample in read_tar(artifact.url(tar))]
 
 
+def test_pictures_of_later_shards_are_shown_where_the_first_has_none(tmp_path: Path) -> None:
+    red = BytesIO()
+    Image.new("RGB", (40, 20), "red").save(red, "PNG")
+    store = Store(str(tmp_path / "store"))
+    draft = store.draft(KeyParts(download.STAGE, download.VERSION, {}, {}))
+    write_tar(tmp_path / "a.tar", [])
+    write_tar(tmp_path / "b.tar", [Sample("0", red.getvalue(), "png", ("red",))])
+    for name in ("a.tar", "b.tar"):
+        draft.write(name, (tmp_path / name).read_bytes())
+    artifact = draft.commit({"rows": 2, "images": 1, "outcomes": {"success": 1}, "shards": []}, {})
+    panel = download.show(artifact)[-1]
+    assert isinstance(panel, Picture)
+    with Image.open(BytesIO(panel.png)) as grid:
+        assert grid.getpixel((grid.width // 2, grid.height // 2)) == (255, 0, 0)
+
+
 def test_a_server_without_an_answer_is_a_timeout_outcome(tmp_path: Path, web: Web) -> None:
     listed = [{"url": "silent", "caption": "a picture"}]
     recipe = make_recipe(tmp_path, web, listed, timeout=0.2, retries=0, max_transient=1.0)
@@ -445,7 +462,7 @@ def test_a_killed_run_resumes_after_its_committed_shards(tmp_path: Path, web: We
     recipe = make_recipe(tmp_path, web, rows())
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     script = (
-        "import sys; from configs.schema import Recipe; from tasks import download;"
+        "import sys; from configs.recipe import Recipe; from tasks import download;"
         "from artifacts.store import KeyParts, Store;"
         "recipe = Recipe.model_validate_json(open(sys.argv[1]).read());"
         "draft = Store(recipe.store).draft(KeyParts('download', 0, {}, {}));"

@@ -25,9 +25,9 @@ from huggingface_hub import HfFileSystem
 from PIL import Image
 from stores import REMOTE, UrlOf
 
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from tasks import download
-from tasks.download.lists import FORMATS, ParquetList, Span, join_spans, reading
+from tasks.download.parquet_csv_jsonl import FORMATS, ParquetList, Span, join_spans, reading
 from tasks.download.rows import Row
 from tasks.download.sources import SOURCES
 

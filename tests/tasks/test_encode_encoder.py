@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 from runtimes.contract import WrongInput
-from runtimes.models.vae_and_text_encoders import Encoder
-from runtimes.pipeline_folder.describe import describe_encoders, digest_encoders
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
+from runtimes.torch_models.vae_and_text_encoders import Encoder
 
 CAPTIONS = ["a cat on a mat", "", "Déjà vu, 123 & more", "long " * 60]
 

@@ -11,17 +11,17 @@ import pytest
 from PIL import Image
 
 from artifacts.commit import Damaged
-from artifacts.images import Sample, write_tar
+from artifacts.image_shards import Sample, write_tar
 from artifacts.keys import digest_bytes
-from artifacts.latents import LatentShard, from_bfloat16, open_latents
+from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from artifacts.store import Artifact, KeyParts, Store
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from runtimes.contract import WrongInput
-from runtimes.models.vae_and_text_encoders import Encoder
-from tasks.encode import pipeline
+from runtimes.torch_models.vae_and_text_encoders import Encoder
+from tasks.encode import beam_pipeline
 from tasks.encode import stage as encode
+from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import encode_shard
-from tasks.encode.transform import TransformSettings
 
 pytestmark = pytest.mark.slow
 
@@ -232,8 +232,8 @@ def test_committed_shards_are_reused_and_a_flipped_byte_is_not(
     make: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = make(_pictures())
-    load, loads = pipeline.open_encoder, []
-    monkeypatch.setattr(pipeline, "open_encoder", lambda job: loads.append(1) or load(job))
+    load, loads = beam_pipeline.open_encoder, []
+    monkeypatch.setattr(beam_pipeline, "open_encoder", lambda job: loads.append(1) or load(job))
     assert make(_pictures()).digest == artifact.digest and not loads
 
     damaged = sorted((tmp_path / "store/encode/shards").glob("*.safetensors"))[1]

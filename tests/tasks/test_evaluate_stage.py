@@ -16,26 +16,26 @@ from diffusers import UNet2DConditionModel
 from PIL import Image
 
 from artifacts.commit import Damaged
-from artifacts.images import Sample, write_tar
+from artifacts.image_shards import Sample, write_tar
 from artifacts.keys import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
-from configs.schema import Recipe
-from configs.training import Train
+from configs.recipe import Recipe
+from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.models.loading import load_denoiser
 from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.describe import read_config
+from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, Job
 from runtimes.sample.generate_job import generate
+from runtimes.torch_models.loading import load_denoiser
+from tasks.child_process import run_job
 from tasks.encode import stage as encode
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.grid import MARGIN
+from tasks.evaluate.before_after_grid import MARGIN
 from tasks.evaluate.inputs import EvalInputs
-from tasks.evaluate.measure import fingerprint, flatten, metric_names
+from tasks.evaluate.load_published_model import load_published_model
+from tasks.evaluate.metric_suite import fingerprint, flatten, metric_names
 from tasks.evaluate.prompts import sample_prompts
-from tasks.evaluate.published import load_published_model
-from tasks.process import run_job
 from tasks.progress import Progress
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.store import Artifact, KeyParts, Store
-from configs.generating import read_settings
+from configs.generate import read_settings
 from configs.load import RecipeError
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
-from configs.schema import Recipe
-from tasks.publish.assemble import assemble, cast
-from tasks.publish.card import base_card, license_of
+from configs.recipe import Recipe
+from tasks.publish.assemble_pipeline import assemble, cast
+from tasks.publish.model_card import base_card, license_of
 from tasks.publish.stage import Rejected, build, registry_of, show
 from tasks.train import STAGE as TRAIN
 

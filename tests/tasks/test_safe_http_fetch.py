@@ -17,9 +17,10 @@ import pytest
 from PIL import Image
 
 from artifacts.clock import REAL, Clock
-from configs.schema import Download
-from tasks.download.check_picture import apply_orientation, check_picture
-from tasks.download.failures import FetchFailed
+from configs.download import Download
+from tasks.download.check_before_decoding import check_picture
+from tasks.download.exif_orientation import apply_orientation
+from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetcher
 from tasks.download.pixel_budget import PixelBudget
 from tasks.download.rows import Row

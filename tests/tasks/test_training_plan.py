@@ -13,8 +13,8 @@ import chips
 import numpy as np
 import pytest
 
-from configs.schema import Recipe
-from configs.training import Train
+from configs.recipe import Recipe
+from configs.train import Train
 from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
 from runtimes.jax.step_cost import StepCost, _refused

@@ -14,16 +14,16 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from artifacts.models import ModelNotFound
+from artifacts.resolve_model import ModelNotFound
 from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load import load_recipe
 from configs.lora import Lora
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
-from tasks.evaluate.published import load_published_model
-from tasks.publish.assemble import assemble
+from tasks.evaluate.load_published_model import load_published_model
+from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.stage import build, registry_of, show
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content

@@ -19,18 +19,18 @@ from jobs import ADAPTERS, CPU, HOLDOUT, SAMPLER, MakeJob, lora, predicted, trai
 from safetensors.torch import load_file, save_file
 
 from configs.lora import Lora
-from configs.training import Train
+from configs.train import Train
 from runtimes.adapters.kohya_names import to_kohya
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.models.network import Network
 from runtimes.objective.random import Stream, generator
-from runtimes.pipeline_folder.describe import describe_encoders
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
-from runtimes.sample.network import load_network
+from runtimes.sample.load_network import load_network
+from runtimes.torch_models.network import Network
 from runtimes.train.result import write_result
 
 pytestmark = pytest.mark.slow

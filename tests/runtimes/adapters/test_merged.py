@@ -8,7 +8,7 @@ import torch
 
 from configs.lora import Lora
 from runtimes.adapters.lora_layers import Adapter, initial_down
-from runtimes.models.lora_injection import add_adapters
+from runtimes.torch_models.lora_injection import add_adapters
 
 LAYERS = {"linear": ((7, 5), (3, 5)), "conv": ((7, 5, 3, 3), (2, 5, 8, 8))}
 

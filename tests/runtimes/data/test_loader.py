@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from artifacts.clock import Clock
-from artifacts.latents import Latents, LatentShard, from_bfloat16, open_latents
+from artifacts.latent_shards import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.holdout import Holdout
+from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES

@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from artifacts.commit import open_checked
-from artifacts.latents import LatentShard, open_latents
+from artifacts.latent_shards import LatentShard, open_latents
 from runtimes.contract import WrongInput
 from runtimes.data.shard_cache import ShardFiles
 

@@ -19,11 +19,11 @@ from PIL import Image
 from training import losses, roll_back, train, weights
 
 from runtimes.families import detect_family
-from runtimes.models.vae_and_text_encoders import Encoder
-from runtimes.pipeline_folder.describe import describe_encoders, t5_length
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, t5_length
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
+from runtimes.torch_models.vae_and_text_encoders import Encoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plugged_in")]
 PROMPTS = ("a red cat", "a hill", "two dogs")

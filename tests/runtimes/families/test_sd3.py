@@ -17,17 +17,17 @@ from diffusers import (
 from jobs import HOLDOUT, SAMPLER
 from PIL import Image
 
-from artifacts.latents import LatentShard, from_bfloat16, open_latents
-from runtimes.data.order import Order
+from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
+from runtimes.data.sample_order import Order
 from runtimes.families import FAMILIES
 from runtimes.objective.random import Stream, generator
-from runtimes.pipeline_folder.describe import describe_encoders, t5_length
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, t5_length
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.process.signals import Stop
 from runtimes.sample.generate_job import generate
 from runtimes.train.trainer import train
-from tasks.publish.assemble import assemble
+from tasks.publish.assemble_pipeline import assemble
 
 pytestmark = pytest.mark.slow
 

@@ -12,22 +12,22 @@ import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-from artifacts.images import Sample
-from artifacts.latents import LatentShard, from_bfloat16
-from configs.training import Train
+from artifacts.image_shards import Sample
+from artifacts.latent_shards import LatentShard, from_bfloat16
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.models.loading import load_denoiser
-from runtimes.models.vae_and_text_encoders import Encoder
 from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.describe import read_config
+from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.torch.device import open_device
 from runtimes.torch.sampler import Sampler
+from runtimes.torch_models.loading import load_denoiser
+from runtimes.torch_models.vae_and_text_encoders import Encoder
+from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import encode_shard
 from tasks.encode.masks import draw_mask
-from tasks.encode.transform import TransformSettings
-from tasks.publish.assemble import assemble
+from tasks.publish.assemble_pipeline import assemble
 
 SETTINGS = TransformSettings(
     **{"resolution": 32, "aspect_buckets": False, "bucket_step": 64, "max_aspect": 2.0},

@@ -11,19 +11,19 @@ import torch
 import training
 
 from configs.hardware import Hpu
-from configs.training import Train
+from configs.train import Train
 from runtimes.torch.device import open_device
 
 CHIP = open_device("hpu", settings=Hpu(mode=None))  # before what looks for accelerators
 from hpu_emulator import build, graphs, watch  # noqa: E402
 
 from runtimes.contract import StepBatch, StepOutput  # noqa: E402
-from runtimes.models.loading import load_denoiser  # noqa: E402
 from runtimes.process.job import TrainJob  # noqa: E402
-from runtimes.torch.device_kind import DeviceKind  # noqa: E402
+from runtimes.torch.device_hooks import DeviceHooks  # noqa: E402
 from runtimes.torch.optimizer_and_ema import Update  # noqa: E402
 from runtimes.torch.runtime import TheRuntime  # noqa: E402
 from runtimes.torch.sampler import Sampler  # noqa: E402
+from runtimes.torch_models.loading import load_denoiser  # noqa: E402
 
 SYNCS = ("to_host", "numbers_read")
 
@@ -116,7 +116,7 @@ def draw(folder: str, guidance: float) -> tuple[int, list[int], int]:
         **{"width": None, "guidance_scale": guidance, "batch_size": 2},
     }
 
-    def drawn(chip: DeviceKind, *prompts: str) -> Any:
+    def drawn(chip: DeviceHooks, *prompts: str) -> Any:
         unet = load_denoiser(Path(folder) / "unet").to(chip.device).eval().requires_grad_(False)
         chip.prepare_sampling(unet)
         pipe = Sampler(Path(folder), {"unet": unet}, chip)

@@ -16,7 +16,7 @@ import pytest
 from driver_process import DriverProcess
 from training import losses
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.torch.device import choose_device

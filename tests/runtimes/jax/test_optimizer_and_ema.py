@@ -6,7 +6,7 @@ import chips
 import numpy as np
 import torch
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.torch.optimizer_and_ema import Update
 
 jax = chips.importorskip("jax")

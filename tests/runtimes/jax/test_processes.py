@@ -7,7 +7,7 @@ import sys
 import chips
 import pytest
 
-from runtimes.spmd.agree import free_port
+from runtimes.spmd.join_hosts import free_port
 
 chips.importorskip("jax")
 pytestmark = pytest.mark.slow
@@ -15,7 +15,7 @@ PART = """
 import os, signal, sys
 from runtimes.jax import device
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.agree import join_hosts
+from runtimes.spmd.join_hosts import join_hosts
 ranks = Ranks.here()
 hosts = join_hosts(ranks)
 device.join(ranks, hosts, "cpu")

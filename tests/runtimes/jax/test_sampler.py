@@ -9,7 +9,7 @@ import torch
 from jobs import SAMPLER
 
 from runtimes.process.job import Drawing
-from runtimes.sample.network import load_network
+from runtimes.sample.load_network import load_network
 
 jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402

@@ -9,11 +9,11 @@ import mindspore as ms
 import numpy as np
 import training
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.mindspore.device import check, start
-from runtimes.mindspore.encode import open_encoder
+from runtimes.mindspore.encoder import open_encoder
 from runtimes.mindspore.generate import ThePipeline, load_network
 from runtimes.mindspore.loading import load_vae
 from runtimes.mindspore.runtime import TheRuntime

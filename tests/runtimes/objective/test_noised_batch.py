@@ -10,7 +10,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from tolerances import assert_close
 
 from configs.timesteps import TimestepSampling
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule

@@ -9,9 +9,8 @@ import pytest
 import torch
 from tolerances import assert_close
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.models.make_scheduler import make_scheduler
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 from runtimes.objective.scheduler_config import (
     PREDICTS_SAMPLE,
@@ -21,6 +20,7 @@ from runtimes.objective.scheduler_config import (
     trained_scheduler_config,
 )
 from runtimes.objective.targets import target_of
+from runtimes.torch_models.make_scheduler import make_scheduler
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}

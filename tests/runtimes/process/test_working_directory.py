@@ -11,8 +11,8 @@ from jobs import MakeJob
 
 from runtimes.process.job import EncodeJob
 from runtimes.registry import RUNTIMES, _query, has_own_environment, interpreter
-from tasks.encode.served import ServedEncoder
-from tasks.process import run_job
+from tasks.child_process import run_job
+from tasks.encode.encoder_client import ServedEncoder
 
 #: Modules of ours, and two that we import, by whose names a user's project may have its own.
 TAKEN = ("artifacts", "configs", "demo", "flows", "runtimes", "tasks", "numpy", "json")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jobs import SAMPLER
 
-from runtimes.models.vae_and_text_encoders import Encoder
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner
+from runtimes.torch_models.vae_and_text_encoders import Encoder
 
 PROMPTS = ("a red cat", "a blue dog", "a hill")
 

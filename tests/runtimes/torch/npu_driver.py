@@ -11,15 +11,15 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.activations import GEGLU
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES
-from runtimes.models.loading import load_denoiser
-from runtimes.models.network import Network
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch import device as devices
 from runtimes.torch import npu
+from runtimes.torch_models.loading import load_denoiser
+from runtimes.torch_models.network import Network
 
 NPU, CPU = devices.choose_device("npu"), devices.choose_device("cpu")
 import torch_npu  # noqa: E402  # lies beside its host

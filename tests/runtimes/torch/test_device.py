@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.torch.device import check, make_deterministic
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.torch.optimizer_and_ema import Update

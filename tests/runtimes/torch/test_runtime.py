@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 from torch.nn.functional import mse_loss
 
-from artifacts.latents import LatentShard, from_bfloat16, open_latents
-from configs.training import Train
+from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
+from configs.train import Train
 from runtimes.contract import State, WeightsLost, WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.objective.random import Stream, generator

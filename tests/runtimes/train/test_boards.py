@@ -12,7 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.monitoring import Wandb
-from configs.training import Train
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.train.boards import Boards, TensorBoard, open_boards
 from runtimes.train.wandb_board import check_wandb

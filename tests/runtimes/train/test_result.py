@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from artifacts.safetensors import Arrays, read_floats
-from configs.training import Train
+from configs.train import Train
 from runtimes.process.job import TrainJob
 from runtimes.train.result import write_result
 

@@ -23,7 +23,7 @@ from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.result import write_result
 from runtimes.train.trainer import make_loader, read_settings
-from tasks.publish.assemble import assemble
+from tasks.publish.assemble_pipeline import assemble
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from artifacts.latents import open_latents
+from artifacts.latent_shards import open_latents
 from runtimes.contract import StepBatch
-from runtimes.data.holdout import Holdout, sample_losses
+from runtimes.data.holdout_batches import Holdout, sample_losses
 from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
 from runtimes.objective.latent_scale import LatentScale

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch_xla.debug import metrics
 
 from runtimes.contract import StepBatch, StepOutput
-from runtimes.models.make_scheduler import make_scheduler
 from runtimes.objective.random import Stream, generator
 from runtimes.objective.scheduler_config import read_config
 from runtimes.process.job import Drawing, TrainJob
-from runtimes.sample.network import load_network
+from runtimes.sample.load_network import load_network
+from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.train import trainer
 from runtimes.xla.device import start
 from runtimes.xla.mesh import Mesh, in_order

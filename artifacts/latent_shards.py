@@ -1,0 +1,264 @@
+"""Latent shards: VAE moments and text embeddings in one safetensors file, read by mmap.
+
+Tensors of a shard (latent_shard_writer.py writes them). The split is `train`, `holdout` or
+`flipped`: sample i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
+
+    text/prompt_embeds         [K, T, D] bf16   row 0: the empty caption; then the distinct captions
+    text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2
+    text/input_ids             [K, n, T] i32    tokens, padded, of each of n CLIP tokenizers
+    <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
+    .../id                     [N, 32]   u8     sha256 of the picture's bytes
+    .../original_size, target_size  [N, 2] i32  (height, width) in pixels
+    .../crop_top_left          [N, 2]    i32    (top, left) in pixels
+    .../flip                   [N]       u8
+    .../aesthetic_score        [N]       f32    only if the source has scores
+    .../masks                  [N, K, h, w] u8  only for inpainting: 1 = hidden
+    .../masked_means           [N, K, C, h, w] bf16  the VAE's mean of each masked picture
+    .../caption_offsets        [N + 1]   i32    sample i has caption_rows[offsets[i]:offsets[i + 1]]
+    .../caption_rows           [M]       i32
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fsspec.core import url_to_fs
+from numpy.typing import NDArray
+
+from artifacts.commit import read_record
+from artifacts.keys import parse_json
+from artifacts.tensor_header import TensorPlace, read_header
+
+INFO = "latents.json"
+#: The element types of a shard's tensors, as safetensors names them; bf16 is read as its bits.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+    "I32": np.dtype("<i4"),
+    "U8": np.dtype("u1"),
+}
+#: Tensors with two numbers for each sample.
+PAIRS = ("original_size", "crop_top_left", "target_size")
+
+
+def flipped_group(group: str) -> str:
+    """The group of the mirrored samples of a `train/` group."""
+    return group.replace("train/", "flipped/", 1)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """K inpainting masks of a picture, and the latents of the masked pictures."""
+
+    masks: NDArray[np.uint8]  # [K, h, w], 1 = hidden
+    means: NDArray[Any]  # [K, C, h, w], the VAE's mean of each masked picture; f32 or bf16 bits
+
+
+@dataclass(frozen=True)
+class LatentSample:
+    """One encoded picture. Moments are f32, or bf16 bits (u16) when read from a shard."""
+
+    mean: NDArray[Any]  # [C, h, w]
+    logvar: NDArray[Any]  # [C, h, w]
+    id: bytes  # sha256 of the picture's bytes
+    original_size: tuple[int, int]  # (height, width), pixels
+    crop_top_left: tuple[int, int]  # (top, left), pixels
+    target_size: tuple[int, int]  # (height, width), pixels
+    flip: bool  # mirrored left to right
+    caption_rows: tuple[int, ...]  # rows of the shard's text tensors; (0,) is the empty caption
+    aesthetic_score: float | None = None
+    masked: Masked | None = None
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The encoded captions of a shard, by row; embeddings are f32, or bf16 bits (u16)."""
+
+    prompt_embeds: Sequence[NDArray[Any]]  # K of [T, D]
+    pooled_prompt_embeds: Sequence[NDArray[Any]] | None  # K of [P]
+    input_ids: NDArray[Any]  # [K, n, T], of each of n CLIP tokenizers
+
+
+def to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
+    """Bits (u16) of an f32 array rounded to bfloat16, ties to even. NaN is not supported."""
+    if array.dtype == np.uint16:
+        return array
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The f32 values of bfloat16 bits (u16), exactly."""
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def stack_rows(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Stack arrays of one shape; bf16 bits (u16) become f32 values."""
+    stacked = np.stack(rows)
+    return from_bfloat16(stacked) if stacked.dtype == np.uint16 else stacked
+
+
+class LatentShard:
+    """A shard on local disk, memory-mapped: opening it reads the header only.
+
+    Raises:
+        ValueError: the file is not a latent shard, or is cut short.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with self.path.open("rb") as stream:
+            if self.path.stat().st_size == 0:
+                raise ValueError(f"{self.path} is not a readable latent shard: it is empty")
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._tensors: dict[str, NDArray[Any]] = {}
+        try:
+            self._tensors = self._read_header()
+        except ValueError as error:
+            self.close()
+            raise ValueError(f"{self.path} is not a readable latent shard: {error}") from None
+        ends = "/mean"
+        #: `<split>/<h>x<w>` -> number of samples, mirrored ones included.
+        self.groups: dict[str, int] = {
+            name.removesuffix(ends): len(tensor)
+            for name, tensor in sorted(self._tensors.items())
+            if name.endswith(ends)
+        }
+
+    def _read_header(self) -> dict[str, NDArray[Any]]:
+        """Views of the file's tensors, whose pages are read on access."""
+        _, places = read_header(self._map, DTYPES)  # before a view prevents closing the map
+        if scalars := [name for name, place in places.items() if not place.shape]:
+            raise ValueError(f"{scalars[0]} has no rows")
+
+        def view(place: TensorPlace) -> NDArray[Any]:
+            count = math.prod(place.shape)
+            flat = np.frombuffer(self._map, DTYPES[place.dtype], count, place.start)
+            return flat.reshape(place.shape)
+
+        return {name: view(place) for name, place in places.items()}
+
+    def _row(self, name: str, row: int) -> Any:
+        tensor = self._tensors[name]
+        if not 0 <= row < len(tensor):
+            raise IndexError(f"{self.path}: {name} has {len(tensor)} rows, asked for {row}")
+        return tensor[row]
+
+    def _copy(self, name: str, row: int) -> NDArray[Any]:
+        """A copy of a row, independent of the memory map."""
+        return np.array(self._row(name, row))
+
+    def sample(self, group: str, index: int) -> LatentSample:
+        """Sample `index` of group `<split>/<h>x<w>`, with moments [C, h, w] as bf16 bits (u16).
+
+        Raises:
+            IndexError: the group has no such sample.
+        """
+
+        def row(name: str) -> Any:
+            return self._row(f"{group}/{name}", index)
+
+        mean, logvar = (self._copy(f"{group}/{name}", index) for name in ("mean", "logvar"))
+        start, end = row("caption_offsets"), self._row(f"{group}/caption_offsets", index + 1)
+        captions = self._tensors[f"{group}/caption_rows"]
+        scored, is_masked = (f"{group}/{n}" in self._tensors for n in ("aesthetic_score", "masks"))
+        masked = None
+        if is_masked:
+            names = (f"{group}/{name}" for name in ("masks", "masked_means"))
+            masked = Masked(*(self._copy(name, index) for name in names))
+        if not 0 <= start <= end <= len(captions):
+            raise IndexError(f"{self.path}: {group} has no captions {start} to {end}")
+        return LatentSample(
+            mean=mean,
+            logvar=logvar,
+            id=row("id").tobytes(),
+            flip=bool(row("flip")),
+            caption_rows=tuple(captions[start:end].tolist()),
+            aesthetic_score=float(row("aesthetic_score")) if scored else None,
+            masked=masked,
+            **{name: tuple(row(name).tolist()) for name in PAIRS},
+        )
+
+    def prompt_embeds(self, row: int) -> NDArray[np.uint16]:
+        """Embeddings [T, D] of caption `row`, as bf16 bits; row 0 is the empty caption's."""
+        return self._copy("text/prompt_embeds", row)
+
+    def pooled_prompt_embeds(self, row: int) -> NDArray[np.uint16] | None:
+        """Pooled embedding [P] of caption `row`, as bf16 bits; None for SD 1 and 2."""
+        name = "text/pooled_prompt_embeds"
+        return self._copy(name, row) if name in self._tensors else None
+
+    def input_ids(self, row: int) -> NDArray[np.int32]:
+        """Token ids [n, T] of caption `row`, by each of n CLIP tokenizers."""
+        return self._copy("text/input_ids", row)
+
+    def close(self) -> None:
+        """Unmap the file; returned samples and embeddings stay valid."""
+        self._tensors.clear()
+        self._map.close()
+
+
+@dataclass(frozen=True)
+class ShardRef:
+    """A shard of an artifact, as its manifest describes it."""
+
+    url: str  # a plain path if local
+    size: int  # bytes
+    sha256: str
+    groups: dict[str, int]  # `<split>/<h>x<w>` -> samples
+
+
+@dataclass(frozen=True)
+class Latents:
+    """A latents artifact: `info` is its latents.json, `shards` are sorted by path."""
+
+    info: dict[str, Any]
+    shards: list[ShardRef]
+
+    def groups(self) -> dict[str, int]:
+        """`<split>/<h>x<w>` -> number of samples in all shards."""
+        total: dict[str, int] = {}
+        for shard in self.shards:
+            for group, count in shard.groups.items():
+                total[group] = total.get(group, 0) + count
+        return dict(sorted(total.items()))
+
+    @property
+    def has_holdout(self) -> bool:
+        """Whether there is a held-out sample."""
+        return any(group.startswith("holdout/") for group in self.groups())
+
+
+def open_latents(url: str) -> Latents:
+    """The shards of a latents artifact, from its manifest; no shard is opened.
+
+    Args:
+        url: the artifact's folder, a local path or an fsspec URL.
+
+    Raises:
+        ValueError: `url` has no latents artifact.
+    """
+    fs, root = url_to_fs(url.rstrip("/"))
+    record = read_record(fs, f"{root}/manifest.json")
+    if record is None or not any(entry.path == INFO for entry in record["files"]):
+        raise ValueError(f"{url}: no latents artifact is there")
+    stage_url = url.rstrip("/").rpartition("/")[0]
+    shards = [
+        ShardRef(
+            f"{stage_url}/{entry.path.removeprefix('../')}",
+            entry.size,
+            entry.sha256,
+            dict(entry.meta["groups"]),
+        )
+        for entry in sorted(record["files"], key=lambda entry: entry.path)
+        if entry.path.endswith(".safetensors")
+    ]
+    return Latents(parse_json(fs.cat_file(f"{root}/{INFO}")), shards)

@@ -1,0 +1,80 @@
+"""Settings of the section `download`: fetching, limits and resizing of pictures."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from configs.section import Fraction, Section
+
+
+class Download(Section):
+    """Fetch, check and resize pictures into WebDataset shards (img2dataset on Beam)."""
+
+    image_size: PositiveInt = Field(1024, description="Target length of the side, in pixels.")
+    resize_mode: Literal["no", "keep_ratio", "keep_ratio_largest", "center_crop", "border"] = Field(
+        "keep_ratio", description="img2dataset's resize mode; keep_ratio resizes the shorter side."
+    )
+    only_if_bigger: bool = Field(True, description="Keep the size of smaller pictures.")
+    min_image_size: int = Field(
+        0, ge=0, description="Minimum length of the shorter side, in pixels; smaller pictures fail."
+    )
+    max_pixels: PositiveInt = Field(
+        2**26,
+        description="Maximum picture area (width x height), in pixels, and of all pictures that a "
+        "process decodes at once. Decoding needs up to 79 bytes per pixel.",
+    )
+    max_bytes: PositiveInt = Field(
+        64 * 2**20, description="Maximum size of a downloaded picture, in bytes."
+    )
+    encode_format: Literal["jpg", "png", "webp"] = Field(
+        "jpg", description="Format of the stored pictures."
+    )
+    encode_quality: int = Field(
+        95,
+        ge=0,
+        le=100,
+        description="Quality of jpg and webp (0 to 100), or compression level of png (0 to 9).",
+    )
+    threads: PositiveInt = Field(16, description="Download threads per shard.")
+    timeout: float = Field(10.0, gt=0, description="Timeout per connect and per read, in seconds.")
+    deadline: float = Field(
+        60.0, gt=0, description="Maximum time per URL, in seconds, redirects and retries included."
+    )
+    retries: int = Field(2, ge=0, description="Maximum retries after a transient failure.")
+    backoff: float = Field(
+        0.5, ge=0, description="Wait before the first retry, in seconds; it doubles per retry."
+    )
+    user_agent_token: str | None = Field(
+        None, description="Token in the User-Agent header; null: img2dataset's default."
+    )
+    opt_out_headers: tuple[str, ...] = Field(
+        ("noai", "noimageai", "noindex", "noimageindex"),
+        description="X-Robots-Tag values that exclude a picture.",
+    )
+    allow_hosts: tuple[str, ...] = Field(
+        (),
+        description="Hosts (host or host:port) that may have private or loopback addresses, and "
+        "any port.",
+    )
+    allow_ports: tuple[int, ...] = Field(
+        (80, 443), description="Ports from which pictures may be fetched."
+    )
+    max_failed: Fraction = Field(
+        0.5,
+        description="Maximum fraction of rows, 0 to 1, with permanent failures (404, damaged "
+        "picture, refused address).",
+    )
+    max_transient: Fraction = Field(
+        0.5,
+        description="Maximum fraction of a shard's rows, 0 to 1, with transient failures (timeout, "
+        "5xx) after all retries. Above it the shard is deferred to the next run.",
+    )
+    retry_failed: int = Field(
+        0,
+        ge=0,
+        description="Raise it by 1 to fetch the rows that failed again; other rows stay as they "
+        "are.",
+    )
+    shard_size: PositiveInt = Field(1000, description="Average number of rows per shard.")

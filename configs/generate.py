@@ -1,0 +1,62 @@
+"""Settings of the flow `generate`: the model, the prompts and the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, PositiveInt, ValidationError
+
+from configs.load import RecipeError, explain
+from configs.recipe import RuntimeName
+from configs.sampling import Prompts, Sampling
+
+
+class Generate(Prompts, Sampling):
+    """Settings of a `generate` run."""
+
+    model: str = Field(
+        description="Model: registry name (`digits` for its champion, `digits@v2` for a version), "
+        "folder, hub id, or fsspec URL."
+    )
+    negative_prompt: str | None = Field(
+        None, description="Negative prompt of classifier-free guidance; null: the empty prompt."
+    )
+    num_images_per_prompt: PositiveInt = Field(
+        4, description="Pictures per prompt and round; also the batch size."
+    )
+    num_rounds: PositiveInt = Field(1, description="Rounds, each with new noise.")
+    grid_columns: PositiveInt | None = Field(
+        None, description="Pictures per row of the grid; null: num_images_per_prompt."
+    )
+    num_inference_steps: PositiveInt = Field(50, description="Denoising steps.")
+    ddim_eta: float = Field(
+        0.0, ge=0, le=1, description="DDIM's eta (arXiv 2010.02502); 0 is deterministic."
+    )
+    guidance_scale: float = Field(
+        7.5, ge=0, description="Classifier-free guidance scale; 1 or less turns guidance off."
+    )
+    seed: int = Field(42, ge=0, lt=2**63, description="Seed of the noise, which the host draws.")
+    fixed_noise: bool = Field(
+        False, description="Start every prompt and round from equal noise (fixed_code)."
+    )
+    runtime: RuntimeName = Field("torch", description="Runtime that samples.")
+    device: str = Field("auto", description="Device: see train.device of a recipe.")
+    store: str = Field("store", description="Artifact store: folder or fsspec URL.")
+    registry: str | None = Field(
+        None, description="Registry folder or fsspec URL; null: `registry` in the store."
+    )
+
+
+def read_settings(
+    model: str, prompts: Sequence[str] | None, settings: Mapping[str, Any] | None
+) -> Generate:
+    """The settings of a `generate` run. Raises RecipeError, with one line per invalid setting."""
+    own = {"model": model, "prompts": tuple(prompts or ())}
+    if twice := sorted(own.keys() & (settings or {}).keys()):
+        raise RecipeError(f"generate: {twice[0]} is an argument, not a setting")
+    values = {**own, **(settings or {})}
+    try:
+        return Generate.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(explain("generate", error, values, Generate)) from None

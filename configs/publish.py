@@ -1,0 +1,31 @@
+"""Settings of the section `publish`: the gate, the published weights and the registry."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from configs.section import Dtype, Section
+
+#: Pattern of a model's name in the registry.
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+class Publish(Section):
+    """The gate, the weights to publish and the registry."""
+
+    name: str = Field(description="Model name in the registry.", pattern=f"^{NAME}$")
+    gate: tuple[str, ...] = Field(
+        (),
+        description="Rules that a model must pass, such as `digit/new >= 0.9`, `cmmd < base` "
+        "or `clip_score >= champion * 0.98`; without rules every model passes.",
+    )
+    registry: str | None = Field(
+        None, description="Registry folder or fsspec URL; null: `registry` in the store."
+    )
+    dtype: Dtype = Field("float16", description="Precision of the published weights.")
+    merge: bool = Field(
+        False,
+        description="For train.method lora: publish a full pipeline with merged adapters, and the "
+        "adapters in `lora/`; false publishes the adapters only.",
+    )
+    license: str | None = Field(None, description="Licence; null: that of the base's card.")

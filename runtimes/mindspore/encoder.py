@@ -1,0 +1,110 @@
+"""Encode images and captions with a pipeline's VAE and text encoders, without its denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from numpy.typing import NDArray
+
+from runtimes.contract import WrongInput, one_line
+from runtimes.families import family_named
+from runtimes.mindspore.device import choose, precision, start
+from runtimes.mindspore.loading import load_text_encoder, load_vae
+from runtimes.mindspore.prompt_embeds import encode_ids
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
+from runtimes.process.job import EncodeJob
+from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
+
+Float32 = NDArray[np.float32]
+
+
+class Encoder:
+    """Implements contract.PipelineEncoder.
+
+    Args:
+        model_folder: local diffusers pipeline folder of a family that this runtime supports.
+        vae_folder: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
+            config computes in float32 where `dtype` is float16.
+        flash: whether the VAE uses fused attention, see loading.load_vae.
+
+    Raises:
+        WrongInput: weights are missing, damaged or do not match their config.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        vae_folder: Path | None = None,
+        dtype: ms.Type = ms.float32,
+        *,
+        flash: bool = True,
+    ) -> None:
+        self.info = describe_encoders(model_folder, vae_folder)
+        self._dtype = dtype
+        self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
+        self.tokenizers = dict[str, Any]()
+        self.text_encoders = dict[str, Any]()
+        self._family = family_named(self.info["family"])
+        for text_encoder in self._family.clip:
+            part, name = text_encoder.component, text_encoder.tokenizer
+            encoder = load_text_encoder(model_folder, part, dtype)
+            self.tokenizers[name] = _tokenizer(model_folder / name, encoder.config.vocab_size)
+            self.text_encoders[part] = encoder
+        self._tokens = LockedTokenizers()
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
+
+        Numerical overflow in half precision is returned as NaN or infinity.
+
+        Args:
+            pixels: images [B, 3, H, W] f32 in -1..1.
+        """
+        batch = Tensor(pixels).astype(self.vae.dtype)
+        moments = self.vae.encode(batch, return_dict=False)[0].astype(ms.float32)
+        mean, logvar = ops.split(moments, moments.shape[1] // 2, 1)
+        return mean.asnumpy(), np.clip(logvar.asnumpy(), -30.0, 20.0)  # as diffusers
+
+    def texts(self, captions: Sequence[str]) -> tuple[Float32, Float32 | None]:
+        """Prompt embeddings [K, T, D] f32 and pooled embeddings [K, P] f32 of K captions.
+
+        SD 1 and 2 have no pooled embeddings: the second value is None.
+        """
+        ids = Tensor(self.input_ids(captions))
+        models = list(self.text_encoders.values())
+        states, pooled = encode_ids(self._family.clip_states == "penultimate", models, ids)
+        embeds = states.astype(ms.float32).asnumpy()
+        return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()
+
+    def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
+        """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
+        rows = [self._tokens.ids(t, captions) for t in self.tokenizers.values()]
+        return np.stack(rows, axis=1)
+
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        """Number of tokens of each caption before truncation, special tokens included."""
+        return self._tokens.counts(next(iter(self.tokenizers.values())), captions)
+
+
+def open_encoder(job: EncodeJob) -> Encoder:
+    """Open the encoders of a job. Raises WrongInput."""
+    dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
+    start(job.device)
+    return Encoder(job.model_folder, job.vae_folder, dtype)
+
+
+def _tokenizer(folder: Path, vocabulary: int) -> Any:
+    from transformers import CLIPTokenizerFast
+
+    try:
+        tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
+    check_vocabulary(str(folder), tokenizer, vocabulary)
+    return tokenizer

@@ -1,0 +1,30 @@
+"""Differentiable text encoding, as in torch_models/prompt_embeds.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import Tensor, ops
+
+
+def encode_ids(
+    penultimate: bool, models: Sequence[Any], ids: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states [B, T, D] and pooled embeddings [B, P] or None of token ids.
+
+    Args:
+        penultimate: True returns the hidden states before the last layer of all encoders, and the
+            last encoder's pooled embeddings (SDXL). False returns the states after the final norm
+            of the only encoder (Stable Diffusion 1 and 2).
+        models: n CLIP encoders.
+        ids: [B, n, T], one row of tokens per encoder.
+    """
+    if not penultimate:
+        return models[0](ids[:, 0], return_dict=False)[0], None
+    states, pooled = [], None
+    for row, model in enumerate(models):
+        output = model(ids[:, row], output_hidden_states=True, return_dict=False)
+        states.append(output[-1][-2])
+        pooled = output[0]
+    return ops.concat(states, -1), pooled

@@ -1,0 +1,221 @@
+"""Description and digest of a pipeline's encoders, from its config files; loads no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from artifacts.keys import digest_json, parse_json
+from artifacts.resolve_model import digest_model
+from runtimes.contract import WrongInput
+from runtimes.families import Family, detect_family
+
+TEXT_PARTS = (
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "tokenizer",
+    "tokenizer_2",
+    "tokenizer_3",
+)
+#: Entries of `describe_encoders` that are positive integers; pooled_dim may be None.
+_SIZES = (
+    "latent_channels",
+    "vae_scale_factor",
+    "size_step",
+    "tokens",
+    "caption_tokens",
+    "prompt_dim",
+    "pooled_dim",
+)
+#: Captions per batch of the text encoders.
+TEXT_BATCH = 32
+
+
+def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dict[str, Any]:
+    """The content of `latents.json` (see DESIGN section 4), from config files alone.
+
+    `size_step` is the divisor of an image's height and width, in pixels. `tokens` and `prompt_dim`
+    are the shape [T, D] of a caption's prompt embeddings; `caption_tokens` is the maximum number
+    of tokens of a caption.
+
+    Args:
+        model_folder: a diffusers pipeline folder of a known family.
+        vae_folder: an AutoencoderKL that replaces the pipeline's own.
+
+    Raises:
+        WrongInput: a config is missing or invalid, or the family is unknown.
+    """
+    try:
+        found = _describe(model_folder, vae_folder)
+    except WrongInput:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WrongInput(f"{model_folder}: a setting of its configs is invalid: {error}") from None
+    for name in _SIZES:
+        size = 1 if name == "pooled_dim" and found[name] is None else found[name]
+        if type(size) is not int or not 0 < size < 2**31:
+            raise WrongInput(f"{model_folder}: its configs give {name} {found[name]!r}")
+    for name in ("scaling_factor", "shift_factor"):
+        if not _is_finite(found[name]):
+            raise WrongInput(f"{model_folder}: its VAE's {name} is {found[name]!r}, not a number")
+    for name in ("latents_mean", "latents_std"):
+        if not _is_per_channel(found[name], found["latent_channels"]):
+            raise WrongInput(f"{model_folder}: its VAE's {name} are not numbers, one per channel")
+    return found
+
+
+def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
+    index = read_config(model_folder / "model_index.json")
+    vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
+    family = detect_family(model_folder)
+    _check_text_encoders(model_folder, family, index)
+    factor = 2 ** (len(vae["block_out_channels"]) - 1)
+    return {
+        "family": family.name,
+        "latent_channels": vae["latent_channels"],
+        "vae_scale_factor": factor,
+        "size_step": factor,
+        "scaling_factor": vae.get("scaling_factor", 0.18215),
+        "shift_factor": vae.get("shift_factor") or 0.0,
+        "latents_mean": vae.get("latents_mean"),
+        "latents_std": vae.get("latents_std"),
+        "empty_prompt": "zeros" if family.zero_empty_prompt(index) else "encoded",
+        **_describe_clip(model_folder, family),
+        **({} if family.t5 is None else _describe_t5(model_folder, family, factor)),
+    }
+
+
+def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
+    """Shapes of the CLIP encoders' outputs: number of tokens, embedding width, pooled width."""
+    configs = [(e, read_config(folder / e.component / "config.json")) for e in family.clip]
+    tokens = configs[0][1]["max_position_embeddings"]
+    pooled = (
+        config["projection_dim" if encoder.pooled == "text_embeds" else "hidden_size"]
+        for encoder, config in configs
+        if encoder.pooled
+    )
+    return {
+        "tokens": tokens,
+        "caption_tokens": tokens,
+        "prompt_dim": sum(config["hidden_size"] for encoder, config in configs if encoder.states),
+        "pooled_dim": sum(pooled) or None,
+    }
+
+
+def _describe_t5(folder: Path, family: Family, factor: int) -> dict[str, Any]:
+    """Entries that differ with a T5: its rows follow CLIP's, and latents form patches."""
+    assert family.t5 is not None
+    transformer = read_config(folder / family.denoiser / "config.json")
+    clip, width = _describe_clip(folder, family), family.prompt_width(transformer)
+    clip_rows = clip["tokens"] if clip["prompt_dim"] else 0
+    t5_tokens = t5_length(folder)
+    found = {
+        "size_step": factor * family.latent_multiple(transformer),
+        "tokens": clip_rows + t5_tokens,
+        "prompt_dim": width,
+    }
+    if has_t5(folder):
+        found["caption_tokens"] = t5_tokens
+        t5_width = read_config(folder / family.t5.component / "config.json")["d_model"]
+        if t5_width != width:
+            raise WrongInput(
+                f"{folder}: its T5 gives {t5_width} numbers a token, its transformer takes {width}"
+            )
+    if clip["prompt_dim"] > width:
+        raise WrongInput(
+            f"{folder}: its CLIP encoders give {clip['prompt_dim']} numbers a token, its "
+            f"transformer takes {width}"
+        )
+    return found
+
+
+def has_t5(model_folder: Path) -> bool:
+    """Whether a pipeline contains its family's T5."""
+    t5 = detect_family(model_folder).t5
+    index = read_config(model_folder / "model_index.json")
+    return t5 is not None and _class_of(index, t5.component) is not None
+
+
+def t5_length(model_folder: Path) -> int:
+    """Number of T5 rows in prompt_embeds. Without a T5 they are zeros, as in diffusers."""
+    t5 = detect_family(model_folder).t5
+    assert t5 is not None and t5.tokens is not None, "the family must have a T5"
+    if not has_t5(model_folder):
+        return t5.tokens
+    config = read_config(model_folder / t5.tokenizer / "tokenizer_config.json")
+    return min(t5.tokens, int(config.get("model_max_length", t5.tokens)))
+
+
+def text_class(model_folder: Path, part: str) -> str:
+    """The transformers class of a text encoder. Raises WrongInput."""
+    index = read_config(model_folder / "model_index.json")
+    _check_text_encoders(model_folder, detect_family(model_folder), index)
+    return str(_class_of(index, part))
+
+
+def digest_encoders(model_folder: Path, vae_folder: Path | None = None) -> str:
+    """sha256 of all files and settings that affect encodings. It excludes the denoiser."""
+    parts = (*TEXT_PARTS, "vae") if vae_folder is None else TEXT_PARTS
+    index = read_config(model_folder / "model_index.json")
+    facts = {name: index.get(name) for name in TEXT_PARTS}
+    facts["info"] = describe_encoders(model_folder, vae_folder)
+    vae = None if vae_folder is None else digest_model(vae_path(model_folder, vae_folder))
+    return digest_json({"parts": digest_model(model_folder, parts), "vae": vae, "index": facts})
+
+
+def vae_path(model_folder: Path, vae_folder: Path | None) -> Path:
+    """The folder with the VAE's config.json; `vae_folder` may be a pipeline folder with `vae/`."""
+    folder = model_folder if vae_folder is None else vae_folder
+    is_vae = vae_folder is not None and (folder / "config.json").is_file()
+    return folder if is_vae else folder / "vae"
+
+
+class Config(dict[str, Any]):
+    """A config file's settings; one that is missing raises WrongInput with the file's path."""
+
+    path: Path
+
+    def __missing__(self, name: str) -> Any:
+        raise WrongInput(f"{self.path}: {name} is missing")
+
+
+def read_config(path: Path) -> Config:
+    """Read a config file. Raises WrongInput if it is missing or not a JSON object."""
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise WrongInput(f"{path}: not there; a model's config was expected") from None
+    except ValueError:
+        raise WrongInput(f"{path}: not valid JSON") from None
+    if not isinstance(found, dict):
+        raise WrongInput(f"{path}: not a model's config")
+    config = Config(found)
+    config.path = path
+    return config
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e308
+
+
+def _is_per_channel(values: Any, channels: int) -> bool:
+    if values is None:
+        return True
+    return isinstance(values, list) and len(values) == channels and all(map(_is_finite, values))
+
+
+def _class_of(index: dict[str, Any], part: str) -> str | None:
+    found = index.get(part)
+    return found[1] if isinstance(found, list) and len(found) == 2 else None
+
+
+def _check_text_encoders(model_folder: Path, family: Family, index: dict[str, Any]) -> None:
+    for encoder in family.text_encoders:
+        found = _class_of(index, encoder.component)
+        if found in encoder.classes or (found is None and encoder.optional):
+            continue
+        raise WrongInput(
+            f"{model_folder}: its {encoder.component} is {found or 'missing'}, "
+            f"{' or '.join(encoder.classes)} was expected"
+        )

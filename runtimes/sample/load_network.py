@@ -1,0 +1,42 @@
+"""Load the network of a drawing: its denoiser, and its text encoders where they were trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtimes.families import detect_family
+from runtimes.process.job import Drawing
+from runtimes.sample.noise_and_components import load_trained_components
+from runtimes.torch_models.loading import load_denoiser, load_text_encoder
+from runtimes.torch_models.lora_injection import merge_adapters
+from runtimes.torch_models.network import Network
+
+
+def load_network(
+    drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device
+) -> Network:
+    """The frozen network of a drawing, in evaluation mode, on `device` in `dtype`.
+
+    Adapters are merged in float32 before the weights are cast to `dtype`.
+
+    Raises:
+        WrongInput: weights or adapters are missing, damaged or of another architecture.
+    """
+    family = detect_family(model)
+
+    def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
+        first = torch.float32 if adapters else dtype
+        if name == family.denoiser:
+            part = load_denoiser(folder, first)
+        else:
+            part = load_text_encoder(model, name, first, folder)
+        merge_adapters(name, part, adapters)
+        # ModelMixin.to of diffusers logs a warning for every cast to half precision.
+        return torch.nn.Module.to(part, dtype)
+
+    network = Network(family, load_trained_components(drawing, model, load))
+    return network.to(device).requires_grad_(False).eval()

@@ -1,0 +1,143 @@
+"""Initial noise and trained components of a GenerateJob."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.adapters.lora_file_format import read_adapters
+from runtimes.contract import WrongInput
+from runtimes.families import Family, detect_family
+from runtimes.objective.random import Stream, generator
+from runtimes.objective.scheduler_config import read_config
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.process.job import Drawing
+
+#: Loads one component: (name, folder, adapters to merge by layer name) -> model.
+Load = Callable[[str, Path, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class NoiseBatch:
+    """Prompts and initial noise of one batch of images."""
+
+    count: int  # images to return; the rows after them are padding
+    prompts: list[str]  # [B], padded with copies of the last prompt
+    height: int  # pixels
+    width: int  # pixels
+    noise: NDArray[np.float32]  # [B, C, h, w], standard normal
+    #: One generator per image, for schedulers that draw noise at every step.
+    rngs: list[np.random.Generator]
+
+
+def load_trained_components(drawing: Drawing, model: Path, load: Load) -> dict[str, Any]:
+    """Load the denoiser of a drawing and the text encoders that were trained with it.
+
+    Args:
+        drawing: folders of trained components, and the LoRA file if there is one.
+        model: folder of the base pipeline, which supplies every untrained component.
+        load: loads one component and merges its adapters.
+
+    Returns:
+        Component name, such as `unet` or `text_encoder`, to model.
+
+    Raises:
+        WrongInput: the adapters were trained for another architecture.
+    """
+    family = detect_family(model)
+    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
+    known = (family.denoiser, *family.clip_encoders)
+    if strange := adapters.keys() - set(known):
+        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
+    return {
+        name: load(name, Path(drawing.parts.get(name, model / name)), adapters.get(name, {}))
+        for name in known
+        if name == family.denoiser or name in adapters.keys() | drawing.parts.keys()
+    }
+
+
+def load_trained_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """The scheduler that a drawing replaces, or None where it keeps the pipeline's scheduler.
+
+    A drawing has its own scheduler when training changed the noise schedule or prediction type.
+
+    Args:
+        make: constructs a scheduler from its diffusers config.
+    """
+    if "scheduler" not in drawing.parts:
+        return None
+    return make(read_config(Path(drawing.parts["scheduler"])))
+
+
+def optional_arguments(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Optional keyword arguments of a diffusers pipeline that the sampler settings contain.
+
+    Args:
+        sampler: as GenerateJob.sampler.
+        count: images in the batch; each one gets the negative prompt.
+
+    Returns:
+        `negative_prompt` (list of `count` strings) and `eta` (DDIM, arXiv 2010.02502), where set.
+    """
+    found: dict[str, Any] = {}
+    if sampler.get("negative_prompt") is not None:
+        found["negative_prompt"] = [sampler["negative_prompt"]] * count
+    if sampler.get("eta"):
+        found["eta"] = sampler["eta"]
+    return found
+
+
+def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None = None) -> None:
+    """Raise WrongInput for an image size that a model does not support.
+
+    Args:
+        asked: setting name to pixels; None stands for the model's default size.
+        model: folder of the diffusers pipeline.
+        vae: folder of a VAE that replaces the pipeline's VAE.
+    """
+    # Diffusers pipelines accept multiples of 8 only, even where the model accepts other sizes.
+    step = math.lcm(8, describe_encoders(model, vae)["size_step"])
+    for setting, pixels in asked.items():
+        if (pixels or 0) % step:
+            raise WrongInput(f"{setting}: {pixels} is not a multiple of {step}")
+
+
+def noise_batches(
+    prompts: Sequence[str],
+    sampler: Mapping[str, Any],
+    family: Family,
+    config: Mapping[str, Any],
+    scale: int,
+    *,
+    first: int,
+    rows: int = 0,
+) -> Iterator[NoiseBatch]:
+    """Yield batches of `batch_size` prompts with their initial noise.
+
+    Image number n always has the same noise, so results do not depend on the batch size.
+
+    Args:
+        sampler: as GenerateJob.sampler; a height or width of None is the model's default.
+        config: diffusers config of the denoiser.
+        scale: image pixels per latent pixel, along one side (VAE scale factor).
+        first: number of the first image; it selects the noise stream.
+        rows: number of rows to which each batch is padded with copies of its last prompt.
+    """
+    own = family.sample_size(config) * scale
+    height, width = (sampler.get(side) or own for side in ("height", "width"))
+    shape = (family.latent_channels(config), height // scale, width // scale)
+    size = sampler["batch_size"]
+    for start in range(0, len(prompts), size):
+        part = list(prompts[start : start + size])
+        count = len(part)
+        part += [part[-1]] * (rows - count)
+        numbers = range(first + start, first + start + len(part))
+        rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
+        noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
+        yield NoiseBatch(count, part, height, width, noise, rngs)

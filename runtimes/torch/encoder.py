@@ -1,0 +1,25 @@
+"""Encode images and captions on the devices of runtime torch."""
+
+from __future__ import annotations
+
+from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
+from runtimes.process.job import EncodeJob
+from runtimes.torch.device import make_deterministic, open_device
+from runtimes.torch_models.vae_and_text_encoders import Encoder, PaddedEncoder
+
+
+def open_encoder(job: EncodeJob) -> Encoder:
+    """Open the encoders of a job. Raises WrongInput."""
+    make_deterministic()  # a rebuilt shard must have identical bytes
+    hooks = open_device(job.device, compiled=job.compiled)
+    if not hooks.pads_batches:
+        return Encoder(job.model_folder, job.vae_folder, device=hooks.device, dtype=job.dtype)
+    return PaddedEncoder(
+        job.model_folder,
+        job.vae_folder,
+        images=job.batch_size,
+        captions=TEXT_BATCH,
+        save_compiled=hooks.save_compiled,
+        device=hooks.device,
+        dtype=job.dtype,
+    )

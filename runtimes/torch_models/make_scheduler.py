@@ -1,0 +1,32 @@
+"""Construct diffusers schedulers from their configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from configs.train import Train
+from runtimes.contract import WrongInput
+from runtimes.objective import scheduler_config
+
+
+def make_scheduler(config: Mapping[str, Any]) -> Any:
+    """Construct the scheduler of the class `_class_name` in a config.
+
+    Raises:
+        WrongInput: diffusers has no scheduler of that name.
+    """
+    name = str(config.get("_class_name"))
+    kind = getattr(diffusers, name, None)
+    if kind is None or not issubclass(kind, diffusers.SchedulerMixin):
+        raise WrongInput(f"the scheduler {name} is not of this version of diffusers")
+    return kind.from_config(dict(config))
+
+
+def trained_scheduler(model: Path, settings: Train) -> Any:
+    """The scheduler of the trained model, or None where the settings keep the base's."""
+    config = scheduler_config.trained_scheduler_config(model / "scheduler", settings)
+    return None if config is None else make_scheduler(config)

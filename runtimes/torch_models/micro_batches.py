@@ -1,0 +1,78 @@
+"""Split a batch into micro-batches, and copy each one to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from runtimes.contract import UNCAST, StepBatch
+from runtimes.torch_models.loss import squared_errors
+
+Send = Callable[[NDArray[Any]], torch.Tensor]
+
+
+def sender(device: torch.device) -> Send:
+    """A function that copies a host array to a device, asynchronously through pinned memory."""
+
+    def send(array: NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if device.type != "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return send
+
+
+def micro_batches(batch: StepBatch, size: int | None, send: Send) -> Iterator[Inputs]:
+    """Yield micro-batches of at most `size` samples; None is the whole batch."""
+    for first, end in batch.micro_batches(size):
+        yield Inputs(batch, send, first, end)
+
+
+class Inputs:
+    """One micro-batch on the device: samples `first` to `end` (exclusive) of a batch.
+
+    Args:
+        batch: this rank's batch on the host.
+        send: copies an array to the device.
+        first: index of the first sample.
+        end: index after the last sample; None is the end of the batch.
+        dtype: of the latents and of all conditioning that is not in `contract.UNCAST`.
+
+    Attributes:
+        first: index of the first sample.
+        last: whether the micro-batch is the last one of the batch.
+        noisy_latents: [B, C, h, w], `dtype`.
+        timesteps: [B], as in StepBatch.
+        target: [B, C, h, w] f32, the objective's regression target.
+        weight: [B] f32, loss weight of each sample.
+        conditioning: keyword to [B, ...].
+    """
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        send: Send,
+        first: int = 0,
+        end: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        part = slice(first, end)
+        self.first = first
+        self.last = end in (None, len(batch.timesteps))
+        self.noisy_latents = send(batch.noisy_latents[part]).to(dtype)
+        self.timesteps = send(batch.timesteps[part])
+        self.target = send(batch.target[part])
+        self.weight = send(batch.weight[part])
+        self.conditioning = {
+            name: send(array[part]) if name in UNCAST else send(array[part]).to(dtype)
+            for name, array in batch.conditioning.items()
+        }
+
+    def errors(self, network: Any) -> torch.Tensor:
+        """Mean squared error per sample [B] f32, without loss weights."""
+        prediction = network(self.noisy_latents, self.timesteps, self.conditioning)
+        return squared_errors(prediction, self.target)

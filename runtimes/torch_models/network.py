@@ -1,0 +1,176 @@
+"""The trained network: a denoiser and, where they are trained, its CLIP text encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from configs.train import Train
+from runtimes.adapters.lora_layers import state_name
+from runtimes.families import Family, detect_family
+from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
+from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.process.job import TrainJob
+from runtimes.torch_models.loading import (
+    empty_denoiser,
+    empty_text_encoder,
+    load_denoiser,
+    load_text_encoder,
+)
+from runtimes.torch_models.lora_injection import add_adapters
+from runtimes.torch_models.npu_formulas import keep_diffusers_formulas
+from runtimes.torch_models.prompt_embeds import encode_in_step
+from runtimes.torch_models.random_init import random_init_denoiser
+
+
+class Network(torch.nn.Module):
+    """A denoiser with its trained text encoders; each child module is a pipeline component.
+
+    Parameter names therefore begin with the component name, as the keys of State do.
+
+    Args:
+        family: of the pipeline.
+        parts: component name, such as `unet`, to module.
+    """
+
+    def __init__(self, family: Family, parts: dict[str, torch.nn.Module]) -> None:
+        super().__init__()
+        self.family = family
+        for name, part in parts.items():
+            self.add_module(name, part)
+        keep_diffusers_formulas(self)
+
+    @classmethod
+    def load(cls, job: TrainJob, settings: Train) -> Network:
+        """Load the trained components to the CPU.
+
+        Trained weights are float32; base weights under adapters have the compute dtype.
+
+        Raises:
+            WrongInput: weights are missing, damaged or do not match their config.
+        """
+        folder = Path(job.model)
+        family, dtype = detect_family(folder), _dtype(settings)
+        base = folder / family.denoiser
+        config = job_config(job, settings)
+        if settings.init == "random":
+            denoiser = random_init_denoiser(config, settings.seed)
+        else:
+            denoiser = load_denoiser(base, dtype, config, settings.seed)
+        parts = {family.denoiser: denoiser}
+        if settings.train_text_encoder:
+            names = family.clip_encoders
+            parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
+        return cls._prepared(family, parts, settings)
+
+    @classmethod
+    def without_weights(
+        cls, folder: Path, settings: Train, denoiser_config: dict[str, Any] | None = None
+    ) -> Network:
+        """Construct the network from config files alone, with uninitialized weights.
+
+        Planning compiles a step with it, and needs shapes only.
+
+        Args:
+            folder: pipeline folder; its weight files may be absent.
+            settings: of the training run.
+            denoiser_config: replaces the folder's config, for training from scratch.
+
+        Raises:
+            WrongInput: a config is missing or does not describe a supported model.
+        """
+        family, dtype = detect_family(folder), _dtype(settings)
+        base = folder / family.denoiser
+        config = trained_config(read_config(base / "config.json"), settings, denoiser_config)
+        parts = {family.denoiser: empty_denoiser(base, config)}
+        if settings.train_text_encoder:
+            parts |= {name: empty_text_encoder(folder, name) for name in family.clip_encoders}
+        parts = {name: part.to(dtype).to_empty(device="cpu") for name, part in parts.items()}
+        return cls._prepared(family, parts, settings)
+
+    @classmethod
+    def _prepared(
+        cls, family: Family, parts: dict[str, torch.nn.Module], settings: Train
+    ) -> Network:
+        full = settings.method == "full"
+        for name, part in parts.items():
+            part.requires_grad_(full)
+            if not full:
+                add_adapters(name, part, settings.lora, settings.seed, family.attention_layers)
+            if settings.gradient_checkpointing:
+                _checkpoint(part)
+        return cls(family, parts)
+
+    def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
+        """Move the network to a device, with convolution weights in a memory format."""
+        self.to(device, memory_format=memory_format)
+        for name, parameter in self.named_parameters():
+            if "lora_" in name:  # PEFT's DoRA calls .view on these weights
+                parameter.data = parameter.data.contiguous()
+
+    @property
+    def denoiser(self) -> Any:
+        """The diffusers denoiser: a UNet or a transformer."""
+        return self.get_submodule(self.family.denoiser)
+
+    @property
+    def text_encoders(self) -> list[torch.nn.Module]:
+        """The trained CLIP encoders in the family's order; empty if they are not trained."""
+        children = dict(self.named_children())
+        return [children[name] for name in self.family.clip_encoders if name in children]
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Trained parameters by their keys in State."""
+        return {
+            state_name(part, name): parameter
+            for part, module in self.named_children()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def constants(self) -> dict[str, NDArray[np.float32]]:
+        """Persistent buffers, such as position embeddings, as float32 arrays by State's keys."""
+        return {
+            f"{prefix}.{name}": buffer.float().cpu().numpy()
+            for prefix, module in self.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
+
+    def forward(
+        self,
+        noisy_latents: torch.Tensor,
+        timesteps: torch.Tensor,
+        conditioning: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The denoiser's prediction [B, C, h, w].
+
+        Args:
+            noisy_latents: [B, C, h, w].
+            timesteps: [B], in the family's units.
+            conditioning: keyword to [B, ...], as Family.condition returns it. The trained text
+                encoders encode `input_ids`; `inpainting` has the mask and the masked image's
+                latents.
+        """
+        if "input_ids" in conditioning:
+            conditioning = encode_in_step(self.family, self.text_encoders, conditioning)
+        if "inpainting" in conditioning:  # see families/unet_inputs.py
+            noisy_latents = torch.cat([noisy_latents, conditioning["inpainting"]], dim=1)
+        return self.family.predict(self.denoiser, noisy_latents, timesteps, conditioning)
+
+
+def _dtype(settings: Train) -> torch.dtype:
+    """Dtype in which weights are loaded."""
+    return torch.float32 if settings.method == "full" else getattr(torch, settings.compute_dtype)
+
+
+def _checkpoint(part: Any) -> None:
+    """Enable gradient checkpointing in a component."""
+    if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
+        part.enable_gradient_checkpointing()
+    else:  # transformers
+        part.gradient_checkpointing_enable({"use_reentrant": False})

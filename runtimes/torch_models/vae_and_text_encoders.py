@@ -1,0 +1,214 @@
+"""Encode images and captions with a pipeline's VAE and text encoders, without its denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from numpy.typing import NDArray
+from transformers import CLIPTokenizer, T5TokenizerFast
+
+from runtimes.contract import WrongInput, one_line
+from runtimes.data.padding import pad_rows
+from runtimes.families import family_named
+from runtimes.pipeline_folder.describe_encoders import (
+    describe_encoders,
+    has_t5,
+    t5_length,
+    vae_path,
+)
+from runtimes.pipeline_folder.weight_files import weight_variant
+from runtimes.torch_models.loading import SAFE, load_text_encoder
+from runtimes.torch_models.micro_batches import Send, sender
+from runtimes.torch_models.prompt_embeds import encode_ids, join_t5
+from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
+
+Float32 = NDArray[np.float32]
+
+
+class Encoder:
+    """VAE, tokenizers and text encoders of a diffusers pipeline, on one device.
+
+    Args:
+        model_folder: local diffusers pipeline folder of a registered family.
+        vae_folder: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        device: PyTorch device, already initialized.
+        send: copies a host array [B, ...] to the device; None is a plain copy.
+        fetch: copies a device tensor [B, ...] to the host.
+        dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
+            config computes in float32 where `dtype` is float16.
+
+    Raises:
+        WrongInput: weights are missing, damaged or do not match their config.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        vae_folder: Path | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str = "float32",
+        send: Send | None = None,
+        fetch: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+    ) -> None:
+        self.info = describe_encoders(model_folder, vae_folder)
+        self.family = family_named(self.info["family"])
+        self.device = torch.device(device)
+        self.dtype = getattr(torch, dtype)
+        self._send = sender(self.device) if send is None else send
+        self._fetch = fetch
+        try:
+            self._load_vae(vae_path(model_folder, vae_folder))
+            self._load_texts(model_folder)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WrongInput(
+                f"model {model_folder}: its encoders do not load: {one_line(error)}"
+            ) from None
+
+    def _load_vae(self, folder: Path) -> None:
+        self._vae_dtype = vae_dtype(folder, self.dtype)
+        vae = AutoencoderKL.from_pretrained(
+            folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
+        )
+        self.vae = vae.to(self.device).eval().requires_grad_(False)
+
+    def _load_texts(self, folder: Path) -> None:
+        self._clip = [
+            self._load_text(CLIPTokenizer, folder, part) for part in self.family.clip_encoders
+        ]
+        self._t5, self._t5_length = None, 0
+        if self.family.t5 is not None and has_t5(folder):
+            self._t5 = self._load_text(T5TokenizerFast, folder, self.family.t5.component)
+            self._t5_length = t5_length(folder)
+        self._tokens = LockedTokenizers()
+
+    def _load_text(self, kind: Any, folder: Path, part: str) -> tuple[Any, Any]:
+        model = load_text_encoder(folder, part, self.dtype).to(self.device).requires_grad_(False)
+        name = part.replace("text_encoder", "tokenizer")
+        tokenizer = kind.from_pretrained(folder / name, local_files_only=True)
+        check_vocabulary(name, tokenizer, model.config.vocab_size)
+        return tokenizer, model
+
+    @torch.no_grad()
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
+
+        Numerical overflow in half precision is returned as NaN or infinity.
+
+        Args:
+            pixels: images [B, 3, H, W] f32 in -1..1.
+        """
+        batch = self._send(pixels).to(self._vae_dtype)
+        posterior = self.vae.encode(batch).latent_dist
+        return self._host(posterior.mean), self._host(posterior.logvar)
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode scaled latents [B, C, h, w] to images [B, 3, H, W] f32 in -1..1."""
+        info = self.info
+        latents = latents.to(self._vae_dtype) / info["scaling_factor"]
+        if info["latents_mean"] is not None and info["latents_std"] is not None:
+            mean, std = (
+                torch.tensor(info[name], device=latents.device, dtype=latents.dtype)
+                for name in ("latents_mean", "latents_std")
+            )
+            latents = latents * std[:, None, None] + mean[:, None, None]
+        return self.vae.decode(latents + info["shift_factor"], return_dict=False)[0].float()
+
+    @torch.no_grad()
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
+        """Prompt embeddings [K, T, D] f32 and pooled embeddings [K, P] f32 of K captions.
+
+        SD 1 and 2 have no pooled embeddings: the second value is None. The embeddings equal those
+        of the diffusers pipeline's `encode_prompt`, without the zeros that SD3 appends where T5 is
+        absent; the data loader appends them.
+
+        Args:
+            captions: K prompts.
+            clip: CLIP encoders that replace the pipeline's, such as trained ones.
+        """
+        ids = self._send(self.input_ids(captions))
+        models = clip or [model for _, model in self._clip]
+        states, pooled = encode_ids(self.family, models, ids)
+        if self._t5 is not None:
+            states = join_t5(states, self._t5_states(captions))
+        assert states is not None, "each family has CLIP's states or a T5"
+        return self._host(states), None if pooled is None else self._host(pooled)
+
+    def t5(self, captions: Sequence[str]) -> Float32 | None:
+        """T5's hidden states [K, T, D] f32, or None where the pipeline has no T5."""
+        with torch.no_grad():
+            return None if self._t5 is None else self._host(self._t5_states(captions))
+
+    def _t5_states(self, captions: Sequence[str]) -> torch.Tensor:
+        assert self._t5 is not None
+        tokenizer, model = self._t5
+        return model(self._send(self._tokens.ids(tokenizer, captions, self._t5_length)))[0]
+
+    def _host(self, tensor: torch.Tensor) -> Float32:
+        return self._fetch(tensor.float()).numpy()
+
+    def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
+        """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
+        rows = [self._tokens.ids(t, captions) for t, _ in self._clip]
+        return np.stack(rows, axis=1)
+
+    def token_counts(self, captions: Sequence[str]) -> list[int]:
+        """Number of tokens per caption before truncation, with special tokens.
+
+        T5's tokenizer counts where there is one, since it accepts the longest captions.
+        """
+        return self._tokens.counts((self._t5 or self._clip[0])[0], captions)
+
+
+class PaddedEncoder(Encoder):
+    """An encoder that pads every batch to one size, so that one program encodes all of them.
+
+    The bits of an image then do not depend on the size of its batch.
+
+    Args:
+        images: rows of a batch of images.
+        captions: rows of a batch of captions.
+        save_compiled: saves newly compiled programs to the cache.
+        more: as Encoder.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        vae_folder: Path | None = None,
+        *,
+        images: int,
+        captions: int,
+        save_compiled: Callable[[], None] = lambda: None,
+        **more: Any,
+    ) -> None:
+        super().__init__(model_folder, vae_folder, **more)
+        self._image_rows = images
+        self._caption_rows = captions
+        self._save_compiled = save_compiled
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        mean, logvar = super().images(pad_rows(pixels, self._image_rows))
+        self._save_compiled()
+        return mean[: len(pixels)], logvar[: len(pixels)]
+
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Float32, Float32 | None]:
+        padding = [""] * (self._caption_rows - len(captions))
+        states, pooled = super().texts([*captions, *padding], clip)
+        return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
+
+
+def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
+    """Compute dtype of a VAE: float32 in place of float16 if its config has `force_upcast`."""
+    upcast = dtype == torch.float16 and AutoencoderKL.load_config(folder).get("force_upcast", True)
+    return torch.float32 if upcast else dtype

@@ -1,0 +1,300 @@
+"""The work of a run between its steps: checkpoints, validation, sample images, rollback."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from configs.train import Train
+from runtimes.contract import Runtime, StepBatch
+from runtimes.data.holdout_batches import Holdout
+from runtimes.data.loader import batch_number
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob
+from runtimes.process.ranks import Ranks
+from runtimes.process.signals import Stop
+from runtimes.train.background_save import Saver, Snapshot
+from runtimes.train.boards import Boards
+from runtimes.train.checkpoints import Checkpoint, Checkpoints
+from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
+from runtimes.train.learning_rate import learning_rate
+from runtimes.train.profiling import Profiling
+from runtimes.train.recorder import Recorder
+from runtimes.train.result import write_result
+from runtimes.train.resume import newest_checkpoint, own_checkpoint, restore
+from runtimes.train.samples import Samples
+from runtimes.train.validation import measure
+
+ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
+
+
+class Run:
+    """The state of a training run. All ranks must call its methods in the same order.
+
+    Attributes:
+        step: number of completed optimizer steps.
+        skipped: numbers (from 0) of the batches that divergence has excluded.
+        recorder: history and progress; `resume` creates it.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        settings: Train,
+        runtime: Runtime,
+        holdout: Holdout | None,
+        boards: Boards,
+        events: Events,
+        stop: Stop,
+    ) -> None:
+        self._job = job
+        self._settings = settings
+        self._runtime = runtime
+        self._holdout = holdout
+        self._boards = boards
+        self._events = events
+        self._stop = stop
+        self._first = Ranks.here().first
+        self._checkpoints = Checkpoints(
+            job.work,
+            settings.checkpoints_total_limit,
+            best=settings.keep_best,
+            shard_bytes=settings.checkpoint_shard_bytes,
+        )
+        self._saver = Saver(self._checkpoints, boards, events)
+        self._samples = Samples(job, runtime, events, boards, writes=self._first)
+        self._profiling = Profiling(settings.profile, job.work, runtime)
+        self._divergence = DivergenceDetector(settings.divergence)
+        self.step = 0
+        self.skipped: list[int] = []
+        self._checkpointed_step = 0  # step of the newest checkpoint, committed or being written
+
+    def resume(self) -> None:
+        """Continue from the newest valid checkpoint, or start at step 0.
+
+        Raises:
+            WrongInput: the checkpoint was written with other settings.
+        """
+        peak = self._settings.peak_tflops
+        self.recorder = Recorder(
+            self._events,
+            self._boards,
+            self._runtime,
+            self._divergence,
+            total=self._settings.steps,
+            batch_size=self._settings.global_batch_size,
+            peak=self._runtime.peak_flops() if peak is None else peak * 1e12,
+        )
+        saved = own_checkpoint(self._checkpoints, self._runtime, self._job, self._settings)
+        if saved is not None:
+            self._restore(saved)
+        self._boards.rewind(self.step)
+        self._events.emit(
+            "start",
+            runtime=self._job.runtime,
+            device=self._runtime.device,
+            versions=self._runtime.versions,
+            step=self.step,
+            total=self._settings.steps,
+        )
+
+    def catch_up(self) -> None:
+        """Run the validation and the samples that are due at the resumed step but missing."""
+        if self.step == 0:
+            if self._settings.divergence.action == "skip":  # a rollback needs a first checkpoint
+                self._paused(self._start_checkpoint)
+            return
+        if (
+            self._due(self._settings.holdout_loss.every_n_steps)
+            and self.recorder.validation_loss is None
+        ):
+            self._paused(self._validate)
+        if self._sampling_due() and not self._runtime.broadcast(self._samples.exist(self.step)):
+            self._paused(self._sample)
+
+    def train_step(self, batch: StepBatch) -> None:
+        """Run one optimizer step on `batch`."""
+        if self._profiling.changes(self.step):
+            self._paused(lambda: self._profiling.before(self.step))
+        rate = learning_rate(self.step, self._settings)
+        self.recorder.add(batch, self._runtime.step(batch, rate), rate, self._newly_skipped())
+        self.step += 1
+
+    def after_step(self, waited: float) -> bool:
+        """Report, validate, checkpoint and sample if due; False after a rollback.
+
+        Args:
+            waited: total seconds that the loop has waited for the loader.
+
+        Raises:
+            Diverged: the run has diverged and may not roll back.
+        """
+        settings = self._settings
+        report = self._due(settings.logging_steps) or self.step == settings.steps
+        validate = self._due(settings.holdout_loss.every_n_steps)
+        save = self._due(settings.checkpointing_steps)
+        sample = self._sampling_due()
+        if not (report or validate or save or sample):
+            return True
+        self.recorder.synchronize()
+        if (event := self._divergence_event()) is not None:
+            self._roll_back(event)
+            return False
+        if report:
+            self.recorder.report(waited)
+        if validate:
+            self._paused(self._validate)
+        if save:
+            self._paused(self._checkpoint_if_new)
+        if sample:
+            self._paused(self._sample)
+        return True
+
+    def checkpoint_and_exit(self) -> None:
+        """Commit a checkpoint of the current step, unless the run has diverged.
+
+        Raises:
+            CheckpointNotWritten: the store did not accept the checkpoint.
+            Diverged: the run has diverged and may not roll back.
+        """
+        self.recorder.synchronize()
+        if self._divergence_event() is None:
+            self._checkpoint_if_new()
+        self._runtime.shutdown()
+        if (error := self._saver.wait()) is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Write the trained weights and the history to the job's `out` folder."""
+        self._profiling.close()  # the trace may include the last step
+        self._saver.wait()
+        state = self._runtime.state(final=True)
+        self._runtime.shutdown()
+        if not self._first:
+            return
+        files = write_result(self._job, state, self.recorder.history)
+        self._events.emit(
+            "result",
+            files=files,
+            step=self.step,
+            samples_seen=self.step * self._settings.global_batch_size,
+            images_per_second=self.recorder.images_per_second,
+        )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """End the trace and wait for the checkpoint writer."""
+        self._profiling.close()
+        self._saver.close()
+
+    def _due(self, interval: int) -> bool:
+        return bool(interval) and self.step % interval == 0
+
+    def _paused(self, work: Callable[[], None]) -> None:
+        """Run `work` and exclude its duration from the reported rates."""
+        self.recorder.synchronize()  # steps that still run on the device count as training time
+        since = time.perf_counter()
+        work()
+        self.recorder.exclude_since(since)
+
+    def _newly_skipped(self) -> list[int]:
+        """Numbers of the skipped batches between the previous step's batch and this one's."""
+        before = batch_number(self.step - 1, self.skipped) if self.step else -1
+        return list(range(before + 1, batch_number(self.step, self.skipped)))
+
+    def _validate(self) -> None:
+        if self._holdout is None:
+            return
+        found = measure(self._runtime, self._holdout, lambda: self._stop.requested)
+        if found is None:
+            return
+        if not math.isfinite(found.loss):  # the next training loss will be NaN as well
+            message = f"the validation loss is {found.loss} at step {self.step}"
+            self._events.emit("warning", message=message)
+            return
+        figures = {"validation_loss": found.loss, "validation_error": found.error}
+        self.recorder.amend_last(**figures)
+        self._events.emit("validation", step=self.step, loss=found.loss, error=found.error)
+        self._boards.scalars(self.step, figures)
+
+    def _sampling_due(self) -> bool:
+        return self._samples.requested() and self._due(self._settings.sample_every_n_steps)
+
+    def _sample(self) -> None:
+        if not self._runtime.any_rank(self._stop.requested):
+            self._samples.draw(self.step)
+
+    def _checkpoint_if_new(self) -> None:
+        if self.step > self._checkpointed_step:
+            self._start_checkpoint()
+
+    def _start_checkpoint(self) -> None:
+        """Copy the state to the host; the saver commits the copy in the background."""
+        since = time.perf_counter()
+        self._saver.wait()  # the host may lack memory for a second copy of the state
+        state = self._runtime.state()
+        self._checkpointed_step = self.step
+        if not self._first:
+            return
+        facts = {
+            "runtime": self._job.runtime,
+            "versions": self._runtime.versions,
+            "seed": self._settings.seed,
+            "samples_seen": self.step * self._settings.global_batch_size,
+            "skipped": list(self.skipped),
+            "validation_loss": self.recorder.validation_loss,
+            "train": self._settings.model_dump(mode="json"),
+            "denoiser_config": self._job.denoiser_config,
+            "processes": Ranks.here().world,
+        }
+        history, prune = list(self.recorder.history), not self._divergence.is_suspicious
+        self._saver.start(Snapshot(self.step, state, history, facts, since, prune))
+
+    def _divergence_event(self) -> DivergenceEvent | None:
+        """The divergence that requires a rollback, agreed by all ranks; None without one.
+
+        Raises:
+            Diverged: the settings demand a stop, or `max_skips` batches are already skipped.
+        """
+        found = self._divergence.event
+        step = self._runtime.broadcast(0 if found is None else found.step)
+        if not step:
+            return None
+        event = found or DivergenceEvent(step, f"the loss has gone wrong at step {step}")
+        policy = self._settings.divergence
+        if policy.action == "stop":
+            raise Diverged(f"{event.words}: {ADVICE}")
+        if len(self.skipped) >= policy.max_skips:
+            limit = f"{policy.max_skips} batches have been left out already"
+            raise Diverged(f"{event.words}, and {limit}: {ADVICE}")
+        return event
+
+    def _roll_back(self, event: DivergenceEvent) -> None:
+        """Restore the checkpoint before the event's step and skip that step's batch."""
+        self._profiling.close()
+        self._saver.wait()
+        saved = newest_checkpoint(self._checkpoints, self._runtime, before=event.step)
+        if saved is None:
+            raise Diverged(f"{event.words}, and no checkpoint before it is left: {ADVICE}")
+        number = batch_number(event.step - 1, self.skipped)
+        self.skipped.append(number)
+        self._restore(saved)
+        if self._first:
+            self._checkpoints.discard_after(self.step)
+        self._boards.rewind(self.step)
+        message = f"{event.words}: back to step {self.step}, batch {number} is left out"
+        self._events.emit("warning", message=message)
+        self._events.emit("back", step=self.step, left_out=number)
+
+    def _restore(self, saved: Checkpoint) -> None:
+        self.step, self.skipped = restore(saved, self._runtime, self.recorder, self.skipped)
+        self._checkpointed_step = self.step

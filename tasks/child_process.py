@@ -1,0 +1,196 @@
+"""Run a job in a child process: read its events and its log, and leave no orphan."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from artifacts.lock import check_held
+from runtimes.contract import WrongInput
+from runtimes.process.events import EVENT_FD
+from runtimes.process.job import Job, write_job
+from runtimes.process.signals import STOPPED
+from runtimes.registry import interpreter
+from tasks.build_or_reuse import TransientError
+
+log = logging.getLogger("kiln")
+Event = dict[str, Any]
+
+
+class JobFailed(RuntimeError):
+    """The process failed; the message has the last lines of its log."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def run_job(
+    job: Job,
+    on_event: Callable[[Event], None] = lambda event: None,
+    *,
+    grace_seconds: float = 60.0,
+) -> Event:
+    """Run `python -P -m runtimes JOB.json` and return the fields of its `result` event.
+
+    The process and its children have a session of their own, so terminal signals do not reach them.
+    On an interruption (Ctrl-C, a cancelled Prefect run) they receive SIGTERM, and SIGKILL after
+    `grace_seconds`, the time for a checkpoint. If this process is killed, the child's standard
+    input ends, which the child treats as SIGTERM.
+
+    Raises:
+        WrongInput: the job's settings are invalid.
+        OSError: the job could not write, for example to a full disk.
+        TransientError: another process stopped the job, after a checkpoint.
+        LockLost: another builder took over the artifact; the job was stopped.
+        JobFailed: the job failed for another reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="kiln-job-") as folder:
+        path = Path(folder) / "job.json"
+        write_job(job, path)
+        events_read, events_write = os.pipe()
+        child = subprocess.Popen(
+            [interpreter(job.runtime), "-P", "-u", "-m", "runtimes", str(path)],
+            env={**os.environ, EVENT_FD: str(events_write)},
+            pass_fds=(events_write,),
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        os.close(events_write)
+        output = ChildOutput(on_event)
+        with os.fdopen(events_read) as events:
+            pumps = (lambda: output.events(events), lambda: output.log(child.stdout))
+            return wait_for_result(child, output, pumps, lambda: _stop(child, grace_seconds))
+
+
+class ChildOutput:
+    """The output of a runtime's process: its events and the last lines of its log."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self.last_events: dict[str, Event] = {}  # by kind
+        self.last_lines: deque[str] = deque(maxlen=20)
+        self._on_event = on_event
+
+    def events(self, lines: Iterable[str]) -> None:
+        """Read lines that are events; an incomplete line of a killed process is ignored."""
+        for line in lines:
+            self._event(line)
+
+    def log(self, lines: Iterable[str] | None) -> None:
+        """Read lines of the log."""
+        for line in lines or ():
+            self._say(line)
+
+    def mixed(self, lines: Iterable[str] | None) -> None:
+        """Read lines of both kinds."""
+        for line in lines or ():
+            if not self._event(line):
+                self._say(line)
+
+    def _event(self, line: str) -> bool:
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+        except (ValueError, TypeError, KeyError):
+            return False
+        self.last_events[kind] = event
+        if kind == "warning":
+            log.warning("%s", event["message"])
+        try:
+            self._on_event(event)
+        except Exception:  # the pipe must be drained even if the display fails
+            log.exception("an event could not be displayed")
+        return True
+
+    def _say(self, line: str) -> None:
+        if text := line.rstrip():
+            self.last_lines.append(text)
+            log.debug("%s", text)
+
+
+def wait_for_result(
+    child: subprocess.Popen[str],
+    output: ChildOutput,
+    pumps: Iterable[Callable[[], None]],
+    stop: Callable[[], None],
+) -> Event:
+    """Wait for a job's process and return its `result` event. Raises as `run_job`.
+
+    Args:
+        pumps: functions that each read one stream into `output`, to its end.
+        stop: stops the process when the wait is interrupted.
+    """
+    threads = [_pump(read) for read in pumps]
+    try:
+        code = _wait(child)
+        _signal_group(child, signal.SIGKILL)  # its own children, which may hold the pipes open
+    except BaseException:
+        stop()
+        raise
+    finally:
+        if child.stdin is not None:
+            child.stdin.close()
+        # Nothing of the group is left, so both pipes end; a slow display only delays the join.
+        for thread in threads:
+            thread.join()
+    if code == 0 and "result" in output.last_events:
+        return output.last_events["result"]
+    raise _failure(code, output.last_events.get("error", {}), "\n".join(output.last_lines))
+
+
+def _wait(child: subprocess.Popen[str]) -> int:
+    """The exit code. Raises LockLost as soon as another builder has taken over the artifact."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(1.0)
+        check_held()
+
+
+def _failure(code: int, error: Event, last_lines: str) -> Exception:
+    message = error.get("message")
+    if error.get("wrong_input"):
+        return WrongInput(message)
+    if error.get("errno"):  # for example a full disk, which the stage handles
+        return OSError(error["errno"], message)
+    if code == STOPPED:
+        return TransientError("the runtime's process was stopped; run again to resume")
+    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    reason = message or last_lines
+    return JobFailed(f"the runtime's process {ended}" + (f": {reason}" if reason else ""), code)
+
+
+def _pump(read: Callable[[], None]) -> threading.Thread:
+    """A reader thread with the caller's context variables, which hold the Prefect run."""
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(read,), daemon=True)
+    thread.start()
+    return thread
+
+
+def _stop(child: subprocess.Popen[str], grace_seconds: float) -> None:
+    log.info("stopping the runtime's process (it has %g s to checkpoint)", grace_seconds)
+    _signal_group(child, signal.SIGTERM)
+    try:
+        child.wait(grace_seconds)
+    except BaseException:
+        _signal_group(child, signal.SIGKILL)
+        child.wait()
+
+
+def _signal_group(child: subprocess.Popen[str], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, number)

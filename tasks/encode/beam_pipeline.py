@@ -1,0 +1,106 @@
+"""The encode pipeline on Beam: one element per image shard."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.utils.shared import Shared
+
+from artifacts.commit import Damaged, read_record
+from artifacts.image_shards import read_tar
+from artifacts.store import Shard, Store
+from runtimes.contract import PipelineEncoder, WrongInput
+from runtimes.process.job import EncodeJob
+from runtimes.registry import encodes_in_subprocess, open_encoder
+from tasks.beam import ShardProgress, run_linear
+from tasks.encode.decode_and_crop import TransformSettings
+from tasks.encode.encode_shard import encode_shard
+from tasks.encode.encoder_client import ServedEncoder
+from tasks.encode.keys import STAGE
+
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """One image shard to encode."""
+
+    key: str  # of the latent shard
+    tar: str  # URL
+    sha256: str  # of the tar
+    samples: int
+
+
+class EncodeShard(beam.DoFn):
+    """Commits the latent shard of each element, unless the store has it intact."""
+
+    def __init__(
+        self, store_url: str, encoders: EncodeJob, settings: TransformSettings, batch_size: int
+    ) -> None:
+        self.store_url, self.encoders = store_url, encoders
+        self.settings, self.batch_size = settings, batch_size
+        self._shared = Shared()
+
+    def process(self, task: EncodeTask) -> Iterator[str]:
+        """Yield the shard's key once it is committed."""
+        store = Store(self.store_url)
+        if store.shard(STAGE, task.key) is None:
+            # Loaded once per process, at the first shard to encode.
+            encoder = self._shared.acquire(self._open)
+            with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
+                path = Path(folder) / "shard.safetensors"
+                samples = read_tar(task.tar, task.sha256)
+                facts = encode_shard(samples, encoder, self.settings, self.batch_size, path)
+                store.commit_shard(STAGE, task.key, {".safetensors": str(path)}, facts)
+        yield task.key
+
+    def _open(self) -> PipelineEncoder:
+        """The encoder, in a separate process if the runtime has its own environment."""
+        is_separate = encodes_in_subprocess(self.encoders)
+        return ServedEncoder(self.encoders) if is_separate else open_encoder(self.encoders)
+
+
+class _Placeholder:
+    """Replaces the encoders in Beam's cache of shared objects."""
+
+
+def encode_shards(
+    tasks: Sequence[EncodeTask],
+    store: Store,
+    dofn: EncodeShard,
+    options: dict[str, Any],
+    progress: Callable[[int, int, str], None],
+) -> list[Shard]:
+    """Commit every latent shard, and return them in the order of `tasks`.
+
+    Raises WrongInput; Damaged if an image shard is not the committed one.
+    """
+    sizes = {task.key: task.samples for task in tasks}
+    watch = ShardProgress(store, STAGE, sizes, progress, unit="pictures")
+    try:
+        run_linear(tasks, dofn, options, watch, known=(WrongInput, Damaged))
+    finally:
+        # Beam keeps a reference to the last shared object. A new one releases the encoders.
+        Shared().acquire(_Placeholder)
+        _free_memory()
+    return [_committed(store, task.key) for task in tasks]
+
+
+def _free_memory() -> None:
+    """Release the encoders' device memory for the next stages."""
+    if "torch" in sys.modules:  # otherwise this process has encoded nothing
+        from runtimes.torch.device import free_memory
+
+        free_memory()
+
+
+def _committed(store: Store, key: str) -> Shard:
+    """A shard by its record, without a new hash: the pipeline has just verified or written it."""
+    record = read_record(store.fs, f"{store.shards_path(STAGE)}/{key}.json")
+    if record is None:
+        raise RuntimeError(f"encode shard {key[:12]}: the pipeline ended without committing it")
+    return Shard(key, record["files"], record["meta"])

@@ -1,0 +1,235 @@
+"""Sampled pictures: a runtime's process draws them, the store caches them by content key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from artifacts.commit import open_checked
+from artifacts.image_shards import add_member
+from artifacts.keys import digest_json
+from artifacts.resolve_model import digest_model
+from artifacts.store import SHARDS, Draft, Shard, Store
+from runtimes.families import detect_family
+from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.pipeline_folder.denoiser_config import folder_extras
+from runtimes.process.job import GenerateJob, Job
+from tasks.child_process import Event
+from tasks.progress import Progress
+from tasks.trained_weights import BASE, TrainedWeights
+
+STAGE = "evaluate"
+#: Increment when the content of the pictures or the definition of a metric changes.
+VERSION = 2
+LOSSES = "losses.json"
+#: The parts of a pipeline folder that affect its pictures.
+DRAWING_PARTS = (
+    *("model_index.json", "scheduler", "transformer", "unet", "vae"),
+    *("text_encoder", "text_encoder_2", "text_encoder_3"),
+    *("tokenizer", "tokenizer_2", "tokenizer_3"),
+)
+#: The settings of `evaluate` and `generate` that a job's `sampler` has.
+SAMPLER_SETTINGS = {
+    *("seed", "scheduler", "num_inference_steps", "guidance_scale", "height", "width"),
+    *("aesthetic_score", "negative_aesthetic_score"),
+}
+log = logging.getLogger("kiln")
+Run = Callable[[Job, Callable[[Event], None]], Any]
+
+
+@dataclass(frozen=True)
+class EvalModel:
+    """A pipeline folder to sample from, with optional trained weights and an optional VAE."""
+
+    digest: str  # sha256 of all content that affects the pictures
+    folder: Path
+    weights: TrainedWeights = BASE
+    vae: Path | None = None
+
+    def part(self, name: str) -> Path:
+        """The folder of a part: the trained one if there is one, else the pipeline's."""
+        return self.weights.parts.get(name, self.folder / name)
+
+    @property
+    def extras(self) -> ExtraInputs:
+        """The denoiser's conditioning inputs other than text."""
+        return folder_extras(self.part(detect_family(self.folder).denoiser))
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """Sampling settings that all models of an evaluation share."""
+
+    runtime: str
+    device: str
+    batch_size: int
+    prompts: tuple[str, ...]
+    sampler: dict[str, Any]  # seed, num_inference_steps, guidance_scale, height, width, dtype
+    latents: str | None  # URL of the latents for the held-out loss; None skips the loss
+    latents_digest: str
+    holdout: dict[str, Any]  # samples, draws, seed, noise_offset
+    flash_attention: bool = True  # as train.mindspore.flash_attention
+
+    def facts(self) -> dict[str, Any]:
+        """The settings that affect pictures or losses; runtime, device and batch size do not."""
+        held_out = {"latents": self.latents_digest, **self.holdout} if self.latents else None
+        return {
+            "prompts": list(self.prompts),
+            "sampler": self.sampler,
+            "held_out": held_out,
+        }
+
+    def key(self, model: EvalModel) -> str:
+        """Store key (sha256) of the shard with a model's pictures."""
+        parts = {"stage": STAGE, "version": VERSION, "model": model.digest, **self.facts()}
+        return digest_json(parts)
+
+
+def draw(
+    models: Sequence[EvalModel],
+    spec: SamplingSpec,
+    store: Store,
+    scratch: Path,
+    run: Run,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> list[Shard]:
+    """One shard of pictures per model, in the order of `models`.
+
+    Shards in the store are reused; one job draws the others.
+
+    Args:
+        models: all with the same pipeline folder and VAE.
+        scratch: local folder for unfinished pictures; an interrupted job resumes from it.
+        run: runs a job and passes its events to `on_event`.
+
+    Raises:
+        ValueError: the models differ in pipeline folder or VAE.
+    """
+    keyed = [(spec.key(model), model) for model in models]
+    found = {key: store.shard(STAGE, key) for key, _ in keyed}
+    missing = {key: model for key, model in keyed if found[key] is None}
+    if missing:
+        outs = {key: scratch / key for key in missing}
+        run(_job(missing, outs, spec, store.compiled_url), on_event)
+        for key, out in outs.items():
+            found[key] = _commit(store, key, out, len(spec.prompts))
+            shutil.rmtree(out)
+    shards = [found[key] for key, _ in keyed]
+    return [shard for shard in shards if shard is not None]
+
+
+def progress_callback(stage: str, progress: Progress) -> Callable[[Event], None]:
+    """A handler of a generate job's events that reports progress and logs the timings."""
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "drawn":
+            done, total = event["done"], event["total"]
+            progress(done, total, f"{done} of {total} pictures")
+        elif event["event"] == "result" and event.get("drawn"):
+            compiled = event["compile_seconds"]
+            suffix = f", after {compiled:.1f} s of compiling" if compiled else ""
+            log.info(
+                "%s: drew %d pictures in %.1f s (%.1f s of it for the first batch)%s",
+                *(stage, event["drawn"], event["seconds"], event["first_seconds"], suffix),
+            )
+
+    return on_event
+
+
+@contextmanager
+def scratch(draft: Draft) -> Iterator[Path]:
+    """A local folder for unfinished pictures, removed on success.
+
+    It lies in the draft of a local store, so that an interrupted job can resume. Jobs of a remote
+    store use a temporary folder and restart.
+    """
+    if draft.store.is_local:
+        folder = Path(draft.path) / "drawing"
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        with tempfile.TemporaryDirectory(prefix="kiln-drawing-") as temporary:
+            yield Path(temporary)
+
+
+def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:
+    """Pictures u8 [H, W, 3] in the order of the prompts, one in memory at a time."""
+    for name, data in _members(store, shard):
+        if name.endswith(".png"):
+            yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
+    """Held-out losses f64 [N], each a mean over its noise draws; N is 0 if none were computed."""
+    for name, data in _members(store, shard):
+        if name == LOSSES:
+            return np.array(json.loads(data)["losses"], np.float64)
+    return np.zeros(0)
+
+
+def digest_pipeline(folder: Path) -> str:
+    """sha256 of the parts of a pipeline folder that affect its pictures."""
+    return digest_model(folder, DRAWING_PARTS)
+
+
+def digest_eval_model(base: Path, vae: Path | None, weights: Any) -> str:
+    """sha256 of all content that affects a model's pictures; `weights` identifies trained ones."""
+    found = None if vae is None else digest_model(vae)
+    return digest_json({"pipeline": digest_pipeline(base), "vae": found, "tuned": weights})
+
+
+def _job(
+    models: dict[str, EvalModel], outs: dict[str, Path], spec: SamplingSpec, compiled: str
+) -> GenerateJob:
+    first = next(iter(models.values()))
+    if any((m.folder, m.vae) != (first.folder, first.vae) for m in models.values()):
+        raise ValueError("models of one job must share their pipeline folder and VAE")
+    sampler = {name: value for name, value in spec.sampler.items() if name != "dtype"}
+    return GenerateJob(
+        runtime=spec.runtime,
+        model=str(first.folder),
+        drawings=tuple(model.weights.drawing(outs[key]) for key, model in models.items()),
+        prompts=spec.prompts,
+        sampler={**sampler, "batch_size": spec.batch_size},
+        device=spec.device,
+        dtype=spec.sampler["dtype"],
+        latents=spec.latents,
+        holdout=spec.holdout if spec.latents else {},
+        vae=None if first.vae is None else str(first.vae),
+        compiled=compiled,
+        flash_attention=spec.flash_attention,
+    )
+
+
+def _commit(store: Store, key: str, out: Path, count: int) -> Shard:
+    pictures = [out / f"{number:05d}.png" for number in range(count)]
+    losses = [path for path in [out / LOSSES] if path.exists()]
+    tar = out / "drawn.tar"
+    with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as stream:
+        for path in [*pictures, *losses]:
+            add_member(stream, path.name, path.read_bytes())
+    return store.commit_shard(STAGE, key, {".tar": str(tar)}, {"pictures": count})
+
+
+def _members(store: Store, shard: Shard) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of every file. Raises Damaged at the end of a tar that is another."""
+    (entry,) = shard.files
+    url = store.url_of(f"{STAGE}/{SHARDS}/{entry.path}")
+    with open_checked(url, entry.sha256) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        for member in tar:
+            file = tar.extractfile(member)
+            if file is not None:
+                yield member.name, file.read()

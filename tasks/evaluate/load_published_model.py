@@ -1,0 +1,69 @@
+"""Load a published model for sampling: a full pipeline, or adapters and their base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from artifacts.keys import digest_json
+from artifacts.resolve_model import ModelNotFound, digest_model, resolve_model
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
+from runtimes.contract import WrongInput
+from runtimes.families import detect_family
+from runtimes.pipeline_folder.describe_encoders import vae_path
+from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline
+from tasks.trained_weights import TrainedWeights
+
+
+def load_published_model(folder: Path) -> EvalModel:
+    """The model in a local folder that the publish stage wrote.
+
+    Raises:
+        ModelNotFound: the base of the adapters is missing.
+        WrongInput: the folder has neither a pipeline nor adapters.
+    """
+    if (folder / "model_index.json").is_file():
+        return _pipeline_model(folder)
+    lora = folder / LORA_WEIGHTS
+    if not lora.is_file():
+        raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
+    base, vae = _base_of(folder)
+    own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
+    digest = digest_eval_model(base, vae, digest_model(folder, (LORA_WEIGHTS, *own)))
+    return EvalModel(digest, base, TrainedWeights(own, lora), vae)
+
+
+def _pipeline_model(folder: Path) -> EvalModel:
+    digest = digest_pipeline(folder)
+    train = _recipe(folder).get("train")
+    if not (isinstance(train, dict) and train.get("train_text_encoder")):
+        return EvalModel(digest, folder)
+    # Trained text encoders also encode the held-out captions, so the loss differs from that with
+    # the embeddings stored in the latents. The digest must differ too.
+    texts = detect_family(folder).clip_encoders
+    digest = digest_json({"pipeline": digest, "texts": texts})
+    return EvalModel(digest, folder, TrainedWeights({name: folder / name for name in texts}, None))
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    """The recipe of a published folder; empty without one."""
+    try:
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def _base_of(folder: Path) -> tuple[Path, Path | None]:
+    """The pipeline folder and the separate VAE, if any, of the recipe of a folder's adapters."""
+    try:
+        model = _recipe(folder)["model"]
+        base = resolve_model(model["path"], revision=model.get("revision"))
+        given = model.get("vae")
+        return base, None if given is None else vae_path(base, resolve_model(given))
+    except (KeyError, TypeError):
+        raise WrongInput(f"{folder}/recipe.yaml does not name the base of its adapters") from None
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{folder}: the base of its adapters is missing: {error}") from None

@@ -1,0 +1,237 @@
+"""A model is found as a folder, a URL or a hub id; what is not there is said in one line."""
+
+import errno
+import hashlib
+from pathlib import Path
+from uuid import UUID
+
+import fsspec
+import pytest
+from hub_server import HubServer, Repository
+from huggingface_hub.utils import filter_repo_objects
+from stores import REMOTE, UrlOf
+
+from artifacts.resolve_model import (
+    HUB_FILES,
+    HUB_SKIPPED,
+    HUB_VARIANTS,
+    ModelNotFound,
+    cache_folder,
+    resolve_configs,
+    resolve_model,
+)
+
+SDXL = {
+    "model_index.json",
+    "README.md",
+    "unet/config.json",
+    "unet/diffusion_pytorch_model.safetensors",
+    "text_encoder/model.safetensors",
+    "tokenizer/merges.txt",
+}
+
+
+@pytest.fixture(params=["memory", *REMOTE])
+def remote(
+    request: pytest.FixtureRequest, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    url = url_of(request.param)
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe({f"{root}/model_index.json": b"{}", f"{root}/unet/config.json": b"[]"})
+    return url
+
+
+def test_a_remote_model_is_copied_once_and_nothing_else_stays(remote: str) -> None:
+    folder = resolve_model(remote)
+    assert (folder / "model_index.json").read_bytes() == b"{}"
+    assert (folder / "unet/config.json").read_bytes() == b"[]"
+    written = (folder / "model_index.json").stat().st_mtime_ns
+    assert resolve_model(remote) == folder
+    assert (folder / "model_index.json").stat().st_mtime_ns == written
+    assert list((cache_folder() / "models").iterdir()) == [folder]
+
+
+def test_a_remote_model_that_changes_is_copied_again(remote: str) -> None:
+    before = resolve_model(remote)
+    fs, root = fsspec.core.url_to_fs(remote)
+    fs.pipe_file(f"{root}/unet/config.json", b"{}")
+    after = resolve_model(remote)
+    assert after != before
+    assert (after / "unet/config.json").read_bytes() == b"{}"
+    assert (before / "unet/config.json").read_bytes() == b"[]"
+
+
+def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file is in the way")
+    with pytest.raises(OSError) as raised:
+        resolve_model(remote)
+    assert raised.value.errno in (errno.ENOTDIR, errno.EEXIST)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("memory://nothing-here", "no files there"),
+        ("foo://bar", "Protocol not known: foo"),
+        ("no/such/folder", "no such folder"),
+        ("no--such/repository", "'no--such/repository'"),
+        ("no/repository", "the hub has no such model visible to you: if it is private, log in"),
+        ("hf://no/repository", "no files there"),
+    ],
+)
+def test_a_missing_model_is_a_one_line_error(url: str, words: str, hub: HubServer) -> None:
+    assert words in refused(url)
+
+
+def refused(url: str, revision: str | None = None) -> str:
+    """The one line that says why there is no such model."""
+    with pytest.raises(ModelNotFound) as raised:
+        resolve_model(url, revision=revision)
+    line = str(raised.value)
+    assert line.startswith(f"model {url}: ") and "\n" not in line
+    return line
+
+
+@pytest.fixture
+def repository(hub: HubServer) -> Repository:
+    hub.repositories["some/model"] = Repository(
+        {path: f"{path} of the hub".encode() for path in sorted(SDXL)}
+    )
+    return hub.repositories["some/model"]
+
+
+def test_a_model_of_the_hub_is_fetched_once(hub: HubServer, repository: Repository) -> None:
+    repository.files["some-checkpoint.safetensors"] = b"not what would be loaded"
+    folder = resolve_model("some/model")
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
+    assert found == {path: repository.files[path] for path in SDXL}
+    assert folder.name == repository.commit
+    fetched = len(hub.requests)
+    assert resolve_model("some/model") == folder
+    assert not [path for _, path in hub.requests[fetched:] if not path.startswith("/api/")]
+
+
+def test_of_a_model_of_the_hub_the_configs_alone_may_be_had(repository: Repository) -> None:
+    folder = resolve_configs("some/model")
+    assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
+    assert not list(folder.rglob("*.safetensors"))
+
+
+def test_a_revision_is_what_it_was(hub: HubServer, repository: Repository) -> None:
+    old = repository.commit
+    before = resolve_model("some/model", revision=old)
+    repository.files = {**repository.files, "unet/config.json": b"{}"}
+    assert (resolve_model("some/model") / "unet/config.json").read_bytes() == b"{}"
+    assert resolve_model("some/model", revision=old) == before
+    assert "no revision nonesuch" in refused("some/model", revision="nonesuch")
+
+
+def test_a_model_of_the_hub_by_its_url(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    folder = resolve_model("hf://some/model")
+    assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
+
+
+def test_a_gated_model_requires_accepted_terms(
+    hub: HubServer, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository.accepted_by = {"hf_mine"}
+    terms = f"accept its terms at {hub.url}/some/model, then log in"
+    assert terms in refused("some/model")
+    monkeypatch.setenv("HF_TOKEN", "hf_stranger")
+    assert terms in refused("some/model")
+    assert "hub has no such model visible to you" in refused("no/repository")
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    assert resolve_model("some/model").name == repository.commit
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (500, "could not serve it (Server error '500 Internal Server Error'"),
+        (403, "could not serve it (403 Forbidden"),
+        (429, "could not serve it (429 Too Many Requests"),
+        ("page", "could not serve it (Expecting value"),
+        ("cut", "could not serve it (peer closed connection"),
+    ],
+)
+def test_hub_errors_are_one_line_errors(
+    fault: int | str,
+    words: str,
+    hub: HubServer,
+    repository: Repository,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own tries
+    hub.fault = fault
+    assert words in refused("some/model")
+
+
+def test_without_a_network_only_what_was_fetched_before_is_there(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve_model("some/model")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert resolve_model("some/model") == folder
+    assert "the hub cannot be reached at http://127.0.0.1:9" in refused("other/model")
+
+
+def test_a_full_disk_is_no_missing_model(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = hashlib.sha256(repository.files["unet/diffusion_pytorch_model.safetensors"])
+    monkeypatch.setattr("uuid.uuid4", lambda: UUID(int=0))  # part of the name that is written to
+    blobs = tmp_path / "hub/models--some--model/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{digest.hexdigest()}.{UUID(int=0).hex[:8]}.incomplete").symlink_to("/dev/full")
+    with pytest.raises(OSError) as raised:
+        resolve_model("some/model")
+    assert raised.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted"),
+    [
+        (
+            {
+                *SDXL,
+                "sd_xl_base_1.0.safetensors",
+                "sd_xl_base_1.0_0.9vae.safetensors",
+                "sd_xl_offset_example-lora_1.0.safetensors",
+                "unet/diffusion_pytorch_model.fp16.safetensors",
+                "text_encoder/flax_model.msgpack",
+                "unet/diffusion_pytorch_model.bin",
+            },
+            SDXL,
+        ),
+        (
+            {
+                "text_encoder_3/model-00001-of-00002.safetensors",
+                "text_encoder_3/model.fp16-00001-of-00002.safetensors",
+                "tokenizer_3/spiece.model",
+                "text_encoders/t5xxl_fp16.safetensors",
+                "transformer/diffusion_pytorch_model.safetensors",
+            },
+            {
+                "text_encoder_3/model-00001-of-00002.safetensors",
+                "tokenizer_3/spiece.model",
+                "transformer/diffusion_pytorch_model.safetensors",
+            },
+        ),
+        (
+            {"config.json", "model.safetensors", "pytorch_model.bin"},
+            {"config.json", "model.safetensors"},
+        ),
+        (
+            {"config.json", "diffusion_pytorch_model.safetensors", "sdxl_vae.safetensors"},
+            {"config.json", "diffusion_pytorch_model.safetensors"},
+        ),
+    ],
+)
+def test_only_what_would_be_loaded_is_taken_from_the_hub(there: set[str], wanted: set[str]) -> None:
+    skipped = [*HUB_SKIPPED, *HUB_VARIANTS]
+    found = filter_repo_objects(there, allow_patterns=HUB_FILES, ignore_patterns=skipped)
+    assert set(found) == wanted

@@ -1,0 +1,52 @@
+"""URLs lose credentials and values that may be secret, and nothing else."""
+
+import pytest
+
+from configs.redact_urls import without_secrets
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://us:pa%40ss@example.org:8443/a.png", "https://example.org:8443/a.png"),
+        ("https://example.org/a?w=1&X-Amz-Signature=f00", "https://example.org/a?w=1&X-Amz-Signature=..."),
+        ("https://example.org/a?sig=f00%3D&w=1#top", "https://example.org/a?sig=...&w=1#top"),
+        ("https://example.org/a?Signature=f&token=g", "https://example.org/a?Signature=...&token=..."),
+        ("https://example.org/a?X-Goog-Signature=f00", "https://example.org/a?X-Goog-Signature=..."),
+        ("https://example.org/a?auth=f00&width=40", "https://example.org/a?auth=...&width=40"),
+        ("https://example.org/a?jwt=f00", "https://example.org/a?jwt=..."),
+        ("https://example.org/a?client_secret=f00", "https://example.org/a?client_secret=..."),
+        ("https://example.org/a?hdnea=st=1~hmac=f00", "https://example.org/a?hdnea=..."),
+        ("https://example.org/a?f00", "https://example.org/a?..."),
+        ("https://example.org/a#access_token=f00", "https://example.org/a#access_token=..."),
+        ("a.png?unknown=f00", "a.png?unknown=..."),
+        ("hf://user:f00@datasets/owner/name/a.parquet", "hf://datasets/owner/name/a.parquet"),
+        ("abfs://us:f00@account.dfs.core.windows.net/a", "abfs://account.dfs.core.windows.net/a"),
+        ("gs::https://us:f00@example.org/a", "gs::https://example.org/a"),
+        ("no 'https://example.org/a?jwt=f00': 404", "no 'https://example.org/a?jwt=...': 404"),
+        ("https://example.org/a?f00: gone", "https://example.org/a?...: gone"),
+        ("HTTPError in https://us:f00@example.org/a?jwt=f00 (401)",
+         "HTTPError in https://example.org/a?jwt=... (401)"),
+    ],
+)  # fmt: skip
+def test_secrets_are_masked(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://example.org/a@b.png?width=40&format=x#y",
+        "gs://bucket/part-?.parquet",
+        "abfs://container@account.dfs.core.windows.net/a.parquet",
+        "is it a cat?no: x=y",
+        "hf://datasets/owner/name@main/a.parquet",
+        "s3://bucket/key/token=1/a.parquet",
+        "images/00001.png",
+        "sha256:abcdef",
+        "http://[oops/a.png",
+        "",
+    ],
+)
+def test_other_text_is_unchanged(text: str) -> None:
+    assert without_secrets(text) == text

@@ -1,0 +1,127 @@
+"""Settings of a training run: the key, and invalid combinations."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from configs.train import NOT_IN_KEY, Train, key_settings
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"lora": {"rank": 4}}),
+        ({}, {"lr_power": 2.0, "lr_num_cycles": 3, "lr_min_ratio": 0.1}),
+        ({"processes": 2}, {"micro_batch_size": 4, "device": "cpu", "checkpointing_steps": 7}),
+        ({"method": "lora"}, {"method": "lora", "processes": 2}),
+        ({}, {"divergence": {"action": "skip", "factor": 3.0}}),
+    ],
+)
+def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert key_settings(Train(**one)) == key_settings(Train(**other))
+
+
+@pytest.mark.parametrize(
+    ("common", "change"),
+    [
+        ({}, {"learning_rate": 1.0}),
+        ({"method": "lora"}, {"lora": {"rank": 4}}),
+        ({"method": "lora", "lora": {"dropout": 0.1}}, {"processes": 2}),
+        ({"method": "lora", "lora": {"dropout": 0.1}}, {"micro_batch_size": 2}),
+        ({"lr_scheduler": "polynomial"}, {"lr_power": 2.0}),
+        ({"train_text_encoder": True}, {"text_encoder_lr": 1e-6}),
+    ],
+)
+def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, Any]) -> None:
+    assert key_settings(Train(**common)) != key_settings(Train(**common, **change))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"processes": 3}, "processes"),
+        ({"processes": 2, "fsdp": "all", "optimizer": "adafactor"}, "set fsdp to 1"),
+        ({"keep_best": 1}, "keep_best"),
+        (
+            {"keep_best": 1, "checkpointing_steps": 100, "holdout_loss": {"every_n_steps": 70}},
+            "every_n_steps must divide",
+        ),
+        ({"snr_gamma": 5.0, "debiased_estimation_loss": True}, "set one"),
+        ({"method": "lora", "init": "random"}, "requires method: full"),
+        ({"adam_betas": [0.9, 1.0]}, "less than 1"),
+        ({"text_encoder_lr": 1e-5}, "train_text_encoder: true"),
+        ({"steps": 10, "profile": {"start": 8, "steps": 3}}, "profile: steps 8 to 11"),
+        (
+            {"optimizer": "adafactor", "adam_betas": [0.9, 0.99]},
+            r"betas has no effect with optimizer: adafactor: leave it at \[0.9, 0.999\]",
+        ),
+        ({"timesteps": {"bias_begin": 200}}, "bias_begin has no effect with bias_strategy: none"),
+        ({"timesteps": {"bias_strategy": "later", "bias_end": 500}}, "bias_end has no effect"),
+        ({"timesteps": {"bias_strategy": "range", "bias_portion": 0.5}}, "bias_portion has no"),
+        ({"loss_scale": {"initial": 8.0}}, "loss_scale requires mixed_precision: fp16"),
+        ({"mindspore": {"jit_level": "O1"}}, "jit_level has no effect with mode: pynative"),
+    ],
+)
+def test_invalid_combination_raises(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Train(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"optimizer": "adafactor"}, {"timesteps": {"bias_strategy": "later"}}]
+)
+def test_resolved_settings_are_valid(settings: dict[str, Any]) -> None:
+    resolved = Train(**settings)
+    assert Train(**resolved.model_dump(mode="json")) == resolved
+
+
+#: Setting that affects the weights -> another value, and the settings that it requires.
+IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "method": ("lora", {}),
+    "lora": ({"rank": 4}, {"method": "lora"}),
+    "train_text_encoder": (True, {}),
+    "text_encoder_lr": (1e-6, {"train_text_encoder": True}),
+    "init": ("random", {}),
+    "denoiser_config": ("config.json", {"init": "random"}),
+    "inpainting": (True, {}),
+    "aesthetic_score": (True, {}),
+    "steps": (7, {}),
+    "epochs": (2.0, {}),
+    "seed": (1, {}),
+    "global_batch_size": (8, {}),
+    "optimizer": ("adafactor", {}),
+    "learning_rate": (1e-4, {}),
+    "lr_scheduler": ("linear", {}),
+    "lr_min_ratio": (0.5, {"lr_scheduler": "linear"}),
+    "lr_num_cycles": (2, {"lr_scheduler": "cosine_with_restarts"}),
+    "lr_power": (2.0, {"lr_scheduler": "polynomial"}),
+    "lr_warmup_steps": (3, {}),
+    "weight_decay": (0.0, {}),
+    "adam_betas": ([0.8, 0.99], {}),
+    "adam_epsilon": (1e-6, {}),
+    "max_grad_norm": (None, {}),
+    "ema_decay": (0.9, {}),
+    "prediction_type": ("v_prediction", {}),
+    "zero_terminal_snr": (True, {}),
+    "snr_gamma": (5.0, {}),
+    "debiased_estimation_loss": (True, {}),
+    "weighting_scheme": ("cosmap", {}),
+    "noise_offset": (0.1, {}),
+    "input_perturbation": (0.1, {}),
+    "timesteps": ({"bias_strategy": "later"}, {}),
+    "caption_dropout_rate": (0.1, {}),
+    "mixed_precision": ("bf16", {}),
+    "loss_scale": ({"initial": 8.0}, {"mixed_precision": "fp16"}),
+    "shuffle_window": (2, {}),
+}
+
+
+@pytest.mark.parametrize("name", IN_KEY)
+def test_key_has_every_setting_of_the_weights(name: str) -> None:
+    value, common = IN_KEY[name]
+    assert key_settings(Train(**common)) != key_settings(Train(**common, **{name: value}))
+
+
+def test_every_setting_is_in_the_key_or_excluded() -> None:
+    assert set(Train.model_fields) == IN_KEY.keys() | NOT_IN_KEY

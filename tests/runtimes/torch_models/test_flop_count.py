@@ -1,0 +1,98 @@
+"""What a step costs is counted without computing it; what a chip can do is looked up."""
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.train import Train
+from runtimes.contract import StepBatch
+from runtimes.data.loader import open_job_latents
+from runtimes.process.job import TrainJob
+from runtimes.torch.runtime import TheRuntime
+from runtimes.torch_models.flop_count import FlopCounter, known_peak
+from runtimes.torch_models.network import Network
+from runtimes.train.trainer import make_loader
+
+pytestmark = pytest.mark.slow
+
+MakeJob = Callable[..., TrainJob]
+
+
+def batch_of(job: TrainJob) -> StepBatch:
+    return make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch(0)
+
+
+def count(job: TrainJob, **changes: object) -> float:
+    counter = FlopCounter(Network.load(job, Train(**job.train)))
+    return counter.of(replace(batch_of(job), **changes))  # type: ignore[arg-type]
+
+
+def test_a_convolution_costs_what_its_shape_says(make_job: MakeJob) -> None:
+    """2 operations a weight and pixel, and twice that backward; once where no input needs it."""
+
+    class OneConvolution(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unet = torch.nn.Conv2d(4, 8, 3, padding=1)
+
+        def forward(self, latents: torch.Tensor, *others: object) -> torch.Tensor:
+            return self.unet(latents)
+
+    batch = batch_of(make_job())
+    size, _, height, width = batch.noisy_latents.shape
+    forward = 2 * size * height * width * 4 * 8 * 9
+    assert FlopCounter(OneConvolution()).of(batch) == 2 * forward
+
+
+def test_recomputing_is_not_counted_and_adapters_cost_less(make_job: MakeJob) -> None:
+    full = count(make_job())
+    assert full == count(make_job(gradient_checkpointing=True))
+    assert full < count(make_job(train_text_encoder=True))
+    assert full / 3 < count(make_job(method="lora", lora={"rank": 1})) < full
+    half = make_job(method="lora", lora={"rank": 1}, mixed_precision="bf16")
+    assert count(half) == count(make_job(method="lora", lora={"rank": 1}))
+
+
+def test_counting_takes_no_memory_and_leaves_the_network_alone(make_job: MakeJob) -> None:
+    job = make_job()
+    network = Network.load(job, Train(**job.train))
+    before = {name: p.clone() for name, p in network.named_parameters()}
+    counter = FlopCounter(network)
+    assert {p.device.type for p in counter.network.parameters()} == {"meta"}
+    assert counter.of(batch_of(job)) > 0
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is None
+        assert torch.equal(parameter, before[name])
+
+
+def test_the_peak_of_a_chip_is_known_by_its_name() -> None:
+    """By which pattern a name of PyTorch's meets first: H100 PCIe before H100, L40S and not L4.
+
+    Figures are those of NVIDIA's data sheets, without sparsity.
+    """
+    assert known_peak("NVIDIA H200", "bfloat16") == 989.5e12
+    assert known_peak("NVIDIA H100 80GB HBM3", "bfloat16") == 989.5e12
+    assert known_peak("NVIDIA H100 PCIe", "bfloat16") == 756.5e12
+    assert known_peak("NVIDIA A100-SXM4-40GB", "float32") == 19.5e12
+    assert known_peak("NVIDIA L40S", "bfloat16") == 362e12
+    assert known_peak("NVIDIA L4", "bfloat16") == 121e12
+    assert known_peak("NVIDIA A10G", "bfloat16") == 70e12
+    assert known_peak("Tesla T4", "bfloat16") is None
+    assert known_peak("Another chip", "bfloat16") is None
+
+
+def test_a_profile_is_a_trace_of_the_steps_within(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job()
+    runtime = TheRuntime()
+    runtime.load(job)
+    with runtime.profile(str(tmp_path / "profile")):
+        runtime.step(batch_of(job), 1e-3)
+    (path,) = (tmp_path / "profile").glob("*.pt.trace.json.gz")
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::convolution_backward", "Optimizer.step#AdamW.step"} <= names

@@ -1,0 +1,200 @@
+"""A stage has one builder, a reason of its build, and clear errors of its store."""
+
+import errno
+import logging
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gcs_server import GcsServer
+from stores import UrlOf
+
+from artifacts.store import Draft, KeyParts, Store
+from runtimes.contract import WrongInput
+from tasks.build_or_reuse import (
+    StageFailed,
+    StageResult,
+    StorageError,
+    build_or_reuse,
+    package_versions,
+    storage_error,
+)
+
+SETTINGS = {"size": 32, "name": "a", "adam": {"rate": 1.0, "decay": 0.0}, "betas": [0.9, 0.99]}
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+def parts(inputs: dict[str, str] | None = None, **settings: Any) -> KeyParts:
+    return KeyParts("encode", 1, {**SETTINGS, **settings}, inputs or {"images": "1" * 64})
+
+
+def write(draft: Draft) -> dict[str, Any]:
+    draft.write("file", b"content")
+    return {"files": 1}
+
+
+def built(store: Store, wanted: KeyParts) -> str:
+    """The reason of a build, as its manifest has it."""
+    result = build_or_reuse(store, wanted, write, parents={})
+    assert result.outcome == "built"
+    artifact = store.load("encode", result.key)
+    assert artifact is not None
+    return str(artifact.manifest["run"]["reason"])
+
+
+def test_of_two_builders_one_builds_and_the_other_reuses(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    building, builds = threading.Event(), list[str]()
+
+    def build(draft: Draft) -> dict[str, Any]:
+        builds.append(threading.current_thread().name)
+        building.set()
+        until = time.monotonic() + 60
+        while "is building it; waiting" not in caplog.text:  # the other has found the lock taken
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return write(draft)
+
+    def run() -> StageResult:
+        return build_or_reuse(store, parts(), build, parents={})
+
+    with caplog.at_level(logging.INFO, "kiln"), ThreadPoolExecutor(2) as threads:
+        first = threads.submit(run)
+        assert building.wait(60)
+        second = threads.submit(run)
+        results = first.result(), second.result()
+    assert [result.outcome for result in results] == ["built", "reused"]
+    assert len(builds) == 1
+    assert results[0].digest == results[1].digest
+
+
+def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:
+    def fail(draft: Draft) -> dict[str, Any]:
+        draft.write("file", b"half")
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        build_or_reuse(store, parts(), fail, parents={})
+    assert built(store, parts()) == "none was built before"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (parts(size=64), "changed: size 32 → 64"),
+        (parts(name="b"), "changed: name"),
+        (parts(adam={"rate": 2.0, "decay": 0.0}), "changed: adam.rate 1.0 → 2.0"),
+        (parts(adam={"rate": 1.0}), "changed: adam.decay 0.0 → None"),
+        (parts(betas=[0.9, 0.95]), "changed: betas"),
+        (parts({"images": "2" * 64}), "changed: images"),
+        (parts(size=64, name="b"), "changed: name, size 32 → 64"),
+    ],
+)
+def test_the_reason_of_a_build_has_the_changes(store: Store, wanted: KeyParts, reason: str) -> None:
+    assert built(store, parts()) == "none was built before"
+    found = built(store, wanted).replace("inputs.", "").replace("settings.", "")
+    assert found == reason
+
+
+def test_a_build_is_compared_with_the_newest_artifact_of_its_stage(store: Store) -> None:
+    for age, settings in ((20, {"size": 2}), (0, {"size": 3, "betas": []}), (10, {"size": 1})):
+        result = build_or_reuse(store, parts(**settings), write, parents={})
+        then = time.time() - age
+        os.utime(f"{store.root}/encode/{result.key}/manifest.json", (then, then))
+    assert built(store, parts()) == "changed: settings.betas, settings.size 3 → 32"
+
+
+def test_the_reason_of_a_rebuild_is_the_damage(store: Store) -> None:
+    result = build_or_reuse(store, parts(), write, parents={})
+    store.fs.pipe_file(f"{store.root}/encode/{result.key}/file", b"other")
+    assert built(store, parts()) == "it was damaged"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "no space left for /a/b: free some (try `kiln gc`), then run again"),
+        (errno.EDQUOT, "no space left for /a/b"),
+        (errno.EACCES, "no permission for /a/b: grant it, or choose another `store`"),
+        (errno.EROFS, "no permission for /a/b"),
+    ],
+)
+def test_errors_of_a_full_or_closed_store_are_storage_errors(
+    store: Store, number: int, words: str
+) -> None:
+    def build(draft: Draft) -> dict[str, Any]:
+        raise OSError(number, "as the system says", "/a/b")
+
+    with pytest.raises(StorageError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        build_or_reuse(store, parts(), build, parents={})
+
+
+@pytest.mark.slow
+def test_a_forbidden_bucket_is_a_storage_error(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Store(url_of("gs"))
+    monkeypatch.setattr(gcs, "forbidden", "^POST ")
+    with pytest.raises(StorageError, match=f"^no permission for {bucket.url}: grant it"):
+        build_or_reuse(bucket, parts(), write, parents={})
+    denied = PermissionError("Access Denied")  # as S3's client has it: without a number
+    assert "no permission for" in str(storage_error(bucket, denied))
+
+
+@pytest.mark.slow
+def test_an_unreadable_artifact_of_a_bucket_is_not_rebuilt(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = Store(url_of("gs"))
+    build_or_reuse(bucket, parts(), write, parents={})
+    with monkeypatch.context() as patch:
+        patch.setattr(gcs, "forbidden", r"^GET .*/manifest\.json$")
+        with pytest.raises(StorageError):
+            build_or_reuse(bucket, parts(), lambda draft: pytest.fail("built"), parents={})
+    assert build_or_reuse(bucket, parts(), write, parents={}).outcome == "reused"
+
+
+@pytest.mark.slow
+def test_an_unreachable_bucket_is_a_storage_error(url_of: UrlOf, s3_away: None) -> None:
+    bucket = Store(url_of("s3"))
+    with pytest.raises(StorageError, match=f"^{bucket.url} cannot be used now .*Could not connect"):
+        build_or_reuse(bucket, parts(), write, parents={})
+
+
+def test_other_errors_are_not_storage_errors(store: Store) -> None:
+    away = ConnectionResetError(errno.ECONNRESET, "reset")
+    assert storage_error(store, away) is away
+
+
+def test_wrong_input_of_ours_is_one_line_and_a_library_s_error_keeps_its_traceback(
+    store: Store,
+) -> None:
+    def refuse(draft: Draft) -> dict[str, Any]:
+        raise WrongInput("raise encode.resolution")
+
+    def fail(draft: Draft) -> dict[str, Any]:
+        return {"shape": np.zeros(3) + np.zeros(2)}
+
+    with pytest.raises(StageFailed, match=r"^encode: raise encode\.resolution$"):
+        build_or_reuse(store, parts(), refuse, parents={})
+    with pytest.raises(ValueError, match="could not be broadcast"):
+        build_or_reuse(store, parts(), fail, parents={})
+
+
+def test_a_runtime_s_versions_are_those_of_its_own_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "lib/python3.11/site-packages/torch_xla-2.9.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Name: torch_xla\nVersion: 2.9.0\n", encoding="utf-8")
+    assert package_versions(str(tmp_path / "bin/python")) == {"torch_xla": "2.9.0"}
+    assert package_versions(sys.executable)["numpy"] == np.__version__

@@ -1,0 +1,107 @@
+"""A job in a child process: result, errors and interruption."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from command import jobs_of
+from fsspec.core import url_to_fs
+
+from artifacts import compare_and_swap as cas
+from artifacts import lock
+from runtimes.contract import WrongInput
+from runtimes.process.job import GenerateJob, TrainJob, write_job
+from tasks.child_process import ChildOutput, JobFailed, run_job, wait_for_result
+
+#: Runs a job, prints its events, and exits with 130 at an interruption.
+STAGE = """
+import json, signal, sys
+from pathlib import Path
+from runtimes.process.job import read_job
+from tasks.child_process import run_job
+# A test run in background may have been started with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    say = lambda event: print(json.dumps(event), flush=True)
+    run_job(read_job(Path(sys.argv[1])), say, grace_seconds=60.0)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.fixture
+def endless(tmp_path: Path, tiny_sdxl: Path) -> Iterator[TrainJob]:
+    """A job that waits for its work folder, which this test locks."""
+    work = tmp_path / "w"
+    work.mkdir()
+    with (work / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield TrainJob("torch", str(tiny_sdxl), "nowhere", {}, str(work), str(tmp_path / "o"))
+
+
+@pytest.mark.slow
+def test_wrong_input_of_a_job_is_raised_here(tmp_path: Path) -> None:
+    job = GenerateJob("torch", str(tmp_path), (), ("a prompt",), {})
+    with pytest.raises(WrongInput, match=r"model_index\.json"):
+        run_job(job)
+
+
+@pytest.mark.slow
+def test_the_error_of_a_killed_process_names_the_signal(endless: TrainJob) -> None:
+    def kill(event: dict[str, Any]) -> None:
+        os.kill(jobs_of(os.getpid())[0], signal.SIGKILL)
+
+    with pytest.raises(JobFailed, match="was killed by SIGKILL"):
+        run_job(endless, kill)
+
+
+@pytest.mark.slow
+def test_an_interruption_ends_the_process_too(endless: TrainJob, tmp_path: Path) -> None:
+    write_job(endless, tmp_path / "job.json")
+    stage = subprocess.Popen(
+        [sys.executable, "-c", STAGE, str(tmp_path / "job.json")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert stage.stdout is not None
+    assert "waiting for it" in stage.stdout.readline()
+    (child,) = jobs_of(stage.pid)
+    stage.send_signal(signal.SIGINT)
+    assert stage.wait(50) == 130
+    until = time.monotonic() + 60
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < until, "the process is left behind"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_result() -> None:
+    script = """sleep 60 & echo '{"event": "result", "n": 1}'"""
+    child = subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    output, begun = ChildOutput(lambda event: None), time.monotonic()
+    pumps = [lambda: output.mixed(child.stdout)]
+    assert wait_for_result(child, output, pumps, child.kill)["n"] == 1
+    assert time.monotonic() - begun < 30
+
+
+def test_a_job_whose_builder_lost_its_lock_is_stopped() -> None:
+    """Else two trainers write into one folder."""
+    fs, path = url_to_fs(f"memory://{uuid4()}/lock.json")
+    with subprocess.Popen(["sleep", "20"], text=True) as child, lock.hold(fs, path) as held:
+        seen = cas.read(fs, path)
+        assert cas.swap(fs, path, seen, b'{"token": "of another"}')
+        held.renew()
+        with pytest.raises(lock.LockLost):
+            wait_for_result(child, ChildOutput(lambda event: None), (), child.terminate)
+    assert child.returncode == -signal.SIGTERM
