@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 BASE = Path(__file__).parents[1] / "demo" / "base"
+TOKENS, CAPTIONS = 77, 16  # of random latents
 #: A UNet in SDXL's layout with 39.9 M parameters; the demo's has 2.7 M, SDXL's 2,567 M.
 MIDDLE_UNET: dict[str, Any] = {
     "sample_size": 16,
@@ -150,3 +152,59 @@ def _text_config(tokenizer: Any, width: int, projection: int) -> Any:
         pad_token_id=tokenizer.pad_token_id,
         projection_dim=projection,
     )
+
+
+def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> str:
+    """Write a latents artifact of random numbers for a pipeline of `write_full_size`; its URL.
+
+    A step takes as long as with encoded pictures of `size` x `size` pixels.
+    """
+    from artifacts.latent_shard_writer import write_latent_shard
+    from artifacts.latent_shards import LatentSample, Texts
+    from artifacts.store import KeyParts, Store
+
+    random, side = np.random.default_rng(0), size // 8
+    unet = json.loads((model / "unet" / "config.json").read_text(encoding="utf-8"))
+    family = "sdxl" if unet.get("addition_embed_type") == "text_time" else "sd"
+    width, encoders = unet["cross_attention_dim"], 2 if family == "sdxl" else 1
+    pooled = 0
+    if family == "sdxl":
+        sizes = 6 * unet["addition_time_embed_dim"]
+        pooled = unet["projection_class_embeddings_input_dim"] - sizes
+
+    def normal(*shape: int) -> Any:
+        return random.standard_normal(shape, dtype=np.float32)
+
+    def sample(number: int) -> LatentSample:
+        return LatentSample(
+            mean=normal(4, side, side),
+            logvar=normal(4, side, side) - 4,
+            id=random.bytes(32),
+            original_size=(size, size),
+            crop_top_left=(0, 0),
+            target_size=(size, size),
+            flip=False,
+            caption_rows=(1 + number % CAPTIONS,),
+        )
+
+    texts = Texts(
+        normal(1 + CAPTIONS, TOKENS, width),
+        normal(1 + CAPTIONS, pooled) if pooled else None,
+        random.integers(512, size=(1 + CAPTIONS, encoders, TOKENS)),
+    )
+    info = {
+        **{"family": family, "latent_channels": 4, "vae_scale_factor": 8, "size_step": 8},
+        **{"scaling_factor": 0.18215, "shift_factor": 0.0, "empty_prompt": "zeros"},
+        **{"latents_mean": None, "latents_std": None, "tokens": TOKENS},
+        **{"caption_tokens": TOKENS, "prompt_dim": width, "pooled_dim": pooled},
+    }
+    group = f"train/{side}x{side}"
+    store = Store(str(folder / "store"))
+    draft = store.draft(KeyParts("encode", 1, {"info": info, "samples": samples}, {}))
+    path = folder / "shard.safetensors"
+    write_latent_shard(path, {group: [sample(number) for number in range(samples)]}, texts)
+    counts = {"groups": {group: samples}, "bad": 0}
+    shard = store.commit_shard("encode", f"{0:064x}", {".safetensors": str(path)}, counts)
+    draft.add_shard(shard)
+    draft.write("latents.json", json.dumps(info).encode())
+    return str(draft.commit({}, {}).uri)

@@ -30,7 +30,7 @@ class BareSteps:
 
     def __init__(self, job: TrainJob) -> None:
         settings = Train(**job.train)
-        self._batch = make_loader(job, settings, open_job_latents(job.latents)).batch(0)
+        self.batch = make_loader(job, settings, open_job_latents(job.latents)).batch(0)
         self._rate = settings.learning_rate
         self.runtime = open_runtime(job.runtime)
         self.runtime.load(job)
@@ -39,7 +39,7 @@ class BareSteps:
         """Seconds of `steps` steps, without a synchronization between them."""
         begin, output = time.perf_counter(), None
         for _ in range(steps):
-            output = self.runtime.step(self._batch, self._rate)
+            output = self.runtime.step(self.batch, self._rate)
         if output is not None:
             float(output.loss)
         return time.perf_counter() - begin

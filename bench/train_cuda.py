@@ -12,12 +12,10 @@ from typing import Any
 from bench import inputs, ours
 from bench.report import Row, Skip, spread
 from bench.steps import Context, Workload, loop_figures, step_row
-from runtimes.process.job import write_job
 
 MODELS = Path(__file__).with_name("models")
 SD2_UNET, SDXL_UNET = MODELS / "sd2-base.json", MODELS / "sdxl.json"
 BF16: dict[str, Any] = {"mixed_precision": "bf16"}  # a setting and an option of the scripts
-OPTION_STEPS = 20
 LARGE_MEMORY = 120 * 2**30  # bytes of device memory; from here on the batch size is doubled
 
 
@@ -38,7 +36,7 @@ def sdxl(batch: int) -> Workload:
 def cuda_row(
     context: Context, name: str, *, workload: Callable[[int], Workload], batch: int, method: str
 ) -> Row:
-    """Images/s, MFU and peak memory, also of the script if it exists, and the option ablation."""
+    """Images/s, MFU and peak memory, also of the script if it exists."""
     _require_cuda()
     return full_size_row(context, name, workload(_batch_size(batch)), method)
 
@@ -67,7 +65,6 @@ def full_size_row(context: Context, name: str, workload: Workload, method: str) 
         )
         row = Row(name, figures=loop_figures(times) | {"peer": f"skipped: {reason}"})
     row.figures["batch"] = workload.batch
-    row.figures["options"] = _options(context, workload, method)
     return row
 
 
@@ -95,19 +92,6 @@ def two_runtimes_row(context: Context, name: str, workload: Workload) -> Row:
     figures = {"ratio": ratio, "batch": workload.batch, **loop_figures(of_jax)}
     figures |= {f"torch_{name}": value for name, value in loop_figures(of_torch).items()}
     return Row(name, {f"{name}_over_torch": ratio["median"]}, figures)
-
-
-def _options(context: Context, workload: Workload, method: str) -> dict[str, Any]:
-    """Images/s by variant of `bench.options`; an error message for variants that failed."""
-    with context.scratch() as folder:
-        job = folder / "job.json"
-        write_job(context.job(workload, method, folder), job)
-        steps = min(OPTION_STEPS, context.timed_steps(workload))
-        _, result = ours.run_module("bench.options", str(job), str(context.rounds), str(steps))
-    return {
-        variant: seconds if isinstance(seconds, str) else workload.batch / seconds["median"]
-        for variant, seconds in result.items()
-    }
 
 
 CUDA_ROWS: dict[str, Callable[[Context, str], Row]] = {

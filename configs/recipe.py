@@ -54,6 +54,10 @@ class Recipe(Section):
             raise ValueError(f"train.mindspore requires runtime mindspore, not {self.runtime}")
         if self.train.hpu != Hpu() and not self.train.device.startswith("hpu"):
             raise ValueError(f"train.hpu requires train.device: hpu, not {self.train.device}")
+        if self.runtime != "torch":
+            self.train.refuse_changed(
+                ("compile", "attention", "deterministic"), f"runtime: {self.runtime}"
+            )
         if self.tpu is not None and self.runtime != "xla":
             raise ValueError(f"tpu requires runtime xla, not {self.runtime}")
         return self

@@ -29,6 +29,8 @@ def attend(
         scale: factor of the logits.
         dropping: PRNG key and dropout probability of the attention weights.
     """
+    if dropping is None and _has_fused_kernel(query):
+        return _fused(query, key, value, mask, causal=causal, scale=scale)
     wide = jnp.float32
     logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=wide) * scale
     if causal:
@@ -40,3 +42,28 @@ def attend(
         random, share = dropping
         weights = weights * jax.random.bernoulli(random, 1 - share, weights.shape) / (1 - share)
     return jnp.einsum("bhts,bhsd->bhtd", weights.astype(value.dtype), value)
+
+
+def _has_fused_kernel(query: Array) -> bool:
+    """Whether cuDNN's fused attention supports the dtype and the head size, on a GPU."""
+    half = query.dtype in (jnp.bfloat16, jnp.float16)
+    return jax.default_backend() == "gpu" and half and query.shape[-1] in range(8, 129, 8)
+
+
+def _fused(
+    query: Array, key: Array, value: Array, mask: Array | None, *, causal: bool, scale: float
+) -> Array:
+    """The same by cuDNN, which does not store the logits."""
+    query, key, value = (jnp.swapaxes(array, 1, 2) for array in (query, key, value))
+    excludes = mask is not None and mask.dtype == bool
+    output = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias=None if excludes else mask,
+        mask=mask if excludes else None,
+        scale=scale,
+        is_causal=causal,
+        implementation="cudnn",
+    )
+    return jnp.swapaxes(output, 1, 2)

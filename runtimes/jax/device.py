@@ -36,8 +36,6 @@ def check_rules(settings: Train) -> None:
     check_precision(settings)
     if settings.optimizer != "adamw":
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime jax: set adamw")
-    if settings.compile:
-        raise WrongInput("train.compile is for runtime torch: this one compiles every step")
 
 
 def start(name: str, compiled: str | None, dtype: str) -> CompileCache:

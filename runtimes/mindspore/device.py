@@ -28,8 +28,6 @@ def check(settings: Train) -> None:
     name = "runtime mindspore"
     if settings.optimizer != "adamw":
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}: set adamw")
-    if settings.compile:
-        raise WrongInput(f"train.compile is for runtime torch: {name} has train.mindspore.mode")
     if settings.fsdp != 1 and ranks.world > 1:
         raise WrongInput(f"train.fsdp: {settings.fsdp} is not for {name}: set 1")
     if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):

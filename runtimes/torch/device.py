@@ -30,21 +30,22 @@ ACCELERATORS = {"cuda": "CUDA", "npu": "Ascend NPU", "hpu": "Gaudi"}
 _NAME = re.compile(r"(?P<kind>auto|cpu|cuda|npu|hpu)(?:(?<!auto)(?<!cpu):(?P<number>\d+))?")
 
 
-def make_deterministic() -> None:
-    """Make results bitwise reproducible on one machine.
+def make_deterministic(enabled: bool = True) -> None:
+    """Make results bitwise reproducible on one machine, or allow the fastest kernels.
 
     An operator without a deterministic kernel raises RuntimeError. `warn_only` is off because
     PyTorch would then keep the nondeterministic backward pass of CUDA's fused attention.
 
     Call it before the first use of a device: cuBLAS reads its setting at initialization.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(enabled)
     # Filling costs time, and no code here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False
     # Timing-based algorithm search is not reproducible; TF32 has 10 mantissa bits, not 23.
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = not enabled
+    torch.backends.cudnn.deterministic = enabled
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -110,7 +110,7 @@ def check(settings: Train) -> None:
             "step; set adamw"
         )
     lazy = (settings.hpu.mode or mode()) == "lazy"
-    if settings.compile and lazy:
+    if settings.compile in ("blocks", "denoiser") and lazy:
         raise WrongInput("train.compile is for mode eager of device hpu: lazy makes graphs itself")
     if settings.hpu.graphs and not lazy:
         raise WrongInput("train.hpu.graphs needs mode lazy: set train.hpu.mode to lazy")

@@ -18,6 +18,7 @@ from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch.channels_last import keep_channels_last, memory_format
+from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import describe, make_deterministic, open_device, peak_bytes, versions
 from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.optimizer_and_ema import Update
@@ -39,12 +40,13 @@ class TheRuntime(BaseRuntime):
         self.versions = versions()
         settings = self._settings = Train(**job.train)
         check_precision(settings)
-        make_deterministic()
         ranks = self._ranks = Ranks.here()
         self.samples_collectively = ranks.world > 1 and settings.fsdp != 1
         hooks = self._device_hooks = open_device(settings.device, ranks, settings.hpu, job.compiled)
         hooks.check(settings)
         self._device = hooks.device
+        exact = settings.deterministic
+        make_deterministic(self._device.type != "cuda" if exact is None else exact)
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)
         self.device = describe(self._device)
@@ -57,8 +59,7 @@ class TheRuntime(BaseRuntime):
         network.train()
         enable_npu_attention(network.denoiser, self._device)
         hooks.prepare_training(network.denoiser)
-        if settings.compile:
-            network.denoiser.compile(backend=hooks.compile_backend)
+        compile_denoiser(network.denoiser, settings.compile, hooks)
         forward = parallel.wrap(network)
         self._update = Update(parallel.masters(), settings, parallel, hooks)
         self._step = Step(network, forward, self._update, parallel, hooks, settings, ranks.rank)

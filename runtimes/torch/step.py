@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
@@ -17,6 +18,22 @@ from runtimes.torch.parallel import SingleProcess
 from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.torch_models.micro_batches import Inputs, micro_batches, sender
 from runtimes.torch_models.network import Network
+
+#: Names of `train.attention`.
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention_kernel(name: str) -> AbstractContextManager[None]:
+    """Context in which scaled_dot_product_attention uses the kernel that `train.attention` names.
+
+    Without a kernel for the device and shapes, PyTorch raises RuntimeError.
+    """
+    return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,7 @@ class Step:
             if self._has_dropout:
                 seed_dropout(self.settings.seed, batch.step, inputs.first, self.rank)
             with self.parallel.accumulating(last=inputs.last):
-                with self.autocast():
+                with self.autocast(), attention_kernel(self.settings.attention):
                     errors = inputs.errors(self.forward)
                 part = (inputs.weight * errors).sum() / batch.denominator
                 # DDP and FSDP average gradients over processes; the step needs their sum.

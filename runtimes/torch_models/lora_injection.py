@@ -55,6 +55,8 @@ def add_adapters(
     adapted = dict(_adapted(model))
     check_unambiguous(part, chosen, adapted)
     for name, layer in adapted.items():
+        # PEFT would cast activations to float32, which autocast casts back to the compute dtype.
+        layer.cast_input_dtype_enabled = False
         _initialize(f"{part}.{stored_name(part, name)}", layer, seed)
 
 

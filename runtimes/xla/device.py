@@ -30,8 +30,6 @@ def check(settings: Train) -> None:
         )
     if settings.optimizer != "adamw":
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla: set adamw")
-    if settings.compile:
-        raise WrongInput("train.compile is for runtime torch: this one compiles every step")
 
 
 def start(name: str, compiled: str | None) -> CompileCache:

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from bench import inputs, ours, overhead
 from bench.equal import compare as compare_losses
-from bench.options import measure
 from bench.peer import SCRIPTS, Peer, PeerFailed, PeerTime
 from bench.peer_hooks import Stopwatch
 from bench.report import Row, publish
@@ -137,17 +135,15 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
 
 
 @pytest.mark.slow
-def test_overhead_and_options_are_timed(
+def test_overhead_of_the_loop_is_timed(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock advances by 3 s per step with fused AdamW, and by 5 s without."""
-    seconds, attention = [0.0], []
+    """The clock advances by 3 s per step."""
+    seconds = [0.0]
     step = TheRuntime.step
 
     def timed(runtime: TheRuntime, *arguments: Any) -> Any:
-        (group,) = runtime._update._optimizer._torch.param_groups
-        seconds[0] += 3.0 if group["fused"] else 5.0
-        attention.append(torch.backends.cuda.flash_sdp_enabled())
+        seconds[0] += 3.0
         return step(runtime, *arguments)
 
     monkeypatch.setattr(TheRuntime, "step", timed)
@@ -158,14 +154,6 @@ def test_overhead_and_options_are_timed(
         *(1.0, 3.0, 3.0)
     ]
     assert found["ratio"]["rounds"] == 2
-    attention.clear()
-    cases = measure(job, 1, 1, only=frozenset({"baseline", "unfused_adamw", "attention_math"}))
-    assert {name: case["median"] for name, case in cases.items()} == {
-        "baseline": 3.0,
-        "unfused_adamw": 5.0,
-        "attention_math": 3.0,
-    }
-    assert attention == 12 * [True] + 6 * [False]  # five steps warm up
 
 
 @pytest.mark.soak

@@ -12,10 +12,11 @@ from command import environment
 
 import bench
 import demo
-from bench import inputs, ours, same_picture, train_mindspore
+from bench import gpu, inputs, ours, same_picture, train_mindspore
 from bench.steps import Context, Workload
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
+from configs.train import Train
 from runtimes.registry import probe_runtime
 
 MODULES = [
@@ -54,14 +55,32 @@ def test_rows_of_a_model_share_its_files() -> None:
 
 
 @pytest.mark.soak
-def test_full_size_row_has_loop_figures_and_every_option(context: Context) -> None:
-    """On a CPU with a tiny model; options that require CUDA have an error message."""
+def test_full_size_row_has_loop_figures(context: Context) -> None:
+    """On a CPU with a tiny model."""
     figures = full_size_row(context, "row", SMALLEST, "lora").figures
     assert figures["images_per_second"]["median"] == pytest.approx(2 / figures["seconds"]["median"])
-    options = figures["options"]
-    assert {"baseline", "unfused_adamw", "gradient_checkpointing", "compile"} <= options.keys()
-    assert all(isinstance(found, float) or "does not run" in found for found in options.values())
-    assert isinstance(options["baseline"], float)
+
+
+@pytest.mark.slow
+def test_gpu_variants_are_measured_one_by_one(tmp_path: Path, tiny_sd: Path) -> None:
+    """On a CPU with a tiny UNet; a variant that fails does not end the others."""
+    config = tiny_sd / "unet" / "config.json"
+    model = gpu.Model("tiny", config, 64, 2)
+    eager = {"compile": "none"}
+    variants = {"wrong": (model, {"device": "cuda:99"}), "right": (model, eager)}
+    wrong, right = gpu.run_piece(variants, gpu.job_maker(tmp_path), tmp_path, steps=1)
+    assert "cuda:99" in wrong.failed
+    assert right.figures["images_per_second"] == pytest.approx(2 / right.figures["seconds"])
+    assert right.figures["memory_gb"] > 0 and right.figures["tflop_per_image"] > 0
+
+
+def test_every_gpu_variant_has_valid_settings() -> None:
+    names = [name for piece in gpu.PIECES.values() for name in piece]
+    assert len(set(names)) == len(names)
+    for piece in gpu.PIECES.values():
+        for model, settings in piece.values():
+            assert model.config.is_file()
+            Train(**{name: value for name, value in settings.items() if name != "runtime"})
 
 
 @pytest.mark.soak

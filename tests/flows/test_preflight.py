@@ -33,7 +33,7 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
             "train.timesteps.bias_begin and bias_end: 0 to 1001 is no range",
         ),
         ({"train.optimizer": "adamw_8bit", "train.device": "cpu"}, "needs a CUDA device"),
-        ({"runtime": "jax", "train.compile": True}, "train.compile is for runtime torch"),
+        ({"runtime": "jax", "train.compile": "blocks"}, "compile has no effect with runtime: jax"),
         ({"runtime": "jax", "train.mixed_precision": "fp16"}, "fp16 is for runtime mindspore"),
         (
             {"train.prediction_type": "sample", "publish.gate": ["holdout_loss < base"]},

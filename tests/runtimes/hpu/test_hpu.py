@@ -160,7 +160,7 @@ def test_drawing_records_one_graph_and_its_replays_are_no_ones_past(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"compile": True, "hpu": {"mode": "lazy"}}, "train.compile is for mode eager"),
+        ({"compile": "denoiser", "hpu": {"mode": "lazy"}}, "train.compile is for mode eager"),
         ({"hpu": {"graphs": True}}, "train.hpu.graphs needs mode lazy"),
         (
             {

@@ -1,0 +1,193 @@
+"""Measure training on one GPU at true size: `python -m bench.gpu --help`.
+
+Each piece takes under ten minutes. Inputs are random; models have the published sizes. Every
+variant is a process of its own, so that memory and compiled programs are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench import inputs, ours, report
+from bench.jobs import read_train_job
+from bench.report import Row
+from bench.steps import METHODS, OURS
+from bench.train_cuda import LARGE_MEMORY, SD2_UNET, SDXL_UNET
+from configs.train import Train
+from runtimes.process.job import TrainJob, write_job
+
+WARM_UP = 3  # steps, compilation included
+EAGER: dict[str, Any] = {"compile": "none"}
+EXACT: dict[str, Any] = {"deterministic": True}
+CUDNN: dict[str, Any] = {"attention": "cudnn"}
+LORA = METHODS["lora"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of true size, its pictures and its batch size."""
+
+    name: str
+    config: Path  # of the UNet
+    size: int  # side of the pictures, in pixels
+    batch: int  # on 80 GB; twice that on 120 GiB or more
+
+
+SD2, SDXL = Model("sd2", SD2_UNET, 512, 32), Model("sdxl", SDXL_UNET, 1024, 4)
+Variant = tuple[Model, dict[str, Any]]
+#: Piece -> name of the variant -> model and changed train settings, or `runtime`.
+PIECES: dict[str, dict[str, Variant]] = {
+    "sd2": {
+        "sd2_full": (SD2, {}),
+        "sd2_full_cudnn_attention": (SD2, CUDNN),
+        "sd2_full_deterministic": (SD2, EXACT),
+        "sd2_full_eager": (SD2, EAGER),
+        "sd2_full_denoiser": (SD2, {"compile": "denoiser"}),
+        "sd2_full_checkpointing": (SD2, {"gradient_checkpointing": True}),
+        "sd2_lora": (SD2, LORA),
+        "sd2_lora_cudnn_attention": (SD2, {**LORA, **CUDNN}),
+        "sd2_lora_eager": (SD2, {**LORA, **EAGER}),
+    },
+    "sdxl": {
+        "sdxl_full": (SDXL, {}),
+        "sdxl_full_cudnn_attention": (SDXL, CUDNN),
+        "sdxl_full_eager": (SDXL, EAGER),
+        "sdxl_full_checkpointing": (SDXL, {"gradient_checkpointing": True}),
+        "sdxl_lora": (SDXL, LORA),
+        "sdxl_lora_cudnn_attention": (SDXL, {**LORA, **CUDNN}),
+    },
+    "jax": {
+        "sd2_full_jax": (SD2, {"runtime": "jax"}),
+        "sdxl_full_jax": (SDXL, {"runtime": "jax"}),
+    },
+}
+
+
+def measure(job: TrainJob, steps: int) -> dict[str, Any]:
+    """Speed, MFU and peak memory of bare steps of a job."""
+    from bench.overhead import BareSteps
+
+    begin = time.perf_counter()
+    bare = BareSteps(job)
+    loaded = time.perf_counter()
+    bare.seconds(WARM_UP)
+    warm = time.perf_counter()
+    seconds = bare.seconds(steps) / steps
+    images = job.train["global_batch_size"]
+    figures: dict[str, Any] = {
+        "images_per_second": images / seconds,
+        "seconds": seconds,
+        "memory_gb": bare.runtime.memory_bytes() / 1e9,
+        "load_seconds": loaded - begin,
+        "warm_up_seconds": warm - loaded,
+        "batch": images,
+    }
+    if os.environ.get("KILN_BENCH_PROFILE"):
+        report.log(_profile(bare))
+    flops, peak = bare.runtime.flops(bare.batch), bare.runtime.peak_flops()
+    if flops:
+        figures["tflop_per_image"] = flops / images / 1e12
+        figures |= {"mfu": flops / seconds / peak} if peak else {}
+    return figures
+
+
+def _profile(bare: Any) -> str:
+    """A table of the device's kernels in two steps, by time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        bare.seconds(2)
+    order = "self_device_time_total"
+    return str(profiler.key_averages().table(sort_by=order, row_limit=45, max_name_column_width=90))
+
+
+def run_piece(
+    variants: Mapping[str, Variant],
+    make_job: Callable[[Model, dict[str, Any]], TrainJob],
+    folder: Path,
+    steps: int,
+) -> list[Row]:
+    """Measure variants one after another, each in a process of its own."""
+    rows = []
+    for name, (model, settings) in variants.items():
+        report.log(f"{name} ...")
+        path = folder / f"{name}.json"
+        write_job(make_job(model, settings), path)
+        command = [sys.executable, "-m", "bench.gpu", "--measure", str(path), str(steps)]
+        done = subprocess.run(command, cwd=ours.ROOT, capture_output=True, text=True)
+        if os.environ.get("KILN_BENCH_PROFILE"):
+            report.log(done.stderr)
+        if done.returncode == 0:
+            rows.append(Row(name, figures=json.loads(done.stdout.splitlines()[-1])))
+        else:
+            rows.append(Row(name, failed=" ".join(done.stderr.splitlines()[-3:])[-600:]))
+        report.log("\n".join(report.table(rows[-1:])))
+    return rows
+
+
+def job_maker(folder: Path) -> Callable[[Model, dict[str, Any]], TrainJob]:
+    """A function that makes the job of a variant; the files of a model are written once."""
+    import torch
+
+    total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+
+    @cache
+    def files(model: Model) -> tuple[Path, str]:
+        place = folder / model.name
+        place.mkdir()
+        pipeline = inputs.write_full_size(place / "model", model.config)
+        torch.cuda.empty_cache()
+        return pipeline, inputs.write_random_latents(place, pipeline, 64, model.size)
+
+    def make(model: Model, settings: dict[str, Any]) -> TrainJob:
+        pipeline, latents = files(model)
+        given = {name: value for name, value in settings.items() if name != "runtime"}
+        batch = model.batch * (2 if total >= LARGE_MEMORY else 1)
+        common = {**OURS, "mixed_precision": "bf16", "global_batch_size": batch, "steps": 100}
+        return TrainJob(
+            runtime=settings.get("runtime", "torch"),
+            model=str(pipeline),
+            latents=latents,
+            train=Train(**{**common, **given}).model_dump(mode="json"),
+            work=str(folder / "work"),
+            out=str(folder / "out"),
+        )
+
+    return make
+
+
+def main(arguments: list[str]) -> int:
+    """Run the selected pieces. Returns 1 if a variant failed."""
+    if arguments[:1] == ["--measure"]:
+        print(json.dumps(measure(read_train_job(arguments[1]), int(arguments[2]))))
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("pieces", nargs="+", metavar="PIECE", choices=PIECES, help=" ".join(PIECES))
+    parser.add_argument("--only", nargs="+", metavar="VARIANT", help="only these variants")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
+    options = parser.parse_args(arguments)
+    variants = {name: v for piece in options.pieces for name, v in PIECES[piece].items()}
+    if options.only:
+        variants = {name: variants[name] for name in options.only}
+    facts = {"machine": report.machine(os.cpu_count() or 1), "versions": report.versions()}
+    with tempfile.TemporaryDirectory(prefix="kiln-gpu-") as temporary:
+        folder = Path(temporary)
+        rows = run_piece(variants, job_maker(folder), folder, options.steps)
+    report.publish("gpu", rows, facts, options.json)
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

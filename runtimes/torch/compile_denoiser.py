@@ -1,0 +1,36 @@
+"""Compile a denoiser by torch.compile: its repeated blocks one by one, or the whole module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runtimes.families import repeated_blocks
+from runtimes.torch.device_hooks import DeviceHooks
+
+#: Programs per function. ResnetBlock2D alone has a program for each number of channels and size.
+PROGRAMS = 256
+
+
+def compile_denoiser(denoiser: Any, what: str, device_hooks: DeviceHooks) -> None:
+    """Compile in place; names of modules and parameters do not change.
+
+    Blocks of equal structure share a program, and gradient checkpointing stays outside of it.
+
+    Args:
+        denoiser: a diffusers denoiser on its device.
+        what: `train.compile`.
+        device_hooks: gives the backend, and the choice of `auto`.
+    """
+    if what == "auto":
+        what = "blocks" if device_hooks.device.type == "cuda" else "none"
+    if what == "none":
+        return
+    # At the default of 8, PyTorch silently runs further blocks and shapes uncompiled.
+    torch._dynamo.config.recompile_limit = PROGRAMS
+    torch._dynamo.config.accumulated_recompile_limit = PROGRAMS
+    blocks = repeated_blocks()
+    for module in denoiser.modules():
+        if module is denoiser if what == "denoiser" else type(module).__name__ in blocks:
+            module.compile(backend=device_hooks.compile_backend, dynamic=False)

@@ -1,0 +1,125 @@
+"""A compiled denoiser trains as an uncompiled one; the `aot_eager` backend needs no compiler."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import MakeJob, start
+from torch._dynamo.utils import counters
+
+from configs.train import Train
+from runtimes.process.ranks import Ranks
+from runtimes.torch import parallel
+from runtimes.torch.compile_denoiser import compile_denoiser
+from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.runtime import TheRuntime
+from runtimes.torch.step import attention_kernel
+from runtimes.torch_models.network import Network
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _aot_eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(DeviceHooks, "compile_backend", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def two_steps(make_job: MakeJob, name: str, **settings: Any) -> tuple[list[float], set[str]]:
+    """Loss and gradient norm of two steps, and the keys of State."""
+    job = make_job(name, steps=2, micro_batch_size=2, **settings)
+    runtime, batch = start(job)
+    outputs = [runtime.step(batch(step), 1e-3) for step in range(2)]
+    figures = [float(value) for o in outputs for value in (o.loss, o.grad_norm)]
+    return figures, set(runtime.state()["weights"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compile": "blocks"},
+        {"compile": "blocks", "gradient_checkpointing": True},
+        {"compile": "blocks", "method": "lora"},
+        {"compile": "denoiser"},
+    ],
+)
+def test_a_compiled_denoiser_has_the_losses_of_an_uncompiled_one(
+    make_job: MakeJob, settings: dict[str, Any]
+) -> None:
+    compiled, names = two_steps(make_job, "compiled", **settings)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
+    eager, same = two_steps(make_job, "eager", **{**settings, "compile": "none"})
+    assert compiled == pytest.approx(eager, rel=1e-5)
+    assert names == same
+
+
+def test_blocks_share_programs_and_every_size_has_one(make_job: MakeJob) -> None:
+    """PyTorch's default runs the ninth size uncompiled, without a word."""
+    job = make_job()
+    network = Network.load(job, Train(**job.train))
+    compile_denoiser(network.denoiser, "blocks", DeviceHooks(torch.device("cpu")))
+    equal = network.denoiser.mid_block.resnets
+    first, embedding = equal[0], equal[0].time_emb_proj.in_features
+    with torch.no_grad():
+        for side in range(2, 20, 2):
+            for block in equal:
+                block(torch.randn(1, first.in_channels, side, side), torch.randn(1, embedding))
+    assert counters["stats"]["unique_graphs"] == 9
+
+
+@pytest.mark.parametrize(("device", "compiled"), [("cuda", True), ("cpu", False), ("npu", False)])
+def test_auto_compiles_blocks_on_cuda(make_job: MakeJob, device: str, compiled: bool) -> None:
+    job = make_job()
+    network = Network.load(job, Train(**job.train))
+    hooks = DeviceHooks(torch.device("cpu"))
+    hooks.device = torch.device(device) if device != "npu" else type("Npu", (), {"type": "npu"})()
+    compile_denoiser(network.denoiser, "auto", hooks)
+    found = {type(m).__name__ for m in network.modules() if m._compiled_call_impl is not None}
+    assert found == ({"BasicTransformerBlock", "ResnetBlock2D"} if compiled else set())
+
+
+def test_a_compiled_and_checkpointed_denoiser_trains_in_ddp(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's DDPOptimizer splits the graph at DDP's buckets, which are small here."""
+    settings = {"compile": "denoiser", "gradient_checkpointing": True}
+    expected, _ = two_steps(make_job, "alone")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
+        several = partial(parallel.DistributedDataParallel, bucket_cap_mb=0.01)  # buckets
+        monkeypatch.setattr(parallel, "DistributedDataParallel", several)
+        monkeypatch.setattr(
+            "runtimes.torch.runtime.open_parallel", lambda *_: parallel.DataParallel(Ranks(world=1))
+        )
+        found, _ = two_steps(make_job, "ddp", **settings)
+    finally:
+        dist.destroy_process_group()
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_attention_uses_the_kernel_of_the_settings() -> None:
+    with attention_kernel("math"):
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    with attention_kernel("auto"):
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.parametrize(("setting", "enabled"), [(None, True), (True, True), (False, False)])
+def test_deterministic_kernels_are_the_default_on_the_cpu(
+    make_job: MakeJob, setting: bool | None, enabled: bool
+) -> None:
+    try:
+        start(make_job(deterministic=setting))
+        assert torch.are_deterministic_algorithms_enabled() == enabled
+        assert torch.backends.cudnn.deterministic == enabled
+        assert torch.backends.cudnn.benchmark != enabled
+    finally:
+        TheRuntime().load(make_job("after"))  # resets the flags for other tests
