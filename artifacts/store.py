@@ -40,6 +40,7 @@ from artifacts.disk import sync_tree
 from artifacts.keys import digest_bytes, digest_json
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
+from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
 SHARDS = "shards"
@@ -222,9 +223,9 @@ class Store:
         self.fs: AbstractFileSystem
         try:
             # Listings that a client remembers say nothing of what others have done since.
-            self.fs, root = url_to_fs(url, use_listings_cache=False)
+            self.fs, root = url_to_fs(check_stored_url(url), use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise StoreError(f"store {url}: {error}") from None
+            raise StoreError(f"store {without_secrets(url)}: {error}") from None
         self.root = root.rstrip("/")
 
     @property

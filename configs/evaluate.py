@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from configs.sampling import Prompts, Sampling
+from configs.section import StoredUrl
 
 
 class PromptSet(Prompts):
@@ -26,7 +27,7 @@ class Evaluate(Sampling):
     """Compare the tuned model with its base on equal prompts and noise."""
 
     prompts: dict[str, PromptSet] = Field(description="Named prompt sets.", min_length=1)
-    clip: str = Field(
+    clip: StoredUrl = Field(
         description="CLIPModel folder for the CLIP metrics: hub id, local path or fsspec URL."
     )
     judges: tuple[Literal["digits"], ...] = Field(

@@ -10,12 +10,13 @@ from pydantic import Field, PositiveInt, ValidationError
 from configs.load import RecipeError, explain
 from configs.recipe import RuntimeName
 from configs.sampling import Prompts, Sampling
+from configs.section import StoredUrl
 
 
 class Generate(Prompts, Sampling):
     """Settings of a `generate` run."""
 
-    model: str = Field(
+    model: StoredUrl = Field(
         description="Model: registry name (`digits` for its champion, `digits@v2` for a version), "
         "folder, hub id, or fsspec URL."
     )
@@ -42,8 +43,8 @@ class Generate(Prompts, Sampling):
     )
     runtime: RuntimeName = Field("torch", description="Runtime that samples.")
     device: str = Field("auto", description="Device: see train.device of a recipe.")
-    store: str = Field("store", description="Artifact store: folder or fsspec URL.")
-    registry: str | None = Field(
+    store: StoredUrl = Field("store", description="Artifact store: folder or fsspec URL.")
+    registry: StoredUrl | None = Field(
         None, description="Registry folder or fsspec URL; null: `registry` in the store."
     )
 

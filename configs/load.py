@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from configs import coming_from
 from configs.recipe import Recipe
 from configs.recipe_yaml import dump_yaml, parse_yaml
-from configs.redact_urls import without_secrets
+from configs.redact_urls import is_secret_name, without_secrets
+from configs.redaction import one_line
 
 RECIPES = Path(__file__).parent
 
@@ -81,18 +82,20 @@ def json_schema() -> dict[str, Any]:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, complete except for secrets in URLs."""
+    """The resolved recipe as YAML, complete except for secrets."""
     settings = _redacted(json.loads(recipe.model_dump_json()))
     return dump_yaml(settings)
 
 
-def _redacted(value: Any) -> Any:
-    """The value without secrets in its URLs, because published cards contain the dump."""
+def _redacted(value: Any, name: str = "") -> Any:
+    """The value without secrets, because published cards contain the dump."""
     if isinstance(value, dict):
-        return {key: _redacted(item) for key, item in value.items()}
+        return {key: _redacted(item, key) for key, item in value.items()}
     if isinstance(value, list):
-        return [_redacted(item) for item in value]
-    return without_secrets(value) if isinstance(value, str) else value
+        return [_redacted(item, name) for item in value]
+    if not isinstance(value, str):
+        return value
+    return "..." if is_secret_name(name) else without_secrets(value)
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -102,7 +105,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"{path}: not valid YAML: {one_line(error)}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     if not isinstance(settings, dict):
@@ -160,7 +163,7 @@ def explain(
         model: the class they were validated with.
     """
     lines = [f"{where}: {_explain_one(item, settings, model)}" for item in error.errors()]
-    return "\n".join(dict.fromkeys(lines))
+    return without_secrets("\n".join(dict.fromkeys(lines)))
 
 
 def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from configs.section import Section
+from configs.section import Section, StoredUrl
 
 
 class Model(Section):
     """The base model: a diffusers pipeline."""
 
-    path: str = Field(
+    path: StoredUrl = Field(
         description="Pipeline folder: hub id, local path or fsspec URL (gs://, s3://)."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    vae: str | None = Field(
+    vae: StoredUrl | None = Field(
         None,
         description="AutoencoderKL to use instead of the pipeline's: hub id, path or fsspec URL.",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from configs.section import Dtype, Section
+from configs.section import Dtype, Section, StoredUrl
 
 #: Pattern of a model's name in the registry.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -19,7 +19,7 @@ class Publish(Section):
         description="Rules that a model must pass, such as `digit/new >= 0.9`, `cmmd < base` "
         "or `clip_score >= champion * 0.98`; without rules every model passes.",
     )
-    registry: str | None = Field(
+    registry: StoredUrl | None = Field(
         None, description="Registry folder or fsspec URL; null: `registry` in the store."
     )
     dtype: Dtype = Field("float16", description="Precision of the published weights.")

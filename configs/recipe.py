@@ -13,7 +13,7 @@ from configs.hardware import Hpu, MindSpore
 from configs.model import Model
 from configs.plan import Plan
 from configs.publish import Publish
-from configs.section import Section
+from configs.section import Section, StoredUrl
 from configs.source import Source
 from configs.tpu import Tpu
 from configs.train import Train
@@ -30,7 +30,7 @@ class Recipe(Section):
     name: str = Field(description="Name of the recipe.")
     description: str = Field("", description="The resulting model, in one sentence.")
     runtime: RuntimeName = Field("torch", description="Runtime that trains and samples.")
-    store: str = Field("store", description="Artifact store: folder or fsspec URL.")
+    store: StoredUrl = Field("store", description="Artifact store: folder or fsspec URL.")
     model: Model
     source: Source
     download: Download = Download()

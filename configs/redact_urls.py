@@ -1,4 +1,4 @@
-"""Remove credentials from URLs before they are stored or displayed."""
+"""Credentials in URLs: remove them from text, and refuse them in settings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import re
 #: value is removed, because each service has its own names for signatures and tokens.
 HARMLESS = re.compile(
     "auto|crop|dl|download|dpr|ext|file|filename|fit|fm|format|h|height|id|image|image_id|img|lang"
-    "|mode|name|page|q|quality|rect|resize|revision|size|split|type|v|ver|version|w|width",
+    "|mode|name|page|q|quality|rect|resize|revision|size|split|type|v|ver|version|versionid|w|width",
     re.IGNORECASE,
 )
 #: user:password@ or token@. A name without a colon is a revision (hf) or a container (Azure).
 USERINFO = re.compile(
     r"(?<=://)[^\s/?#:@]*:[^\s/?#]*@|(?<!hf)(?<!abfs)(?<!abfss)(?<!az)(://)[^\s/?#]*@"
 )
+#: Names of settings with a secret, such as beam.s3_secret_access_key.
+SECRET_NAME = re.compile(r"[^.]*(secret|password|api_?key|access_key|credentials)[^.]*$", re.I)
+HTTP = re.compile("https?://", re.IGNORECASE)
+REMEDY = "set credentials in the environment (AWS_ACCESS_KEY_ID, HF_TOKEN, FSSPEC_...)"
 #: The end of a value, which keeps the punctuation of the sentence around it.
 END = r"(?=[:,.'\")\]]*(?:[\s&;#]|$))"
 #: A value that is already removed.
@@ -32,6 +36,30 @@ def without_secrets(text: str) -> str:
     """
     text = UNNAMED.sub(r"\1...", USERINFO.sub(r"\1", text))
     return PARAMETER.sub(_masked, text)
+
+
+def has_secrets(text: str) -> bool:
+    """Whether a text is a URL with a part that `without_secrets` removes."""
+    return "://" in text and without_secrets(text) != text
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a setting of this (dotted) name holds a secret."""
+    return SECRET_NAME.search(name) is not None
+
+
+def check_read_url(url: str) -> str:
+    """Raise ValueError for a user and password, unless http sends them; returns the URL."""
+    if not HTTP.match(url) and USERINFO.search(url):
+        raise ValueError(f"a URL with user and password is refused: {REMEDY}")
+    return url
+
+
+def check_stored_url(url: str) -> str:
+    """Raise ValueError for any secret, since manifests name the URL; returns the URL."""
+    if has_secrets(url):
+        raise ValueError(f"a URL with a secret is refused, since artifacts name it: {REMEDY}")
+    return url
 
 
 def _masked(parameter: re.Match[str]) -> str:

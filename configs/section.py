@@ -6,10 +6,16 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from configs.redact_urls import check_read_url, check_stored_url
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+#: Places that only this run reads: an http URL may hold credentials.
+ReadUrl = Annotated[str, AfterValidator(check_read_url)]
+#: Places that artifacts name.
+StoredUrl = Annotated[str, AfterValidator(check_stored_url)]
 
 
 class Section(BaseModel):

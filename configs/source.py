@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.section import Section
+from configs.section import ReadUrl, Section
 
 AestheticColumn = Annotated[
     str | None,
@@ -18,7 +18,7 @@ class UrlSource(Section):
     """Lists of image URLs: parquet, csv or jsonl files with one row per image."""
 
     kind: Literal["urls"]
-    path: str = Field(description="File, folder or glob of lists: local path or fsspec URL.")
+    path: ReadUrl = Field(description="File, folder or glob of lists: local path or fsspec URL.")
     format: Literal["parquet", "csv", "jsonl"] = Field(
         "parquet", description="Format of the lists."
     )
@@ -32,7 +32,7 @@ class UrlSource(Section):
         "another digest is a failed row.",
     )
     aesthetic_column: AestheticColumn = None
-    base_url: str | None = Field(
+    base_url: ReadUrl | None = Field(
         None, description="Base of relative URLs; null: all URLs are absolute."
     )
 
@@ -41,7 +41,7 @@ class FolderSource(Section):
     """A folder of pictures, with captions in `metadata.jsonl` or in one `<name>.txt` each."""
 
     kind: Literal["folder"]
-    path: str = Field(description="Folder: local path or fsspec URL.")
+    path: ReadUrl = Field(description="Folder: local path or fsspec URL.")
     caption_column: str = Field("text", description="Column of metadata.jsonl with the caption.")
     aesthetic_column: AestheticColumn = None
 
@@ -50,7 +50,7 @@ class DatasetSource(Section):
     """Parquet files with embedded image bytes, the storage format of Hugging Face datasets."""
 
     kind: Literal["dataset"]
-    path: str = Field(
+    path: ReadUrl = Field(
         description="Hub dataset id (owner/name), or parquet file, folder or glob: local path or "
         "fsspec URL."
     )

@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 from configs.generate import read_settings
 from configs.load import dump, json_schema, load_recipe, parse_override, recipe_names
 from configs.recipe import StageName
+from configs.redaction import one_line, redact_logs, redacted_errors
 
 app = typer.Typer(
     help="From a list of image URLs to a published, evaluated diffusion model.",
@@ -261,10 +262,12 @@ def main() -> None:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    redact_logs()
     try:
-        if (code := app(standalone_mode=False)) == INTERRUPTED:  # Typer has caught it
-            raise KeyboardInterrupt
-        sys.exit(code)
+        with redacted_errors():
+            if (code := app(standalone_mode=False)) == INTERRUPTED:  # Typer has caught it
+                raise KeyboardInterrupt
+            sys.exit(code)
     except TyperException as error:
         error.show()  # type: ignore[attr-defined]
         sys.exit(WRONG_INPUT)
@@ -275,7 +278,7 @@ def main() -> None:
         from tasks.build_or_reuse import is_ours
 
         if is_of_client(error):
-            _fail(f"the store cannot be used now ({' '.join(str(error).split())[:300]})", FAILED)
+            _fail(f"the store cannot be used now ({one_line(error)})", FAILED)
         if not is_ours(error):
             raise
         _fail(str(error), WRONG_INPUT if isinstance(error, ValueError) else FAILED)

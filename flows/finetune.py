@@ -14,6 +14,7 @@ from prefect.states import Completed
 from artifacts.latent_shards import open_latents
 from configs.load import load_recipe
 from configs.recipe import STAGES, StageName
+from configs.redaction import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare
@@ -36,6 +37,7 @@ SHOWS = {
 
 
 @task(**stage_task("download", retries=5, wait=15, days=14, tag="network"))
+@redacted_errors()
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
     plan = download_stage.plan(run.recipe)
@@ -46,6 +48,7 @@ def download(run: Run) -> StageResult:
 
 
 @task(**stage_task("encode", retries=3, wait=30, days=14, tag="accelerator"))
+@redacted_errors()
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
     pictures = images.load(run.store)
@@ -58,6 +61,7 @@ def encode(run: Run, images: StageResult) -> StageResult:
 
 
 @task(**stage_task("train", retries=5, wait=60, days=30, tag="accelerator"))
+@redacted_errors()
 def train(run: Run, latents: StageResult) -> StageResult:
     """Fine-tune the base; a retry resumes from the newest checkpoint."""
     encoded = latents.load(run.store)
@@ -76,6 +80,7 @@ def train(run: Run, latents: StageResult) -> StageResult:
 
 
 @task(**stage_task("evaluate", retries=3, wait=30, days=7, tag="accelerator"))
+@redacted_errors()
 def evaluate(
     run: Run, images: StageResult, latents: StageResult, trained: StageResult
 ) -> StageResult:
@@ -92,6 +97,7 @@ def evaluate(
 
 
 @task(**stage_task("publish", retries=5, wait=10, days=1, tag="registry"))
+@redacted_errors()
 def publish(
     run: Run,
     images: StageResult,
@@ -139,7 +145,8 @@ def finetune(
     model adds the `champion` and its last move, a rejected one the verdicts of the `gate`.
     """
     log_to_prefect()
-    run = prepare(load_recipe(recipe, overrides), until=until, run_id=runtime.flow_run.id)
+    with redacted_errors():
+        run = prepare(load_recipe(recipe, overrides), until=until, run_id=runtime.flow_run.id)
     states = list(islice(_stages(run), 1 + STAGES.index(until)))
     report = _report([state.result() for state in states])
     if report["status"] == "rejected":  # a measured outcome, not a failure

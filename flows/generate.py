@@ -14,7 +14,9 @@ from prefect.cache_policies import NO_CACHE
 
 from artifacts.store import Store
 from configs.generate import Generate, read_settings
+from configs.redaction import redacted_errors
 from flows.logs import log_to_prefect
+from flows.parameters import Settings
 from flows.task_settings import begin, ended, stage_task
 from runtimes.contract import WrongInput
 from tasks import generate as stage
@@ -24,6 +26,7 @@ log = logging.getLogger("kiln")
 
 
 @task(**stage_task("generate", retries=3, wait=10, days=1, tag="accelerator"))
+@redacted_errors()
 def draw(settings: Generate, run_id: str) -> StageResult:
     """Sample the pictures of all prompts."""
     found = stage.find_model(settings)
@@ -36,6 +39,7 @@ def draw(settings: Generate, run_id: str) -> StageResult:
 
 
 @task(task_run_name="copy", cache_policy=NO_CACHE)
+@redacted_errors()
 def copy(settings: Generate, drawn: StageResult, out: Path, grid: bool, samples: bool) -> Any:
     """Copy the pictures, their index and a grid to a folder below `out`."""
     artifact = drawn.load(Store(settings.store))
@@ -57,7 +61,7 @@ def copy(settings: Generate, drawn: StageResult, out: Path, grid: bool, samples:
 def generate(
     model: str,
     prompts: list[str] | None = None,
-    settings: dict[str, Any] | None = None,
+    settings: Settings | None = None,
     out: str = "outputs",
     skip_grid: bool = False,
     skip_save: bool = False,
@@ -75,8 +79,9 @@ def generate(
     Returns a report: `folder`, `pictures`, `seconds`, `first_seconds`, `compile_seconds`.
     """
     log_to_prefect()
-    given = stage.with_prompts(read_settings(model, prompts, settings))
-    folder = _output_folder(out)
+    with redacted_errors():
+        given = stage.with_prompts(read_settings(model, prompts, settings))
+        folder = _output_folder(out)
     return copy(given, draw(given, runtime.flow_run.id), folder, not skip_grid, not skip_save)
 
 

@@ -1,4 +1,4 @@
-"""Send Kilnworks' log lines to the Prefect run of their thread."""
+"""Send Kilnworks' log lines to the Prefect run of their thread, all lines without secrets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import logging
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
+from configs.redaction import redact_logs
+
 
 def log_to_prefect() -> None:
-    """Add Prefect's handler to the `kiln` logger, once.
+    """Add Prefect's handler to the `kiln` logger, once, and redact the lines of all loggers.
 
     PREFECT_LOGGING_EXTRA_LOGGERS would add it without a level, and warn about other threads.
     """
+    redact_logs()
     logger = logging.getLogger("kiln")
     if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
         handler = APILogHandler()

@@ -23,6 +23,7 @@ from rich.progress import (
 
 from configs.recipe import StageName
 from configs.redact_urls import without_secrets
+from flows.parameters import hide_secrets
 from tasks import progress
 
 logger = logging.getLogger("kiln")
@@ -32,16 +33,17 @@ def run(
     recipe: str, overrides: dict[str, Any], until: StageName, *, as_json: bool
 ) -> dict[str, Any]:
     """Run `finetune` and print its report; with `as_json`, as JSON on the last line."""
-    report = _run_flow("finetune", as_json, recipe=recipe, overrides=overrides, until=until)
+    hidden = hide_secrets(overrides)
+    report = _run_flow("finetune", as_json, recipe=recipe, overrides=hidden, until=until)
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)
     return report
 
 
-def generate(*, as_json: bool, **arguments: Any) -> None:
+def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `generate` and print its report."""
-    report = _run_flow("generate", as_json, **arguments)
+    report = _run_flow("generate", as_json, settings=hide_secrets(settings), **arguments)
     from flows.generate import print_report
 
     print_report(report, as_json=as_json)

@@ -30,11 +30,6 @@ class WeightsLost(RuntimeError):
     """Trained and averaged weights are mixed: only a restored State can continue the run."""
 
 
-def one_line(error: BaseException, length: int = 300) -> str:
-    """An error's message on one line of at most `length` characters."""
-    return " ".join(str(error).split())[:length]
-
-
 #: Conditioning that keeps its dtype. float16 is inexact for sizes and token ids above 2048, and for
 #: a fractional aesthetic score.
 UNCAST = ("add_time_ids", "aesthetic_score", "input_ids")

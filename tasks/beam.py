@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from artifacts.store import Store
+from configs.redaction import one_line
 from tasks.quiet_import import quiet_import
 
 with quiet_import():
@@ -101,9 +102,8 @@ def _pipeline(options: Mapping[str, Any], threads: int) -> beam.Pipeline:
     try:
         pipeline = beam.Pipeline(options=PipelineOptions([], **chosen))
     except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise BeamOptionsError(
-            f"beam: runner {chosen['runner']} cannot be used: {reason}"
+            f"beam: runner {chosen['runner']} cannot be used: {one_line(error)}"
         ) from error
     # Beam ignores unknown options silently. The runner is loaded now, so its options are known.
     known = PipelineOptions([]).get_all_options()

@@ -20,6 +20,7 @@ from typing import Any
 
 from artifacts.remote_clients import is_of_client
 from artifacts.store import Artifact, Draft, KeyParts, Store
+from configs.redaction import one_line
 from runtimes.registry import interpreter
 
 log = logging.getLogger("kiln")
@@ -166,8 +167,7 @@ def storage_error(store: Store, error: Exception) -> Exception:
     if forbidden or number in (errno.EPERM, errno.EROFS):
         return StorageError(f"no permission for {place}: grant it, or choose another `store`")
     if is_of_client(error) and not store.is_local:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return StorageAway(f"{store.url} cannot be used now ({reason}): run again later")
+        return StorageAway(f"{store.url} cannot be used now ({one_line(error)}): run again later")
     return error
 
 

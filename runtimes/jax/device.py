@@ -9,8 +9,9 @@ from importlib.util import find_spec
 import jax
 import torch
 
+from configs.redaction import one_line
 from configs.train import Train
-from runtimes.contract import Probe, WrongInput, one_line
+from runtimes.contract import Probe, WrongInput
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss

@@ -11,7 +11,8 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from runtimes.contract import WrongInput, one_line
+from configs.redaction import one_line
+from runtimes.contract import WrongInput
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.mindspore.loading import load_text_encoder, load_vae

@@ -15,8 +15,9 @@ from mindspore.nn.utils import no_init_parameters
 from transformers import CLIPTextConfig
 
 from artifacts.safetensors import Arrays, read_floats
+from configs.redaction import one_line
 from runtimes.adapters.lora_layers import stored_name
-from runtimes.contract import WrongInput, one_line
+from runtimes.contract import WrongInput
 from runtimes.families.unet_inputs import added_weights
 from runtimes.pipeline_folder.describe_encoders import read_config, text_class
 from runtimes.pipeline_folder.weight_files import (

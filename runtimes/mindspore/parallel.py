@@ -16,7 +16,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, ops
 
-from runtimes.contract import WrongInput, one_line
+from configs.redaction import one_line
+from runtimes.contract import WrongInput
 from runtimes.process.ranks import Ranks
 
 #: Bytes of gradients per all-reduce: a bucket saves one round trip per small array.

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from configs.hardware import Hpu
+from configs.redaction import one_line
 from configs.train import Train
-from runtimes.contract import WrongInput, one_line
+from runtimes.contract import WrongInput
 from runtimes.hosts.detect_gaudi import bridge_version, missing_components
 from runtimes.process.compile_cache import CompileCache
 from runtimes.torch.device_hooks import DeviceHooks

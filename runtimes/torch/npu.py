@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from runtimes.contract import WrongInput, one_line
+from configs.redaction import one_line
+from runtimes.contract import WrongInput
 from runtimes.hosts.detect_ascend import missing_components
 
 

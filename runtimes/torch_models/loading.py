@@ -11,7 +11,8 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
-from runtimes.contract import WrongInput, one_line
+from configs.redaction import one_line
+from runtimes.contract import WrongInput
 from runtimes.families import denoiser_classes
 from runtimes.families.unet_inputs import added_weights, source_weight_names
 from runtimes.pipeline_folder.describe_encoders import read_config, text_class

@@ -12,7 +12,8 @@ from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from transformers import CLIPTokenizer, T5TokenizerFast
 
-from runtimes.contract import WrongInput, one_line
+from configs.redaction import one_line
+from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
 from runtimes.families import family_named
 from runtimes.pipeline_folder.describe_encoders import (

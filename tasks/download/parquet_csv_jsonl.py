@@ -15,7 +15,7 @@ from fsspec.core import url_to_fs
 
 from artifacts.keys import parse_json
 from artifacts.remote_clients import is_of_client
-from configs.redact_urls import without_secrets
+from configs.redaction import one_line
 from tasks.download.errors import SourceError
 
 #: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.
@@ -213,16 +213,11 @@ def reading(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise SourceError(f"source: {path}: no such file or folder") from None
     except (*_UNREADABLE, ArrowException) as error:
-        raise SourceError(f"source: {path}: cannot be read: {_reason(error)}") from None
+        raise SourceError(f"source: {path}: cannot be read: {one_line(error)}") from None
     except Exception as error:
         if not is_of_client(error):
             raise
-        raise SourceError(f"source: {path}: cannot be reached: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    # The secrets first: a cut one is not recognized.
-    return without_secrets(" ".join(str(error).split()))[:300] or type(error).__name__
+        raise SourceError(f"source: {path}: cannot be reached: {one_line(error)}") from None
 
 
 class _Lines:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.redaction import one_line
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.describe_encoders import read_config
 
@@ -64,9 +65,8 @@ class ClipFeatures:
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
             self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
             raise WrongInput(
-                f"evaluate.clip: {folder} does not load as a CLIPModel: {reason}"
+                f"evaluate.clip: {folder} does not load as a CLIPModel: {one_line(error)}"
             ) from None
         tokens, rows = len(self._tokenizer), model.config.text_config.vocab_size
         if not 256 < tokens <= rows:

@@ -143,7 +143,27 @@ def test_override_of_a_section_keeps_other_settings() -> None:
 
 
 def test_dumped_recipe_has_no_secrets() -> None:
-    url = "https://me:secret@example.org/model?token=hidden"
-    text = dump(load_recipe("digits", {"model.path": url}))
-    assert "example.org/model" in text
-    assert "secret" not in text and "hidden" not in text
+    url = "https://me:secret@example.org/list?token=hidden"
+    given = {"source": {"kind": "urls", "path": url}, "beam.s3_secret_access_key": "concealed"}
+    text = dump(load_recipe("digits", given))
+    assert "example.org/list" in text and "s3_secret_access_key: '...'" in text
+    assert not any(word in text for word in ("secret@", "hidden", "concealed"))
+
+
+@pytest.mark.parametrize("url", ["s3://key:hidden@bucket/a", "https://example.org/a?sig=hidden"])
+@pytest.mark.parametrize(
+    "setting", ["store", "publish.registry", "model.path", "model.vae", "evaluate.clip"]
+)
+def test_a_secret_in_a_url_that_artifacts_name_is_refused(setting: str, url: str) -> None:
+    with pytest.raises(RecipeError, match=f"{setting}: a URL with a secret is refused") as error:
+        load_recipe("digits", {setting: url})
+    assert "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "hf", "gs"])
+def test_a_password_is_refused_unless_http_sends_it(scheme: str) -> None:
+    source = {"kind": "urls", "path": f"{scheme}://us:hidden@bucket/a"}
+    with pytest.raises(RecipeError, match=r"source\.path: a URL with user and password") as error:
+        load_recipe("digits", {"source": source})
+    assert "hidden" not in str(error.value)
+    load_recipe("digits", {"source": {**source, "path": "https://us:hidden@example.org/a"}})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.redact_urls import without_secrets
+from configs.redact_urls import has_secrets, is_secret_name, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,23 @@ def test_secrets_are_masked(url: str, shown: str) -> None:
 )
 def test_other_text_is_unchanged(text: str) -> None:
     assert without_secrets(text) == text
+
+
+def test_only_urls_have_secrets() -> None:
+    assert has_secrets("https://example.org/a?jwt=f00") and has_secrets("s3://key:f00@bucket/a")
+    assert not has_secrets("https://example.org/a?width=4") and not has_secrets("is it?a=b")
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("beam.s3_secret_access_key", True),
+        ("s3_access_key_id", True),
+        ("beam.sdk_credentials", True),
+        ("download.user_agent_token", False),
+        ("evaluate.prompts.secret.prompts", False),
+        ("cache_key", False),
+    ],
+)
+def test_the_last_part_of_a_name_says_whether_it_is_a_secret(name: str, secret: bool) -> None:
+    assert is_secret_name(name) == secret

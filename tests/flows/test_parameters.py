@@ -8,6 +8,8 @@ from prefect.exceptions import ParameterTypeError
 from configs.load import recipe_names
 from configs.recipe import STAGES
 from flows.finetune import finetune
+from flows.generate import generate
+from flows.parameters import hide_secrets
 
 
 def test_the_form_has_every_parameter_and_the_stages() -> None:
@@ -37,3 +39,39 @@ def test_wrong_parameters_are_refused(given: dict[str, Any], words: str) -> None
 def test_valid_parameters_are_unchanged() -> None:
     given = {"recipe": "digits", "overrides": {"train.steps": 3}, "until": "encode"}
     assert finetune.validate_parameters(given) == given
+
+
+SECRET = "https://us:hidden@example.org/a?sig=hidden"
+WITH_SECRETS = [
+    {"source": {"kind": "urls", "path": SECRET}},
+    {"source.path": SECRET, "source.kind": "urls"},
+    {"beam.s3_secret_access_key": "hidden"},
+    {"beam": {"s3_secret_access_key": "hidden"}},
+    {"publish.gate": [f"cmmd < {SECRET}"]},
+]
+
+
+@pytest.mark.parametrize("overrides", WITH_SECRETS)
+def test_prefect_stores_asterisks_for_a_secret(overrides: dict[str, Any]) -> None:
+    stored = finetune.serialize_parameters({"overrides": hide_secrets(overrides)})
+    assert "**********" in str(stored) and "hidden" not in str(stored)
+
+
+def test_a_hidden_secret_reaches_the_flow() -> None:
+    overrides = {"source": {"kind": "urls", "path": SECRET}, "train.steps": 3}
+    given = {"recipe": "sd2", "overrides": hide_secrets(overrides)}
+    assert finetune.validate_parameters(given)["overrides"] == overrides
+
+
+@pytest.mark.parametrize("overrides", WITH_SECRETS)
+def test_a_secret_that_prefect_has_stored_is_refused(overrides: dict[str, Any]) -> None:
+    with pytest.raises(ParameterTypeError, match="a secret in a parameter is refused") as error:
+        finetune.validate_parameters({"recipe": "digits", "overrides": overrides})
+    assert "hidden" not in str(error.value)
+
+
+def test_the_settings_of_generate_are_checked_for_secrets() -> None:
+    with pytest.raises(ParameterTypeError, match="a secret in a parameter is refused"):
+        generate.validate_parameters({"model": "digits", "settings": {"file": SECRET}})
+    given = {"model": "digits", "settings": hide_secrets({"file": SECRET, "seed": 7})}
+    assert generate.validate_parameters(given)["settings"] == {"file": SECRET, "seed": 7}

@@ -1,0 +1,286 @@
+"""Secrets of URLs, settings and variables reach no store, log, page or database."""
+
+import base64
+import json
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import picture_sources
+import pyarrow.parquet as pq
+import pytest
+from command import command
+from server import Server
+from toy_recipes import toy
+from yarl import URL
+
+from flows.cli import main
+
+pytestmark = pytest.mark.slow
+VISIBLE = "visible"  # the value of a harmless query parameter, which is kept
+UNUSED = "http://127.0.0.1:9"  # nothing answers there
+
+
+class Planted:
+    """Distinct markers in the places of secrets."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}  # marker -> place
+
+    def __call__(self, place: str) -> str:
+        marker = f"planted{len(self.names):03d}mark"
+        self.names[marker] = place
+        return marker
+
+    def url(self, place: str, root: str, path: str) -> str:
+        """A URL with user, password, a signature and a harmless parameter."""
+        scheme, _, host = root.partition("://")
+        user = f"us:{self(f'password of {place}')}"
+        query = f"name={VISIBLE}&sig={self(f'query of {place}')}"
+        return f"{scheme}://{user}@{host}/{path}?{query}"
+
+    def found_in(self, folder: Path) -> dict[str, list[str]]:
+        """Place -> files below a folder that contain its secret."""
+        leaks: dict[str, list[str]] = {}
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            for place in self.found(contents(file)):
+                leaks.setdefault(place, []).append(str(file.relative_to(folder)))
+        return leaks
+
+    def found(self, data: bytes) -> list[str]:
+        return [
+            place
+            for marker, place in self.names.items()
+            if marker.encode() in data or base64.b64encode(f"us:{marker}".encode()) in data
+        ]
+
+
+def contents(file: Path) -> bytes:
+    if file.suffix == ".parquet":  # compressed
+        return json.dumps(pq.read_table(file).to_pylist(), default=str).encode()
+    return file.read_bytes()
+
+
+@contextmanager
+def serving(files: dict[str, bytes]) -> Iterator[str]:
+    """URL of a server that answers 200, 404 and, below /denied, 403."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            found = files.get(path.strip("/"))
+            status = 403 if "denied" in path else 404 if found is None else 200
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(found or b"")))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(found or b"")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str, **overrides: Any) -> tuple[int, str]:
+    """The exit code of a command, and all that it prints; a traceback has code 1."""
+    sys.argv = command(*words, overrides=overrides)[2:]
+    code: Any = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    except Exception:
+        traceback.print_exc()
+    said = capsys.readouterr()
+    return code, said.err + said.out
+
+
+def flush_logs() -> None:
+    """Send the lines that Prefect's handlers have queued."""
+    for handler in logging.getLogger("kiln").handlers:
+        handler.flush()
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Prefect server whose database is its own."""
+    server = Server(tmp_path_factory.mktemp("prefect-server"))
+    server.serve()
+    yield server
+    server.stop()
+
+
+def listed(planted: Planted, www: str, names: list[str]) -> bytes:
+    """A list of pictures, and of rows that fail in several ways."""
+    urls = [planted.url("a row", www, name) for name in names]
+    urls += [
+        f"{names[0]}?again=1&token={planted('query of a relative row')}",
+        planted.url("a missing row", www, "nowhere.png"),
+        planted.url("a denied row", www, "denied.png"),
+        planted.url("a refused row", UNUSED, "a.png"),
+        planted.url("another scheme", "ftp://example.org", "a.png"),
+        f"s3://key:{planted('key of a row')}@bucket/a.png",
+        f"http://us:{planted('an invalid URL')}@[/a.png",
+    ]
+    rows = [json.dumps({"url": url, "caption": f"picture {n}"}) for n, url in enumerate(urls)]
+    rows.append(f'{{"url": "{planted("a malformed line")}')
+    return "\n".join(rows).encode()
+
+
+def test_planted_secrets_are_nowhere(
+    tmp_path: Path,
+    server: Server,
+    at_home: Callable[[str], None],
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    at_home(server.api)
+    monkeypatch.setattr(sys, "argv", [])
+    for name in ("prefect.flow_runs", "prefect.task_runs"):  # as in a worker's process
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.INFO)
+    planted, said, files = Planted(), "", {}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN",
+                 "WANDB_API_KEY", "PREFECT_API_KEY"):  # fmt: skip
+        monkeypatch.setenv(name, planted(name))
+    pictures = picture_sources.make_pictures()
+    files = {f"{one.name}.png": one.png for one in pictures}
+    with serving(files) as www:
+        files["list.jsonl"] = listed(planted, www, list(files))
+        files["prompts.txt"] = b"a drawing of a fox\n"
+        source = {
+            "kind": "urls",
+            "path": planted.url("source.path", www, "list.jsonl"),
+            "format": "jsonl",
+            "base_url": planted.url("source.base_url", www, "base/"),
+        }
+        overrides = {
+            **toy("sd2", tmp_path / "store", source, tiny_model),
+            "download.allow_hosts": [www.removeprefix("http://"), "127.0.0.1:9"],
+            "download.retries": 0,
+            "download.max_failed": 0.9,
+            "download.max_transient": 0.9,
+            "evaluate.prompts.new.prompts": [],
+            "evaluate.prompts.new.file": planted.url("a file of prompts", www, "prompts.txt"),
+            "train.wandb": {"project": "tests", "mode": "offline"},
+            "beam.s3_secret_access_key": planted("beam.s3_secret_access_key"),
+        }
+        code, said = call(capsys, "run", "sd2", "--json", **overrides)
+        assert code == 0, said
+        report = json.loads(said.splitlines()[-1])
+        assert report["status"] == "published"
+
+        recipe = tmp_path / "recipe" / "mine.yaml"
+        recipe.parent.mkdir()
+        recipe.write_text(json.dumps({"extends": "sd2", "source": source}), encoding="utf-8")
+        rest = {name: value for name, value in overrides.items() if name != "source"}
+        code, again = call(capsys, "run", str(recipe), "--json", **rest)
+        assert code == 0 and json.loads(again.splitlines()[-1])["model"] == report["model"], again
+        said += again
+
+        for wrong, words in failures(planted, www).items():
+            name, value = wrong
+            code, line = call(capsys, "run", "sd2", **{**overrides, name: value})
+            assert code in (1, 2) and words in line, (name, line)
+            said += line
+        for words in commands(planted, www):
+            code, line = call(capsys, *words)
+            assert code in (1, 2), line
+            said += line
+        said += broken(planted, www, monkeypatch, capsys, overrides)
+
+    flush_logs()
+    logs = server.ask("/logs/filter", {"limit": 200, "sort": "TIMESTAMP_DESC"})
+    server.stop()
+    assert not planted.found(said.encode()), said
+    assert not planted.found_in(server.folder)
+    recipe.unlink()
+    assert not planted.found_in(tmp_path)
+    kept = f"?name={VISIBLE}&sig=..."
+    assert kept in said  # without the secrets, failures are shown
+    assert any(kept in log["message"] and "Traceback" in log["message"] for log in logs)
+    assert kept in (Path(report["model"]) / "README.md").read_text(encoding="utf-8")
+
+
+def failures(planted: Planted, www: str) -> dict[tuple[str, Any], str]:
+    """{(setting, value): words of the error}."""
+    key = f"key:{planted('S3 secret')}@bucket"
+    login = f"us:{planted('hub token')}@owner/name"
+    return {
+        ("source.path", planted.url("an unreachable list", UNUSED, "a.jsonl")): "source",
+        ("source.path", planted.url("a denied list", www, "denied.jsonl")): "source",
+        ("source.path", planted.url("a missing list", www, "missing.jsonl")): "source.path",
+        ("source.path", f"s3://{key}/a.jsonl"): "source.path: a URL with user and password",
+        ("source.path", f"hf://{login}"): "source.path: a URL with user and password",
+        ("store", f"s3://{key}/store"): "store: a URL with a secret is refused",
+        ("publish.registry", f"s3://{key}/r"): "publish.registry: a URL with a secret",
+        ("model.path", planted.url("a model", www, "model")): "model.path: a URL with a secret",
+        ("model.path", f"hf://{login}"): "model.path: a URL with a secret",
+        ("evaluate.clip", f"s3://{key}/clip"): "evaluate.clip: a URL with a secret",
+        ("evaluate.prompts.new.file", planted.url("prompts", UNUSED, "a.txt")): "evaluate.prompts",
+        ("evaluate.prompts.new.file", planted.url("denied", www, "denied.txt")): "evaluate.prompts",
+    }  # fmt: skip
+
+
+def commands(planted: Planted, www: str) -> Iterator[list[str]]:
+    yield ["ls", "--store", f"s3://key:{planted('--store')}@bucket/store"]
+    yield ["rollback", "m", "--registry", f"s3://key:{planted('--registry')}@bucket/store"]
+    yield ["generate", planted.url("a drawn model", www, "model"), "a fox"]
+    file = planted.url("a file of prompts", UNUSED, "a.txt")
+    yield ["generate", "digits", "--from-file", file]
+    yield ["generate", "digits", "-o", f"file={planted.url('an option', www, 'denied.txt')}"]
+
+
+def broken(
+    planted: Planted,
+    www: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: dict[str, Any],
+) -> str:
+    """What is printed for an unexpected error of a library, whose message has a URL."""
+    url = URL(planted.url("a bug", www, "a.png"))
+
+    def plan(recipe: Any) -> Any:
+        request: Any = aiohttp.RequestInfo(url, "GET", {}, url)  # type: ignore[arg-type]
+        try:
+            raise aiohttp.ClientResponseError(request, (), status=500, message="broken")
+        except aiohttp.ClientError as error:
+            raise KeyError(f"no answer of {url}") from error
+
+    monkeypatch.setattr("tasks.download.stage.plan", plan)
+    monkeypatch.setattr("tasks.download.plan", plan)
+    code, said = call(capsys, "run", "sd2", **overrides)
+    assert code == 1 and "Traceback" in said and "KeyError" in said
+    return said
+
+
+def test_a_secret_typed_into_the_form_is_refused_and_not_repeated(
+    server: Server, at_home: Callable[[str], None]
+) -> None:
+    at_home(server.api)
+    from flows.finetune import finetune
+
+    planted = Planted()
+    overrides = {"source.path": planted.url("the form", UNUSED, "a.jsonl")}
+    state: Any = finetune("sd2", overrides, return_state=True)
+    known = server.ask(f"/flow_runs/{state.state_details.flow_run_id}")["state"]
+    flush_logs()
+    logs = server.ask("/logs/filter", {"limit": 200})
+    assert known["name"] == "Failed"
+    assert "a secret in a parameter is refused" in known["message"]
+    assert not planted.found(json.dumps([known, logs]).encode())
