@@ -30,6 +30,7 @@ from artifacts.stamps import TICK
 from artifacts.store import MANIFEST, SHARDS, Store
 
 CHECKPOINTS = "checkpoints"
+RunFacts = tuple[str, int, float, str | None]  # name, size, time stamp and checksum of a record
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Garbage:
 
     stage: str
     key: str
-    kind: str  # artifact | unfinished | checkpoints | shard | compiled | model | leftover
+    kind: str  # artifact | unfinished | checkpoints | shard | compiled | model | run | leftover
     paths: list[str]  # files, and folders to delete recursively
     size: int  # bytes
     record: str | None = None  # path of the file that makes it exist; it is deleted first
@@ -59,6 +60,7 @@ class Collector:
         self._store, self._mark = store, mark
         self._days, self._min_age = days, min_age
         self._now = present_time(store.fs, store.root)
+        self._runs: set[RunFacts] = set()
         self._busy: set[str] = set()  # stages whose shards stay
         self._mark_after(self._run_records())  # a run that comes between is seen later
 
@@ -85,6 +87,9 @@ class Collector:
                 yield _garbage("compiled", name_of(file), "compiled", [file])
         if not self._busy:
             yield from self._models()
+        for entry in self._entries(RUNS):  # the lineage of a published model is in its manifest
+            if entry["name"] in self._marks.expired and self._is_old([entry]):
+                yield _garbage(RUNS, name_of(entry).removesuffix(".json"), "run", [entry])
 
     def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
         """Delete items, and yield each that was deleted: what is needed by now stays."""
@@ -201,9 +206,12 @@ class Collector:
 
         A run names what it needs, then looks whether that is there. Here the record is deleted,
         then the runs are asked: so either the run is seen here, or it finds no record and builds.
+        They are asked before, too, since a reader would miss a record until it is restored.
         """
         fs, data = self._store.fs, b""
         if item.record is not None:
+            if self._is_needed(item):
+                return False
             try:
                 data = fs.cat_file(item.record)
                 fs.rm_file(item.record)
@@ -216,6 +224,8 @@ class Collector:
         for path in item.paths:
             with suppress(FileNotFoundError):
                 fs.rm(path, recursive=True)
+        if item.kind == "run":
+            self._runs = {run for run in self._runs if run[0] != f"{item.key}.json"}
         return True
 
     def _is_needed(self, item: Garbage) -> bool:
@@ -223,16 +233,18 @@ class Collector:
             self._mark_after(found)
         if item.kind in ("artifact", "unfinished"):
             return (item.stage, item.key) in self._marks
+        if item.kind == "run":
+            return item.paths[0] not in self._marks.expired
         return (item.kind == "shard" and item.stage in self._busy) or (
             item.kind == "model" and bool(self._busy)
         )
 
-    def _run_records(self) -> set[tuple[str, int, float, str | None]]:
-        """Each run's record: name, size and what changes when it is written again."""
+    def _run_records(self) -> set[RunFacts]:
+        """Each run's record, with what changes when it is written again."""
         found = self._entries(RUNS)
         return {(name_of(e), int(e["size"] or 0), modified(e), checksum(e)) for e in found}
 
-    def _mark_after(self, records: set[tuple[str, int, float, str | None]]) -> None:
+    def _mark_after(self, records: set[RunFacts]) -> None:
         time.sleep(TICK)  # a record that is written after the marking has another time stamp
         self._runs, self._marks = records, self._mark()
         self._busy |= self._marks.busy

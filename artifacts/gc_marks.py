@@ -22,6 +22,7 @@ class Marks:
 
     artifacts: dict[Key, Artifact]  # finished
     unfinished: set[Key]  # of recent runs, which may resume them, and of living builders
+    expired: frozenset[str] = frozenset()  # paths of the records of runs that need nothing
 
     def __contains__(self, key: Key) -> bool:
         return key in self.artifacts or key in self.unfinished
@@ -43,13 +44,16 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
     """
     now = present_time(store.fs, store.root)
     roots = {key for key in store.artifact_keys() if is_held(store, key, now)}
-    for at, keys in list(runs(store)):
-        if now - at <= days * DAY or keys & roots:  # a run can take longer than `days`
-            roots |= keys
+    expired = set()
+    for run in list(runs(store)):
+        if now - run.at <= days * DAY or run.keys & roots:  # a run can take longer than `days`
+            roots |= run.keys
+        else:
+            expired.add(run.path)
     for manifest in published:
         roots |= {("publish", manifest["key"]), *_parents(manifest)}
     needed = needed_by(store, roots)
-    return Marks(needed, roots - needed.keys())
+    return Marks(needed, roots - needed.keys(), frozenset(expired))
 
 
 def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from artifacts.commit import write_atomic
@@ -33,8 +34,17 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
     write_atomic(store.fs, path, json.dumps(facts, indent=1).encode())
 
 
-def runs(store: Store) -> Iterator[tuple[float, set[tuple[str, str]]]]:
-    """(when its last stage began, {(stage, key)}) of every run, by the store's own clock.
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run used."""
+
+    path: str
+    at: float  # when its last stage began, in seconds since 1970 by the store's own clock
+    keys: set[tuple[str, str]]  # (stage, key) of its artifacts
+
+
+def runs(store: Store) -> Iterator[RunRecord]:
+    """The record of every run.
 
     Raises GarbageUnsure if a record is damaged, and as the filesystem does.
     """
@@ -50,7 +60,7 @@ def runs(store: Store) -> Iterator[tuple[float, set[tuple[str, str]]]]:
                 raise GarbageUnsure(
                     f"{path} is damaged: delete it if its run is no longer needed"
                 ) from None
-            yield modified(entry), keys
+            yield RunRecord(path, modified(entry), keys)
 
 
 def record_registry(store: Store, registry: Store) -> None:

@@ -52,7 +52,9 @@ def collector(store: Store, *needed: Artifact, days: float = 30, min_age: float 
     def marked() -> Marks:
         found = mark(store, [], days)
         return Marks(
-            found.artifacts | needed_by(store, [(a.stage, a.key) for a in needed]), found.unfinished
+            found.artifacts | needed_by(store, [(a.stage, a.key) for a in needed]),
+            found.unfinished,
+            found.expired,
         )
 
     return Collector(store, marked, days=days, min_age=min_age)
@@ -102,8 +104,8 @@ def test_gc_keeps_what_a_live_builder_works_on(store: Store) -> None:
 def test_a_run_record_accumulates_its_stages(store: Store) -> None:
     for stage in ("download", "encode"):
         record_run(store, "a-run", {"stages": {stage: {"key": stage}}})
-    ((_, keys),) = runs(store)
-    assert keys == {("download", "download"), ("encode", "encode")}
+    (found,) = runs(store)
+    assert found.keys == {("download", "download"), ("encode", "encode")}
 
 
 def test_gc_keeps_unfinished_artifacts_of_recent_runs_and_their_shards(
@@ -319,6 +321,62 @@ def test_runs_expire_after_the_retention(local: Store) -> None:
     assert list(collector(local, days=1).garbage()) == []
     age(local, 2 * DAY, "runs")
     assert ("train", "artifact") in kinds(collector(local, days=1).garbage())
+
+
+def run_names(store: Store) -> set[str]:
+    return {run.path.rpartition("/")[2] for run in runs(store)}
+
+
+def test_gc_deletes_the_records_of_expired_runs(store: Store) -> None:
+    for run in ("a", "b"):
+        use(store, run, make(store, "train", 1))
+    found = collector(store, days=-1)
+    items = list(found.garbage())
+    assert {item.key for item in items if item.kind == "run"} == {"a", "b"}
+    assert list(found.delete(items)) == items
+    assert run_names(store) == set()
+    assert list(collector(store).garbage()) == []
+
+
+def test_gc_keeps_the_records_of_recent_and_of_unfinished_runs(local: Store) -> None:
+    use(local, "old", make(local, "train", 1))
+    parts = KeyParts("train", 1, {"n": 9}, {})
+    with local.lock("train", parts.key):
+        record_run(local, "long", {"stages": {"train": {"key": parts.key}}})
+        age(local, 2 * DAY, "runs")
+        use(local, "recent", make(local, "train", 2))
+        found = collector(local, days=1)
+        list(found.delete(list(found.garbage())))
+    assert run_names(local) == {"long.json", "recent.json"}
+
+
+def test_gc_keeps_the_record_of_a_run_that_continues_after_the_listing(local: Store) -> None:
+    model = make(local, "train", 1)
+    use(local, "a-run", model)
+    age(local, 2 * DAY)
+    found = collector(local, days=1)
+    items = [item for item in found.garbage() if item.kind == "run"]
+    use(local, "a-run", make(local, "evaluate", 1))
+    assert len(items) == 1 and list(found.delete(items)) == []
+    (run,) = runs(local)
+    assert {stage for stage, _ in run.keys} == {"train", "evaluate"}
+
+
+def test_a_published_model_keeps_its_lineage_without_its_run(local: Store) -> None:
+    images = make(local, "download", 1)
+    model = make(local, "train", 1, images=images)
+    published = make(local, "publish", 1, model=model)
+    use(local, "a-run", images, model, published)
+    age(local, 2 * DAY)
+
+    def marked() -> Marks:
+        return mark(local, [published.manifest], days=1)
+
+    found = Collector(local, marked, days=1, min_age=0)
+    assert kinds(found.delete(list(found.garbage()))) == [("runs", "run")]
+    again = Collector(local, marked, days=1, min_age=0)
+    assert list(again.garbage()) == []
+    assert {a.stage for a in local.artifacts()} == {"download", "train", "publish"}
 
 
 @pytest.mark.parametrize("call", ["scandir", "stat", "lstat", "open"])

@@ -85,4 +85,4 @@ def test_pictures_have_their_settings(
 
     drawn = Store(str(tmp_path / "store"))
     made = {(artifact.stage, artifact.key) for artifact in drawn.artifacts()}
-    assert made == {key for _, keys in runs(drawn) for key in keys}  # `kiln gc` leaves them
+    assert made == {key for run in runs(drawn) for key in run.keys}  # `kiln gc` leaves them

@@ -98,7 +98,7 @@ def test_a_run_records_its_stages_before_their_builds(
     kept: list[set[str]] = []
 
     def killed(store: Store, *_: Any, **more: Any) -> Any:
-        kept.extend({s for s, _ in keys} for _, keys in runs(store))
+        kept.extend({s for s, _ in run.keys} for run in runs(store))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(finetune, "build_or_reuse", killed)
@@ -117,7 +117,7 @@ def test_generate_records_its_run_before_the_build(
     kept: list[tuple[str, str]] = []
 
     def drawn(store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact]) -> Any:
-        kept.extend((key, parts.key) for _, keys in runs(store) for _, key in keys)
+        kept.extend((key, parts.key) for run in runs(store) for _, key in run.keys)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "build_or_reuse", drawn)
