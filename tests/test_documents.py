@@ -201,3 +201,11 @@ def test_recipe_of_a_document_extends_the_prompts_of_its_parent(
 ) -> None:
     (path,) = recipes_of(document, tmp_path)
     assert {"new"} < set(load_recipe(str(path)).evaluate.prompts)
+
+
+def test_reliability_names_tests_that_exist() -> None:
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 50
+    for file, test in named:
+        assert f"def {test}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), file
