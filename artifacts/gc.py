@@ -206,11 +206,10 @@ class Collector:
 
         A run names what it needs, then looks whether that is there. Here the record is deleted,
         then the runs are asked: so either the run is seen here, or it finds no record and builds.
-        They are asked before, too, since a reader would miss a record until it is restored.
         """
         fs, data = self._store.fs, b""
         if item.record is not None:
-            if self._is_needed(item):
+            if self._is_needed(item):  # a reader would miss the record until it is restored
                 return False
             try:
                 data = fs.cat_file(item.record)

@@ -174,6 +174,19 @@ def test_gc_keeps_an_artifact_reused_after_the_listing(store: Store) -> None:
     assert store.shard("download", "shard1") is not None
 
 
+def test_gc_never_hides_an_artifact_that_was_reused_before_its_turn(
+    local: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(local, "train", 1)
+    found = collector(local)
+    items = [item for item in found.garbage() if item.kind == "artifact"]
+    use(local, "later", model)
+    removed: list[str] = []
+    monkeypatch.setattr(local.fs, "rm_file", removed.append)
+    assert len(items) == 1 and list(found.delete(items)) == []
+    assert not [path for path in removed if path.endswith("manifest.json")]
+
+
 def test_gc_keeps_an_artifact_reused_during_its_deletion(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,6 +276,7 @@ def test_the_traceback_of_a_library_has_no_secrets(
         try:
             raise aiohttp.ClientResponseError(request, (), status=500, message="broken")
         except aiohttp.ClientError as error:
+            logging.getLogger("kiln").exception("GET %s", url)
             raise KeyError(f"no answer of {url}") from error
 
     monkeypatch.setattr("tasks.download.plan", plan)
@@ -286,7 +287,8 @@ def test_the_traceback_of_a_library_has_no_secrets(
     logs = server.ask("/logs/filter", {"limit": 200, "sort": "TIMESTAMP_DESC"})
     server.stop()
     assert code == 1 and "Traceback" in said and f"?name={VISIBLE}&sig=..." in said
-    assert any("Traceback" in log["message"] for log in logs)
+    assert any(log["message"].startswith("GET http://127.0.0.1:9/a.png?name=") for log in logs)
+    assert any("Encountered exception" in log["message"] for log in logs)
     assert not planted.found(said.encode())
     assert not planted.found_in(server.folder)
     assert not planted.found_in(tmp_path)
