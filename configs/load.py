@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from configs import coming_from
 from configs.recipe import Recipe
 from configs.recipe_yaml import dump_yaml, parse_yaml
+from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import is_secret_name, without_secrets
-from configs.redaction import one_line
 
 RECIPES = Path(__file__).parent
 

@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 from configs.generate import read_settings
 from configs.load import dump, json_schema, load_recipe, parse_override, recipe_names
 from configs.recipe import StageName
-from configs.redaction import one_line, redact_logs, redacted_errors
+from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
 
 app = typer.Typer(
     help="From a list of image URLs to a published, evaluated diffusion model.",

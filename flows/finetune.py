@@ -14,7 +14,7 @@ from prefect.states import Completed
 from artifacts.latent_shards import open_latents
 from configs.load import load_recipe
 from configs.recipe import STAGES, StageName
-from configs.redaction import redacted_errors
+from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare

@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from artifacts.store import Store
 from configs.generate import Generate, read_settings
-from configs.redaction import redacted_errors
+from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import Settings
 from flows.task_settings import begin, ended, stage_task

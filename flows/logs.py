@@ -7,7 +7,7 @@ import logging
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
-from configs.redaction import redact_logs
+from configs.redact_errors_and_logs import redact_logs
 
 
 def log_to_prefect() -> None:

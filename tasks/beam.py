@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from artifacts.store import Store
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from tasks.quiet_import import quiet_import
 
 with quiet_import():

@@ -20,7 +20,7 @@ from typing import Any
 
 from artifacts.remote_clients import is_of_client
 from artifacts.store import Artifact, Draft, KeyParts, Store
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from runtimes.registry import interpreter
 
 log = logging.getLogger("kiln")

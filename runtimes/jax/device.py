@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import jax
 import torch
 
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from configs.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.process.collectives import HostCollectives

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start

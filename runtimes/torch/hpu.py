@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from configs.hardware import Hpu
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.hosts.detect_gaudi import bridge_version, missing_components

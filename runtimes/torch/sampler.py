@@ -15,7 +15,7 @@ from diffusers.utils import logging as diffusers_logging
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import fully_masked

@@ -11,7 +11,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.families import denoiser_classes
 from runtimes.families.unet_inputs import added_weights, source_weight_names

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from transformers import CLIPTokenizer, T5TokenizerFast
 
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
 from runtimes.families import family_named

@@ -15,7 +15,7 @@ from fsspec.core import url_to_fs
 
 from artifacts.keys import parse_json
 from artifacts.remote_clients import is_of_client
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from tasks.download.errors import SourceError
 
 #: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.redaction import one_line
+from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.describe_encoders import read_config
 

@@ -10,7 +10,7 @@ import pytest
 from yarl import URL
 
 from configs.load import RecipeError
-from configs.redaction import RedactedRecord, one_line, redacted_errors
+from configs.redact_errors_and_logs import RedactedRecord, one_line, redacted_errors
 
 URL_ = "https://us:pass0@example.org/a?w=1&sig=s1g"
 SHOWN = "https://example.org/a?w=1&sig=..."
