@@ -27,6 +27,7 @@ from bench.train_cuda import LARGE_MEMORY, SD2_UNET, SDXL_UNET
 from configs.train import Train
 from runtimes.process.job import TrainJob, write_job
 
+PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
 WARM_UP = 3  # steps, compilation included
 EAGER: dict[str, Any] = {"compile": "none"}
 EXACT: dict[str, Any] = {"deterministic": True}
@@ -51,6 +52,7 @@ PIECES: dict[str, dict[str, Variant]] = {
     "sd2": {
         "sd2_full": (SD2, {}),
         "sd2_full_cudnn_attention": (SD2, CUDNN),
+        "sd2_full_eager_cudnn_attention": (SD2, {**EAGER, **CUDNN}),
         "sd2_full_deterministic": (SD2, EXACT),
         "sd2_full_eager": (SD2, EAGER),
         "sd2_full_denoiser": (SD2, {"compile": "denoiser"}),
@@ -93,7 +95,7 @@ def measure(job: TrainJob, steps: int) -> dict[str, Any]:
         "warm_up_seconds": warm - loaded,
         "batch": images,
     }
-    if os.environ.get("KILN_BENCH_PROFILE"):
+    if os.environ.get(PROFILE):
         report.log(_profile(bare))
     flops, peak = bare.runtime.flops(bare.batch), bare.runtime.peak_flops()
     if flops:
@@ -117,23 +119,38 @@ def run_piece(
     make_job: Callable[[Model, dict[str, Any]], TrainJob],
     folder: Path,
     steps: int,
+    limit: float | None = None,
 ) -> list[Row]:
-    """Measure variants one after another, each in a process of its own."""
+    """Measure variants one after another, each in a process of its own.
+
+    Args:
+        variants: name to model and settings.
+        make_job: see job_maker.
+        folder: for job files.
+        steps: timed steps.
+        limit: maximum seconds of a variant; its process is then killed.
+    """
     rows = []
     for name, (model, settings) in variants.items():
         report.log(f"{name} ...")
         path = folder / f"{name}.json"
         write_job(make_job(model, settings), path)
-        command = [sys.executable, "-m", "bench.gpu", "--measure", str(path), str(steps)]
-        done = subprocess.run(command, cwd=ours.ROOT, capture_output=True, text=True)
-        if os.environ.get("KILN_BENCH_PROFILE"):
-            report.log(done.stderr)
-        if done.returncode == 0:
-            rows.append(Row(name, figures=json.loads(done.stdout.splitlines()[-1])))
-        else:
-            rows.append(Row(name, failed=" ".join(done.stderr.splitlines()[-3:])[-600:]))
+        rows.append(_measure_alone(name, path, steps, limit))
         report.log("\n".join(report.table(rows[-1:])))
     return rows
+
+
+def _measure_alone(name: str, job: Path, steps: int, limit: float | None) -> Row:
+    command = [sys.executable, "-m", "bench.gpu", "--measure", str(job), str(steps)]
+    try:
+        done = subprocess.run(command, cwd=ours.ROOT, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return Row(name, failed=f"did not end within {limit:.0f} s")
+    if os.environ.get(PROFILE):
+        report.log(done.stderr)
+    if done.returncode:
+        return Row(name, failed=" ".join(done.stderr.splitlines()[-3:])[-600:])
+    return Row(name, figures=json.loads(done.stdout.splitlines()[-1]))
 
 
 def job_maker(folder: Path) -> Callable[[Model, dict[str, Any]], TrainJob]:
@@ -176,6 +193,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("pieces", nargs="+", metavar="PIECE", choices=PIECES, help=" ".join(PIECES))
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="only these variants")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
+    parser.add_argument("--limit", type=float, help="maximum seconds of a variant")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
     options = parser.parse_args(arguments)
     variants = {name: v for piece in options.pieces for name, v in PIECES[piece].items()}
@@ -184,7 +202,7 @@ def main(arguments: list[str]) -> int:
     facts = {"machine": report.machine(os.cpu_count() or 1), "versions": report.versions()}
     with tempfile.TemporaryDirectory(prefix="kiln-gpu-") as temporary:
         folder = Path(temporary)
-        rows = run_piece(variants, job_maker(folder), folder, options.steps)
+        rows = run_piece(variants, job_maker(folder), folder, options.steps, options.limit)
     report.publish("gpu", rows, facts, options.json)
     return int(any(row.failed for row in rows))
 
