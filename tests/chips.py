@@ -79,7 +79,7 @@ VARIANTS = {
     "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
     "hpu-lazy": Variant("torch", "hpu", {"hpu": {"mode": "lazy"}}),
     "npu": Variant("torch", "npu"),
-    "cuda": Variant("torch", "cuda", families=("sdxl", "sd", "sd3")),
+    "cuda": Variant("torch", "cuda", {"deterministic": True}, families=("sdxl", "sd", "sd3")),
 }
 #: Devices without an emulation: their tests require a real one.
 REAL_ONLY = ("cuda",)
