@@ -13,10 +13,7 @@ import torch
 from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding
 
-from artifacts.latent_shards import LatentSample
 from configs.train import Train
-from runtimes.contract import StepBatch
-from runtimes.families import Captioned, Family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.mesh import Mesh
@@ -24,10 +21,9 @@ from runtimes.jax.micro_batches import stack
 from runtimes.jax.step import Step
 from runtimes.jax.step_cost import Request
 from runtimes.jax.weights import names_without_gradient, trained_names
-from runtimes.objective.scheduler_config import read_schedule
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
+from runtimes.torch_models.sample_batch import sample_batch
 
 
 class AbstractStep:
@@ -51,8 +47,10 @@ class AbstractStep:
         self._mesh = Mesh(settings.fsdp, devices)
         self._counter = FlopCounter(network)
         extras = ExtraInputs.from_config(network.denoiser.config)
+        vae = None if request.vae is None else Path(request.vae)
         self._batch = sample_batch(
-            request, network.family, extras, text=settings.train_text_encoder
+            *(Path(request.model), vae, request.resolution, network.family, extras),
+            text=settings.train_text_encoder,
         )
         if settings.gradient_checkpointing:
             for part in network.children():
@@ -122,36 +120,3 @@ class AbstractStep:
 
         one = stack(self._batch, None, self._mesh, jnp.dtype(self._settings.compute_dtype))
         return dict(jax.tree.map(shape, one))
-
-
-def sample_batch(request: Request, family: Family, extras: ExtraInputs, *, text: bool) -> StepBatch:
-    """A batch of one zero sample with the shapes of a request's latents and conditioning."""
-    vae = None if request.vae is None else Path(request.vae)
-    info = describe_encoders(Path(request.model), vae)
-    side = request.resolution // info["vae_scale_factor"]
-    latents = np.zeros((1, info["latent_channels"], side, side), np.float32)
-    square = (request.resolution, request.resolution)
-    sample = LatentSample(latents[0], latents[0], bytes(32), square, (0, 0), square, False, (0,))
-    pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
-    ids = None
-    if text:  # only CLIP encoders are trained; `info["tokens"]` of SD3 includes T5's tokens
-        clip = read_config(Path(request.model) / family.clip_encoders[0] / "config.json")
-        rows = clip["max_position_embeddings"]
-        ids = np.zeros((len(family.clip_encoders), rows), np.int32)
-    embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
-    captioned = Captioned(sample, embeds, pooled, ids)
-    conditioning = family.condition([captioned])
-    if extras.inpainting:
-        conditioning["inpainting"] = np.zeros((1, 1 + len(latents[0]), side, side), np.float32)
-    if extras.aesthetic_score:
-        conditioning["aesthetic_score"] = np.zeros(1, np.float32)
-    schedule = read_schedule(Path(request.model) / "scheduler")
-    return StepBatch(
-        step=0,
-        noisy_latents=latents,
-        timesteps=schedule.timesteps(np.zeros(1, np.int32)),
-        target=latents,
-        weight=np.ones(1, np.float32),
-        conditioning=conditioning,
-        denominator=1,
-    )

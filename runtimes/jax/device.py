@@ -18,7 +18,7 @@ from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import free_port
 from runtimes.spmd.tpu_specs import peak_of
-from runtimes.torch_models.flop_count import known_peak
+from runtimes.torch_models.gpu_specs import known_peak
 from runtimes.torch_models.precision import check_precision
 
 PLATFORMS = ("cpu", "tpu", "cuda")

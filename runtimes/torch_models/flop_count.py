@@ -1,46 +1,17 @@
-"""Count the FLOPs of a training step; peak FLOP/s of GPUs from their data sheets."""
+"""Count the FLOPs of a training step."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import re
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from runtimes.contract import StepBatch
+from runtimes.torch_models.gpu_specs import known_peak
 
-#: (pattern of CUDA's device name, bfloat16 TFLOP/s, float32 TFLOP/s); the first match applies.
-#: bfloat16 is dense, on tensor cores with float32 accumulation; float32 is without tensor cores,
-#: since TF32 is off. Sources: NVIDIA's data sheets, with sparse figures halved; for GeForce cards
-#: the white papers "Ada GPU architecture" (table 4), "GA102" (table 3) and "RTX Blackwell"
-#: (appendix A); for A10G the page of AWS's G5 instances.
-PEAKS: tuple[tuple[str, float | None, float], ...] = (
-    (r"GB200", 2500.0, 80.0),
-    (r"B200", 2250.0, 75.0),
-    (r"H200 NVL", 835.5, 60.0),
-    (r"H200|GH200", 989.5, 67.0),
-    (r"H100 NVL", 835.5, 60.0),
-    (r"H100 PCIe", 756.5, 51.0),
-    (r"H100", 989.5, 67.0),
-    (r"A100|A800", 312.0, 19.5),
-    (r"A40\b", 149.7, 37.4),
-    (r"A30\b", 165.0, 10.3),
-    (r"A10G", 70.0, 31.5),
-    (r"A10\b", 125.0, 31.2),
-    (r"L40S", 362.0, 91.6),
-    (r"L40\b", 181.0, 90.5),
-    (r"L4\b", 121.0, 30.3),
-    (r"RTX 6000 Ada", 364.2, 91.1),
-    (r"RTX A6000", 154.8, 38.7),
-    (r"RTX 5090", 209.5, 104.8),
-    (r"RTX 4090", 165.2, 82.6),
-    (r"RTX 3090", 71.0, 35.6),
-    (r"V100", None, 15.7),
-    (r"T4\b", None, 8.1),
-)
 log = logging.getLogger("kiln")
 
 
@@ -105,15 +76,6 @@ def peak_flops(device: torch.device, compute_dtype: str) -> float | None:
     if device.type != "cuda":
         return None
     return known_peak(torch.cuda.get_device_name(device), compute_dtype)
-
-
-def known_peak(name: str, compute_dtype: str) -> float | None:
-    """Peak FLOP/s from `PEAKS` of the GPU with a CUDA device name; None if it is unknown."""
-    for pattern, half, single in PEAKS:
-        if re.search(pattern, name):
-            tera = half if compute_dtype == "bfloat16" else single
-            return None if tera is None else tera * 1e12
-    return None
 
 
 def _dtype(array: Any) -> torch.dtype:

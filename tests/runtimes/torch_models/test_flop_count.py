@@ -1,4 +1,4 @@
-"""What a step costs is counted without computing it; what a chip can do is looked up."""
+"""The FLOPs of a step are counted without computing it."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.flop_count import FlopCounter, known_peak
+from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.train.trainer import make_loader
 
@@ -68,22 +68,6 @@ def test_counting_takes_no_memory_and_leaves_the_network_alone(make_job: MakeJob
     for name, parameter in network.named_parameters():
         assert parameter.grad is None
         assert torch.equal(parameter, before[name])
-
-
-def test_the_peak_of_a_chip_is_known_by_its_name() -> None:
-    """By which pattern a name of PyTorch's meets first: H100 PCIe before H100, L40S and not L4.
-
-    Figures are those of NVIDIA's data sheets, without sparsity.
-    """
-    assert known_peak("NVIDIA H200", "bfloat16") == 989.5e12
-    assert known_peak("NVIDIA H100 80GB HBM3", "bfloat16") == 989.5e12
-    assert known_peak("NVIDIA H100 PCIe", "bfloat16") == 756.5e12
-    assert known_peak("NVIDIA A100-SXM4-40GB", "float32") == 19.5e12
-    assert known_peak("NVIDIA L40S", "bfloat16") == 362e12
-    assert known_peak("NVIDIA L4", "bfloat16") == 121e12
-    assert known_peak("NVIDIA A10G", "bfloat16") == 70e12
-    assert known_peak("Tesla T4", "bfloat16") is None
-    assert known_peak("Another chip", "bfloat16") is None
 
 
 def test_a_profile_is_a_trace_of_the_steps_within(make_job: MakeJob, tmp_path: Path) -> None:

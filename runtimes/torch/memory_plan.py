@@ -1,0 +1,72 @@
+"""The memory of a training or sampling step, as step_memory.py computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+#: Kinds of memory that change during a step. `compute_weights` are copies of weights in the compute
+#: dtype, `activations` are made by the forward pass. `temporaries` are all else: recomputed
+#: activations, gradients of activations, and what the update or the sampler allocates.
+KINDS = ("gradients", "compute_weights", "activations", "temporaries")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A training step, or a denoising step of sampling, to compute the memory of."""
+
+    model: str  # local folder of the base pipeline; its configs are enough
+    train: dict[str, Any]  # configs.train.Train, dumped
+    resolution: int  # of the pictures, pixels
+    vae: str | None = None
+    denoiser_config: dict[str, Any] | None = None
+    sampling_dtype: str | None = None  # None: a training step; else sampling in this dtype
+    device: str = "cuda"  # cuda or cpu, whose operators save different tensors
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Live memory at one moment of a step: kind -> (fixed bytes, bytes per sample)."""
+
+    kinds: dict[str, tuple[int, int]]
+
+    def parts(self, samples: int) -> dict[str, int]:
+        """Bytes by kind for a batch size."""
+        return {kind: fixed + samples * each for kind, (fixed, each) in self.kinds.items()}
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of a step in bytes, and its FLOPs.
+
+    In sampling, `weights` are those of the whole pipeline, and what training alone needs is 0.
+    """
+
+    parameters: int  # number of trained parameters
+    weights: int  # of the network, trained or not
+    encoders: int  # of text encoders and VAE, which training loads to draw samples
+    optimizer: int  # state of the requested optimizer; of AdamW if that is adamw_8bit
+    optimizer_8bit: int  # state of adamw_8bit
+    ema: int  # moving average, with its scratch
+    largest: int  # largest trained array, in float32
+    moments: list[Moment]  # with the most live memory, if a step has one micro-batch
+    accumulating: list[Moment]  # the same, if gradients of an earlier micro-batch exist
+    flops_per_image: float  # forward and backward, without recomputation; of a denoising step
+    recomputed_flops_per_image: float
+    seconds: float  # duration of this computation
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> StepMemory:
+        """Undo `dataclasses.asdict`."""
+        lists = ("moments", "accumulating")
+        return cls(**{**fields, **{name: [Moment(**m) for m in fields[name]] for name in lists}})
+
+    def peak(self, samples: int, *, accumulating: bool = False) -> dict[str, int]:
+        """Bytes by kind at the moment with the most live memory.
+
+        Args:
+            samples: per micro-batch; of sampling, pictures per batch.
+            accumulating: whether a step has several micro-batches.
+        """
+        moments = self.accumulating if accumulating else self.moments
+        return max((m.parts(samples) for m in moments), key=lambda parts: sum(parts.values()))

@@ -1,0 +1,230 @@
+"""Compute the memory and FLOPs of training and sampling without a GPU, on fake tensors.
+
+`python -P -m runtimes.torch.step_memory REQUEST.json` prints one JSON object, a StepMemory. The
+step is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from configs.train import Train
+from runtimes.contract import StepBatch, WrongInput
+from runtimes.families import detect_family
+from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.pipeline_folder.describe_encoders import read_config, vae_path
+from runtimes.torch.channels_last import keep_channels_last
+from runtimes.torch.cuda_on_cpu import cuda_on_cpu
+from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.live_memory import LiveMemory, prime_batch_size
+from runtimes.torch.memory_plan import Request, StepMemory
+from runtimes.torch.optimizer_and_ema import Update
+from runtimes.torch.parallel import SingleProcess
+from runtimes.torch.step import Step
+from runtimes.torch_models.loading import empty_text_encoder
+from runtimes.torch_models.micro_batches import Inputs
+from runtimes.torch_models.network import Network
+from runtimes.torch_models.sample_batch import sample_batch
+
+CPU = torch.device("cpu")
+#: bitsandbytes keeps moments of smaller arrays in float32.
+SMALLEST_8BIT = 4096
+BLOCK_8BIT = 256  # values per scale of the 8-bit moments
+
+
+def step_memory(request: Request) -> StepMemory:
+    """Run the request on fake tensors. Raises WrongInput."""
+    since = time.monotonic()
+    operators = cuda_on_cpu() if request.device == "cuda" else nullcontext()
+    with operators:
+        found = _sampling(request) if request.sampling_dtype else _training(request)
+    return replace(found, seconds=time.monotonic() - since)
+
+
+class _Device(DeviceHooks):
+    """A device without data, which is not asked for the value of a norm."""
+
+    def clip_grad_norm(self, parameters: Any, most: float) -> torch.Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm, foreach=True)
+        return norm
+
+
+def _training(request: Request) -> StepMemory:
+    settings = Train(**request.train)
+    network, encoders = _network(request, settings), _encoders(request, settings.compute_dtype)
+    trained = network.trained()
+    sizes = [parameter.numel() for parameter in trained.values()]
+    samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
+    batch = _batch(request, network, text=settings.train_text_encoder)
+    live = LiveMemory(samples)
+    with FakeTensorMode():
+        _make_fake(network)
+        keep_channels_last(network.train())
+        weights = live.exclude(_tensors(network))
+        optimizer = _run_step(network, settings, batch, live)
+    return StepMemory(
+        parameters=sum(sizes),
+        weights=weights,
+        encoders=encoders,
+        optimizer=optimizer,
+        optimizer_8bit=sum(map(_bytes_8bit, sizes)),
+        ema=4 * (sum(sizes) + max(sizes)),
+        largest=4 * max(sizes),
+        moments=live.moments(accumulating=False),
+        accumulating=live.moments(accumulating=True),
+        flops_per_image=(live.flops - live.recomputed_flops) / samples,
+        recomputed_flops_per_image=live.recomputed_flops / samples,
+        seconds=0.0,
+    )
+
+
+def _run_step(network: Network, settings: Train, batch: StepBatch, live: LiveMemory) -> int:
+    """Record a step; returns the bytes of the optimizer's state."""
+    # The average and the 8-bit moments are computed by formula, and change nothing else in a step.
+    optimizer = "adamw" if settings.optimizer == "adamw_8bit" else settings.optimizer
+    settings = settings.model_copy(update={"ema_decay": None, "optimizer": optimizer})
+    kind, parallel = _Device(CPU), SingleProcess()
+    forward = parallel.wrap(network)
+    masters = parallel.masters()
+    for parameter in masters.values():
+        parameter.register_post_accumulate_grad_hook(live.mark_gradient)
+    update = Update(masters, settings, parallel, kind)
+    state = update._optimizer.state_tensors()
+    moments = live.exclude(tensor for group in state.values() for tensor in group.values())
+    step = Step(network, forward, update, parallel, kind, settings, rank=0)
+    with live:
+        step(replace(batch, on_device=[_inputs(batch, live.samples)]), 1e-4)
+    return moments
+
+
+def _sampling(request: Request) -> StepMemory:
+    """A denoising step with guidance, then the VAE's decoder, as the pipelines run them."""
+    assert request.sampling_dtype is not None
+    dtype = getattr(torch, request.sampling_dtype)
+    plain = Train(train_text_encoder=False).model_copy(
+        update={name: request.train[name] for name in ("inpainting", "aesthetic_score")}
+    )
+    network, vae = _network(request, plain).to(dtype).requires_grad_(False), _empty_vae(request)
+    vae = vae.to(_vae_dtype(vae, dtype)).requires_grad_(False)
+    encoders = _encoders(request, request.sampling_dtype)
+    samples = prime_batch_size(tensor.nbytes for tensor in (*_tensors(network), *_tensors(vae)))
+    batch = _batch(request, network, text=False)
+    live = LiveMemory(samples)
+    with FakeTensorMode(), torch.no_grad():
+        _make_fake(network)
+        _make_fake(vae)
+        weights = live.exclude(_tensors(network))
+        live.exclude(_tensors(vae))
+        with live:
+            inputs = _inputs(batch, 2 * samples, dtype)  # with and without the prompt
+            network(inputs.noisy_latents, inputs.timesteps, inputs.conditioning)
+            denoising = live.flops
+            del inputs
+            latents = torch.empty((samples, *batch.noisy_latents.shape[1:]), dtype=vae.dtype)
+            vae.decode(latents, return_dict=False)
+    moments = live.moments(accumulating=False)
+    return StepMemory(
+        *(0, weights + encoders, encoders, 0, 0, 0, 0),
+        moments=moments,
+        accumulating=moments,
+        flops_per_image=denoising / samples,
+        recomputed_flops_per_image=0.0,
+        seconds=0.0,
+    )
+
+
+def _network(request: Request, settings: Train) -> Network:
+    return Network.without_weights(Path(request.model), settings, request.denoiser_config)
+
+
+def _batch(request: Request, network: Network, *, text: bool) -> StepBatch:
+    extras = ExtraInputs.from_config(network.denoiser.config)
+    vae = None if request.vae is None else Path(request.vae)
+    return sample_batch(
+        Path(request.model), vae, request.resolution, network.family, extras, text=text
+    )
+
+
+def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    def send(array: Any) -> torch.Tensor:
+        return torch.empty((samples, *array.shape[1:]), dtype=torch.from_numpy(array).dtype)
+
+    return Inputs(batch, send, dtype=dtype)
+
+
+def _encoders(request: Request, dtype: str) -> int:
+    """Bytes of the pipeline's text encoders and VAE in a dtype."""
+    folder, kind = Path(request.model), getattr(torch, dtype)
+    index = read_config(folder / "model_index.json")
+    names = (encoder.component for encoder in detect_family(folder).text_encoders)
+    parts = [empty_text_encoder(folder, name) for name in names if (index.get(name) or [None])[0]]
+    vae = _empty_vae(request)
+    total = sum(parameter.numel() for part in parts for parameter in part.parameters())
+    of_vae = sum(parameter.numel() for parameter in vae.parameters())
+    return total * kind.itemsize + of_vae * _vae_dtype(vae, kind).itemsize
+
+
+def _empty_vae(request: Request) -> Any:
+    folder = vae_path(Path(request.model), None if request.vae is None else Path(request.vae))
+    with torch.device("meta"):
+        return AutoencoderKL.from_config(read_config(folder / "config.json"))
+
+
+def _vae_dtype(vae: Any, dtype: torch.dtype) -> torch.dtype:
+    """As in diffusers, a VAE with `force_upcast` decodes in float32 instead of float16."""
+    return torch.float32 if vae.config.force_upcast and dtype == torch.float16 else dtype
+
+
+def _make_fake(module: torch.nn.Module) -> None:
+    """Replace the tensors of a module by fake ones, within a FakeTensorMode."""
+    fake: dict[int, torch.Tensor] = {}  # shared weights stay shared
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake.setdefault(id(tensor), _fake(tensor))
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    layout = torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, memory_format=layout)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _bytes_8bit(size: int) -> int:
+    """Bytes of both moments of an array with bitsandbytes' AdamW8bit."""
+    return 2 * (4 * size if size < SMALLEST_8BIT else size + 4 * -(-size // BLOCK_8BIT))
+
+
+def main(path: str) -> int:
+    """Print the memory of a request's step, or its error, as one JSON object."""
+    request = Request(**json.loads(Path(path).read_text(encoding="utf-8")))
+    try:
+        print(json.dumps(asdict(step_memory(request))))
+    except WrongInput as error:
+        print(json.dumps({"wrong_input": str(error)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,104 @@
+"""Memory and peak FLOP/s of GPUs from their data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from runtimes.contract import WrongInput
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """One model of GPU.
+
+    bfloat16 is dense, on tensor cores with float32 accumulation; float32 is without tensor cores,
+    since TF32 is off.
+    """
+
+    name: str  # for messages and `--gpu`
+    pattern: str  # of the device name in PyTorch
+    memory_gib: float  # GiB; data sheets call them GB
+    bfloat16: float | None  # TFLOP/s; None without bfloat16 tensor cores
+    float32: float  # TFLOP/s
+
+    @property
+    def memory(self) -> int:
+        """Memory in bytes."""
+        return int(self.memory_gib * GIB)
+
+    def peak(self, compute_dtype: str) -> float | None:
+        """Peak FLOP/s at a compute dtype; None if unknown."""
+        tera = self.bfloat16 if compute_dtype == "bfloat16" else self.float32
+        return None if tera is None else tera * 1e12
+
+
+#: The first match of a device name applies. Sources: NVIDIA's data sheets, with sparse figures
+#: halved; for GeForce cards the white papers "Ada GPU architecture" (table 4), "GA102" (table 3)
+#: and "RTX Blackwell" (appendix A); for A10G the page of AWS's G5 instances; for MI300X AMD's data
+#: sheet. The driver reports 1% to 8% less memory.
+GPU_SPECS = (
+    GpuSpec("GB200", r"GB200", 186, 2500.0, 80.0),
+    GpuSpec("B200", r"B200", 180, 2250.0, 75.0),
+    GpuSpec("H200 NVL", r"H200 NVL", 141, 835.5, 60.0),
+    GpuSpec("H200", r"H200|GH200", 141, 989.5, 67.0),
+    GpuSpec("H100 NVL", r"H100 NVL", 94, 835.5, 60.0),
+    GpuSpec("H100 PCIe", r"H100 PCIe", 80, 756.5, 51.0),
+    GpuSpec("H100", r"H100", 80, 989.5, 67.0),
+    GpuSpec("A100 80", r"A[18]00\D.*80", 80, 312.0, 19.5),
+    GpuSpec("A100 40", r"A100|A800", 40, 312.0, 19.5),
+    GpuSpec("A40", r"A40\b", 48, 149.7, 37.4),
+    GpuSpec("A30", r"A30\b", 24, 165.0, 10.3),
+    GpuSpec("A10G", r"A10G", 24, 70.0, 31.5),
+    GpuSpec("A10", r"A10\b", 24, 125.0, 31.2),
+    GpuSpec("L40S", r"L40S", 48, 362.0, 91.6),
+    GpuSpec("L40", r"L40\b", 48, 181.0, 90.5),
+    GpuSpec("L4", r"L4\b", 24, 121.0, 30.3),
+    GpuSpec("RTX 6000 Ada", r"RTX 6000 Ada", 48, 364.2, 91.1),
+    GpuSpec("RTX A6000", r"RTX A6000", 48, 154.8, 38.7),
+    GpuSpec("RTX 5090", r"RTX 5090", 32, 209.5, 104.8),
+    GpuSpec("RTX 4090", r"RTX 4090", 24, 165.2, 82.6),
+    GpuSpec("RTX 3090", r"RTX 3090", 24, 71.0, 35.6),
+    GpuSpec("V100", r"V100", 16, None, 15.7),
+    GpuSpec("T4", r"T4\b", 16, None, 8.1),
+    GpuSpec("MI300X", r"MI300X", 192, 1307.4, 163.4),
+)
+
+
+def known_gpu(device_name: str) -> GpuSpec | None:
+    """The model of GPU that a device name of PyTorch contains; None if it is unknown."""
+    return next((gpu for gpu in GPU_SPECS if re.search(gpu.pattern, device_name, re.I)), None)
+
+
+def known_peak(device_name: str, compute_dtype: str) -> float | None:
+    """Peak FLOP/s of the GPU with a device name; None if it is unknown."""
+    gpu = known_gpu(device_name)
+    return None if gpu is None else gpu.peak(compute_dtype)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU of a plan."""
+
+    name: str
+    memory: int  # bytes
+    spec: GpuSpec | None = None  # None: only the memory is known
+
+
+def parse_gpu(text: str) -> Gpu:
+    """Parse a GPU's memory, such as `24GB`, or its name, such as `RTX 4090` or `A100 80GB`.
+
+    As on data sheets, a GB of GPU memory has 2**30 bytes.
+
+    Raises:
+        WrongInput: the name is unknown.
+    """
+    if size := re.fullmatch(r"(\d+(?:\.\d+)?) ?Gi?B?", text, re.I):
+        return Gpu(f"{size[1]} GB", int(float(size[1]) * GIB))
+    spec = next((gpu for gpu in GPU_SPECS if gpu.name.lower() == text.lower()), known_gpu(text))
+    if spec is None:
+        names = ", ".join(gpu.name for gpu in GPU_SPECS)
+        raise WrongInput(f"gpu {text}: set its memory, such as 24GB, or one of {names}")
+    return Gpu(spec.name, spec.memory, spec)

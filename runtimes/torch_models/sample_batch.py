@@ -1,0 +1,63 @@
+"""A batch that has the shapes of a run, to plan its step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from artifacts.latent_shards import LatentSample
+from runtimes.contract import StepBatch
+from runtimes.families import Captioned, Family
+from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.objective.scheduler_config import read_schedule
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
+
+
+def sample_batch(
+    model: Path,
+    vae: Path | None,
+    resolution: int,
+    family: Family,
+    extras: ExtraInputs,
+    *,
+    text: bool,
+) -> StepBatch:
+    """A batch of one zero sample, with the shapes of a run's latents and conditioning.
+
+    Args:
+        model: pipeline folder; its configs are enough.
+        vae: folder of the VAE that replaces the pipeline's own.
+        resolution: side of the square picture, in pixels.
+        family: of the pipeline.
+        extras: inputs of the denoiser other than text.
+        text: whether the step encodes token ids.
+    """
+    info = describe_encoders(model, vae)
+    side = resolution // info["vae_scale_factor"]
+    latents = np.zeros((1, info["latent_channels"], side, side), np.float32)
+    square = (resolution, resolution)
+    sample = LatentSample(latents[0], latents[0], bytes(32), square, (0, 0), square, False, (0,))
+    pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
+    ids = None
+    if text:  # only CLIP encoders are trained; `info["tokens"]` of SD3 includes T5's tokens
+        clip = read_config(model / family.clip_encoders[0] / "config.json")
+        rows = clip["max_position_embeddings"]
+        ids = np.zeros((len(family.clip_encoders), rows), np.int32)
+    embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
+    captioned = Captioned(sample, embeds, pooled, ids)
+    conditioning = family.condition([captioned])
+    if extras.inpainting:
+        conditioning["inpainting"] = np.zeros((1, 1 + len(latents[0]), side, side), np.float32)
+    if extras.aesthetic_score:
+        conditioning["aesthetic_score"] = np.zeros(1, np.float32)
+    schedule = read_schedule(model / "scheduler")
+    return StepBatch(
+        step=0,
+        noisy_latents=latents,
+        timesteps=schedule.timesteps(np.zeros(1, np.int32)),
+        target=latents,
+        weight=np.ones(1, np.float32),
+        conditioning=conditioning,
+        denominator=1,
+    )

@@ -1,0 +1,124 @@
+"""The planned peak memory of a step equals that of the real step, and needs no memory itself."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.memory import VARIANTS, compare
+from configs.train import Train
+from runtimes.process.memory import peak_rss
+from runtimes.torch.cuda_on_cpu import cuda_on_cpu
+from runtimes.torch.memory_plan import Request, StepMemory
+from runtimes.torch.step_memory import main, step_memory
+
+ROOT = Path(__file__).parents[3]
+SDXL = ROOT / "bench/models/sdxl.json"
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_mode_is_restored() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("train", VARIANTS.values(), ids=VARIANTS)
+def test_the_planned_peak_is_within_a_tenth_of_the_real_one(
+    tiny_sdxl: Path, train: dict[str, Any]
+) -> None:
+    found = compare(tiny_sdxl, 64, 16, **train)
+    assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["tiny_sd", "tiny_sd3"])
+def test_so_it_is_for_each_family_with_trained_text_encoders(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    found = compare(request.getfixturevalue(family), 64, 16, train_text_encoder=True)
+    assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
+
+
+def ask(model: Path, **train: Any) -> StepMemory:
+    settings = Train(mixed_precision="bf16", **train).model_dump(mode="json")
+    return step_memory(Request(str(model), settings, 64))
+
+
+def test_cuda_saves_no_attention_weights(tiny_sdxl: Path) -> None:
+    """Attention's memory grows with the number of tokens, not with its square."""
+    settings = Train(mixed_precision="bf16").model_dump(mode="json")
+    small, large = (
+        step_memory(Request(str(tiny_sdxl), settings, size)).peak(64)["activations"]
+        for size in (64, 128)
+    )
+    assert large < 4.2 * small
+
+
+def test_gradient_checkpointing_costs_flops_and_saves_activations(tiny_sdxl: Path) -> None:
+    plain, checkpointed = ask(tiny_sdxl), ask(tiny_sdxl, gradient_checkpointing=True)
+    assert plain.recomputed_flops_per_image == 0
+    assert checkpointed.flops_per_image == plain.flops_per_image
+    share = checkpointed.recomputed_flops_per_image / plain.flops_per_image
+    assert 0.2 < share < 1 / 3  # at most the forward pass
+    assert checkpointed.peak(64)["activations"] < plain.peak(64)["activations"] / 2
+
+
+def test_eight_bit_moments_need_a_quarter(tiny_sdxl: Path) -> None:
+    found = ask(tiny_sdxl)
+    assert found.optimizer == pytest.approx(8 * found.parameters, rel=0.3)  # 512 bytes at least
+    assert 2 * found.parameters < found.optimizer_8bit < 4 * found.parameters
+
+
+def test_sampling_needs_all_weights_of_the_pipeline_and_no_gradients(tiny_sdxl: Path) -> None:
+    train = Train().model_dump(mode="json")
+    found = step_memory(Request(str(tiny_sdxl), train, 64, sampling_dtype="bfloat16"))
+    assert found.weights > found.encoders > 0
+    one, two = found.peak(1), found.peak(2)
+    assert one["activations"] == one["gradients"] == 0
+    assert one["temporaries"] < two["temporaries"] <= 2 * one["temporaries"]
+
+
+def test_a_plan_leaves_the_operators_of_the_process_as_they_were() -> None:
+    x, weight = torch.randn(2, 4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
+
+    def normalized() -> torch.dtype:
+        with torch.autocast("cpu"):
+            return torch.nn.functional.layer_norm(x, (4,), weight).dtype
+
+    assert normalized() == torch.bfloat16
+    with cuda_on_cpu():
+        assert normalized() == torch.float32
+    assert normalized() == torch.bfloat16
+
+
+def test_the_module_answers_in_json_also_for_wrong_input(
+    tiny_sdxl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(model: Path) -> dict[str, Any]:
+        path = tmp_path / "request.json"
+        path.write_text(json.dumps(asdict(Request(str(model), {}, 64))), encoding="utf-8")
+        assert main(str(path)) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    assert StepMemory.from_json(answer(tiny_sdxl)).parameters > 0
+    assert "model_index.json" in answer(tmp_path)["wrong_input"]
+
+
+@pytest.mark.slow
+def test_a_plan_of_sdxl_needs_no_memory_for_its_weights(tiny_sdxl: Path) -> None:
+    """A real network would have 9 GB of float32 weights."""
+    tiny = json.loads((tiny_sdxl / "unet/config.json").read_text(encoding="utf-8"))
+    inputs = ("cross_attention_dim", "addition_time_embed_dim")
+    inputs += ("projection_class_embeddings_input_dim", "sample_size")
+    config = json.loads(SDXL.read_text(encoding="utf-8")) | {name: tiny[name] for name in inputs}
+    train = Train(mixed_precision="bf16", init="random", denoiser_config="given")
+    before = peak_rss()
+    settings = train.model_dump(mode="json")
+    found = step_memory(Request(str(tiny_sdxl), settings, 512, denoiser_config=config))
+    assert found.parameters > 2e9
+    assert peak_rss() - before < 2 * 2**30

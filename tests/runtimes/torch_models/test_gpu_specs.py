@@ -1,0 +1,52 @@
+"""Memory and peak of a GPU are looked up by its name."""
+
+import pytest
+
+from runtimes.contract import WrongInput
+from runtimes.torch_models.gpu_specs import GPU_SPECS, known_gpu, known_peak, parse_gpu
+
+GIB = 2**30
+
+
+def test_the_peak_of_a_chip_is_known_by_its_name() -> None:
+    """By which pattern a name of PyTorch's meets first: H100 PCIe before H100, L40S and not L4.
+
+    Figures are those of NVIDIA's data sheets, without sparsity.
+    """
+    assert known_peak("NVIDIA H200", "bfloat16") == 989.5e12
+    assert known_peak("NVIDIA H100 80GB HBM3", "bfloat16") == 989.5e12
+    assert known_peak("NVIDIA H100 PCIe", "bfloat16") == 756.5e12
+    assert known_peak("NVIDIA A100-SXM4-40GB", "float32") == 19.5e12
+    assert known_peak("NVIDIA L40S", "bfloat16") == 362e12
+    assert known_peak("NVIDIA L4", "bfloat16") == 121e12
+    assert known_peak("NVIDIA A10G", "bfloat16") == 70e12
+    assert known_peak("Tesla T4", "bfloat16") is None
+    assert known_peak("Another chip", "bfloat16") is None
+
+
+def test_the_name_of_a_gpu_selects_its_memory() -> None:
+    for name, gib in {"NVIDIA A100-SXM4-40GB": 40, "NVIDIA A100-SXM4-80GB": 80}.items():
+        gpu = known_gpu(name)
+        assert gpu is not None and gpu.memory == gib * GIB
+    assert known_gpu("NVIDIA A100 80GB PCIe") == known_gpu("NVIDIA A100-SXM4-80GB")
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        *(("24GB", 24), ("24 gb", 24), ("79.5GiB", 79.5), ("24", None), ("H100", 80)),
+        *(("h200", 141), ("L4", 24), ("RTX 4090", 24), ("rtx4090", None), ("A100", 40)),
+        *(("A100 80", 80), ("A100-80GB", 80), ("a100 40GB", 40), ("MI300X", 192)),
+    ],
+)
+def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> None:
+    if gib is None:
+        with pytest.raises(WrongInput, match="set its memory, such as 24GB, or one of"):
+            parse_gpu(text)
+    else:
+        assert parse_gpu(text).memory == gib * GIB
+
+
+def test_every_gpu_of_the_table_is_read_by_its_own_name() -> None:
+    for gpu in GPU_SPECS:
+        assert parse_gpu(gpu.name).spec is gpu
