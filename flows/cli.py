@@ -131,20 +131,24 @@ def plan(
             help="TPU slice, such as v5p-8, v4-32, v5e-8 or v6e-16; default: that of recipe.tpu.",
         ),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="GPU instead: its memory, such as 24GB, or name, such as H100."),
+    ] = None,
     override: Overrides = None,
     search: Annotated[
-        bool, typer.Option("--largest", help="Search for the largest batch that fits.")
+        bool, typer.Option("--largest", help="Search for the largest batch that fits a slice.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan training on a TPU slice by compiling its step; no TPU is needed.
+    """Plan training on a TPU slice or a GPU: memory, time and cost. Neither is needed.
 
-    Exit code 2 if the recipe's batch does not fit; the message has the largest that does.
+    Exit code 2 if the recipe does not fit; the message has the largest batch, or settings, that do.
     """
     loaded = load_recipe(recipe, _parsed(override))
     from flows.show_plan import show_plan
 
-    show_plan(loaded, topology, search=search, as_json=as_json)
+    show_plan(loaded, topology, gpu, search=search, as_json=as_json)
 
 
 @app.command()

@@ -1,62 +1,116 @@
-"""Print the memory, time, storage and cost of a recipe's training on a TPU slice."""
+"""Print the memory, time, storage and cost of a recipe's training on a TPU slice or a GPU."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from configs.recipe import Recipe
+from flows import show_gpu_plan
+from runtimes.torch_models.gpu_specs import GIB
+from tasks.gpu.training_plan import make_plan as make_gpu_plan
 from tasks.tpu.training_plan import SlicePlan, make_plan
-
-GIB = 2**30
+from tasks.training_plan import TrainingPlan
 
 
 class DoesNotFit(ValueError):
-    """The recipe's batch does not fit the slice; the message has the largest that does."""
+    """The recipe does not fit; the message has the largest batch or the settings that do."""
 
 
 class TopologyMissing(ValueError):
     """Neither the command nor the recipe names a slice."""
 
 
-def show_plan(recipe: Recipe, topology: str | None, *, search: bool, as_json: bool) -> None:
+class TwoPlaces(ValueError):
+    """The command names a slice and a GPU."""
+
+
+def show_plan(
+    recipe: Recipe, topology: str | None, gpu: str | None = None, *, search: bool, as_json: bool
+) -> None:
     """Print the plan.
 
     Args:
-        topology: accelerator type, such as v5p-8; None: that of the recipe.
-        search: search for the largest batch that fits, even if the recipe's fits.
+        topology: accelerator type of a slice, such as v5p-8; None: that of the recipe.
+        gpu: memory or name of a GPU, such as 24GB or H100, instead of a slice.
+        search: search for the largest batch that fits a slice, even if the recipe's fits.
 
     Raises:
-        DoesNotFit: the recipe's batch does not fit.
+        DoesNotFit: the recipe does not fit.
         TopologyMissing: there is no accelerator type.
+        TwoPlaces: there are a slice and a GPU.
     """
+    if gpu is None:
+        plan = _plan_for_slice(recipe, topology, search=search)
+        show(plan, facts(plan), _lines(plan), as_json=as_json)
+        if not plan.fits:
+            raise DoesNotFit(_refusal(plan))
+    elif topology is not None:
+        raise TwoPlaces("--gpu and --topology exclude each other")
+    else:
+        on_gpu = make_gpu_plan(recipe, gpu)
+        show(on_gpu, show_gpu_plan.facts(on_gpu), show_gpu_plan.lines(on_gpu), as_json=as_json)
+        if not on_gpu.fits:
+            raise DoesNotFit(show_gpu_plan.refusal(on_gpu))
+
+
+def _plan_for_slice(recipe: Recipe, topology: str | None, *, search: bool) -> SlicePlan:
     if topology is None:
         if recipe.tpu is None:
             raise TopologyMissing(
-                f"recipe {recipe.name} has no section tpu: add --topology, such as v5p-8"
+                f"recipe {recipe.name} has no section tpu: add --topology, such as v5p-8, or "
+                "--gpu, such as 24GB"
             )
         topology = recipe.tpu.accelerator_type
-    plan = make_plan(recipe, topology, search=search, say=lambda text: print(text, file=sys.stderr))
+    return make_plan(recipe, topology, search=search, say=lambda text: print(text, file=sys.stderr))
+
+
+def show(
+    plan: TrainingPlan,
+    special: dict[str, Any],
+    lines: Iterable[tuple[str, str]],
+    *,
+    as_json: bool,
+) -> None:
+    """Print a plan as one JSON object or as a table.
+
+    Args:
+        special: facts of this kind of accelerator.
+        lines: rows of the table, name and text.
+    """
     if as_json:
-        print(json.dumps(facts(plan)))
-    else:
-        for name, text in _lines(plan):
-            print(f"{name:9} {text}")
-    if not plan.fits:
-        raise DoesNotFit(_refusal(plan))
+        print(json.dumps(special | shared_facts(plan)))
+        return
+    for name, text in [*lines, ("time", _time(plan)), ("storage", _storage(plan))]:
+        print(f"{name:9} {text}")
+
+
+def shared_facts(plan: TrainingPlan) -> dict[str, Any]:
+    """Facts of a plan on any accelerator; unknown values are null."""
+    seconds, images = plan.step_seconds, plan.recipe.train.global_batch_size
+    return {
+        "recipe": plan.recipe.name,
+        "fits": plan.fits,
+        "global_batch_size": images,
+        "step_seconds": seconds,
+        "images_per_second": None if seconds is None else images / seconds,
+        "assumption": plan.assumption,
+        "bytes_per_picture": plan.bytes_per_picture,
+        "storage_bytes": plan.storage_bytes,
+        "hours": plan.hours,
+        "cost": plan.cost,
+    }
 
 
 def facts(plan: SlicePlan) -> dict[str, Any]:
     """The plan as a JSON object. Bytes and FLOPs are per chip and step; unknown values are null."""
-    step, batch, seconds = plan.step, plan.batch, plan.step_seconds
+    step, batch = plan.step, plan.batch
     return {
-        "recipe": plan.recipe.name,
         "topology": plan.where.name,
         "chips": plan.where.chips,
         "compiler": step.compiler,
-        "fits": plan.fits,
         "hbm_bytes": plan.where.chip.hbm_bytes,
         "argument_bytes": step.arguments,
         "temporary_bytes": step.temporaries,
@@ -65,16 +119,8 @@ def facts(plan: SlicePlan) -> dict[str, Any]:
         "flops_per_image": step.flops_per_image,
         "flops": step.flops or None,
         "bytes_accessed": step.bytes_accessed or None,
-        "global_batch_size": batch.global_batch_size,
         "micro_batch_size": batch.micro_batch_size,
-        "step_seconds": seconds,
-        "images_per_second": None if seconds is None else batch.global_batch_size / seconds,
-        "assumption": plan.assumption,
         "largest_micro_batch_size": plan.largest and plan.largest.micro_batch_size,
-        "bytes_per_picture": plan.bytes_per_picture,
-        "storage_bytes": plan.storage_bytes,
-        "hours": plan.hours,
-        "cost": plan.cost,
         "plan_seconds": step.seconds,
     }
 
@@ -101,10 +147,6 @@ def _lines(plan: SlicePlan) -> Iterator[tuple[str, str]]:
             f"{step.flops / 1e12:.4g} TFLOP (with recomputation), {moved} per chip and step"
         )
     yield "work", "; ".join(work) or "unknown"
-    yield "time", _time(plan)
-    storage = f"{plan.bytes_per_picture / 1e3:,.0f} kB of latents and embeddings per picture"
-    total = "" if plan.storage_bytes is None else f", {plan.storage_bytes / 1e9:,.1f} GB in total"
-    yield "storage", storage + total
     if plan.largest is not None:
         yield "largest", f"train.micro_batch_size {plan.largest.micro_batch_size} fits"
 
@@ -121,13 +163,20 @@ def _memory(plan: SlicePlan) -> str:
     return f"{text}, {step.total / GIB:.2f} of {hbm / GIB:g} GiB per chip: {verdict}"
 
 
-def _time(plan: SlicePlan) -> str:
+def _time(plan: TrainingPlan) -> str:
     seconds, hours = plan.step_seconds, plan.hours
     if seconds is None or hours is None:
         return "unknown"
-    speed = f"{plan.batch.global_batch_size / seconds:,.1f} images/s ({plan.assumption})"
+    images = plan.recipe.train.global_batch_size
+    speed = f"{images / seconds:,.1f} images/s ({plan.assumption})"
     text = f"{seconds:.3g} s per step, {speed}; {plan.steps:,} steps in {hours:,.1f} hours"
     return text if plan.cost is None else f"{text}, cost {plan.cost:,.0f}"
+
+
+def _storage(plan: TrainingPlan) -> str:
+    text = f"{plan.bytes_per_picture / 1e3:,.0f} kB of latents and embeddings per picture"
+    total = plan.storage_bytes
+    return text if total is None else f"{text}, {total / 1e9:,.1f} GB in total"
 
 
 def _refusal(plan: SlicePlan) -> str:

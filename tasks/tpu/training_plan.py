@@ -6,11 +6,8 @@ content of the request.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,8 +15,6 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
-from artifacts.commit import read_record, write_record
-from artifacts.keys import digest_json
 from artifacts.resolve_model import resolve_configs
 from artifacts.store import Store
 from configs.recipe import Recipe
@@ -28,6 +23,7 @@ from runtimes.contract import WrongInput
 from runtimes.jax.step_cost import Request, StepCost
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
+from tasks.training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 3
@@ -43,10 +39,6 @@ STEP_SETTINGS = {
     *("mixed_precision", "gradient_checkpointing", "compile", "fsdp"),
 }
 PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
-
-
-class PlanFailed(RuntimeError):
-    """The compiler failed; the message has the last lines of its log."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class SlicePlan:
+class SlicePlan(TrainingPlan):
     """Memory, time, storage and cost of a recipe's training on a slice."""
 
     recipe: Recipe
@@ -90,6 +82,10 @@ class SlicePlan:
     @property
     def fits(self) -> bool:
         return _fits(self.step, self.where)
+
+    @property
+    def chips(self) -> int:
+        return self.where.chips
 
     @property
     def step_seconds(self) -> float | None:
@@ -107,39 +103,6 @@ class SlicePlan:
         if self.step.optimal_seconds is not None:
             return "as the compiler estimates its own program, batches always ready"
         return f"at {TYPICAL_MFU:.0%} of the chip's peak, batches always ready"
-
-    @property
-    def steps(self) -> int | None:
-        """Steps of the run; None for `train.epochs` without `plan.pictures`."""
-        train, pictures = self.recipe.train, self.recipe.plan.pictures
-        if train.epochs is not None and pictures is None:
-            return None
-        return train.with_steps(pictures or 0).steps
-
-    @property
-    def hours(self) -> float | None:
-        return self.step_seconds and self.steps and self.step_seconds * self.steps / 3600
-
-    @property
-    def cost(self) -> float | None:
-        price = self.recipe.plan.chip_hour_price
-        return None if price is None else self.hours and self.hours * self.where.chips * price
-
-    @property
-    def bytes_per_picture(self) -> int:
-        """Stored bytes per picture: 16-bit moments, masks with masked means, one caption."""
-        info, encode = self.info, self.recipe.encode
-        pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
-        moments = 2 * 2 * info["latent_channels"] * pixels
-        masked = encode.masks * (1 + 2 * info["latent_channels"]) * pixels
-        pictures = (moments + masked) * (2 if encode.flip else 1)
-        return pictures + 2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0))
-
-    @property
-    def storage_bytes(self) -> int | None:
-        """Stored bytes of all pictures; None without `plan.pictures`."""
-        pictures = self.recipe.plan.pictures
-        return None if pictures is None else pictures * self.bytes_per_picture
 
 
 def make_plan(
@@ -194,33 +157,21 @@ def _load_or_compile(
         vae=None if vae is None else str(vae),
         denoiser_config=None if config is None else read_config(Path(config)),
     )
-    store = Store(recipe.store)
-    path = f"{store.root}/plans/{_cache_key(request)}.json"
-    try:
-        record = read_record(store.fs, path)
-    except ValueError:  # a damaged record is replaced
-        record = None
-    if record is None:
+
+    def compile_step() -> dict[str, Any]:
         say(
             f"compiling the step for {batch.where.name}, {batch.per_chip} pictures per chip and "
             "forward pass: minutes for a large model"
         )
-        record = {"plan": asdict(_compile(request))}
-        write_record(store.fs, path, record)
-    return StepCost(**record["plan"])
+        return asdict(_compile(request))
+
+    return StepCost(**load_or_compute(Store(recipe.store), _cache_key(request), compile_step))
 
 
 def _cache_key(request: Request) -> str:
-    """A digest of the request, the configs' contents and the package versions."""
-    folders = [Path(folder) for folder in (request.model, request.vae) if folder is not None]
-    configs = {
-        f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
-        for number, folder in enumerate(folders)
-        for path in sorted([*folder.rglob("*config.json"), *folder.glob("model_index.json")])
-    }
     versions = {name: version(name) for name in PACKAGES} | {"libtpu": compiler_version()}
     content = {**asdict(request), "model": None, "vae": None}
-    return digest_json([VERSION, content, configs, versions])
+    return cache_key(VERSION, content, (request.model, request.vae), versions)
 
 
 def _of_the_step(train: Train, size: Size) -> dict[str, Any]:
@@ -280,16 +231,5 @@ def _compile(request: Request) -> StepCost:
     """Compile the step in a child process, since only that has libtpu on its path."""
     folder = compiler_folder()
     paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
-        path = Path(scratch) / "request.json"
-        path.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", "runtimes.jax.step_cost", str(path)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        last = "\n".join(done.stderr.splitlines()[-20:])
-        raise PlanFailed(f"the step could not be compiled (exit code {done.returncode}): {last}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "wrong_input" in found:
-        raise WrongInput(found["wrong_input"])
-    return StepCost(**found)
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return StepCost(**ask_planner("runtimes.jax.step_cost", asdict(request), environment))

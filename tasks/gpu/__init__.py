@@ -1,0 +1,1 @@
+"""Plan training on GPUs without a GPU."""

@@ -1,0 +1,105 @@
+"""Settings that make a recipe fit a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from configs.recipe import Recipe
+from configs.train import Train
+from tasks.gpu.memory import Planner, executed_flops, micro_batch, with_train
+
+Change = tuple[dict[str, Any], str]  # train settings, and what they cost besides FLOPs
+#: Changes that save memory, cheapest first.
+CHANGES: tuple[Change, ...] = (
+    ({"gradient_checkpointing": True}, "activations are computed twice"),
+    ({"optimizer": "adamw_8bit"}, "8-bit moments; needs bitsandbytes"),
+    ({"ema_decay": None}, "publishes the last weights, not their average"),
+    ({"method": "lora"}, "trains adapters, not all weights; needs a higher learning_rate"),
+)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Changed settings that make a recipe fit."""
+
+    settings: dict[str, Any]  # dotted setting -> value
+    peak: int  # bytes
+    flops_ratio: float  # executed FLOPs per picture, relative to the recipe's
+    notes: tuple[str, ...]  # what the changes cost besides FLOPs
+
+
+def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
+    """Minimal sets of changes that make a recipe fit, those with the fewest FLOPs first.
+
+    Adapters are advised only if nothing else fits.
+
+    Args:
+        usable: bytes for tensors.
+    """
+    smaller, sampling = _smaller_sampling(planner, recipe, usable)
+    changes = [change for change in CHANGES if _applies(change[0], recipe.train)]
+    cheap = [change for change in changes if "method" not in change[0]]
+    before = executed_flops(planner.step(recipe.train))
+    found: list[Advice] = []
+    for settings, notes in _that_fit(planner, smaller, cheap, usable) or _that_fit(
+        planner, smaller, changes, usable
+    ):
+        variant = with_train(smaller, settings)
+        ratio = executed_flops(planner.step(variant.train)) / before
+        dotted = {f"train.{name}": value for name, value in settings.items()} | sampling
+        found.append(Advice(dotted, planner.peaks(variant).largest, ratio, notes))
+    return sorted(found, key=lambda advice: (advice.flops_ratio, len(advice.settings)))
+
+
+def _that_fit(
+    planner: Planner, recipe: Recipe, changes: Sequence[Change], usable: int
+) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Minimal sets of changes that fit, with the largest micro-batch for each, and their notes.
+
+    A set with more changes must permit a larger micro-batch than each of its subsets.
+    """
+    current, _ = micro_batch(recipe.train)
+    sets = [_merged(some) for n in range(len(changes) + 1) for some in combinations(changes, n)]
+    variants = [with_train(recipe, settings) for settings, _ in sets]
+    planner.compute([planner.training_request(variant.train) for variant in variants])
+    kept: dict[frozenset[str], int] = {}
+    found = []
+    for (settings, notes), variant in zip(sets, variants, strict=True):
+        names = frozenset(settings)
+        size = planner.largest_micro_batch(variant, usable, current)
+        if size is None or any(names >= k and size <= other for k, other in kept.items()):
+            continue
+        kept[names] = size
+        smaller = {} if size == current else {"micro_batch_size": size}
+        found.append((settings | smaller, notes))
+    return found
+
+
+def _merged(changes: Sequence[Change]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    settings = {name: value for change, _ in changes for name, value in change.items()}
+    return settings, tuple(note for _, note in changes)
+
+
+def _smaller_sampling(
+    planner: Planner, recipe: Recipe, usable: int
+) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe with the largest evaluate.batch_size whose sampling fits, and that setting."""
+    for size in range(recipe.evaluate.batch_size, 0, -1):
+        evaluate = recipe.evaluate.model_copy(update={"batch_size": size})
+        variant = recipe.model_copy(update={"evaluate": evaluate})
+        if planner.peaks(variant).sampling <= usable:
+            unchanged = size == recipe.evaluate.batch_size
+            return variant, {} if unchanged else {"evaluate.batch_size": size}
+    return recipe, {}
+
+
+def _applies(change: dict[str, Any], settings: Train) -> bool:
+    """Whether a change is one, and is permitted."""
+    if "optimizer" in change:
+        return settings.optimizer == "adamw"
+    if "method" in change:
+        return settings.method == "full" and settings.init == "base"
+    return any(getattr(settings, name) != value for name, value in change.items())

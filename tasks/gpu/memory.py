@@ -1,0 +1,160 @@
+"""Peak memory of a recipe and its variants on a GPU, from steps on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from artifacts.store import Store
+from configs.recipe import Recipe
+from configs.train import Train
+from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.torch.memory_plan import Request, StepMemory
+from tasks.evaluate.prompts import sample_prompts
+from tasks.training_plan import ask_planner, cache_key, load_or_compute
+
+#: Increment when the recorded step or the meaning of its bytes changes.
+VERSION = 1
+PROCESSES = 2  # planners at once
+#: Train settings that affect the recorded step.
+STEP_SETTINGS = {
+    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
+    *("init", "denoiser_config", "optimizer", "max_grad_norm"),
+    *("mixed_precision", "gradient_checkpointing"),
+}
+PACKAGES = ("torch", "diffusers", "transformers", "peft")
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peak memory in bytes of what a run does on the GPU."""
+
+    training: dict[str, int]  # by part
+    sampling: int  # of the evaluation, in a process of its own
+    samples: int  # pictures drawn during training; 0: none are drawn
+    checkpoint: int
+
+    @property
+    def largest(self) -> int:
+        return max(sum(self.training.values()), self.sampling, self.samples, self.checkpoint)
+
+
+class Planner:
+    """Computes and keeps the memory of the steps that variants of a recipe need."""
+
+    def __init__(self, recipe: Recipe, model: Path, vae: Path | None) -> None:
+        self._recipe, self._model, self._vae = recipe, model, vae
+        self._found: dict[str, StepMemory] = {}
+        self.seconds = 0.0
+
+    def compute(self, requests: Sequence[Request]) -> None:
+        """Compute several requests at once."""
+        lacking = {repr(request): request for request in requests}
+        lacking = {name: r for name, r in lacking.items() if name not in self._found}
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            self._found |= zip(lacking, pool.map(self._load, lacking.values()), strict=True)
+
+    def _load(self, request: Request) -> StepMemory:
+        def compute() -> dict[str, Any]:
+            found = ask_planner("runtimes.torch.step_memory", asdict(request))
+            self.seconds += found["seconds"]
+            return found
+
+        versions = {name: version(name) for name in PACKAGES}
+        content = {**asdict(request), "model": None, "vae": None}
+        key = cache_key(VERSION, content, (request.model, request.vae), versions)
+        return StepMemory.from_json(load_or_compute(Store(self._recipe.store), key, compute))
+
+    def requests(self, recipe: Recipe) -> list[Request]:
+        """All that `peaks` needs."""
+        sampling = [self._sampling(recipe.evaluate.dtype)]
+        if recipe.train.sample_every_n_steps:
+            sampling.append(self._sampling(recipe.train.compute_dtype))
+        return [self.training_request(recipe.train), *sampling]
+
+    def training_request(self, train: Train) -> Request:
+        optimizer = "adamw" if train.optimizer == "adamw_8bit" else train.optimizer
+        settings = train.model_dump(mode="json", include=STEP_SETTINGS) | {"optimizer": optimizer}
+        return self._request(settings)
+
+    def _sampling(self, dtype: str) -> Request:
+        names = {"inpainting", "aesthetic_score", "init", "denoiser_config"}
+        settings = self._recipe.train.model_dump(mode="json", include=names)
+        return replace(self._request(settings), sampling_dtype=dtype)
+
+    def _request(self, train: dict[str, Any]) -> Request:
+        config = self._recipe.train.denoiser_config
+        return Request(
+            model=str(self._model),
+            train=train,
+            resolution=self._recipe.encode.resolution,
+            vae=None if self._vae is None else str(self._vae),
+            denoiser_config=None if config is None else dict(read_config(Path(config))),
+        )
+
+    def step(self, train: Train) -> StepMemory:
+        return self._get(self.training_request(train))
+
+    def _get(self, request: Request) -> StepMemory:
+        self.compute([request])
+        return self._found[repr(request)]
+
+    def peaks(self, recipe: Recipe) -> Peaks:
+        """Peak memory of a variant of the recipe."""
+        settings, step = recipe.train, self.step(recipe.train)
+        average = 0 if settings.ema_decay is None else step.ema
+        state = {"weights": step.weights, "optimizer": moments(step, settings), "ema": average}
+        samples, several = micro_batch(settings)
+        held = sum(state.values())
+        drawn = 0
+        if settings.sample_every_n_steps:
+            batch = min(recipe.evaluate.batch_size, len(sample_prompts(recipe)))
+            within = self._get(self._sampling(settings.compute_dtype)).peak(batch)
+            drawn = held + step.encoders + sum(within.values())
+        evaluated = self._get(self._sampling(recipe.evaluate.dtype))
+        return Peaks(
+            training=state | step.peak(samples, accumulating=several),
+            sampling=evaluated.weights + sum(evaluated.peak(recipe.evaluate.batch_size).values()),
+            samples=drawn,
+            checkpoint=held + step.largest,  # one array at a time is copied to the host
+        )
+
+    def largest_micro_batch(self, recipe: Recipe, usable: int, most: int = 4096) -> int | None:
+        """The largest micro-batch that fits, of those that the global batch size permits."""
+        settings = recipe.train
+        share = settings.global_batch_size // settings.processes
+
+        def fits(size: int) -> bool:
+            return self.peaks(with_train(recipe, {"micro_batch_size": size})).largest <= usable
+
+        sizes = (size for size in range(min(share, most), 0, -1) if fits(size))
+        return next(sizes, None)
+
+
+def with_train(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    """The recipe with other train settings."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
+
+
+def micro_batch(settings: Train) -> tuple[int, bool]:
+    """Samples per micro-batch and GPU, and whether gradients exist before the last one.
+
+    DistributedDataParallel keeps its buckets of gradients, too.
+    """
+    share = settings.global_batch_size // settings.processes
+    size = min(settings.micro_batch_size or share, share)
+    return size, size < share or settings.processes > 1
+
+
+def moments(step: StepMemory, settings: Train) -> int:
+    """Bytes of the optimizer's state."""
+    return step.optimizer_8bit if settings.optimizer == "adamw_8bit" else step.optimizer
+
+
+def executed_flops(step: StepMemory) -> float:
+    """FLOPs per image, with recomputation."""
+    return step.flops_per_image + step.recomputed_flops_per_image

@@ -1,0 +1,107 @@
+"""Plan training on a GPU without the GPU: peak memory, what would make it fit, time and cost.
+
+Separate processes run the step on fake tensors (runtimes/torch/step_memory.py). The store caches
+their results by the content of the requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from artifacts.resolve_model import resolve_configs
+from configs.recipe import Recipe
+from runtimes.contract import WrongInput
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
+from runtimes.torch.memory_plan import StepMemory
+from runtimes.torch_models.gpu_specs import Gpu, parse_gpu
+from tasks.gpu.advice import Advice, advise
+from tasks.gpu.memory import Peaks, Planner, executed_flops, moments
+from tasks.training_plan import TrainingPlan
+
+#: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
+#: fragmentation of the allocator; drivers also report up to 8% less than data sheets.
+USABLE = 0.92
+#: Assumed share of a GPU's peak FLOP/s, about that of SD2 without torch.compile on an H100.
+TYPICAL_MFU = 0.2
+
+
+@dataclass(frozen=True)
+class GpuPlan(TrainingPlan):
+    """Memory, time and cost of a recipe's training on a GPU, or on several by data parallelism."""
+
+    recipe: Recipe
+    gpu: Gpu
+    step: StepMemory
+    peaks: Peaks
+    info: dict[str, Any]  # of the encoders, from describe_encoders
+    seconds: float  # duration of the plan, without cached parts
+    largest_micro_batch: int | None = None  # the largest that fits; None if none does
+    advice: tuple[Advice, ...] = ()  # the first costs least; empty if the recipe fits
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the GPU's memory for tensors."""
+        return int(USABLE * self.gpu.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.peaks.largest <= self.usable
+
+    @property
+    def chips(self) -> int:
+        return self.recipe.train.processes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint on disk: weights, moments and average of trained arrays."""
+        weights, settings = 4 * self.step.parameters, self.recipe.train
+        return weights + moments(self.step, settings) + weights * (settings.ema_decay is not None)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds per step at TYPICAL_MFU; None if the GPU's peak is unknown."""
+        spec = self.gpu.spec
+        peak = None if spec is None else spec.peak(self.recipe.train.compute_dtype)
+        if peak is None:
+            return None
+        images = self.recipe.train.global_batch_size / self.chips
+        return images * executed_flops(self.step) / (peak * TYPICAL_MFU)
+
+    @property
+    def assumption(self) -> str:
+        """The assumption behind `step_seconds`."""
+        return f"at {TYPICAL_MFU:.0%} of the GPU's peak, batches always ready"
+
+
+def make_plan(recipe: Recipe, gpu: str) -> GpuPlan:
+    """Plan a recipe's training on a GPU, by runtime torch.
+
+    Args:
+        gpu: memory, such as 24GB, or name, such as H100.
+
+    Raises:
+        ModelNotFound, WrongInput: the plan does not support the recipe or the GPU.
+        PlanFailed: the planner failed.
+    """
+    there = parse_gpu(gpu)
+    model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
+    vae = None
+    if recipe.model.vae is not None:
+        vae = vae_path(model, resolve_configs(recipe.model.vae))
+    return plan_for(recipe, there, model, vae)
+
+
+def plan_for(recipe: Recipe, gpu: Gpu, model: Path, vae: Path | None) -> GpuPlan:
+    """`make_plan` for local folders; their configs are enough."""
+    if recipe.train.fsdp != 1 and recipe.train.processes > 1:
+        raise WrongInput("train.fsdp: a GPU plan knows unsharded weights only: set 1")
+    planner = Planner(recipe, model, vae)
+    planner.compute(planner.requests(recipe))
+    peaks, step = planner.peaks(recipe), planner.step(recipe.train)
+    info = describe_encoders(model, vae)
+    plan = GpuPlan(recipe, gpu, step, peaks, info, planner.seconds)
+    largest = planner.largest_micro_batch(recipe, plan.usable)
+    advice = () if plan.fits else tuple(advise(planner, recipe, plan.usable))
+    return replace(plan, largest_micro_batch=largest, advice=advice, seconds=planner.seconds)

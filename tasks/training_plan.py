@@ -1,0 +1,145 @@
+"""What the plans of all kinds of accelerator share: duration, storage, cost, and their cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from artifacts.commit import read_record, write_record
+from artifacts.keys import digest_json
+from artifacts.store import Store
+from configs.recipe import Recipe
+from runtimes.contract import WrongInput
+
+
+class PlanFailed(RuntimeError):
+    """The planner's process failed; the message has the last lines of its log."""
+
+
+class TrainingPlan(ABC):
+    """Duration, storage and cost of a recipe's training on some accelerators."""
+
+    recipe: Recipe
+    info: dict[str, Any]  # of the encoders, from describe_encoders
+
+    @property
+    @abstractmethod
+    def chips(self) -> int:
+        """Number of accelerators."""
+
+    @property
+    @abstractmethod
+    def step_seconds(self) -> float | None:
+        """Seconds per step; None if unknown."""
+
+    @property
+    @abstractmethod
+    def assumption(self) -> str:
+        """The assumption behind `step_seconds`."""
+
+    @property
+    @abstractmethod
+    def fits(self) -> bool:
+        """Whether each accelerator's memory is enough."""
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run; None for `train.epochs` without `plan.pictures`."""
+        train, pictures = self.recipe.train, self.recipe.plan.pictures
+        if train.epochs is not None and pictures is None:
+            return None
+        return train.with_steps(pictures or 0).steps
+
+    @property
+    def hours(self) -> float | None:
+        return self.step_seconds and self.steps and self.step_seconds * self.steps / 3600
+
+    @property
+    def cost(self) -> float | None:
+        price = self.recipe.plan.chip_hour_price
+        return None if price is None else self.hours and self.hours * self.chips * price
+
+    @property
+    def bytes_per_picture(self) -> int:
+        """Stored bytes per picture: 16-bit moments, masks with masked means, one caption."""
+        info, encode = self.info, self.recipe.encode
+        pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
+        moments = 2 * 2 * info["latent_channels"] * pixels
+        masked = encode.masks * (1 + 2 * info["latent_channels"]) * pixels
+        pictures = (moments + masked) * (2 if encode.flip else 1)
+        return pictures + 2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0))
+
+    @property
+    def storage_bytes(self) -> int | None:
+        """Stored bytes of all pictures; None without `plan.pictures`."""
+        pictures = self.recipe.plan.pictures
+        return None if pictures is None else pictures * self.bytes_per_picture
+
+
+def load_or_compute(
+    store: Store, key: str, compute: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """A record of the store's cache of plans, computed and written if it is not there."""
+    path = f"{store.root}/plans/{key}.json"
+    try:
+        record = read_record(store.fs, path)
+    except ValueError:  # a damaged record is replaced
+        record = None
+    if record is None:
+        record = {"plan": compute()}
+        write_record(store.fs, path, record)
+    return dict(record["plan"])
+
+
+def cache_key(
+    version: int,
+    request: Mapping[str, Any],
+    folders: Sequence[str | None],
+    versions: Mapping[str, Any],
+) -> str:
+    """A digest of a request, the contents of its folders' configs and the package versions.
+
+    Args:
+        version: of the planner.
+        request: without paths of folders.
+        folders: of the pipeline and, unless None, of a separate VAE.
+        versions: of the packages that affect the plan.
+    """
+    there = [Path(folder) for folder in folders if folder is not None]
+    configs = {
+        f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
+        for number, folder in enumerate(there)
+        for path in sorted([*folder.rglob("*config.json"), *folder.glob("model_index.json")])
+    }
+    return digest_json([version, request, configs, versions])
+
+
+def ask_planner(
+    module: str, request: dict[str, Any], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a planner's module in a child process on a request; the JSON object that it prints.
+
+    Raises:
+        WrongInput: the planner does not support the request.
+        PlanFailed: the planner failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
+        path = Path(scratch) / "request.json"
+        path.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", module, str(path)]
+        variables = {**os.environ, **(environment or {})}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        last = "\n".join(done.stderr.splitlines()[-20:])
+        raise PlanFailed(f"the step could not be planned (exit code {done.returncode}): {last}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "wrong_input" in found:
+        raise WrongInput(found["wrong_input"])
+    return found
