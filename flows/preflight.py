@@ -16,6 +16,7 @@ from flows.task_settings import begin
 from runtimes import registry
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.hosts.detect_nvidia import gpu_memory
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler_config
@@ -30,6 +31,7 @@ from tasks.evaluate import stage as evaluate
 from tasks.evaluate.clip_features import check_clip
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.metric_suite import metric_names
+from tasks.gpu.training_plan import check_fits
 from tasks.progress import Progress
 from tasks.publish.assemble_pipeline import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
@@ -82,6 +84,8 @@ def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None 
 
         check_options(recipe.beam)
     model, vae = _check_models(recipe)
+    if "train" in stages:
+        _check_memory(recipe, model, vae)
     clip = resolve_model(recipe.evaluate.clip)
     check_clip(clip)
     return Run(recipe, store, model, vae, clip, run_id or str(uuid.uuid4()))
@@ -149,6 +153,15 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     )
     check_targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
+
+
+def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
+    """Raise WrongInput if training by runtime torch cannot fit the largest GPU of this machine."""
+    settings = recipe.train
+    on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
+    sharded = settings.fsdp != 1 and settings.processes > 1
+    if recipe.runtime == "torch" and on_gpu and not sharded and (found := gpu_memory()):
+        check_fits(recipe, model, vae, max(found))
 
 
 def _check_weights(model: Path, vae: Path | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,27 +80,11 @@ def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
         yield "advice", _advice(advice)
 
 
-def refusal(plan: GpuPlan) -> str:
-    """The error of a recipe that does not fit."""
-    text = f"{plan.recipe.name} needs {_gib(plan.peaks.largest)} of the {_gib(plan.usable)} for "
-    text += f"tensors on {plan.gpu.name}: "
-    if not plan.advice:
-        return text + "no settings known here make it fit; lower encode.resolution"
-    return text + f"it fits with {_settings(plan.advice[0])}"
-
-
 def _advice(advice: Advice) -> str:
     change = advice.flops_ratio - 1
     words = "equal FLOPs" if abs(change) < 0.005 else f"{change:+.0%} FLOPs"
     notes = "".join(f"; {note}" for note in advice.notes)
-    return f"{_settings(advice)}: {_gib(advice.peak)}, {words}{notes}"
-
-
-def _settings(advice: Advice) -> str:
-    values = (
-        (name, v if isinstance(v, str) else json.dumps(v)) for name, v in advice.settings.items()
-    )
-    return " ".join(f"-o {name}={value}" for name, value in values)
+    return f"{advice.options}: {_gib(advice.peak)}, {words}{notes}"
 
 
 def _parts(parts: dict[str, int]) -> str:

@@ -53,7 +53,7 @@ def show_plan(
         on_gpu = make_gpu_plan(recipe, gpu)
         show(on_gpu, show_gpu_plan.facts(on_gpu), show_gpu_plan.lines(on_gpu), as_json=as_json)
         if not on_gpu.fits:
-            raise DoesNotFit(show_gpu_plan.refusal(on_gpu))
+            raise DoesNotFit(on_gpu.refusal())
 
 
 def _plan_for_slice(recipe: Recipe, topology: str | None, *, search: bool) -> SlicePlan:

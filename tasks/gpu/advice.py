@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -29,6 +30,12 @@ class Advice:
     peak: int  # bytes
     flops_ratio: float  # executed FLOPs per picture, relative to the recipe's
     notes: tuple[str, ...]  # what the changes cost besides FLOPs
+
+    @property
+    def options(self) -> str:
+        """The settings as options of `kiln run`."""
+        values = {n: v if isinstance(v, str) else json.dumps(v) for n, v in self.settings.items()}
+        return " ".join(f"-o {name}={value}" for name, value in values.items())
 
 
 def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:

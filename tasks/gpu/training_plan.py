@@ -6,6 +6,7 @@ their results by the content of the requests.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,25 @@ from typing import Any
 from artifacts.resolve_model import resolve_configs
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput
+from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.torch.memory_plan import StepMemory
-from runtimes.torch_models.gpu_specs import Gpu, parse_gpu
+from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.gpu.advice import Advice, advise
 from tasks.gpu.memory import Peaks, Planner, executed_flops, moments
-from tasks.training_plan import TrainingPlan
+from tasks.training_plan import PlanFailed, TrainingPlan
 
 #: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
 #: fragmentation of the allocator; drivers also report up to 8% less than data sheets.
 USABLE = 0.92
 #: Assumed share of a GPU's peak FLOP/s, about that of SD2 without torch.compile on an H100.
 TYPICAL_MFU = 0.2
+#: Compiled blocks need at least this share of the planned activations (SD2 on an H100: 0.77).
+COMPILED = 0.5
+#: A model is small if the memory is this many times its stored weights: a 16-bit weight has up to
+#: 20 bytes of state, and the activations of large batches are up to ten times the state.
+SMALL = 100
+log = logging.getLogger("kiln")
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,15 @@ class GpuPlan(TrainingPlan):
         return self.peaks.largest <= self.usable
 
     @property
+    def least_training(self) -> int:
+        """Bytes that training needs at least, if compiled blocks save most activations."""
+        parts = dict(self.peaks.training)
+        if self.recipe.train.compile:
+            for name in ("activations", "temporaries"):
+                parts[name] = int(parts[name] * COMPILED)
+        return sum(parts.values())
+
+    @property
     def chips(self) -> int:
         return self.recipe.train.processes
 
@@ -73,6 +90,16 @@ class GpuPlan(TrainingPlan):
     def assumption(self) -> str:
         """The assumption behind `step_seconds`."""
         return f"at {TYPICAL_MFU:.0%} of the GPU's peak, batches always ready"
+
+    def refusal(self) -> str:
+        """The error of a recipe that does not fit."""
+        text = (
+            f"{self.recipe.name} needs {self.peaks.largest / GIB:.1f} GiB, {self.gpu.name} has "
+            f"{self.usable / GIB:.1f} GiB for tensors: "
+        )
+        if not self.advice:
+            return text + "no settings known here make it fit; lower encode.resolution"
+        return text + f"it fits with {self.advice[0].options}"
 
 
 def make_plan(recipe: Recipe, gpu: str) -> GpuPlan:
@@ -105,3 +132,29 @@ def plan_for(recipe: Recipe, gpu: Gpu, model: Path, vae: Path | None) -> GpuPlan
     largest = planner.largest_micro_batch(recipe, plan.usable)
     advice = () if plan.fits else tuple(advise(planner, recipe, plan.usable))
     return replace(plan, largest_micro_batch=largest, advice=advice, seconds=planner.seconds)
+
+
+def check_fits(recipe: Recipe, model: Path, vae: Path | None, memory: int) -> None:
+    """Raise WrongInput for a recipe that cannot train on a GPU.
+
+    A recipe that may fit is accepted, with a warning if the plan says that it does not. A model
+    that is small beside the memory is not planned, since that costs seconds to a minute.
+
+    Args:
+        model: local folder of the base pipeline.
+        vae: folder of the VAE that replaces the pipeline's own.
+        memory: of the GPU, in bytes, as its driver reports it.
+    """
+    denoiser = model / detect_family(model).denoiser
+    stored = sum(path.stat().st_size for path in denoiser.glob("*.safetensors"))
+    if SMALL * stored < memory:
+        return
+    try:
+        plan = plan_for(recipe, Gpu("this GPU", memory), model, vae)
+    except PlanFailed as error:
+        log.warning("the memory of training is unknown: %s", error)
+        return
+    if plan.least_training > memory:
+        raise WrongInput(plan.refusal())
+    if not plan.fits:
+        log.warning("training may run out of memory: %s", plan.refusal())
