@@ -13,6 +13,17 @@ from torch.utils.flop_counter import flop_registry
 
 from runtimes.torch.memory_plan import KINDS, Moment
 
+_aten: Any = torch.ops.aten
+#: Formulas of FLOPs by operator; PyTorch's table lacks the CPU's attention.
+FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 ALIGNMENT = 512  # bytes; PyTorch's CUDA allocator rounds sizes up to it
 #: Batch sizes whose peak is exact; between them it is interpolated from above.
 BATCH_SIZES = (*range(1, 65), *(2**n for n in range(7, 13)))
@@ -63,8 +74,8 @@ class LiveMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         backward = torch._C._current_graph_task_id() != -1
-        if func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        if func._overloadpacket in FLOPS:
+            flops = FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
             self.flops += flops
             if backward and torch.is_grad_enabled():
                 self.recomputed_flops += flops

@@ -134,7 +134,9 @@ def plan_for(recipe: Recipe, gpu: Gpu, model: Path, vae: Path | None) -> GpuPlan
     return replace(plan, largest_micro_batch=largest, advice=advice, seconds=planner.seconds)
 
 
-def check_fits(recipe: Recipe, model: Path, vae: Path | None, memory: int) -> None:
+def check_fits(
+    recipe: Recipe, model: Path, vae: Path | None, memory: int, *, small: int = SMALL
+) -> None:
     """Raise WrongInput for a recipe that cannot train on a GPU.
 
     A recipe that may fit is accepted, with a warning if the plan says that it does not. A model
@@ -144,10 +146,11 @@ def check_fits(recipe: Recipe, model: Path, vae: Path | None, memory: int) -> No
         model: local folder of the base pipeline.
         vae: folder of the VAE that replaces the pipeline's own.
         memory: of the GPU, in bytes, as its driver reports it.
+        small: how many times the stored weights the memory of a GPU is for a small model.
     """
     denoiser = model / detect_family(model).denoiser
     stored = sum(path.stat().st_size for path in denoiser.glob("*.safetensors"))
-    if SMALL * stored < memory:
+    if 0 < small * stored < memory:
         return
     try:
         plan = plan_for(recipe, Gpu("this GPU", memory), model, vae)

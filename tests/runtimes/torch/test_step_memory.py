@@ -11,10 +11,14 @@ import torch
 
 from bench.memory import VARIANTS, compare
 from configs.train import Train
+from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.process.memory import peak_rss
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
 from runtimes.torch.memory_plan import Request, StepMemory
 from runtimes.torch.step_memory import main, step_memory
+from runtimes.torch_models.flop_count import FlopCounter
+from runtimes.torch_models.network import Network
+from runtimes.torch_models.sample_batch import sample_batch
 
 ROOT = Path(__file__).parents[3]
 SDXL = ROOT / "bench/models/sdxl.json"
@@ -66,6 +70,17 @@ def test_gradient_checkpointing_costs_flops_and_saves_activations(tiny_sdxl: Pat
     share = checkpointed.recomputed_flops_per_image / plain.flops_per_image
     assert 0.2 < share < 1 / 3  # at most the forward pass
     assert checkpointed.peak(64)["activations"] < plain.peak(64)["activations"] / 2
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -> None:
+    settings = Train(mixed_precision=precision, gradient_checkpointing=True)
+    network = Network.without_weights(tiny_sdxl, settings)
+    extras = ExtraInputs.from_config(network.denoiser.config)
+    batch = sample_batch(tiny_sdxl, None, 64, network.family, extras, text=False)
+    request = Request(str(tiny_sdxl), settings.model_dump(mode="json"), 64)
+    counted = FlopCounter(network).of(batch)
+    assert step_memory(request).flops_per_image == pytest.approx(counted, rel=0.01)
 
 
 def test_eight_bit_moments_need_a_quarter(tiny_sdxl: Path) -> None:

@@ -1,0 +1,236 @@
+"""A plan for a GPU: peaks, advice, time, cost, and the check before a run."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.recipe import Recipe
+from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
+from runtimes.contract import WrongInput
+from runtimes.torch.memory_plan import Moment, StepMemory
+from runtimes.torch_models.gpu_specs import GIB, Gpu
+from tasks.gpu.training_plan import USABLE, GpuPlan, check_fits, plan_for
+from tasks.training_plan import PlanFailed
+
+Ask = Callable[..., dict[str, Any]]
+
+
+class Steps:
+    """Answers requests as step_memory.py would for a model of 1 GiB, and records them.
+
+    A picture needs 2 GiB of activations, or a quarter of it if they are recomputed. An adapter has
+    no trained state to speak of.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, module: str, request: dict[str, Any]) -> dict[str, Any]:
+        assert module == "runtimes.torch.step_memory"
+        self.asked.append(request)
+        train, sampling = request["train"], request["sampling_dtype"] is not None
+        lora = train.get("method") == "lora" or sampling
+        recomputed = bool(train.get("gradient_checkpointing"))
+        trained = 0 if lora else GIB
+        moment = {
+            "gradients": (0, 0),
+            "compute_weights": (0, 0),
+            "activations": (0, 0 if sampling else GIB // 2 if recomputed else 2 * GIB),
+            "temporaries": (0, GIB // 4),
+        }
+        found = StepMemory(
+            parameters=trained // 4,
+            weights=GIB,
+            encoders=GIB,
+            optimizer=2 * trained,
+            optimizer_8bit=trained // 2,
+            ema=trained,
+            largest=trained // 100,
+            moments=[Moment(moment)],
+            accumulating=[Moment({**moment, "gradients": (trained, 0)})],
+            flops_per_image=2e12 if lora else 3e12,
+            recomputed_flops_per_image=1e12 if recomputed else 0.0,
+            seconds=1.0,
+        )
+        return dict(json.loads(json.dumps(asdict(found))))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    steps = Steps()
+    monkeypatch.setattr("tasks.gpu.memory.ask_planner", steps)
+    return steps
+
+
+@pytest.fixture
+def plan(tiny_sd: Path, tmp_path: Path, steps: Steps) -> Callable[..., GpuPlan]:
+    """`plan(gib, **train)` plans a recipe of 8 pictures for a GPU."""
+
+    def make(gib: float, **train: Any) -> GpuPlan:
+        recipe = make_recipe(tiny_sd, tmp_path, **train)
+        return plan_for(recipe, Gpu("a GPU", int(gib * GIB)), tiny_sd, None)
+
+    return make
+
+
+def make_recipe(model: Path, folder: Path, **train: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "planned",
+            "store": str(folder / "store"),
+            "model": {"path": str(model)},
+            "source": {"kind": "folder", "path": "."},
+            "encode": {"resolution": 32},
+            "train": {"steps": 3600, "global_batch_size": 8, "mixed_precision": "bf16", **train},
+            "evaluate": {"prompts": {"a": {"prompts": ["a"]}}, "clip": "."},
+            "publish": {"name": "planned"},
+            "plan": {"pictures": 1000, "chip_hour_price": 2.0},
+        }
+    )
+
+
+def gib(size: int) -> float:
+    return size / GIB
+
+
+def test_the_peak_is_the_sum_of_its_parts(plan: Callable[..., GpuPlan]) -> None:
+    found = plan(80)
+    parts = {name: gib(size) for name, size in found.peaks.training.items() if size}
+    assert parts == {"weights": 1, "optimizer": 2, "activations": 16, "temporaries": 2}
+    assert gib(found.peaks.largest) == 21 and found.fits
+    assert gib(found.peaks.sampling) == 1 + 4 / 4  # evaluate.batch_size 4
+
+
+def test_micro_batches_keep_gradients(plan: Callable[..., GpuPlan]) -> None:
+    parts = plan(80, micro_batch_size=2, ema_decay=0.9).peaks.training
+    assert gib(parts["gradients"]) == gib(parts["ema"]) == 1
+    assert gib(parts["activations"]) == 4
+    assert (
+        gib(plan(80, micro_batch_size=2, optimizer="adamw_8bit").peaks.training["optimizer"]) == 0.5
+    )
+
+
+def test_samples_during_training_need_the_encoders_beside_the_state(
+    plan: Callable[..., GpuPlan],
+) -> None:
+    assert plan(80).peaks.samples == 0
+    assert gib(plan(80, sample_every_n_steps=10).peaks.samples) == 3 + 1 + 1 / 4  # one prompt
+
+
+def test_advice_fits_and_costs_least_first(plan: Callable[..., GpuPlan]) -> None:
+    """The state has 5 GiB, a picture 2.25 GiB or, recomputed, 0.75 GiB."""
+    found = plan(12 / USABLE, ema_decay=0.9)
+    assert not found.fits and found.largest_micro_batch == 3
+    advised = [(a.settings, gib(a.peak), round(a.flops_ratio, 2)) for a in found.advice]
+    eight_bit = {"train.optimizer": "adamw_8bit", "train.ema_decay": None}
+    assert advised == [
+        ({"train.micro_batch_size": 3}, 11.75, 1.0),
+        ({**eight_bit, "train.micro_batch_size": 4}, 11.5, 1.0),
+        ({"train.gradient_checkpointing": True}, 10.0, 1.33),
+    ]
+
+
+def test_adapters_are_advised_only_if_nothing_else_fits(plan: Callable[..., GpuPlan]) -> None:
+    (only,) = plan(3 / USABLE, micro_batch_size=1).advice
+    assert only.settings == {"train.gradient_checkpointing": True, "train.method": "lora"}
+    assert gib(only.peak) == 1.75 + 0.25
+    assert any("adapters" in note for note in only.notes)
+    assert plan(0.5 / USABLE).advice == ()
+
+
+def test_a_smaller_sampling_batch_is_advised_too(plan: Callable[..., GpuPlan]) -> None:
+    lora = {"method": "lora", "gradient_checkpointing": True, "micro_batch_size": 1}
+    found = plan(1.8 / USABLE, **lora)
+    assert not found.fits
+    assert found.advice[0].settings == {"evaluate.batch_size": 3}
+
+
+def test_plans_are_cached_and_variants_share_them(
+    plan: Callable[..., GpuPlan], steps: Steps
+) -> None:
+    plan(80)
+    asked = len(steps.asked)
+    plan(80, ema_decay=0.9, optimizer="adamw_8bit", micro_batch_size=2, learning_rate=1e-3)
+    assert len(steps.asked) == asked
+    plan(80, train_text_encoder=True)
+    assert len(steps.asked) == asked + 1
+
+
+def test_several_gpus_share_the_batch_and_not_the_weights(plan: Callable[..., GpuPlan]) -> None:
+    parts = plan(80, processes=4, device="cuda").peaks.training
+    assert gib(parts["activations"]) == 4 and gib(parts["weights"]) == gib(parts["gradients"]) == 1
+    with pytest.raises(WrongInput, match=r"train.fsdp: .* set 1"):
+        plan(80, processes=4, fsdp="all")
+
+
+def test_the_command_prints_peak_advice_time_and_cost(
+    tiny_sd: Path, tmp_path: Path, steps: Steps, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe(tiny_sd, tmp_path)
+    show_plan(recipe, None, "H100", search=False, as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] and facts["peak_gib"] == 21 and facts["advice"] == []
+    seconds = 8 * 3e12 / (989.5e12 * 0.2)
+    assert facts["step_seconds"] == pytest.approx(seconds)
+    assert facts["cost"] == pytest.approx(2.0 * seconds)  # 3,600 steps are an hour of seconds
+    with pytest.raises(DoesNotFit, match=r"needs 21.0 GiB, 12 GB has 11.0 GiB .* fits with -o"):
+        show_plan(recipe, None, "12GB", search=False, as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert not facts["fits"] and facts["step_seconds"] is None
+    assert facts["advice"][0]["settings"] == {"train.micro_batch_size": 3}
+    with pytest.raises(DoesNotFit):
+        show_plan(recipe, None, "12GB", search=False, as_json=False)
+    said = capsys.readouterr().out
+    assert "advice    -o train.micro_batch_size=3: 10.75 GiB, equal FLOPs" in said
+    assert "10.0 GiB too much" in said
+    with pytest.raises(TwoPlaces):
+        show_plan(recipe, "v5p-8", "12GB", search=False, as_json=False)
+
+
+@pytest.mark.slow
+def test_the_step_itself_is_planned_in_a_process_of_its_own(
+    tiny_sd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_plan(make_recipe(tiny_sd, tmp_path), None, "L4", search=False, as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] and 0 < facts["peak_gib"] < 1 and facts["flops_per_image"] > 0
+
+
+def test_a_run_that_cannot_fit_is_refused(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
+    recipe = make_recipe(tiny_sd, tmp_path)
+    with pytest.raises(WrongInput, match=r"needs 21.0 GiB, this GPU has .* it fits with -o train"):
+        check_fits(recipe, tiny_sd, None, 20 * GIB, small=0)
+    check_fits(recipe, tiny_sd, None, 22 * GIB, small=0)
+
+
+def test_a_run_that_may_fit_if_compiled_starts_with_a_warning(
+    tiny_sd: Path, tmp_path: Path, steps: Steps, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = make_recipe(tiny_sd, tmp_path, compile=True)
+    check_fits(recipe, tiny_sd, None, 13 * GIB, small=0)
+    assert "may run out of memory" in caplog.text
+    with pytest.raises(WrongInput):
+        check_fits(recipe, tiny_sd, None, 10 * GIB, small=0)
+
+
+def test_a_small_model_is_not_planned(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
+    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB)
+    assert steps.asked == []
+
+
+def test_a_run_starts_if_it_cannot_be_planned(
+    tiny_sd: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> dict[str, Any]:
+        raise PlanFailed("no such operator")
+
+    monkeypatch.setattr("tasks.gpu.memory.ask_planner", fail)
+    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, small=0)
+    assert "the memory of training is unknown: no such operator" in caplog.text
