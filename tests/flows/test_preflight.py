@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from configs.load import load_recipe
 from flows.preflight import check_gate, prepare
 from runtimes.contract import WrongInput
 from runtimes.registry import check_scheduler
+from runtimes.torch.memory_plan import Moment, StepMemory
+from runtimes.torch_models.gpu_specs import GIB
 from tasks.publish.gate import GateError
 
 PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
@@ -113,3 +116,38 @@ def test_rules_without_held_out_pictures_are_refused_before_training(
     check_gate(
         load_recipe("digits", {**small, "publish.gate": ["digit/new > 0"]}), latents(train=9)
     )
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Models that were planned; each step needs 1 GiB."""
+    models: list[str] = []
+
+    def ask(_: str, request: dict[str, Any]) -> dict[str, Any]:
+        models.append(request["model"])
+        numbers = dict.fromkeys((f.name for f in fields(StepMemory)), 0)
+        moments = [Moment({"activations": (GIB, 0)})]
+        return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tasks.gpu.memory.ask_planner", ask)
+    return models
+
+
+def test_training_that_cannot_fit_the_gpu_is_refused(
+    small: dict[str, Any], planned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest GPU of the machine counts."""
+    monkeypatch.setattr("flows.preflight.gpu_memory", lambda: [50 * 2**20, 100 * 2**20])
+    with pytest.raises(WrongInput, match=r"digits needs 1\.0 GiB, this GPU has 0\.1 GiB for"):
+        prepare(load_recipe("digits", small))
+    assert planned
+    prepare(load_recipe("digits", {**small, "train.device": "cpu"}))
+    prepare(load_recipe("digits", small), until="encode")
+
+
+def test_a_model_that_is_small_beside_the_gpu_is_not_planned(
+    small: dict[str, Any], planned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.preflight.gpu_memory", lambda: [24 * GIB])
+    prepare(load_recipe("digits", small))
+    assert planned == []

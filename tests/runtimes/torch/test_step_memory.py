@@ -53,14 +53,23 @@ def ask(model: Path, **train: Any) -> StepMemory:
     return step_memory(Request(str(model), settings, 64))
 
 
-def test_cuda_saves_no_attention_weights(tiny_sdxl: Path) -> None:
-    """Attention's memory grows with the number of tokens, not with its square."""
+def test_attention_saves_no_logits(tiny_sdxl: Path) -> None:
+    """Its memory grows with the number of tokens, not with its square."""
     settings = Train(mixed_precision="bf16").model_dump(mode="json")
     small, large = (
         step_memory(Request(str(tiny_sdxl), settings, size)).peak(64)["activations"]
         for size in (64, 128)
     )
     assert large < 4.2 * small
+
+
+def test_norms_save_float32_inputs_on_cuda_alone(tiny_sdxl: Path) -> None:
+    settings = Train(mixed_precision="bf16").model_dump(mode="json")
+    cuda, cpu = (
+        step_memory(Request(str(tiny_sdxl), settings, 64, device=device)).peak(64)["activations"]
+        for device in ("cuda", "cpu")
+    )
+    assert cuda > 1.1 * cpu
 
 
 def test_gradient_checkpointing_costs_flops_and_saves_activations(tiny_sdxl: Path) -> None:
