@@ -92,6 +92,13 @@ def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -
     assert step_memory(request).flops_per_image == pytest.approx(counted, rel=0.01)
 
 
+def test_gradients_of_an_earlier_micro_batch_exist_beside_the_activations(tiny_sdxl: Path) -> None:
+    found = ask(tiny_sdxl)
+    one, several = found.peak(64), found.peak(64, accumulating=True)
+    assert one["activations"] == several["activations"]
+    assert several["gradients"] > 4 * found.parameters > 2 * one["gradients"]
+
+
 def test_eight_bit_moments_need_a_quarter(tiny_sdxl: Path) -> None:
     found = ask(tiny_sdxl)
     assert found.optimizer == pytest.approx(8 * found.parameters, rel=0.3)  # 512 bytes at least
