@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -64,7 +64,8 @@ class _Device(DeviceHooks):
 
 def _training(request: Request) -> StepMemory:
     settings = Train(**request.train)
-    network, encoders = _network(request, settings), _encoders(request, settings.compute_dtype)
+    network = _network(request, settings)
+    encoders = _encoders(request, settings.compute_dtype, dict(network.named_children()))
     trained = network.trained()
     sizes = [parameter.numel() for parameter in trained.values()]
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
@@ -165,12 +166,16 @@ def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) 
     return Inputs(batch, send, dtype=dtype)
 
 
-def _encoders(request: Request, dtype: str) -> int:
-    """Bytes of the pipeline's text encoders and VAE in a dtype."""
+def _encoders(request: Request, dtype: str, trained: Container[str] = ()) -> int:
+    """Bytes of the pipeline's text encoders and VAE in a dtype, without `trained` ones."""
     folder, kind = Path(request.model), getattr(torch, dtype)
     index = read_config(folder / "model_index.json")
     names = (encoder.component for encoder in detect_family(folder).text_encoders)
-    parts = [empty_text_encoder(folder, name) for name in names if (index.get(name) or [None])[0]]
+    parts = [
+        empty_text_encoder(folder, name)
+        for name in names
+        if (index.get(name) or [None])[0] and name not in trained
+    ]
     vae = _empty_vae(request)
     total = sum(parameter.numel() for part in parts for parameter in part.parameters())
     of_vae = sum(parameter.numel() for parameter in vae.parameters())

@@ -114,6 +114,10 @@ def test_sampling_needs_all_weights_of_the_pipeline_and_no_gradients(tiny_sdxl: 
     assert one["temporaries"] < two["temporaries"] <= 2 * one["temporaries"]
 
 
+def test_samples_use_the_trained_text_encoders(tiny_sdxl: Path) -> None:
+    assert ask(tiny_sdxl, train_text_encoder=True).encoders < ask(tiny_sdxl).encoders
+
+
 def test_a_plan_leaves_the_operators_of_the_process_as_they_were() -> None:
     x, weight = torch.randn(2, 4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
 
