@@ -61,7 +61,7 @@ class GpuPlan(TrainingPlan):
     def least_training(self) -> int:
         """Bytes that training needs at least, if compiled blocks save most activations."""
         parts = dict(self.peaks.training)
-        if self.recipe.train.compile:
+        if self.recipe.train.compile != "none":
             for name in ("activations", "temporaries"):
                 parts[name] = int(parts[name] * COMPILED)
         return sum(parts.values())

@@ -15,7 +15,7 @@ from configs.load import load_recipe
 from flows.preflight import check_gate, prepare
 from runtimes.contract import WrongInput
 from runtimes.registry import check_scheduler
-from runtimes.torch.memory_plan import Moment, StepMemory
+from runtimes.torch.memory_plan import KINDS, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.publish.gate import GateError
 
@@ -126,7 +126,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def ask(_: str, request: dict[str, Any]) -> dict[str, Any]:
         models.append(request["model"])
         numbers = dict.fromkeys((f.name for f in fields(StepMemory)), 0)
-        moments = [Moment({"activations": (GIB, 0)})]
+        moments = [Moment({**dict.fromkeys(KINDS, (0, 0)), "activations": (GIB, 0)})]
         return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
 
     monkeypatch.setattr("tasks.gpu.memory.ask_planner", ask)

@@ -201,7 +201,7 @@ def test_the_step_itself_is_planned_in_a_process_of_its_own(
 
 
 def test_a_run_that_cannot_fit_is_refused(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
-    recipe = make_recipe(tiny_sd, tmp_path)
+    recipe = make_recipe(tiny_sd, tmp_path, compile="none")
     with pytest.raises(WrongInput, match=r"needs 21.0 GiB, this GPU has .* it fits with -o train"):
         check_fits(recipe, tiny_sd, None, 20 * GIB, small=0)
     check_fits(recipe, tiny_sd, None, 22 * GIB, small=0)
@@ -210,7 +210,7 @@ def test_a_run_that_cannot_fit_is_refused(tiny_sd: Path, tmp_path: Path, steps: 
 def test_a_run_that_may_fit_if_compiled_starts_with_a_warning(
     tiny_sd: Path, tmp_path: Path, steps: Steps, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe = make_recipe(tiny_sd, tmp_path, compile=True)
+    recipe = make_recipe(tiny_sd, tmp_path, compile="blocks")
     check_fits(recipe, tiny_sd, None, 13 * GIB, small=0)
     assert "may run out of memory" in caplog.text
     with pytest.raises(WrongInput):
