@@ -89,7 +89,9 @@ def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -
     batch = sample_batch(tiny_sdxl, None, 64, network.family, extras, text=False)
     request = Request(str(tiny_sdxl), settings.model_dump(mode="json"), 64)
     counted = FlopCounter(network).of(batch)
-    assert step_memory(request).flops_per_image == pytest.approx(counted, rel=0.01)
+    assert counted is not None
+    # Fused attention computes its logits again in the backward pass, which the loop does not count.
+    assert counted < step_memory(request).flops_per_image < 1.03 * counted
 
 
 def test_gradients_of_an_earlier_micro_batch_exist_beside_the_activations(tiny_sdxl: Path) -> None:
