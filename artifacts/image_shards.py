@@ -39,9 +39,21 @@ class Sample:
     image: bytes  # encoded in the format of `extension`
     extension: str  # jpg | png | webp
     captions: tuple[str, ...]  # at least one, which may be empty
-    #: url, caption, width, height, original_width, original_height (pixels), sha256 of `image`;
-    #: aesthetic_score if the source has scores
+    #: url, caption, width, height, original_width, original_height (pixels); sha256 (hex) of the
+    #: downloaded bytes, before any resizing; aesthetic_score if the source has scores
     meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def source_sha256(self) -> bytes:
+        """sha256 of the downloaded bytes: the picture's identity, whatever its size and format.
+
+        Raises:
+            ValueError: `meta` has no sha256.
+        """
+        found = self.meta.get("sha256")
+        if not isinstance(found, str):
+            raise ValueError(f"sample {self.key}: its metadata has no sha256")
+        return bytes.fromhex(found)
 
 
 def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:

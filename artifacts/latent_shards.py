@@ -7,7 +7,7 @@ Tensors of a shard (latent_shard_writer.py writes them). The split is `train`, `
     text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2
     text/input_ids             [K, n, T] i32    tokens, padded, of each of n CLIP tokenizers
     <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
-    .../id                     [N, 32]   u8     sha256 of the picture's bytes
+    .../id                     [N, 32]   u8     sha256 of the downloaded picture
     .../original_size, target_size  [N, 2] i32  (height, width) in pixels
     .../crop_top_left          [N, 2]    i32    (top, left) in pixels
     .../flip                   [N]       u8
@@ -66,7 +66,7 @@ class LatentSample:
 
     mean: NDArray[Any]  # [C, h, w]
     logvar: NDArray[Any]  # [C, h, w]
-    id: bytes  # sha256 of the picture's bytes
+    id: bytes  # sha256 of the downloaded picture
     original_size: tuple[int, int]  # (height, width), pixels
     crop_top_left: tuple[int, int]  # (top, left), pixels
     target_size: tuple[int, int]  # (height, width), pixels

@@ -53,7 +53,7 @@ class RowDownloader:
 
         Returns:
             `status` (img2dataset's success, failed_to_download or failed_to_resize), then
-            `error_message`, or the four sizes in pixels and the `sha256` (hex) of the file.
+            `error_message`, or the four sizes in pixels and the fetched bytes' `sha256` (hex).
 
         Raises:
             OSError: the file cannot be written.
@@ -74,7 +74,7 @@ class RowDownloader:
         file.write_bytes(picture)
         names = ("width", "height", "original_width", "original_height")
         sized = dict(zip(names, map(int, sizes), strict=True))
-        return {"status": "success", **sized, "sha256": digest_bytes(picture)}
+        return {"status": "success", **sized, "sha256": digest_bytes(body)}
 
 
 @cache

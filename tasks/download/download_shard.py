@@ -23,7 +23,7 @@ from tasks.download.rows import Row
 from tasks.download.sources import SOURCES, ServedAt
 
 STAGE = "download"
-VERSION = 2
+VERSION = 3
 #: Settings that affect how a download runs, not its result: not part of a shard's key.
 NOT_IN_KEY = {
     "threads",

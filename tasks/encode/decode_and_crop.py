@@ -94,7 +94,7 @@ def transform(
 
     Args:
         data: encoded picture.
-        sha256: digest of `data`; it selects the split and the random crop.
+        sha256: of the downloaded picture; it selects the split and the random crop.
         meta: metadata of the image shard.
         buckets: sizes of `bucket_sizes`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -111,7 +110,7 @@ def _encode_pictures(
     buckets = bucket_sizes(settings, encoder.info["size_step"])
     waiting: dict[tuple[int, int], list[_Picture]] = {bucket: [] for bucket in buckets}
     for position, sample in enumerate(samples):
-        sha256 = hashlib.sha256(sample.image).digest()
+        sha256 = sample.source_sha256
         try:
             variants = transform(sample.image, sha256, sample.meta, settings, buckets)
             score = sample.meta.get("aesthetic_score") if settings.scored else None

@@ -11,7 +11,7 @@ from tasks.encode.decode_and_crop import TransformSettings
 
 STAGE = "encode"
 #: Increment when the content of a latent shard changes.
-VERSION = 3
+VERSION = 4
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:

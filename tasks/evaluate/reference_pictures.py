@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -41,7 +40,7 @@ def reference_pictures(
         for sample in read_tar(images.url(entry.path), entry.sha256):
             if count == limit:
                 continue  # only to the end of the tar, which is checked there
-            sha256 = hashlib.sha256(sample.image).digest()
+            sha256 = sample.source_sha256
             if not is_holdout(sha256, settings.holdout):
                 continue
             try:

@@ -19,6 +19,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from artifacts.image_shards import Sample, write_tar
+from artifacts.keys import digest_bytes
 from artifacts.store import KeyParts, Store
 from configs.recipe import Recipe
 from configs.train import Train
@@ -98,8 +99,9 @@ def _pictures(path: Path) -> None:
         buffer = io.BytesIO()
         grey.resize((32, 32)).convert("RGB").save(buffer, "png")
         caption = f"the digit {digits.target[number]}"
-        meta = {"aesthetic_score": 4 + number % 7 / 2}
-        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", (caption,), meta))
+        picture = buffer.getvalue()
+        meta = {"aesthetic_score": 4 + number % 7 / 2, "sha256": digest_bytes(picture)}
+        samples.append(Sample(f"{number:03}", picture, "png", (caption,), meta))
     write_tar(path, samples)
 
 

@@ -223,7 +223,8 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
     assert len(samples) == summary["images"]
     for sample in samples:
         assert sample.captions == (f"caption of {sample.meta['url']}",)
-        assert sample.meta["sha256"] == hashlib.sha256(sample.image).hexdigest()
+        number = sample.meta["url"].rpartition("/")[2]
+        assert sample.meta["sha256"] == digest_bytes(picture(int(number)))
         with Image.open(BytesIO(sample.image)) as image:
             assert image.size == (20, 16) == (sample.meta["width"], sample.meta["height"])
         assert (sample.meta["original_width"], sample.meta["original_height"]) == (40, 32)
@@ -288,6 +289,22 @@ def test_a_picture_with_an_exif_orientation_is_stored_upright(tmp_path: Path, we
     assert seen.original_size == (32, 40)
     red, _, blue = seen.pixels
     assert (red[:6] > 0.5).all() and (red[-6:] < -0.5).all() and (blue[-6:] > 0.5).all()
+
+
+def test_a_pictures_identity_is_its_download_whatever_the_url_and_the_stored_size(
+    tmp_path: Path, web: Web
+) -> None:
+    listed = rows(*(f"good/{n}?signature=again" for n in range(PICTURES)))
+    found = []
+    for number, size in enumerate((16, 24)):
+        recipe = make_recipe(tmp_path, web, listed, store=f"store{number}", image_size=size)
+        samples = samples_of(build(recipe))
+        found.append({s.captions: (s.source_sha256, digest_bytes(s.image)) for s in samples})
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 2 * PICTURES
+    for caption, (identity, stored) in found[0].items():
+        assert found[1][caption][0] == identity
+        assert found[1][caption][1] != stored
+    assert len({identity for identity, _ in found[0].values()}) == PICTURES
 
 
 def test_secrets_of_urls_are_not_stored(tmp_path: Path, web: Web) -> None:

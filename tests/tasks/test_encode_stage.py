@@ -62,13 +62,20 @@ def _pictures(shards: int = 3, each: int = 7) -> list[Pictures]:
     ]
 
 
+def _samples(pictures: Pictures) -> list[Sample]:
+    return [
+        Sample(key, data, "png", texts, {"sha256": digest_bytes(data)})
+        for key, (data, texts) in sorted(pictures.items())
+    ]
+
+
 def _images(store: Store, shards: list[Pictures], tmp_path: Path) -> Artifact:
     draft = store.draft(
         KeyParts("download", 1, {}, {"pictures": digest_bytes(repr(shards).encode())})
     )
     for pictures in shards:
         path = tmp_path / "shard.tar"
-        samples = [Sample(k, data, "png", texts) for k, (data, texts) in sorted(pictures.items())]
+        samples = _samples(pictures)
         write_tar(path, samples)
         local = {".tar": str(path)}
         key = digest_bytes(path.read_bytes())
@@ -142,6 +149,33 @@ def test_every_sample_has_its_moments_captions_and_split(
                 found[sample.id.hex()] = True
     assert found.keys() == expected.keys()
     assert latents.info == encoder.info | {"masks": 0, "scored": False}
+
+
+def test_the_downloaded_bytes_alone_select_the_split(tiny_sdxl: Path, tmp_path: Path) -> None:
+    """Neither another stored size nor another URL or caption of a file moves a picture."""
+    settings = TransformSettings.of(_recipe("s", tiny_sdxl))
+    held_out = []
+    for width in (40, 80):  # pixels, of another download.image_size
+        samples = [
+            Sample(
+                f"{number:03}",
+                _picture(number, width),
+                "png",
+                (f"caption {number}",),
+                {"sha256": digest_bytes(b"download %d" % (number % 12))},  # each is listed twice
+            )
+            for number in range(24)
+        ]
+        path = tmp_path / f"{width}.safetensors"
+        encode_shard(samples, Encoder(tiny_sdxl, device="cpu"), settings, 4, path)
+        shard = LatentShard(path)
+        groups = {
+            name: [shard.sample(name, i) for i in range(n)] for name, n in shard.groups.items()
+        }
+        held_out.append(sorted(sample.id for sample in groups["holdout/8x8"]))
+        assert not {s.id for s in groups["train/8x8"]} & set(held_out[-1])
+    assert held_out[0] == held_out[1]
+    assert 0 < len(held_out[0]) == 2 * len(set(held_out[0])) < 24
 
 
 def test_rebuilt_shards_have_equal_bytes(make: Callable[..., Artifact]) -> None:
@@ -309,7 +343,7 @@ class _Diverging(Encoder):
 
 
 def test_nan_latents_and_embeddings_are_left_out(tiny_sdxl: Path, tmp_path: Path) -> None:
-    samples = [Sample(k, d, "png", t) for k, (d, t) in sorted(_pictures(1, 24)[0].items())]
+    samples = _samples(_pictures(1, 24)[0])
     settings = TransformSettings.of(_recipe("s", tiny_sdxl))
     path = tmp_path / "a.safetensors"
     facts = encode_shard(samples, _Diverging(tiny_sdxl, device="cpu"), settings, 5, path)
@@ -376,7 +410,7 @@ def test_a_replaced_image_shard_is_not_encoded(
     images = _images(store, _pictures(1), tmp_path)
     (entry,) = (entry for entry in images.files if entry.path.endswith(".tar"))
     other = tmp_path / "other.tar"
-    write_tar(other, [Sample("00000", _picture(99), "png", ("another",))])
+    write_tar(other, _samples({"00000": (_picture(99), ("another",))}))
     shutil.copyfile(other, images.url(entry.path))
     with pytest.raises(Damaged, match=r"\.tar is damaged: .* run again"):
         _encode(recipe, images)

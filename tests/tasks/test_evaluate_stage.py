@@ -76,7 +76,8 @@ def _images(store: Store, path: Path) -> Artifact:
         noise = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
         buffer = io.BytesIO()
         Image.fromarray(noise).save(buffer, "png")
-        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", ("a thing",)))
+        meta = {"sha256": digest_bytes(buffer.getvalue())}
+        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", ("a thing",), meta))
     write_tar(path, samples)
     draft = store.draft(KeyParts("download", 1, {}, {}))
     key = digest_bytes(path.read_bytes())

@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
 from artifacts.image_shards import Sample
+from artifacts.keys import digest_bytes
 from artifacts.latent_shards import LatentShard, from_bfloat16
 from configs.train import Train
 from runtimes.contract import WrongInput
@@ -41,7 +42,9 @@ def samples() -> Iterator[Sample]:
         noise = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
         picture = io.BytesIO()
         Image.fromarray(noise).save(picture, "png")
-        meta = {} if number == 4 else {"aesthetic_score": 4.5 + number}
+        meta: dict[str, Any] = {"sha256": digest_bytes(picture.getvalue())}
+        if number != 4:
+            meta["aesthetic_score"] = 4.5 + number
         yield Sample(f"{number}", picture.getvalue(), "png", ("a",), meta)
 
 
