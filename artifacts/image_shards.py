@@ -17,12 +17,14 @@ from artifacts.keys import canonical_json, parse_json
 
 EXTENSIONS = ("jpg", "png", "webp")
 #: Columns of a shard's parquet: one entry for every row of the shard, failures included.
+#: `attempts` counts the requests of a row without a picture, in all runs.
 COLUMNS = {
     "key": "string",
     "url": "string",
     "caption": "string",
     "status": "string",
     "error_message": "string",
+    "attempts": "int32",
     "width": "int32",
     "height": "int32",
     "original_width": "int32",

@@ -63,18 +63,23 @@ class Download(Section):
     )
     max_failed: Fraction = Field(
         0.5,
-        description="Maximum fraction of rows, 0 to 1, with permanent failures (404, damaged "
-        "picture, refused address).",
+        description="Maximum fraction of rows without a picture, 0 to 1. Above it the stage fails.",
     )
     max_transient: Fraction = Field(
         0.5,
-        description="Maximum fraction of a shard's rows, 0 to 1, with transient failures (timeout, "
-        "5xx) after all retries. Above it the shard is deferred to the next run.",
+        description="Maximum fraction of a shard's rows, and of its hosts, with transient failures "
+        "(timeout, 5xx) after all retries, 0 to 1. Above it, which is an outage, the shard is "
+        "deferred to the next run.",
+    )
+    max_host_failures: PositiveInt = Field(
+        20,
+        description="Consecutive requests of a shard that a host does not answer. After these, the "
+        "shard's other rows of the host fail without a request.",
     )
     retry_failed: int = Field(
-        0,
+        3,
         ge=0,
-        description="Raise it by 1 to fetch the rows that failed again; other rows stay as they "
-        "are.",
+        description="Maximum number of runs with --retry-failed that fetch a row with a transient "
+        "failure again. Rows with permanent failures (404, no picture) are not fetched again.",
     )
     shard_size: PositiveInt = Field(1000, description="Average number of rows per shard.")

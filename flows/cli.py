@@ -66,6 +66,10 @@ def run(
     recipe: RecipeArgument,
     override: Overrides = None,
     until: Annotated[StageName, typer.Option("--until", help="The last stage to run.")] = "publish",
+    retry_failed: Annotated[
+        bool,
+        typer.Option("--retry-failed", help="Fetch rows with transient failures again (timeout)."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
     ] = False,
@@ -79,7 +83,13 @@ def run(
     load_recipe(recipe, overrides)  # report wrong input before slow imports and servers
     from flows import runner
 
-    report = runner.run(recipe, overrides, until, as_json=as_json)
+    report = runner.run(
+        recipe=recipe,
+        overrides=overrides,
+        until=until,
+        retry_failed=retry_failed,
+        as_json=as_json,
+    )
     if report["status"] == "rejected":
         raise typer.Exit(REJECTED)
 

@@ -41,8 +41,11 @@ SHOWS = {
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
     plan = download_stage.plan(run.recipe)
-    parts = download_stage.key_parts(run.recipe, plan)
-    build = partial(download_stage.build, run.recipe, plan, progress=run.begin(parts))
+    again = run.retry_failed
+    retry = download_stage.choose_retry(run.recipe, plan, run.store, retry_failed=again)
+    parts = download_stage.key_parts(run.recipe, plan, retry)
+    progress = run.begin(parts)
+    build = partial(download_stage.build, run.recipe, plan, progress=progress, retry_failed=again)
     result = build_or_reuse(run.store, parts, build, parents={})
     return ended(run.store, run.model_name, result, download_stage.show)
 
@@ -133,6 +136,7 @@ def finetune(
     recipe: RecipeName = "digits",
     overrides: Overrides = NO_OVERRIDES,
     until: StageName = "publish",
+    retry_failed: bool = False,
 ) -> Any:
     """Download, encode, train, evaluate, publish; a stage with equal inputs is reused.
 
@@ -140,13 +144,16 @@ def finetune(
         recipe: Name or path of a recipe (`kiln recipes` lists them).
         overrides: Dotted settings to change, such as {"train.steps": 100}.
         until: The last stage to run.
+        retry_failed: Whether to fetch rows with transient failures again (timeout, 5xx).
 
     Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; a published
     model adds the `champion` and its last move, a rejected one the verdicts of the `gate`.
     """
     log_to_prefect()
+    run_id = runtime.flow_run.id
     with redacted_errors():
-        run = prepare(load_recipe(recipe, overrides), until=until, run_id=runtime.flow_run.id)
+        checked = load_recipe(recipe, overrides)
+        run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed)
     states = list(islice(_stages(run), 1 + STAGES.index(until)))
     report = _report([state.result() for state in states])
     if report["status"] == "rejected":  # a measured outcome, not a failure

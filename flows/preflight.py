@@ -48,6 +48,7 @@ class Run:
     vae: Path | None
     clip: Path
     id: str  # of the flow run
+    retry_failed: bool = False  # fetch rows with transient failures again
 
     @property
     def model_name(self) -> str:
@@ -63,7 +64,13 @@ class Run:
         return begin(self.store, self.id, parts, self.model_name, {"recipe": dump(self.recipe)})
 
 
-def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None = None) -> Run:
+def prepare(
+    recipe: Recipe,
+    *,
+    until: StageName = "publish",
+    run_id: str | None = None,
+    retry_failed: bool = False,
+) -> Run:
     """Check a recipe's places, models, settings and, for the stages up to `until`, devices.
 
     Raises:
@@ -88,7 +95,7 @@ def prepare(recipe: Recipe, *, until: StageName = "publish", run_id: str | None 
         _check_memory(recipe, model, vae)
     clip = resolve_model(recipe.evaluate.clip)
     check_clip(clip)
-    return Run(recipe, store, model, vae, clip, run_id or str(uuid.uuid4()))
+    return Run(recipe, store, model, vae, clip, run_id or str(uuid.uuid4()), retry_failed)
 
 
 def check_gate(recipe: Recipe, latents: Latents) -> None:

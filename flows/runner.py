@@ -21,7 +21,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from configs.recipe import StageName
 from configs.redact_urls import without_secrets
 from flows.parameters import hide_secrets
 from tasks import progress
@@ -29,12 +28,9 @@ from tasks import progress
 logger = logging.getLogger("kiln")
 
 
-def run(
-    recipe: str, overrides: dict[str, Any], until: StageName, *, as_json: bool
-) -> dict[str, Any]:
+def run(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> dict[str, Any]:
     """Run `finetune` and print its report; with `as_json`, as JSON on the last line."""
-    hidden = hide_secrets(overrides)
-    report = _run_flow("finetune", as_json, recipe=recipe, overrides=hidden, until=until)
+    report = _run_flow("finetune", as_json, overrides=hide_secrets(overrides), **arguments)
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)

@@ -2,7 +2,16 @@
 
 from tasks.download.download_shard import STAGE, VERSION, ShardSpec
 from tasks.download.errors import SourceError, TooManyFailed
-from tasks.download.stage import Plan, build, check, key_parts, plan, settings_for_key, show
+from tasks.download.stage import (
+    Plan,
+    build,
+    check,
+    choose_retry,
+    key_parts,
+    plan,
+    settings_for_key,
+    show,
+)
 
 __all__ = [
     "STAGE",
@@ -13,6 +22,7 @@ __all__ = [
     "TooManyFailed",
     "build",
     "check",
+    "choose_retry",
     "key_parts",
     "plan",
     "settings_for_key",

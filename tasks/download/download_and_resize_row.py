@@ -53,28 +53,34 @@ class RowDownloader:
 
         Returns:
             `status` (img2dataset's success, failed_to_download or failed_to_resize), then
-            `error_message`, or the four sizes in pixels and the fetched bytes' `sha256` (hex).
+            `error_message` and `attempts` (requests), or the four sizes in pixels and the fetched
+            bytes' `sha256` (hex).
 
         Raises:
             OSError: the file cannot be written.
         """
+        attempts = 0
         try:
-            body, headers = self.fetcher.get(row)
+            body, headers, attempts = self.fetcher.get(row)
             if self.is_disallowed(headers, self.fetcher.token, self.opt_outs):
                 raise FetchFailed("opted out")
             pixels = check_picture(body, self.max_pixels)
             with DECODING.reserve(pixels, self.max_pixels):
                 *resized, message = self.resize(BytesIO(apply_orientation(body)))
         except FetchFailed as failure:
-            return {"status": "failed_to_download", "error_message": failure.reason}
+            return _failed("failed_to_download", failure.reason, attempts or failure.attempts)
         if message is not None:
             reason = REASONS.get(message, "cannot be resized")
-            return {"status": "failed_to_resize", "error_message": reason}
+            return _failed("failed_to_resize", reason, attempts)
         picture, *sizes = resized
         file.write_bytes(picture)
         names = ("width", "height", "original_width", "original_height")
         sized = dict(zip(names, map(int, sizes), strict=True))
         return {"status": "success", **sized, "sha256": digest_bytes(body)}
+
+
+def _failed(status: str, reason: str, attempts: int) -> dict[str, Any]:
+    return {"status": status, "error_message": reason, "attempts": attempts}
 
 
 @cache

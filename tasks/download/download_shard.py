@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from artifacts.image_shards import Sample, read_tar, write_rows, write_tar
+from artifacts.image_shards import Sample, read_rows, read_tar, write_rows, write_tar
 from artifacts.keys import digest_json
 from artifacts.store import SHARDS, Shard, Store
 from configs.download import Download
 from configs.redact_urls import without_secrets
+from tasks.download.dead_hosts import is_outage
 from tasks.download.download_and_resize_row import RowDownloader
 from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
@@ -33,6 +34,7 @@ NOT_IN_KEY = {
     "backoff",
     "max_failed",
     "max_transient",
+    "max_host_failures",
     "retry_failed",
 }
 
@@ -55,6 +57,7 @@ class DownloadContext:
     source: Any  # the recipe's source section
     settings: Download
     served_at: ServedAt
+    retry_failed: bool = False  # fetch rows with transient failures again
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def shard_key(settings: Download, row_hashes: Iterable[str]) -> str:
 def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferred:
     """The shard from the store if it is intact, else downloaded and committed.
 
-    With a higher `retry_failed` than at its last download, its failed rows are fetched again.
+    With `context.retry_failed`, its rows with transient failures are fetched again.
 
     Raises:
         OSError: the store is full or not writable.
@@ -92,7 +95,9 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
     """
     store = Store(context.store)
     present = store.shard(STAGE, spec.key)
-    if present is not None and not _is_to_retry(present, spec, context.settings):
+    if present is not None and not (
+        context.retry_failed and may_retry(present.meta, context.settings)
+    ):
         return present
     record = f"{store.shards_path(STAGE)}/{spec.key}.json"
     if present is None and store.fs.exists(record):  # damaged: no record may stay if this fails
@@ -104,15 +109,15 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
 def _download(
     spec: ShardSpec, context: DownloadContext, store: Store, present: Shard | None, scratch: Path
 ) -> Shard | Deferred:
-    known = {} if present is None else _known_outcomes(store, present, scratch)
+    earlier = [] if present is None else _outcomes(store, present, scratch)
     rows = list(SOURCES[context.source.kind](context.source).read(spec.spans, scratch))
     if shard_key(context.settings, (row.hash for row in rows)) != spec.key:
         raise SourceError("source: it changed while it was being read: run again")
-    outcomes = _download_rows(rows, known, context, scratch)
-    reasons = Counter(outcome.get("error_message") for outcome in outcomes)
-    transient = {reason: n for reason, n in reasons.items() if reason and is_transient(reason)}
-    if sum(transient.values()) > context.settings.max_transient * len(rows):
-        return Deferred(spec.key, transient)
+    outcomes = _download_rows(rows, earlier, context, scratch)
+    failures = [outcome.get("error_message") for outcome in outcomes]
+    reasons = Counter(failures)
+    if is_outage([row.url for row in rows], failures, context.settings.max_transient):
+        return Deferred(spec.key, {r: n for r, n in reasons.items() if r and is_transient(r)})
     described = [
         {
             **outcome,
@@ -129,20 +134,30 @@ def _download(
     meta = {
         "samples": count,
         "outcomes": dict(sorted(counts.items())),
-        "retry_failed": context.settings.retry_failed,
+        "retries": 0 if present is None else present.meta["retries"] + 1,
     }
     files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
     return store.commit_shard(STAGE, spec.key, files, meta)
 
 
 def _download_rows(
-    rows: Sequence[Row], known: dict[int, dict[str, Any]], context: DownloadContext, scratch: Path
+    rows: Sequence[Row], earlier: list[dict[str, Any]], context: DownloadContext, scratch: Path
 ) -> list[dict[str, Any]]:
-    """The outcome of every row: from `known`, by row number, or of its download."""
+    """The outcome of every row: the earlier one, unless it is a transient failure, or a new one.
+
+    Args:
+        earlier: outcomes of all rows at an earlier download; empty for the first one.
+    """
     downloader = RowDownloader(context.settings, context.served_at)
 
     def outcome(number: int) -> dict[str, Any]:
-        return known.get(number) or downloader.download(rows[number], _picture(scratch, number))
+        before = earlier[number] if earlier else {}
+        if before and not is_transient(before.get("error_message", "")):
+            return before
+        found = downloader.download(rows[number], _picture(scratch, number))
+        if "attempts" in found:
+            found["attempts"] += before.get("attempts", 0)
+        return found
 
     pool = ThreadPool(min(context.settings.threads, len(rows)))
     try:
@@ -152,20 +167,22 @@ def _download_rows(
         pool.join()  # no thread may write to `scratch` while it is removed
 
 
-def _is_to_retry(shard: Shard, spec: ShardSpec, settings: Download) -> bool:
-    has_failures = shard.meta["samples"] < spec.rows
-    return has_failures and shard.meta["retry_failed"] < settings.retry_failed
+def may_retry(meta: Mapping[str, Any], settings: Download) -> bool:
+    """Whether a shard has transient failures and a retry left, by the facts of its record."""
+    is_failed = any(map(is_transient, meta["outcomes"]))
+    return is_failed and bool(meta["retries"] < settings.retry_failed)
 
 
-def _known_outcomes(store: Store, shard: Shard, scratch: Path) -> dict[int, dict[str, Any]]:
-    """{row number: outcome} of a shard's pictures, which are written to `scratch`."""
-    outcomes = {}
-    (tar,) = (entry for entry in shard.files if entry.path.endswith(".tar"))
-    for sample in read_tar(store.url_of(f"{STAGE}/{SHARDS}/{tar.path}"), tar.sha256):
+def _outcomes(store: Store, shard: Shard, scratch: Path) -> list[dict[str, Any]]:
+    """The outcome of each row of a shard, whose pictures are written to `scratch`."""
+    files = {entry.path.rpartition(".")[2]: entry for entry in shard.files}
+    tar = store.url_of(f"{STAGE}/{SHARDS}/{files['tar'].path}")
+    for sample in read_tar(tar, files["tar"].sha256):
         number = int(sample.key.rpartition("_")[2])
         _picture(scratch, number).write_bytes(sample.image)
-        outcomes[number] = sample.meta
-    return outcomes
+    parquet = f"{store.shards_path(STAGE)}/{files['parquet'].path}"
+    rows = read_rows(store.fs.cat_file(parquet))
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def _picture(scratch: Path, number: int) -> Path:

@@ -13,19 +13,23 @@ from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+#: The reason of rows that are not requested, since their host is dead.
+NO_ANSWER = "host does not answer"
 #: Reasons that may pass: network trouble, overload (RFC 9110, RFC 6585, RFC 8470), server errors.
 TRANSIENT = re.compile(
-    "timeout|name not resolved|connection refused|connection broken|http (408|425|429|[5-9]..)"
+    "timeout|name not resolved|connection refused|connection broken|http (408|425|429|[5-9]..)|"
+    + NO_ANSWER
 )
 
 
 class FetchFailed(Exception):
     """A fetch failed. `reason` is one of a small set of strings and names no host."""
 
-    def __init__(self, reason: str, wait: float = 0.0) -> None:
+    def __init__(self, reason: str, wait: float = 0.0, attempts: int = 0) -> None:
         super().__init__(reason)
         self.reason = reason
         self.wait = wait  # seconds to wait before a retry, as the server requests
+        self.attempts = attempts  # requests of the row so far
 
     @property
     def transient(self) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from email.message import Message
 from pathlib import Path
+from typing import NamedTuple
 
 from artifacts.clock import REAL, Clock
 from artifacts.keys import digest_bytes
 from configs.download import Download
-from tasks.download.failure_reasons import FetchFailed
+from tasks.download.dead_hosts import DeadHosts
+from tasks.download.failure_reasons import NO_ANSWER, FetchFailed
 from tasks.download.rows import Row, absolute
 from tasks.download.safe_http_fetch import Limits, fetch
 from tasks.download.sources import ServedAt
@@ -21,13 +23,22 @@ USER_AGENT = "Mozilla/5.0 (X11; Ubuntu; Linux x86_64; rv:72.0) Gecko/20100101 Fi
 USER_AGENT_TOKEN = " (compatible; {}; +https://github.com/rom1504/img2dataset)"
 
 
+class Fetched(NamedTuple):
+    """A fetched picture."""
+
+    body: bytes
+    headers: Message  # of the response
+    attempts: int = 0  # requests
+
+
 class Fetcher:
-    """Fetches the pictures of rows."""
+    """Fetches the pictures of rows, until a host is dead."""
 
     def __init__(self, settings: Download, served_at: ServedAt, clock: Clock = REAL) -> None:
         self.settings = settings
         self.base_url = served_at.base_url
         self.clock = clock
+        self.hosts = DeadHosts(settings.max_host_failures)
         allowed = {host.lower() for host in (*settings.allow_hosts, *served_at.allow_hosts)}
         self.limits = Limits(
             settings.max_bytes,
@@ -39,21 +50,21 @@ class Fetcher:
         suffix = USER_AGENT_TOKEN.format(self.token) if self.token else ""
         self.headers = {"User-Agent": USER_AGENT + suffix}
 
-    def get(self, row: Row) -> tuple[bytes, Message]:
-        """Body and response headers of a row's picture. Raises FetchFailed."""
-        body, headers = self._read_file(row.file) if row.file else self._fetch(row)
-        if row.sha256 is not None and digest_bytes(body) != row.sha256:
-            raise FetchFailed("sha256 differs")
-        return body, headers
+    def get(self, row: Row) -> Fetched:
+        """A row's picture. Raises FetchFailed, with the number of `attempts`."""
+        fetched = self._read_file(row.file) if row.file else self._fetch(row)
+        if row.sha256 is not None and digest_bytes(fetched.body) != row.sha256:
+            raise FetchFailed("sha256 differs", attempts=fetched.attempts)
+        return fetched
 
-    def _read_file(self, file: str) -> tuple[bytes, Message]:
+    def _read_file(self, file: str) -> Fetched:
         with Path(file).open("rb") as stream:
             body = stream.read(self.limits.max_bytes + 1)
         if len(body) > self.limits.max_bytes:
             raise FetchFailed("too large")
-        return body, Message()
+        return Fetched(body, Message())
 
-    def _fetch(self, row: Row) -> tuple[bytes, Message]:
+    def _fetch(self, row: Row) -> Fetched:
         if not row.url:
             raise FetchFailed("no picture")
         try:
@@ -63,10 +74,14 @@ class Fetcher:
         deadline = self.clock.now() + self.settings.deadline
         for attempt in range(self.settings.retries + 1):
             try:
-                return fetch(url, self.headers, self.limits, deadline)
+                with self.hosts.watch() as connects:
+                    body, headers = fetch(url, self.headers, self.limits, deadline, connects)
+                return Fetched(body, headers, attempt + 1)
             except FetchFailed as failure:
+                is_dead = failure.reason == NO_ANSWER
+                failure.attempts = attempt if is_dead else attempt + 1
                 pause = self._pause(attempt, failure)
-                is_last = attempt == self.settings.retries
+                is_last = is_dead or attempt == self.settings.retries
                 if not failure.transient or is_last or self.clock.now() + pause >= deadline:
                     raise
             self.clock.sleep(pause)

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from email.message import Message
@@ -46,7 +47,11 @@ class Limits:
 
 
 def fetch(
-    url: str, headers: dict[str, str], limits: Limits, deadline: float
+    url: str,
+    headers: dict[str, str],
+    limits: Limits,
+    deadline: float,
+    connects: Callable[[str], None] = lambda host: None,
 ) -> tuple[bytes, Message]:
     """Body and response headers of `url`.
 
@@ -56,12 +61,13 @@ def fetch(
 
     Args:
         deadline: `time.monotonic()` by which the whole body must be read.
+        connects: called with host:port before each connection; it may raise FetchFailed.
 
     Raises:
         FetchFailed: address or port is not permitted, a limit is exceeded or the request fails.
     """
     with as_fetch_failed():
-        request = _Request(url, headers, limits, deadline)
+        request = _Request(url, headers, limits, deadline, connects)
         with _opener().open(request, timeout=limits.timeout) as response:
             return _read_body(response, limits.max_bytes), response.headers
 
@@ -118,14 +124,21 @@ def _tls() -> ssl.SSLContext:
 
 
 class _Request(urllib.request.Request):
-    """A request with its limits and its deadline."""
+    """A request with its limits, its deadline and the function to call before it connects."""
 
-    def __init__(self, url: str, headers: dict[str, str], limits: Limits, deadline: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: dict[str, str],
+        limits: Limits,
+        deadline: float,
+        connects: Callable[[str], None],
+    ) -> None:
         plain, basic = _split_credentials(url)
         super().__init__(plain, headers=headers)
         if basic is not None:  # unredirected: the target of a redirect must not receive it
             self.add_unredirected_header("Authorization", basic)
-        self.limits, self.deadline = limits, deadline
+        self.limits, self.deadline, self.connects = limits, deadline, connects
 
 
 class _Plain(http.client.HTTPConnection):
@@ -176,7 +189,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         following = super().redirect_request(req, fp, code, msg, headers, newurl)
         if following is None or not isinstance(req, _Request):
             return None
-        return _Request(newurl, dict(following.headers), req.limits, req.deadline)
+        return _Request(newurl, dict(following.headers), req.limits, req.deadline, req.connects)
 
 
 @cache
@@ -192,9 +205,9 @@ def _opener() -> urllib.request.OpenerDirector:
 
 def _connect(host: str, port: int, request: _Request) -> socket.socket:
     """A connection to the first permitted address of `host` that accepts one."""
-    limits = request.limits
-    names = {host.lower(), f"{host.lower()}:{port}"}
-    allowed = bool(names & limits.allow_hosts)
+    limits, name = request.limits, f"{host.lower()}:{port}"
+    request.connects(name)
+    allowed = bool({host.lower(), name} & limits.allow_hosts)
     error: Exception = FetchFailed("unknown host")
     found = _resolve(host, port, _remaining(limits.timeout, request.deadline))
     for family, kind, protocol, _, address in found:

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from artifacts.commit import read_record
 from artifacts.image_shards import read_tar
 from artifacts.keys import cut_shards
-from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
+from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Shard, Store
 from configs.recipe import Recipe
 from tasks.build_or_reuse import TransientError
 from tasks.download.download_shard import (
@@ -26,10 +26,12 @@ from tasks.download.download_shard import (
     Deferred,
     DownloadContext,
     ShardSpec,
+    may_retry,
     shard_key,
     shard_settings,
 )
 from tasks.download.errors import SourceError, TooManyFailed
+from tasks.download.failure_reasons import is_transient
 from tasks.download.parquet_csv_jsonl import Span, join_spans
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
@@ -51,11 +53,10 @@ class Plan:
     shards: tuple[ShardSpec, ...]  # in the source's order, each key once
 
 
-def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that affect the artifact, given the source's content."""
+def settings_for_key(recipe: Recipe, retry: int = 0) -> dict[str, Any]:
+    """The settings that affect the artifact, given the source's content; `retry` of next_retry."""
     download = recipe.download
-    rest = {"shard_size": download.shard_size, "retry_failed": download.retry_failed}
-    return {**shard_settings(download), **rest}
+    return {**shard_settings(download), "shard_size": download.shard_size, "retry": retry}
 
 
 def check(recipe: Recipe) -> None:
@@ -91,15 +92,43 @@ def plan(recipe: Recipe) -> Plan:
     return Plan(digest.hexdigest(), rows, tuple(shards.values()))
 
 
-def key_parts(recipe: Recipe, plan: Plan) -> KeyParts:
-    """The inputs of the artifact's key: the settings and every row of the source."""
-    return KeyParts(STAGE, VERSION, settings_for_key(recipe), {"source": plan.source_digest})
+def key_parts(recipe: Recipe, plan: Plan, retry: int = 0) -> KeyParts:
+    """The inputs of the artifact's key: the settings, every row of the source and the retry."""
+    settings = settings_for_key(recipe, retry)
+    return KeyParts(STAGE, VERSION, settings, {"source": plan.source_digest})
+
+
+def choose_retry(recipe: Recipe, plan: Plan, store: Store, *, retry_failed: bool) -> int:
+    """The retry whose artifact a run uses: 0 is the first download.
+
+    It is the last one in the store. With `retry_failed` it is the next one, while a shard has
+    transient failures and a retry left.
+    """
+    last, limit = 0, recipe.download.retry_failed
+    for retry in range(1, limit + 1):
+        key = key_parts(recipe, plan, retry).key
+        if store.fs.exists(f"{store.root}/{STAGE}/{key}/{MANIFEST}"):
+            last = retry
+    if not retry_failed:
+        return last
+    artifact = store.find(STAGE, key_parts(recipe, plan, last).key)
+    entries = [] if artifact is None else artifact.files
+    has_next = any(may_retry(entry.meta, recipe.download) for entry in entries)
+    return min(last + 1, limit) if has_next else last
 
 
 def build(
-    recipe: Recipe, plan: Plan, draft: Draft, progress: Callable[[int, int, str], None]
+    recipe: Recipe,
+    plan: Plan,
+    draft: Draft,
+    progress: Callable[[int, int, str], None],
+    *,
+    retry_failed: bool = False,
 ) -> dict[str, Any]:
     """Download the plan's shards that the store lacks, and add all of them to the draft.
+
+    Args:
+        retry_failed: fetch the rows with transient failures of the other shards again.
 
     Returns:
         The artifact's summary: counts of rows, images and outcomes, and the shards.
@@ -115,7 +144,9 @@ def build(
     store = draft.store
     with _source(recipe).open() as served_at:
         notes = f"{draft.path}/{NOTES}"
-        context = DownloadContext(store.url, notes, recipe.source, recipe.download, served_at)
+        context = DownloadContext(
+            store.url, notes, recipe.source, recipe.download, served_at, retry_failed
+        )
         deferred = run_pipeline(plan.shards, context, recipe.beam, progress)
     if deferred:
         raise TransientError(_outage(deferred, len(plan.shards)))
@@ -131,7 +162,10 @@ def show(artifact: Artifact) -> list[Panel]:
     """Panels: counts by outcome, and the first pictures."""
     summary = artifact.summary
     outcomes = Counter(summary["outcomes"]).most_common()
-    rows = [{"outcome": o, "rows": n, "share": f"{n / summary['rows']:.1%}"} for o, n in outcomes]
+    rows = [
+        {"outcome": o, "failure": _kind(o), "rows": n, "share": f"{n / summary['rows']:.1%}"}
+        for o, n in outcomes
+    ]
     facts = {"rows": summary["rows"], "images": summary["images"], "shards": len(summary["shards"])}
     panels: list[Panel] = [Facts("Download", facts), Table("Outcomes", rows)]
     tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
@@ -139,6 +173,12 @@ def show(artifact: Artifact) -> list[Panel]:
         grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
         panels.append(Picture("Some of the pictures", to_png(grid)))
     return panels
+
+
+def _kind(outcome: str) -> str:
+    if outcome == "success":
+        return ""
+    return "transient" if is_transient(outcome) else "permanent"
 
 
 def _source(recipe: Recipe) -> Source:
@@ -175,10 +215,9 @@ def _check_failures(summary: dict[str, Any], max_failed: float) -> None:
     if failed <= max_failed * rows and summary["images"]:
         return
     why = _most_common({k: n for k, n in summary["outcomes"].items() if k != "success"})
-    allowed = (
-        f"download.max_failed allows {max_failed:.0%}; "
-        "a higher download.retry_failed fetches them again"
-    )
+    allowed = f"download.max_failed allows {max_failed:.0%}"
+    if any(map(is_transient, summary["outcomes"])):
+        allowed += "; --retry-failed fetches those with transient failures again"
     raise TooManyFailed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
 
 

@@ -18,6 +18,7 @@ def test_the_form_has_every_parameter_and_the_stages() -> None:
     assert form["recipe"]["examples"] == recipe_names()
     assert form["overrides"]["type"] == "object" and form["overrides"]["default"] == {}
     assert form["until"]["enum"] == list(STAGES) and form["until"]["default"] == "publish"
+    assert form["retry_failed"]["type"] == "boolean" and form["retry_failed"]["default"] is False
     assert all(field["description"] for field in form.values())
 
 
@@ -37,7 +38,8 @@ def test_wrong_parameters_are_refused(given: dict[str, Any], words: str) -> None
 
 
 def test_valid_parameters_are_unchanged() -> None:
-    given = {"recipe": "digits", "overrides": {"train.steps": 3}, "until": "encode"}
+    given: dict[str, Any] = {"recipe": "digits", "overrides": {"train.steps": 3}}
+    given |= {"until": "encode", "retry_failed": True}
     assert finetune.validate_parameters(given) == given
 
 

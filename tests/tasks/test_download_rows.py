@@ -39,6 +39,7 @@ OTHERS = {
     "backoff",
     "max_failed",
     "max_transient",
+    "max_host_failures",
     "retry_failed",
     "shard_size",
 }

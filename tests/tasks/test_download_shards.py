@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,7 +47,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Web:
     """A server of pictures at /good/<n> and of every kind of failure; it counts its requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.requests: Counter[str] = Counter()
         self.is_down = False
         self.broken: set[str] = set()  # numbers of the pictures that it answers with 503
@@ -62,11 +63,15 @@ class Web:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.server.daemon_threads = True
         self.server.request_queue_size = 64
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.host = f"127.0.0.1:{self.server.server_address[1]}"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path
@@ -127,8 +132,7 @@ def rotated_picture() -> bytes:
 def web() -> Iterator[Web]:
     web = Web()
     yield web
-    web.server.shutdown()
-    web.server.server_close()
+    web.close()
 
 
 def rows(*paths: str) -> list[dict[str, Any]]:
@@ -173,12 +177,12 @@ def make_recipe(
     )
 
 
-def build(recipe: Recipe) -> Artifact:
-    plan = download.plan(recipe)
-    settings = download.settings_for_key(recipe)
-    parts = KeyParts(download.STAGE, download.VERSION, settings, {"source": plan.source_digest})
-    draft = Store(recipe.store).draft(parts)
-    return draft.commit(download.build(recipe, plan, draft, lambda *_: None), {})
+def build(recipe: Recipe, *, retry_failed: bool = False) -> Artifact:
+    plan, store = download.plan(recipe), Store(recipe.store)
+    retry = download.choose_retry(recipe, plan, store, retry_failed=retry_failed)
+    draft = store.draft(download.key_parts(recipe, plan, retry))
+    summary = download.build(recipe, plan, draft, lambda *_: None, retry_failed=retry_failed)
+    return draft.commit(summary, {})
 
 
 def shard_bytes(artifact: Artifact) -> dict[str, bytes]:
@@ -238,6 +242,12 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
     assert {r["url"]: r["error_message"] for r in listed}["gone/1"] == "http 404"
     panels = download.show(artifact)
     assert [panel.title for panel in panels] == ["Download", "Outcomes", "Some of the pictures"]
+
+
+def rows_of(artifact: Artifact) -> dict[str, dict[str, Any]]:
+    """{URL: row} of the parquet files."""
+    parquets = [e.path for e in artifact.files if e.path.endswith(".parquet")]
+    return {row["url"]: row for path in parquets for row in read_rows(artifact.read(path))}
 
 
 def samples_of(artifact: Artifact) -> list[Sample]:
@@ -383,28 +393,125 @@ def test_an_outage_defers_shards_to_the_next_run(tmp_path: Path, web: Web) -> No
     assert web.requests.total() == shards[0].rows + shards[1].rows
 
 
-def test_rows_that_failed_are_fetched_again_on_request_and_no_others(
+def test_only_rows_with_transient_failures_are_fetched_again_on_request(
     tmp_path: Path, web: Web
 ) -> None:
     web.broken = {"3", "17"}
-    recipe = make_recipe(tmp_path, web, rows("gone/1"), retries=0)
+    recipe = make_recipe(tmp_path, web, rows("gone/1"), retries=0, shard_size=100)
     first = build(recipe)
     assert first.summary["outcomes"] == {"http 404": 1, "http 503": 2, "success": PICTURES - 2}
     web.broken = set()
     web.requests.clear()
     assert build(recipe).digest == first.digest
     assert not web.requests
-    again = make_recipe(tmp_path, web, rows("gone/1"), retries=0, retry_failed=1)
-    assert KeyParts("", 0, download.settings_for_key(again), {}) != KeyParts(
-        "", 0, download.settings_for_key(recipe), {}
-    )
-    second = build(again)
+    second = build(recipe, retry_failed=True)
+    assert second.key != first.key
     assert second.summary["outcomes"] == {"http 404": 1, "success": PICTURES}
-    assert web.requests == {"/good/3": 1, "/good/17": 1, "/gone/1": 1}
-    assert build(again).digest == second.digest
-    assert web.requests.total() == 3  # once per value of the setting
-    never_broken = build(make_recipe(tmp_path, web, rows("gone/1"), store="other"))
+    assert web.requests == {"/good/3": 1, "/good/17": 1}
+    web.requests.clear()
+    for retry_failed in (True, False):  # without a transient failure no retry is left
+        assert build(recipe, retry_failed=retry_failed).key == second.key
+    assert not web.requests
+    never_broken = build(make_recipe(tmp_path, web, rows("gone/1"), store="other", shard_size=100))
     assert shard_bytes(second) == shard_bytes(never_broken)
+
+
+def test_a_row_is_fetched_again_by_as_many_runs_as_the_recipe_allows(
+    tmp_path: Path, web: Web
+) -> None:
+    web.broken = {"3"}
+    recipe = make_recipe(tmp_path, web, rows("gone/1"), retry_failed=2, shard_size=100)
+    requests, attempts = [], []
+    for retry_failed in (True, True, True, True, False):
+        web.requests.clear()
+        artifact = build(recipe, retry_failed=retry_failed)
+        requests.append(web.requests["/good/3"])
+        attempts.append(rows_of(artifact)["good/3"]["attempts"])
+    assert requests == [2, 2, 2, 0, 0]
+    assert attempts == [2, 4, 6, 6, 6]
+    assert rows_of(artifact)["gone/1"]["attempts"] == 1
+    assert rows_of(artifact)["good/4"]["attempts"] is None  # a picture has no failure
+    kinds = {row["outcome"]: row["failure"] for row in download.show(artifact)[1].rows}
+    assert kinds == {"success": "", "http 404": "permanent", "http 503": "transient"}
+
+
+def test_a_retry_is_possible_after_too_many_failures(tmp_path: Path, web: Web) -> None:
+    web.broken = {"3"}
+    recipe = make_recipe(tmp_path, web, rows(), retries=0, max_failed=0.0)
+    with pytest.raises(download.TooManyFailed, match="--retry-failed fetches those with transient"):
+        build(recipe)
+    web.broken = set()
+    web.requests.clear()
+    assert build(recipe, retry_failed=True).summary["images"] == PICTURES
+    assert web.requests == {"/good/3": 1}
+
+
+@pytest.fixture
+def dead() -> Iterator[str]:
+    """A host on loopback that refuses connections: its port is bound, but nothing listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """{port: connection attempts}"""
+    counts: Counter[int] = Counter()
+    connect = socket.socket.connect
+
+    def counted(self: socket.socket, address: Any) -> None:
+        counts[address[1]] += 1
+        connect(self, address)
+
+    monkeypatch.setattr("tasks.download.safe_http_fetch._PlainSocket.connect", counted)
+    return counts
+
+
+def test_a_dead_host_is_requested_a_few_times_and_the_stage_succeeds(
+    tmp_path: Path, web: Web, dead: str, connections: Counter[int]
+) -> None:
+    lost = [{"url": f"http://{dead}/{n}", "caption": ""} for n in range(100)]
+    alive = [{"url": f"http://{web.host}/good/{n}", "caption": ""} for n in range(PICTURES)] * 10
+    listed = [*alive[:100], *lost, *alive[100:]]  # 30% are dead
+    small = {"retries": 2, "backoff": 0.0, "max_host_failures": 10}
+    recipe = make_recipe(tmp_path, web, listed, shard_size=4 * len(listed), **small)
+    summary = build(recipe).summary
+    threads = recipe.download.threads
+    assert 10 <= connections[int(dead.rpartition(":")[2])] < 10 + threads
+    assert summary["images"] == len(alive)
+    failed = {reason: n for reason, n in summary["outcomes"].items() if reason != "success"}
+    assert failed.keys() <= {"host does not answer", "connection refused"}
+    assert sum(failed.values()) == len(lost)
+    assert failed["host does not answer"] > len(lost) - 10 - threads
+
+
+def test_a_dead_host_is_requested_again_by_a_later_run(tmp_path: Path, web: Web) -> None:
+    away = Web()
+    away.close()
+    lost = [{"url": f"http://{away.host}/good/{n}", "caption": ""} for n in range(8)]
+    recipe = make_recipe(
+        tmp_path, web, [*rows(), *lost], retries=0, threads=1, shard_size=100, max_host_failures=2
+    )
+    first = build(recipe)
+    expected = {"connection refused": 2, "host does not answer": 6, "success": PICTURES}
+    assert first.summary["outcomes"] == expected
+    assert [rows_of(first)[row["url"]]["attempts"] for row in lost] == [1] * 2 + [0] * 6
+    back = Web(away.server.server_address[1])
+    try:
+        assert build(recipe, retry_failed=True).summary["images"] == PICTURES + len(lost)
+        assert set(back.requests.values()) == {1} and len(back.requests) == len(lost)
+    finally:
+        back.close()
+
+
+def test_an_outage_of_most_hosts_is_deferred(tmp_path: Path, web: Web, dead: str) -> None:
+    lost = [{"url": f"http://{dead}/{n}", "caption": ""} for n in range(2 * PICTURES)]
+    recipe = make_recipe(tmp_path, web, [*rows(), *lost], retries=0, shard_size=1000, max_failed=1)
+    assert build(recipe).summary["images"] == PICTURES  # one of two hosts is dead
+    recipe = make_recipe(tmp_path, web, lost, retries=0, shard_size=1000, max_failed=1)
+    with pytest.raises(TransientError, match=r"1 of 1 shards .*host does not answer: \d+"):
+        build(recipe)
 
 
 def test_a_list_with_many_dead_hosts_is_downloaded(tmp_path: Path, web: Web) -> None:

@@ -1,0 +1,79 @@
+"""Stop requests to hosts that do not answer, and distinguish dead hosts from an outage."""
+
+from __future__ import annotations
+
+import threading
+import urllib.parse
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tasks.download.failure_reasons import NO_ANSWER, FetchFailed, is_transient
+
+#: Failures without any answer of the host.
+SILENT = {"timeout", "name not resolved", "connection refused", "connection broken"}
+
+
+class DeadHosts:
+    """Counts each host's consecutive requests without an answer; threads may share it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit  # requests without an answer after which a host is dead
+        self._silent: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def watch(self) -> Iterator[Callable[[str], None]]:
+        """Count one fetch. It calls the yielded function with host:port before each connection.
+
+        A fetch that fails without an answer fails at its last host: the others redirected it.
+
+        Raises:
+            FetchFailed: by that function, if the host is dead.
+        """
+        visited: list[str] = []
+
+        def connects(host: str) -> None:
+            if self._silent[host] >= self.limit:
+                raise FetchFailed(NO_ANSWER)
+            visited.append(host)
+
+        silent = None
+        try:
+            yield connects
+        except FetchFailed as failure:
+            silent = visited.pop() if visited and failure.reason in SILENT else None
+            raise
+        finally:
+            with self._lock:
+                self._silent.update([silent] if silent else [])
+                for host in visited:
+                    self._silent.pop(host, None)
+
+
+def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) -> bool:
+    """Whether more than `limit` of the rows, and of the hosts, have transient failures.
+
+    One dead host is therefore no outage, even if most rows name it.
+
+    Args:
+        urls: of all rows of a shard.
+        reasons: failure of each row; None for a picture.
+        limit: fraction, 0 to 1, of the rows, of the hosts, and of the rows of a host.
+    """
+    rows = Counter(map(_host, urls))
+    failed = Counter(
+        _host(url)
+        for url, reason in zip(urls, reasons, strict=True)
+        if reason is not None and is_transient(reason)
+    )
+    down = [host for host, count in failed.items() if count > limit * rows[host]]
+    return failed.total() > limit * len(urls) and len(down) > limit * len(rows)
+
+
+def _host(url: str) -> str:
+    """Host and port in a URL; empty for a relative or an invalid one."""
+    try:
+        return urllib.parse.urlsplit(url).netloc.rpartition("@")[2].lower()
+    except ValueError:
+        return ""
