@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, FiniteFloat, PositiveInt
 
 from configs.section import Fraction, Section
 
@@ -18,7 +18,16 @@ class Download(Section):
     )
     only_if_bigger: bool = Field(True, description="Keep the size of smaller pictures.")
     min_image_size: int = Field(
-        0, ge=0, description="Minimum length of the shorter side, in pixels; smaller pictures fail."
+        32,
+        ge=0,
+        description="Minimum length of the shorter side, in pixels; smaller pictures fail. The "
+        "default excludes icons and tracking pixels.",
+    )
+    max_aspect_ratio: FiniteFloat = Field(
+        4.0,
+        ge=1.0,
+        description="Maximum ratio of the longer side to the shorter one; thinner pictures fail. "
+        "The default is that of SDXL's widest bucket.",
     )
     max_pixels: PositiveInt = Field(
         2**26,

@@ -84,7 +84,10 @@ def ended(
         show: returns the panels of the stage's artifact.
     """
     heading = f"{result.stage}: {result.outcome}"
-    panels = partial(show, result.load(store))
+
+    def panels() -> list[Panel]:  # loads the artifact where an error is only logged
+        return show(result.load(store))
+
     show_in_prefect(artifact_key(model, result.stage), heading, panels)
     log.info("%s: %s in %.1f s (%s)", result.stage, result.outcome, result.seconds, result.key[:12])
     return Completed(name="Reused" if result.outcome == "reused" else None, data=result)

@@ -38,6 +38,13 @@ def _picture(number: int, shape: str, captions: int) -> Captioned:
     return Captioned(f"{number:02}", shape, buffer.getvalue(), texts)
 
 
+def thin_picture() -> Captioned:
+    """A picture of 4000 x 2 pixels, whose nearest bucket is that of wide pictures."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (4000, 2), "red").save(buffer, "png")
+    return Captioned("thin", "wide", buffer.getvalue(), ("a red line",))
+
+
 def write_folder(folder: Path, pictures: Sequence[Captioned]) -> None:
     """Write pictures with a .txt file of captions each."""
     folder.mkdir()

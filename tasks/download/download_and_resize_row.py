@@ -27,6 +27,7 @@ REASONS = {
     "Image decoding error": "not an image",
     "image too small": "too small",
     "image area too large": "too many pixels",
+    "aspect ratio too large": "too thin",
 }
 
 
@@ -46,6 +47,7 @@ class RowDownloader:
             encode_format=settings.encode_format,
             min_image_size=settings.min_image_size,
             max_image_area=settings.max_pixels,
+            max_aspect_ratio=settings.max_aspect_ratio,
         )
 
     def download(self, row: Row, file: Path) -> dict[str, Any]:

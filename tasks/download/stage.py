@@ -241,6 +241,9 @@ def _thumbnails(tars: list[str]) -> list[Image.Image]:
     thumbnails = []
     for sample in islice(chain.from_iterable(map(read_tar, tars)), math.prod(GRID)):
         with Image.open(BytesIO(sample.image)) as picture:
-            padded = ImageOps.pad(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL), color="white")
-        thumbnails.append(padded)
+            whole = picture.convert("RGB")
+        scale = THUMBNAIL / max(whole.size)
+        width, height = (max(1, round(side * scale)) for side in whole.size)
+        thumbnail = whole.resize((width, height), Image.Resampling.BICUBIC)
+        thumbnails.append(ImageOps.pad(thumbnail, (THUMBNAIL, THUMBNAIL), color="white"))
     return thumbnails

@@ -105,6 +105,8 @@ def transform(
     height, width = nearest_bucket((image.height, image.width), buckets)
     scale = max(height / image.height, width / image.width)
     resized = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
+    if resized[0] * resized[1] > settings.max_pixels:  # a thin picture grows a thousandfold
+        raise BadSample("too many pixels")
     original_size = _original_size(meta, image)
     if resized != image.size:
         image = image.resize(resized, Image.Resampling.LANCZOS)

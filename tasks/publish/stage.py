@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
 VERSION = 1
+log = logging.getLogger("kiln")
 
 
 class Rejected(Exception):
@@ -137,7 +140,7 @@ def register(
         shows: stage name -> function that returns the panels of its artifact.
 
     Returns {"model": URL of the version, "champion": the registry's last move}. After a rollback
-    the champion may be another version.
+    the champion may be another version. An error of the report, or after the promotion, is logged.
 
     Raises:
         TransientError: the champion is not the one that the gate compared with.
@@ -148,8 +151,9 @@ def register(
     with storing(store):
         path = f"{published.path}/{report.NAME}"
         if results[-1].outcome == "built" or not store.fs.exists(path):
-            page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
-            write_atomic(store.fs, path, page.encode())
+            with _warning(f"{report.NAME} is missing"):
+                page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
+                write_atomic(store.fs, path, page.encode())
         version = registry.publish(published)
         if not registry.was_champion(version.name):
             champion = registry.champion()
@@ -161,7 +165,19 @@ def register(
                 registry.promote(version.name, "published", expected=expected)
             except ChampionChanged as error:
                 raise TransientError(f"{error}: run again") from None
-        return {"model": version.uri, "champion": registry.last_move()}
+    registered: dict[str, Any] = {"model": version.uri, "champion": None}
+    with _warning("the champion is not shown"):
+        registered["champion"] = registry.last_move()
+    return registered
+
+
+@contextmanager
+def _warning(what: str) -> Iterator[None]:
+    """Log an error, instead of a failed run whose model is published."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s: %r", what, error)
 
 
 def lineage_of(

@@ -40,8 +40,8 @@ def everything_encoded(report: dict[str, Any]) -> published.Captions:
 def test_a_folder_with_captions_beside_its_pictures_is_published(
     tmp_path: Path, api: str, tiny_model: TinyModel, tiny_sdxl: Path
 ) -> None:
-    """The README's recipe, with pictures of three aspect ratios."""
-    pictures = picture_sources.make_pictures()
+    """The README's recipe, with pictures of three aspect ratios and one of 4000 x 2 pixels."""
+    pictures = [*picture_sources.make_pictures(), picture_sources.thin_picture()]
     picture_sources.write_folder(tmp_path / "pictures", pictures)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```yaml\n# mine\.yaml\n(.*?)```", text, re.DOTALL)
@@ -49,13 +49,16 @@ def test_a_folder_with_captions_beside_its_pictures_is_published(
 
     overrides = toy("sdxl", tmp_path / "store", {}, tiny_model)
     del overrides["source"]
+    overrides |= {"download.min_image_size": 0, "download.max_aspect_ratio": 10_000}
     report = in_process.finetune(tmp_path, str(tmp_path / "mine.yaml"), overrides, api)
 
     published.assert_published(report, "torch", 4)
-    assert published.manifest(report, "download")["summary"]["outcomes"] == {"success": 18}
+    assert published.manifest(report, "download")["summary"]["outcomes"] == {"success": 19}
+    page = (Path(report["model"]) / "report.html").read_text(encoding="utf-8")
+    assert "Some of the pictures" in page and "Not shown" not in page
     encoded = published.manifest(report, "encode")["summary"]
-    assert encoded["buckets"] == {"24x40": 6, "40x24": 6, "32x32": 6}
-    assert encoded["captions"] == 18 and encoded["uncaptioned"] == 0
+    assert encoded["buckets"] == {"24x40": 7, "40x24": 6, "32x32": 6}
+    assert encoded["captions"] == 19 and encoded["uncaptioned"] == 0
     assert everything_encoded(report) == published.captions_given(pictures, BUCKETS)
     mirrored = published.captions_encoded(report, "flipped")
     assert mirrored == published.captions_encoded(report, "train")

@@ -187,3 +187,46 @@ def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
     with pytest.raises(TransientError, match="the champion is v2, not v1: run again"):
         publish.register(run.recipe, run.base, store, results, {})
     assert [move["version"] for move in registry.history()] == ["v1", "v2"]
+
+
+def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, registry = run.store, publish.registry_of(run.recipe)
+    before = [
+        commit(store, stage, 1, {"source": "s", "base": "b"})
+        for stage in ("download", "encode", "train", "evaluate")
+    ]
+    parts = publish.key_parts(run.recipe, before[2], before[3], run.base)
+    published = commit(store, "publish", 9, parts.inputs)
+    result = replace(reused(published), outcome="built")
+    load = StageResult.load
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("an odd picture")
+
+    def load_before(self: StageResult, store: Store) -> Artifact:
+        return load(self, store) if registry.champion() is None else broken()
+
+    monkeypatch.setattr(finetune, "build_or_reuse", lambda *_, **__: result)
+    monkeypatch.setattr(finetune, "SHOWS", dict.fromkeys(finetune.SHOWS, broken))
+    monkeypatch.setattr(StageResult, "load", load_before)
+    monkeypatch.setattr(publish.Registry, "last_move", broken)
+    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: object())
+    monkeypatch.setattr("prefect.artifacts.create_markdown_artifact", broken)
+    caplog.set_level("WARNING", "kiln")
+    state: Any = finetune.publish.fn(run, *map(reused, before))
+    assert state.is_completed()
+    champion = registry.champion()
+    assert champion is not None and state.data.facts["model"] == champion.uri
+    page = (Path(champion.uri) / "report.html").read_text(encoding="utf-8")
+    assert page.count("an odd picture") == len(finetune.SHOWS)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len([line for line in warned if "report.html" in line]) == len(finetune.SHOWS)
+    assert any("the champion is not shown" in line for line in warned)
+
+    monkeypatch.setattr("tasks.publish.report.page", broken)
+    store.fs.rm_file(f"{published.path}/report.html")
+    monkeypatch.setattr(StageResult, "load", load)
+    assert finetune.publish.fn(run, *map(reused, before)).is_completed()
+    assert "report.html is missing" in caplog.text

@@ -21,6 +21,7 @@ CHANGES: dict[str, Any] = {
     "resize_mode": "center_crop",
     "only_if_bigger": False,
     "min_image_size": 8,
+    "max_aspect_ratio": 8.0,
     "max_pixels": 1000,
     "max_bytes": 1000,
     "encode_format": "png",

@@ -83,6 +83,9 @@ class Web:
             self.reply(handler, 503)
         elif name in ("good", "flaky"):
             self.reply(handler, 200, picture(int(number)))
+        elif name == "sized":  # sized/<width>x<height>
+            width, _, height = number.partition("x")
+            self.reply(handler, 200, plain_picture(int(width), int(height)))
         elif name == "rotated":
             self.reply(handler, 200, rotated_picture())
         elif name == "optout":
@@ -112,8 +115,12 @@ class Web:
 
 
 def picture(number: int) -> bytes:
+    return plain_picture(40, 32, number * 9 % 256)
+
+
+def plain_picture(width: int, height: int, red: int = 0) -> bytes:
     buffer = BytesIO()
-    Image.new("RGB", (40, 32), (number * 9 % 256, 60, 90)).save(buffer, "PNG")
+    Image.new("RGB", (width, height), (red, 60, 90)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -248,6 +255,27 @@ def rows_of(artifact: Artifact) -> dict[str, dict[str, Any]]:
     """{URL: row} of the parquet files."""
     parquets = [e.path for e in artifact.files if e.path.endswith(".parquet")]
     return {row["url"]: row for path in parquets for row in read_rows(artifact.read(path))}
+
+
+ODD = ("sized/4000x2", "sized/1x1", "sized/31x64", "sized/200x40", "sized/40x161")
+
+
+def test_small_and_thin_pictures_are_dropped_by_default_and_counted(
+    tmp_path: Path, web: Web
+) -> None:
+    recipe = make_recipe(tmp_path, web, rows(*ODD, "sized/160x40", "sized/32x32"))
+    expected = {"success": PICTURES + 2, "too small": 3, "too thin": 2}
+    assert build(recipe).summary["outcomes"] == expected
+
+
+def test_small_and_thin_pictures_are_shown_if_the_recipe_allows_them(
+    tmp_path: Path, web: Web
+) -> None:
+    listed = [{"url": url, "caption": ""} for url in ODD]
+    recipe = make_recipe(tmp_path, web, listed, min_image_size=0, max_aspect_ratio=10_000)
+    artifact = build(recipe)
+    assert artifact.summary["outcomes"] == {"success": len(ODD)}
+    assert [panel.title for panel in download.show(artifact)][-1] == "Some of the pictures"
 
 
 def samples_of(artifact: Artifact) -> list[Sample]:

@@ -145,6 +145,7 @@ def test_pictures_are_upright_in_rgb_over_white() -> None:
         (b"<html>", "undecodable"),
         (_gradient(50, 50)[:-40], "undecodable"),
         (_gradient(120, 100), "too many pixels"),
+        (_gradient(1500, 5), "too many pixels"),  # after it is resized to the bucket's height
     ],
 )
 def test_a_bad_picture_has_a_reason(data: bytes, reason: str) -> None:
