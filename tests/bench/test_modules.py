@@ -61,7 +61,7 @@ def test_full_size_row_has_loop_figures(context: Context) -> None:
     assert figures["images_per_second"]["median"] == pytest.approx(2 / figures["seconds"]["median"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_gpu_variants_are_measured_one_by_one(tmp_path: Path, tiny_sd: Path) -> None:
     """On a CPU with a tiny UNet; a variant that fails does not end the others."""
     config = tiny_sd / "unet" / "config.json"
