@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.disk import replacing
 from artifacts.keys import digest_json, digest_stream, parse_json
-from artifacts.remote_clients import is_of_client
+from artifacts.remote_clients import is_of_client, refusals
 from artifacts.stamps import TICK, distrust, present_stamp, time_stamp
 
 #: Of records; one of a higher number was written by a newer version.
@@ -138,19 +138,20 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     """Read a record; None when there is none.
 
     Raises:
-        ValueError: it is damaged.
+        Damaged: its bytes are not those that were written.
         NewerFormat: a newer version wrote it.
 
     A remote store that does not give it raises as its client does: that is no damage.
     """
     try:
-        data = fs.cat_file(path)
+        with refusals():
+            data = fs.cat_file(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         if not isinstance(fs, LocalFileSystem):
             raise
-        raise ValueError(f"{path} is not a readable record: {error}") from None
+        raise Damaged(f"{path} is not a readable record: {error}") from None
     try:
         record: dict[str, Any] = parse_json(data)
         del record["sha256"]
@@ -162,7 +163,7 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
             )
         record["files"] = [_entry(**entry) for entry in record["files"]]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a readable record: {error}") from None
+        raise Damaged(f"{path} is not a readable record: {error}") from None
     return record
 
 
@@ -216,9 +217,10 @@ def file_fault(
 ) -> str | None:
     """As `first_fault`, of one file."""
     try:
-        if not deep and _is_as_stamped(fs, root, entry):
-            return None
-        found = hash_file(fs, root, entry.path)
+        with refusals():
+            if not deep and _is_as_stamped(fs, root, entry):
+                return None
+            found = hash_file(fs, root, entry.path)
     except FileNotFoundError:
         return f"{entry.path} is missing"
     except OSError as error:

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from artifacts.commit import FileEntry
-from artifacts.disk import make_folder, sync_tree
+from artifacts.disk import replacing
 from artifacts.latent_shards import from_bfloat16
 from artifacts.tensor_header import read_header
 
@@ -42,19 +42,19 @@ def writing(
 ) -> Iterator[_Hashing]:
     """A stream to `root/path`; on success the file's entry is appended to `files`.
 
-    A local file and its folders are synced, so a record written later never names a lost file.
+    A local file is replaced whole: another builder may have committed it meanwhile. It is synced
+    with its folders, so a record written later never names a lost file.
     """
-    folder, _, name = f"{root}/{path}".rpartition("/")
-    local = isinstance(fs, LocalFileSystem)
-    if local:
-        make_folder(folder)
+    place = f"{root}/{path}"
+    if isinstance(fs, LocalFileSystem):
+        with replacing(place) as beside, open(beside, "wb") as stream:
+            sink = _Hashing(stream)
+            yield sink
     else:
-        fs.makedirs(folder, exist_ok=True)
-    with fs.open(f"{folder}/{name}", "wb") as stream:
-        sink = _Hashing(stream)
-        yield sink
-    if local:
-        sync_tree(folder, name)
+        fs.makedirs(place.rpartition("/")[0], exist_ok=True)
+        with fs.open(place, "wb") as stream:
+            sink = _Hashing(stream)
+            yield sink
     files.append(FileEntry(path, sink.size, sink.digest.hexdigest()))
 
 

@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.commit import Damaged, read_record
 from artifacts.keys import digest_bytes
+from artifacts.lock import LockLost
+from artifacts.safetensors import writing
 from artifacts.store import KeyParts, Store
 
 
@@ -34,3 +38,21 @@ def test_a_shard_of_which_a_file_cannot_be_copied_is_not_there(tmp_path: Path) -
     with pytest.raises(OSError):
         store.commit_shard("encode", "key", files, {})
     assert not (folder / "key.json").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xa0", b'{"sha256": "0", "files": []}'])
+def test_a_record_with_other_bytes_is_damaged(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "record.json").write_bytes(data)
+    with pytest.raises(Damaged, match=r"record\.json is not a readable record"):
+        read_record(LocalFileSystem(), f"{tmp_path}/record.json")
+
+
+def test_a_tensor_file_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path: Path) -> None:
+    """A builder that woke after another committed the file is stopped while it writes."""
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet/w").write_bytes(b"committed")
+    with pytest.raises(LockLost), writing(LocalFileSystem(), str(tmp_path), "unet/w", []) as sink:
+        sink.write(b"half")
+        raise LockLost
+    assert (tmp_path / "unet/w").read_bytes() == b"committed"
+    assert [path.name for path in (tmp_path / "unet").iterdir()] == ["w"]

@@ -150,16 +150,21 @@ def test_all_is_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.M
         names.update(map(str, path.iterdir()) if path.is_dir() else ())
         fsync(descriptor)
 
-    def committing(beside: str, manifest: str) -> None:
-        files = [path for path in Path(manifest).parent.iterdir() if path.suffix != ".tmp"]
+    def replacing(beside: str, path: str) -> None:
+        if path.endswith("/manifest.json"):
+            committing(Path(path))
+        replace(beside, path)
+        contents.update({path} if beside in contents else ())
+
+    def committing(manifest: Path) -> None:
+        files = [path for path in manifest.parent.iterdir() if path.suffix != ".tmp"]
         assert len(files) == 6
         assert {str(path) for path in files} <= contents & names
-        above = [path for path in Path(manifest).parents if tmp_path in path.parents]
+        above = [path for path in manifest.parents if tmp_path in path.parents]
         assert {str(path) for path in above} <= names
-        replace(beside, manifest)
 
     monkeypatch.setattr(os, "fsync", watched)
-    monkeypatch.setattr(os, "replace", committing)
+    monkeypatch.setattr(os, "replace", replacing)
     save(Checkpoints(str(work), keep=2), 3)
     assert (work / "checkpoints/step-00000003/manifest.json").exists()
 

@@ -1,0 +1,57 @@
+"""A remote store that refuses a request is no damage, whatever error its client raises."""
+
+from typing import Any
+
+import pytest
+from gcs_objects import Refused
+from gcs_server import GcsServer
+from stores import UrlOf
+
+from artifacts.remote_clients import StoreRefused, is_of_client
+from artifacts.store import KeyParts, Store
+from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable
+from tasks.publish.model_registry import Registry
+from tasks.stage import StorageAway, storing
+
+PARTS = KeyParts("train", 1, {}, {})
+
+
+def refuse(*_: Any) -> None:
+    raise Refused(503, "the request is invalid at this time")
+
+
+@pytest.mark.slow
+def test_an_answer_that_gcsfs_raises_as_valueerror_is_no_damage(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(url_of("gs"))
+    draft = store.draft(PARTS)
+    draft.write("a", b"alpha")
+    artifact = draft.commit({}, {})
+    registry = Registry(f"{store.url}/registry", "digits")
+    registry.promote(registry.publish(artifact).name)
+    checkpoints = Checkpoints(artifact.uri, keep=2)
+    checkpoints.save(1, {}, ['{"step": 1}'], {})
+    with monkeypatch.context() as patch:
+        patch.setattr(gcs.objects, "get", refuse)
+        for ask in (
+            lambda: store.find(PARTS.stage, PARTS.key),
+            lambda: store.fault(artifact),
+            lambda: list(store.unreadable()),
+            registry.versions,
+        ):
+            with pytest.raises(StoreRefused, match="invalid at this time"):
+                ask()
+        with pytest.raises(CheckpointsUnreachable, match="invalid at this time"):
+            checkpoints.latest()
+        with pytest.raises(StorageAway), storing(store):
+            artifact.read("a")
+    assert checkpoints.latest() is not None
+    assert store.find(PARTS.stage, PARTS.key) is not None
+
+
+def test_a_valueerror_of_ours_is_not_of_a_client() -> None:
+    try:
+        int("one")
+    except ValueError as error:
+        assert not is_of_client(error)
