@@ -68,8 +68,36 @@ def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
     return swap(fs, path, State(None, None), data) is not None
 
 
+def remove(fs: AbstractFileSystem, path: str) -> bytes | None:
+    """Delete a plain file and return what it held; None if there is none, or another by then.
+
+    A request that arrives late deletes nothing that was written meanwhile. If two processes delete
+    a file at the same time, both may get its bytes: an answer can be lost, too.
+
+    Raises NoSwap, or as the filesystem does.
+    """
+    if isinstance(fs, LocalFileSystem):
+        try:
+            with open(path, "rb") as stream:
+                data = stream.read()
+        except FileNotFoundError:
+            return None
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return data
+    swapper = _swapper(fs)
+    seen = swapper.read(path)
+    if seen.data is None:
+        return None
+    deleted = swapper.delete(path, seen) or swapper.read(path).data is None
+    return seen.data if deleted else None
+
+
 class _Swapper(Protocol):
     def read(self, path: str) -> State: ...
+
+    def delete(self, path: str, seen: State) -> bool:
+        """Delete a file whose state is `seen`; False if the store refused."""
 
     def write(self, path: str, seen: State, data: bytes) -> Any:
         """The new version; None if the store refused."""
@@ -111,6 +139,9 @@ class _Local:
                 os.unlink(f"{path}.{old}")
         return number if newest == number else None
 
+    def delete(self, path: str, seen: State) -> bool:
+        raise NotImplementedError("a plain local file has no states")
+
     def _numbers(self, path: str) -> list[int]:
         folder, name = os.path.split(path)
         try:
@@ -141,6 +172,13 @@ class _Memory:
             self._fs.pipe_file(path, data)
             return data
 
+    def delete(self, path: str, seen: State) -> bool:
+        with self._alone:
+            found = self.read(path).version == seen.version
+            if found:
+                self._fs.rm_file(path)
+            return found
+
 
 class _S3:
     def __init__(self, fs: Any) -> None:
@@ -165,11 +203,26 @@ class _S3:
         try:
             answer = self._fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
         except OSError as error:
-            reply = getattr(error.__cause__, "response", {}).get("Error", {})
-            if reply.get("Code") in _LOST:
+            if _is_lost(error):
                 return None
             raise
         return str(answer["ETag"])
+
+    def delete(self, path: str, seen: State) -> bool:
+        bucket, key, _ = self._fs.split_path(path)
+        try:
+            self._fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=seen.version)
+        except OSError as error:
+            if _is_lost(error):
+                return False
+            raise
+        return True
+
+
+def _is_lost(error: OSError) -> bool:
+    """Whether S3 refused a request because its condition does not hold."""
+    reply = getattr(error.__cause__, "response", {}).get("Error", {})
+    return reply.get("Code") in _LOST
 
 
 class _Gcs:
@@ -199,3 +252,11 @@ class _Gcs:
         except (FileExistsError, FileNotFoundError):
             return None
         return str(answer["generation"])
+
+    def delete(self, path: str, seen: State) -> bool:
+        bucket, key, _ = self._fs.split_path(path)
+        try:
+            self._fs.call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=seen.version)
+        except (FileExistsError, FileNotFoundError):
+            return False
+        return True

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from artifacts.commit import read_record, write_atomic
-from artifacts.compare_and_swap import read
+from artifacts.commit import read_record
+from artifacts.compare_and_swap import create, read, remove
 from artifacts.gc_marks import DAY, LOCK, Marks, is_held
 from artifacts.listing import (
     Entry,
@@ -24,7 +24,7 @@ from artifacts.listing import (
     present_time,
     size_of,
 )
-from artifacts.lock import seize
+from artifacts.lock import LockLost, seize
 from artifacts.run_records import REGISTRIES, RUNS, GarbageUnsure
 from artifacts.stamps import TICK
 from artifacts.store import MANIFEST, SHARDS, Store
@@ -94,11 +94,13 @@ class Collector:
     def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
         """Delete items, and yield each that was deleted: what is needed by now stays."""
         for item in items:
-            with self._alone(item) as alone:
-                if alone and self._remove(item):
-                    yield item
-                else:
-                    self._busy.add(item.stage)
+            removed = False
+            with suppress(LockLost), self._alone(item) as check:
+                removed = check is not None and self._remove(item, check)
+            if removed:
+                yield item
+            else:
+                self._busy.add(item.stage)
 
     def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
@@ -186,22 +188,25 @@ class Collector:
         return all(self._now - modified(entry) >= least for entry in found)
 
     @contextmanager
-    def _alone(self, item: Garbage) -> Iterator[bool]:
-        """Hold an artifact's lock; False if a builder holds it, or the artifact has changed."""
+    def _alone(self, item: Garbage) -> Iterator[Callable[[], None] | None]:
+        """Hold an artifact's lock; None if a builder holds it, or the artifact has changed.
+
+        Gives a function that raises LockLost once a builder took the lock over.
+        """
         if item.kind not in ("artifact", "unfinished", "checkpoints"):
-            yield True
+            yield lambda: None
             return
         place = f"{item.stage}/{item.key}"
         path = f"{self._store.root}/{place}/{LOCK}"
         seen = read(self._store.fs, path)
         held = is_held(self._store, (item.stage, item.key), self._now)
         if held or not (item.kind == "checkpoints" or self._is_old(self._files(place))):
-            yield False
+            yield None
             return
         with seize(self._store.fs, path, seen) as lock:
-            yield lock is not None
+            yield None if lock is None else lock.check
 
-    def _remove(self, item: Garbage) -> bool:
+    def _remove(self, item: Garbage, check: Callable[[], None]) -> bool:
         """Delete an item; False if it is needed by now.
 
         A run names what it needs, then looks whether that is there. Here the record is deleted,
@@ -211,16 +216,17 @@ class Collector:
         if item.record is not None:
             if self._is_needed(item):  # a reader would miss the record until it is restored
                 return False
-            try:
-                data = fs.cat_file(item.record)
-                fs.rm_file(item.record)
-            except FileNotFoundError:  # another collection is at it
+            check()
+            removed = remove(fs, item.record)
+            if removed is None:  # another collection is at it
                 return False
+            data = removed
         if self._is_needed(item):
             if item.record is not None:
-                write_atomic(fs, item.record, data)
+                create(fs, item.record, data)  # unless a builder was quicker
             return False
         for path in item.paths:
+            check()  # what a builder has written since is not ours to delete
             with suppress(FileNotFoundError):
                 fs.rm(path, recursive=True)
         if item.kind == "run":

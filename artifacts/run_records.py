@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from artifacts.commit import write_atomic
+from artifacts.commit import encode_record, read_record, write_record
+from artifacts.compare_and_swap import read, swap
 from artifacts.keys import digest_json
 from artifacts.listing import entries, modified
 from artifacts.store import Store
@@ -26,12 +25,20 @@ class GarbageUnsure(ValueError):
 
 
 def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
-    """Remember what a run needs (`facts["stages"][name]["key"]`), beside what it did before."""
+    """Remember what a run needs (`facts["stages"][name]["key"]`), beside what it did before.
+
+    Raises GarbageUnsure if its record is damaged, and as the filesystem does.
+    """
     path = f"{store.root}/{RUNS}/{run}.json"
-    with suppress(FileNotFoundError):
-        known = json.loads(store.fs.cat_file(path))
+    known = _read(store, path)
+    if known is not None:
         facts = {**known, **facts, "stages": known["stages"] | facts["stages"]}
-    write_atomic(store.fs, path, json.dumps(facts, indent=1).encode())
+    if store.is_local:
+        write_record(store.fs, path, facts)
+        return
+    data = encode_record(facts)
+    while not swap(store.fs, path, read(store.fs, path), data):
+        pass  # an earlier request of ours arrived late
 
 
 @dataclass(frozen=True)
@@ -50,24 +57,29 @@ def runs(store: Store) -> Iterator[RunRecord]:
     """
     for entry in entries(store.fs, f"{store.root}/{RUNS}"):
         path = entry["name"]
-        if path.endswith(".json"):
-            try:
-                stages = json.loads(store.fs.cat_file(path))["stages"]
-                keys = {(stage, at["key"]) for stage, at in stages.items()}
-                if not all(isinstance(key, str) for _, key in keys):
-                    raise TypeError("a key is a string")
-            except (AttributeError, KeyError, TypeError, ValueError):
-                raise GarbageUnsure(
-                    f"{path} is damaged: delete it if its run is no longer needed"
-                ) from None
+        if path.endswith(".json") and (record := _read(store, path)) is not None:
+            keys = {(stage, at["key"]) for stage, at in record["stages"].items()}
             yield RunRecord(path, modified(entry), keys)
+
+
+def _read(store: Store, path: str) -> dict[str, Any] | None:
+    try:
+        record = read_record(store.fs, path)
+        keys = [at["key"] for at in record["stages"].values()] if record else []
+        if not all(isinstance(key, str) for key in keys):
+            raise TypeError("a key is a string")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise GarbageUnsure(
+            f"{path} is damaged: delete it if its run is no longer needed"
+        ) from None
+    return record
 
 
 def record_registry(store: Store, registry: Store) -> None:
     """Remember that a registry holds models of this store, so that their lineage is kept."""
     path = f"{store.root}/{REGISTRIES}/{digest_json(registry.url)}.json"
     if registry.url != store.url_of("registry") and not store.fs.exists(path):
-        write_atomic(store.fs, path, json.dumps({"url": registry.url}).encode())
+        write_record(store.fs, path, {"url": registry.url})
 
 
 def registries(store: Store) -> Iterator[tuple[str, str]]:
@@ -76,6 +88,9 @@ def registries(store: Store) -> Iterator[tuple[str, str]]:
         path = entry["name"]
         if path.endswith(".json"):
             try:
-                yield path, str(json.loads(store.fs.cat_file(path))["url"])
-            except (KeyError, TypeError, ValueError):
+                record = read_record(store.fs, path)
+                url = None if record is None else str(record["url"])
+            except (KeyError, ValueError):
                 raise GarbageUnsure(f"{path} is damaged: write the registry's URL again") from None
+            if url is not None:
+                yield path, url

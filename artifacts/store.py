@@ -140,11 +140,7 @@ class Draft:
 
     def write(self, path: str, data: bytes, **meta: Any) -> None:
         """Write one of its own files."""
-        etag = None
-        if self.lock is None or self.store.is_local:
-            etag = write_atomic(self.store.fs, f"{self.path}/{path}", data, self._check)
-        else:
-            self._swap(f"{self.path}/{path}", data, self.lock)
+        etag = self._replace(f"{self.path}/{path}", data)
         self.files[path] = FileEntry(path, len(data), digest_bytes(data), meta, etag)
 
     def upload(self, local: str, path: str, **meta: Any) -> None:
@@ -183,8 +179,14 @@ class Draft:
             # A damaged one that is rebuilt, or that of a builder who took the lock over.
             if self.lock is not None:
                 self.lock.renew()
-            write_atomic(self.store.fs, path, data, self._check)
+            self._replace(path, data)
         return Artifact(self.store, self.recipe.stage, self.recipe.key, manifest)
+
+    def _replace(self, path: str, data: bytes) -> str | None:
+        if self.lock is None or self.store.is_local:
+            return write_atomic(self.store.fs, path, data, self._check)
+        self._swap(path, data, self.lock)
+        return None
 
     def _swap(self, path: str, data: bytes, lock: Lock) -> None:
         """Write conditionally: a request that was under way in a pause changes no later file."""

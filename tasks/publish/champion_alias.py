@@ -73,8 +73,10 @@ class Champions:
                 temporary = f"{self._alias}.{uuid.uuid4().hex}.tmp"
                 os.symlink(champion, temporary)
                 os.replace(temporary, self._alias)
-            else:
-                self._fs.pipe_file(self._alias, champion.encode())
+                continue
+            seen = read(self._fs, self._alias)
+            if champion == last(self.moves()):  # otherwise `seen` may be of a later champion
+                swap(self._fs, self._alias, seen, champion.encode())
 
     def _moves(self, state: State) -> Moves:
         if state.data is None:

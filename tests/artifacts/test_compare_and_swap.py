@@ -132,3 +132,42 @@ def test_concurrent_writers_of_one_list_lose_nothing(
     every = [f"{n}.{turn}" for n in range(processes) for turn in range(turns)]
     assert sorted(data.decode().split()) == sorted(every)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_removed_file_gives_its_bytes_even_if_the_response_was_lost(
+    place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs, path = place
+    assert cas.remove(fs, path) is None
+    cas.create(fs, path, b"first")
+    assert cas.remove(fs, path) == b"first"
+    assert not fs.exists(path)
+    cas.create(fs, path, b"second")
+    for kind in (cas._Memory, cas._S3, cas._Gcs):
+        delete = kind.delete
+
+        def lost(self, path, seen, delete=delete) -> bool:
+            delete(self, path, seen)
+            return delete(self, path, seen)  # the client repeats its request
+
+        monkeypatch.setattr(kind, "delete", lost)
+    assert cas.remove(fs, path) == b"second"
+
+
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
+def test_a_removal_that_arrives_late_keeps_a_later_file(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs, root = url_to_fs(url_of(kind))
+    path = f"{root}/manifest.json"
+    cas.create(fs, path, b"first")
+    swapper = cas._swapper(fs)
+
+    def late(self, path, seen) -> bool:
+        fs.pipe_file(path, b"second")
+        return delete(self, path, seen)
+
+    delete = type(swapper).delete
+    monkeypatch.setattr(type(swapper), "delete", late)
+    assert cas.remove(fs, path) is None
+    assert fs.cat_file(path) == b"second"

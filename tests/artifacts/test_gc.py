@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from stores import REMOTE, UrlOf
 
+from artifacts.compare_and_swap import read, remove, swap
 from artifacts.gc import Collector, Garbage
 from artifacts.gc_marks import Marks, mark, needed_by
 from artifacts.run_records import GarbageUnsure, record_run, runs
@@ -191,16 +192,35 @@ def test_gc_keeps_an_artifact_reused_during_its_deletion(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run saw the manifest, just before it was deleted."""
-    model, delete = make(store, "train", 1), store.fs.rm_file
+    model = make(store, "train", 1)
 
-    def late(path: str) -> None:
+    def late(fs: Any, path: str) -> bytes | None:
         if path.endswith("/manifest.json"):
             use(store, "later", model)
-        delete(path)
+        return remove(fs, path)
 
     found = collector(store)
     items = list(found.garbage())
-    monkeypatch.setattr(store.fs, "rm_file", late)
+    monkeypatch.setattr("artifacts.gc.remove", late)
+    assert list(found.delete(items)) == []
+    assert store.find("train", model.key) is not None
+
+
+def test_a_paused_gc_deletes_nothing_of_a_builder_that_took_its_lock(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(store, "train", 1)
+    found = collector(store)
+    items = [item for item in found.garbage() if item.kind == "artifact"]
+    monkeypatch.setattr("artifacts.lock.EXPIRY_SECONDS", 0.0)
+
+    def paused(fs: Any, path: str) -> bytes | None:
+        data, lock = remove(fs, path), f"{model.path}/lock.json"
+        swap(fs, lock, read(fs, lock), b'{"token": "of a builder"}')
+        make(store, "train", 1)
+        return data
+
+    monkeypatch.setattr("artifacts.gc.remove", paused)
     assert list(found.delete(items)) == []
     assert store.find("train", model.key) is not None
 
@@ -481,3 +501,34 @@ def test_concurrent_runs_and_collections_lose_nothing(local: Store, turns: int) 
         deleted += len(list(found.delete(list(found.garbage()))))
     assert [process.wait() for process in started] == [0, 0], seed
     assert deleted
+
+
+def test_a_changed_byte_of_a_run_record_is_damage(store: Store) -> None:
+    model = make(store, "train", 1)
+    use(store, "r1", model)
+    path = f"{store.root}/runs/r1.json"
+    other = ("0" if model.key[0] != "0" else "1") + model.key[1:]
+    store.fs.pipe_file(path, store.fs.cat_file(path).replace(model.key.encode(), other.encode()))
+    with pytest.raises(GarbageUnsure, match=r"r1\.json is damaged"):
+        collector(store)
+    with pytest.raises(GarbageUnsure, match=r"r1\.json is damaged"):  # its run goes no further
+        use(store, "r1", model)
+
+
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
+def test_a_request_that_arrives_late_takes_no_stage_from_a_run_record(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, requests = Store(url_of(kind)), []
+
+    def kept(*request: Any) -> Any:
+        requests.append(request)
+        return swap(*request)
+
+    monkeypatch.setattr("artifacts.runs.swap", kept)
+    for stage in ("download", "encode", "train"):
+        record_run(store, "r1", {"stages": {stage: {"key": stage}}})
+    for request in requests:
+        swap(*request)
+    ((_, keys),) = runs(store)
+    assert {stage for stage, _ in keys} == {"download", "encode", "train"}

@@ -147,9 +147,10 @@ def test_one_of_two_concurrent_promotions_succeeds(
     found.promote("v1")
     both = threading.Barrier(2)
 
-    def together(*given: Any) -> Any:
-        both.wait(60)
-        return cas.swap(*given)
+    def together(fs: Any, path: str, *given: Any) -> Any:
+        if path.endswith("/history.json"):
+            both.wait(60)
+        return cas.swap(fs, path, *given)
 
     monkeypatch.setattr(champion_alias, "swap", together)
     refused: list[str] = []
@@ -167,6 +168,27 @@ def test_one_of_two_concurrent_promotions_succeeds(
         thread.join(120)
     (loser,) = refused
     assert [move["version"] for move in found.history()] == ["v1", {"v2": "v3", "v3": "v2"}[loser]]
+
+
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
+def test_a_request_that_arrives_late_sets_no_earlier_champion(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, requests = Store(url_of(kind)), []
+    found = Registry(f"{store.url}/registry", "digits")
+
+    def kept(*request: Any) -> Any:
+        requests.append(request)
+        return cas.swap(*request)
+
+    monkeypatch.setattr(champion_alias, "swap", kept)
+    for n in (1, 2, 3):
+        found.promote(found.publish(model(store, n)).name)
+    assert len(requests) == 6
+    for request in requests:
+        cas.swap(*request)
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
+    assert found._champions.alias() == "v3"
 
 
 def test_concurrent_promotions_and_rollbacks_lose_nothing(
