@@ -22,6 +22,8 @@ from artifacts.stamps import TICK, distrust, present_stamp, time_stamp
 
 #: Of records; one of a higher number was written by a newer version.
 FORMAT = 1
+#: Bytes of a file that is written to a remote store by one conditional request.
+SMALL = 2**26
 
 
 class Damaged(ValueError):

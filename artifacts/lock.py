@@ -78,6 +78,18 @@ class Lock:
                 if (_owner_of(self._state) or {}).get("token") != self._owner["token"]:
                     self.lost.set()
 
+    def write(self, path: str, data: bytes) -> None:
+        """Replace a file on the lock's remote store; LockLost, and no change, if the lock was lost.
+
+        The request is conditional: one that was under way in a pause changes no later file.
+        """
+        while True:
+            seen = read(self._fs, path)
+            self.check()
+            if swap(self._fs, path, seen, data):
+                return
+            self.renew()
+
     def release(self) -> None:
         """Free the lock if it is still ours. Raises as the filesystem does."""
         self.renew()

@@ -12,6 +12,7 @@ changes nothing that an artifact names.
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -24,6 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import (
     FORMAT,
+    SMALL,
     FileEntry,
     encode_record,
     first_fault,
@@ -35,7 +37,7 @@ from artifacts.commit import (
     write_atomic,
     write_record,
 )
-from artifacts.compare_and_swap import NoSwap, create, read, swap
+from artifacts.compare_and_swap import NoSwap, create
 from artifacts.disk import sync_tree
 from artifacts.keys import digest_bytes, digest_json
 from artifacts.listing import subfolders
@@ -145,7 +147,12 @@ class Draft:
 
     def upload(self, local: str, path: str, **meta: Any) -> None:
         """Copy a local file in as one of its own files."""
-        etag = put_atomic(self.store.fs, local, f"{self.path}/{path}", self._check)
+        target = f"{self.path}/{path}"
+        if self.store.is_local or os.path.getsize(local) > SMALL:
+            etag = put_atomic(self.store.fs, local, target, self._check)
+        else:
+            with open(local, "rb") as stream:
+                etag = self._replace(target, stream.read())
         self.files[path] = replace(hash_local(local, path, meta), etag=etag)
 
     def add(self, path: str, **meta: Any) -> None:
@@ -185,17 +192,8 @@ class Draft:
     def _replace(self, path: str, data: bytes) -> str | None:
         if self.lock is None or self.store.is_local:
             return write_atomic(self.store.fs, path, data, self._check)
-        self._swap(path, data, self.lock)
+        self.lock.write(path, data)
         return None
-
-    def _swap(self, path: str, data: bytes, lock: Lock) -> None:
-        """Write conditionally: a request that was under way in a pause changes no later file."""
-        while True:
-            seen = read(self.store.fs, path)
-            lock.check()
-            if swap(self.store.fs, path, seen, data):
-                return
-            lock.renew()
 
     def _check(self) -> None:
         if self.lock is not None:

@@ -528,6 +528,7 @@ def test_a_request_that_arrives_late_takes_no_stage_from_a_run_record(
     monkeypatch.setattr("artifacts.runs.swap", kept)
     for stage in ("download", "encode", "train"):
         record_run(store, "r1", {"stages": {stage: {"key": stage}}})
+    assert len(requests) == 3
     for request in requests:
         swap(*request)
     ((_, keys),) = runs(store)

@@ -265,6 +265,29 @@ def test_who_lost_the_lock_writes_and_commits_nothing_more(
     assert any_store.find("encode", PARTS.key) is None
 
 
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
+def test_an_upload_that_arrives_late_changes_no_later_file(
+    kind: str, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, requests = Store(url_of(kind)), []
+
+    def kept(*request: Any) -> Any:
+        requests.append(request)
+        return cas.swap(*request)
+
+    monkeypatch.setattr("artifacts.lock.swap", kept)
+    for data in (b"alpha", b"beta"):
+        (tmp_path / "x").write_bytes(data)
+        with store.lock("encode", PARTS.key) as lock:
+            draft = store.draft(PARTS, lock)
+            draft.upload(str(tmp_path / "x"), "b.bin")
+    sent = [request for request in requests if request[1].endswith("/b.bin")]
+    assert len(sent) == 2
+    for request in sent:
+        cas.swap(*request)
+    assert store.fs.cat_file(f"{draft.path}/b.bin") == b"beta"
+
+
 def test_who_is_paused_just_before_its_commit_does_not_replace_another_builders(
     any_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 from stores import REMOTE, UrlOf
 
 from artifacts import compare_and_swap as cas
-from artifacts.commit import Damaged
+from artifacts.commit import Damaged, first_fault
 from artifacts.store import Artifact, KeyParts, Store, StoreError
 from tasks.publish import champion_alias
 from tasks.publish.champion_alias import RegistryError
@@ -136,6 +136,30 @@ def test_a_promotion_gated_against_another_champion_is_refused(
             found.promote("v3", expected=expected)
     assert [move["version"] for move in found.history()] == ["v1", "v2"]
     assert found._champions.alias() == "v2"
+
+
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
+def test_a_file_that_arrives_late_changes_no_later_version(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher's copy was under way when another one took its lock over, and its version."""
+    store, requests = Store(url_of(kind)), []
+    found = Registry(f"{store.url}/registry", "digits")
+
+    def kept(*request: Any) -> Any:
+        requests.append(request)
+        return cas.swap(*request)
+
+    monkeypatch.setattr("artifacts.lock.swap", kept)
+    found.publish(model(store, 1))
+    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    version = found.publish(model(store, 2))
+    sent = [request for request in requests if "/v1/" in request[1]]
+    assert version.name == "v1" and len(sent) == 4
+    for request in sent:
+        cas.swap(*request)
+    root = f"{found.root}/v1"
+    assert first_fault(found.fs, root, version.manifest["files"], deep=True) is None
 
 
 def test_one_of_two_concurrent_promotions_succeeds(
