@@ -27,7 +27,7 @@ export KILN_RUNTIMES := $(RUNTIMES)
 # Tests of these fail if they cannot run; others are skipped.
 test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu)
 
-.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak faults fuzz lint format ui clean
+.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak faults fuzz chaos lint format ui clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (3 minutes after set-up)"
@@ -36,6 +36,7 @@ help:
 	@echo "make soak    long tests: more kills, more model families, full-size models"
 	@echo "make faults  plant faults in a copy of the code; tests must catch each"
 	@echo "make fuzz    read 100,000 damaged inputs; each must be refused or read correctly"
+	@echo "make chaos   500 faults on three kinds of store; nothing may be lost, wrong or hang"
 	@echo "make setup   create the environment (a minute, once)"
 	@echo "make setup-xla  create the environment of runtime xla, $(VENV)-xla (6 GB, a minute, once)"
 	@echo "make setup-plan  install the TPU compiler for kiln plan (requires no TPU)"
@@ -66,6 +67,11 @@ faults: environments
 # Fewer: make fuzz INPUTS=5000; others: KILN_TEST_SEED=1 make fuzz.
 fuzz: $(VENV)/dev.stamp
 	$(BIN)/python tests/fuzz/run.py --inputs $(or $(INPUTS),100000)
+
+# Fewer: make chaos FAULTS=60; others: KILN_TEST_SEED=1 make chaos; some: make chaos STORES=local,s3.
+STORES ?= local,s3,gcs
+chaos: $(VENV)/dev.stamp
+	$(BIN)/python tests/chaos/run.py --faults $(or $(FAULTS),510) --stores $(STORES)
 
 environments: $(VENV)/dev.stamp $(patsubst %,setup-%,$(filter $(OWN),$(RUNTIMES))) $(if $(LIBTPU),setup-plan)
 

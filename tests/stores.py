@@ -8,6 +8,7 @@ import re
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -57,9 +58,9 @@ class S3Server(logging.Handler):
             self.requests.append((asked[1], asked[2]))
 
 
-@pytest.fixture(scope="session")
-def s3() -> Iterator[S3Server]:
-    """Amazon's S3, with a bucket: here and in processes that inherit from us."""
+@contextmanager
+def serving_s3() -> Iterator[S3Server]:
+    """A server that answers, with a bucket."""
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer  # half a second, which unit tests do without
 
@@ -79,11 +80,18 @@ def s3() -> Iterator[S3Server]:
     log.addHandler(server)
     log.propagate = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", server.url)
         patch.setattr(S3Response, "put_object", put_object)
         yield server
     log.removeHandler(server)
     moto.stop()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """Amazon's S3, with a bucket: here and in processes that inherit from us."""
+    with serving_s3() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", server.url)
+        yield server
 
 
 @pytest.fixture
