@@ -26,6 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.commit import (
     FORMAT,
     SMALL,
+    Damaged,
     FileEntry,
     encode_record,
     first_fault,
@@ -42,6 +43,7 @@ from artifacts.disk import sync_tree
 from artifacts.keys import digest_bytes, digest_json
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
+from artifacts.stamps import distrust
 from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
@@ -114,8 +116,14 @@ class Artifact:
         return f"{self.uri}/{path}"
 
     def read(self, path: str) -> bytes:
-        """The bytes of one of its files."""
-        return bytes(self.store.fs.cat_file(f"{self.path}/{path}"))
+        """The bytes of one of its files. Raises Damaged if they are not those committed."""
+        place = f"{self.path}/{path}"
+        data = bytes(self.store.fs.cat_file(place))
+        committed = next((one.sha256 for one in self.manifest["files"] if one.path == path), None)
+        if committed not in (None, digest_bytes(data)):
+            distrust(self.store.fs, place)
+            raise Damaged(f"{self.uri}/{path} is damaged: run again")
+        return data
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from artifacts.commit import Damaged, first_fault, open_checked
 from artifacts.store import Artifact
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.objective.scheduler_config import SCHEDULER_FILE
@@ -33,15 +35,25 @@ BASE = TrainedWeights()
 
 @contextmanager
 def local_weights(trained: Artifact) -> Iterator[TrainedWeights]:
-    """The weights of a train artifact: in place for a local store, else in a temporary copy."""
+    """The weights of a train artifact: in place for a local store, else in a temporary copy.
+
+    Raises Damaged: their bytes are not those that were committed.
+    """
+    fs, kept = trained.store.fs, set(_weights(trained))
+    entries = [entry for entry in trained.files if entry.path in kept]
     if trained.store.is_local:
+        fault = first_fault(fs, trained.path, entries, deep=True)
+        if fault is not None:
+            raise Damaged(f"{trained.uri}: {fault}; run again")
         yield _tuned(Path(trained.path), trained)
         return
     with tempfile.TemporaryDirectory(prefix="kiln-tuned-") as folder:
-        for path in _weights(trained):
-            target = Path(folder) / path
+        for entry in entries:
+            target = Path(folder) / entry.path
             target.parent.mkdir(parents=True, exist_ok=True)
-            trained.store.fs.get_file(f"{trained.path}/{path}", str(target))
+            url = trained.url(entry.path)
+            with open_checked(url, entry.sha256) as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy, 2**22)
         yield _tuned(Path(folder), trained)
 
 

@@ -14,6 +14,7 @@ from stores import REMOTE, RequestsTo, UrlOf
 from artifacts import commit
 from artifacts import compare_and_swap as cas
 from artifacts import store as store_module
+from artifacts.commit import Damaged
 from artifacts.keys import digest_bytes
 from artifacts.lock import Lock, LockLost
 from artifacts.store import Artifact, Draft, KeyParts, Store, StoreError
@@ -55,6 +56,20 @@ def test_an_artifact_is_there_only_after_commit(any_store: Store) -> None:
     assert found.summary == {"n": 1}
     assert found.read("sub/b.bin") == b"beta"
     assert {f.path: f.meta for f in found.files} == {"a.bin": {}, "sub/b.bin": {"rows": 3}}
+
+
+def test_a_damaged_file_is_not_read(any_store: Store) -> None:
+    """Its size and time stamp may be those that were committed."""
+    artifact = build(any_store).commit({}, {})
+    path = f"{artifact.path}/a.bin"
+    stat = os.stat(path) if any_store.is_local else None
+    any_store.fs.pipe_file(path, b"alphb")
+    if stat is not None:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(Damaged, match=r"a\.bin is damaged"):
+        artifact.read("a.bin")
+    assert any_store.find("encode", PARTS.key) is None
+    assert artifact.read("sub/b.bin") == b"beta"
 
 
 def test_the_digest_is_of_content_alone(store: Store) -> None:
