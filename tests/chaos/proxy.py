@@ -113,14 +113,21 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def _body(self) -> bytes:
+        """The body of a request. Raises ConnectionError if the client ended before it was sent."""
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            return self._exactly(int(self.headers.get("Content-Length") or 0))
         data = b""
-        while size := int(self.rfile.readline().partition(b";")[0], 16):
-            data += self.rfile.read(size)
+        while size := int(self.rfile.readline().partition(b";")[0] or b"0", 16):
+            data += self._exactly(size)
             self.rfile.readline()
         while self.rfile.readline().strip():
             pass
+        return data
+
+    def _exactly(self, size: int) -> bytes:
+        data = self.rfile.read(size)
+        if len(data) < size:
+            raise ConnectionError("the client has gone")
         return data
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:

@@ -186,6 +186,7 @@ class Round:
         self._number = int(name.split()[-1])
         self._recipes: dict[ToyRecipe, None] = {}
         self._mine: dict[int, list[str]] = {}
+        self._issued = 0
         self._results: list[tuple[ToyRecipe, Digests]] = []
         self._outcome = Outcome()
 
@@ -237,9 +238,11 @@ class Round:
         for number in range(COMMANDS):
             chance = Random(f"{self._name} {slot} {number}")
             (what,) = chance.choices(list(WHAT), list(WHAT.values()))
-            # Old recipes meet garbage collection, and new ones each other.
-            source = chance.choice([0, 10 + self._number])
-            toy = ToyRecipe(source, chance.randrange(2), chance.randrange(2))
+            toy = ToyRecipe(0, chance.randrange(2), chance.randrange(2))  # it may be garbage by now
+            if chance.random() < 0.6:  # all processes build the same new recipe
+                new = self._issued // (2 * len(self._mine))
+                toy = ToyRecipe(100 * self._number + 10 + new // 4, new // 2 % 2, new % 2)
+            self._issued += what == "run"
             run = f"{self._name.replace(' ', '-')}-{slot}-{number}"
             forget: tuple[str, ...] = ()
             if what == "run":

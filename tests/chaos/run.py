@@ -10,6 +10,7 @@ depends on the machine, so a finding can need several runs to come again.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--stores", default="local,s3,gcs", help="local, s3, gcs")
     parser.add_argument("--seed", default=os.environ.get("KILN_TEST_SEED", "0"))
     args = parser.parse_args()
+    logging.disable()
     return int(bool(run_all(args.stores.split(","), args.faults, args.seed)))
 
 
