@@ -525,11 +525,11 @@ def test_a_request_that_arrives_late_takes_no_stage_from_a_run_record(
         requests.append(request)
         return swap(*request)
 
-    monkeypatch.setattr("artifacts.runs.swap", kept)
+    monkeypatch.setattr("artifacts.run_records.swap", kept)
     for stage in ("download", "encode", "train"):
         record_run(store, "r1", {"stages": {stage: {"key": stage}}})
     assert len(requests) == 3
     for request in requests:
         swap(*request)
-    ((_, keys),) = runs(store)
-    assert {stage for stage, _ in keys} == {"download", "encode", "train"}
+    (record,) = runs(store)
+    assert {stage for stage, _ in record.keys} == {"download", "encode", "train"}

@@ -10,8 +10,8 @@ from stores import UrlOf
 from artifacts.remote_clients import StoreRefused, is_of_client
 from artifacts.store import KeyParts, Store
 from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable
+from tasks.build_or_reuse import StorageAway, storing
 from tasks.publish.model_registry import Registry
-from tasks.stage import StorageAway, storing
 
 PARTS = KeyParts("train", 1, {}, {})
 

@@ -19,15 +19,15 @@ from fsspec.core import url_to_fs
 from artifacts.commit import FileEntry, open_checked, read_record
 from artifacts.keys import digest_json
 from artifacts.lock import check_held
-from artifacts.runs import record_run
+from artifacts.run_records import record_run
 from artifacts.safetensors import read_arrays, write_arrays, writing
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.load import load_recipe
-from configs.schema import Recipe
+from configs.recipe import Recipe
 from runtimes.train.checkpoints import Checkpoints
+from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.publish import stage as publish_stage
 from tasks.publish.model_registry import Registry
-from tasks.stage import StageResult, build_or_reuse
 
 NAME = "chaos"
 GATE = "score >= champion * 0.5"
@@ -133,7 +133,7 @@ def without_models() -> None:
                     (out / name / file.name).write_bytes(file.read_bytes())
 
     publish_stage._write_weights = write
-    publish_stage.card = SimpleNamespace(  # type: ignore[assignment]
+    publish_stage.model_card = SimpleNamespace(  # type: ignore[assignment]
         base_card=lambda base: {},
         license_of=lambda recipe, base: "none",
         write_card=lambda *_: f"# Model {uuid4()}",  # as if each had its date

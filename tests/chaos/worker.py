@@ -28,16 +28,16 @@ from chaos.faults import DAY, EXPIRY, HEARTBEAT, Fault
 from chaos.local_faults import LocalFaults
 from fsspec.exceptions import FSTimeoutError
 
-from artifacts import gc, lock, marks
+from artifacts import gc, gc_marks, lock
 from artifacts.clock import Clock
 from artifacts.commit import Damaged
 from artifacts.listing import present_time
 from artifacts.lock import LockLost
 from artifacts.remote_clients import is_of_client
-from artifacts.runs import RUNS, GarbageUnsure
+from artifacts.run_records import RUNS, GarbageUnsure
 from artifacts.store import Store
 from flows.store_commands import collect_garbage, verify_store
-from tasks import stage
+from tasks import build_or_reuse as stage
 from tasks.publish.champion_alias import RegistryError
 from tasks.publish.model_registry import Registry
 
@@ -119,7 +119,7 @@ def prepare(jump: Jump) -> None:
         days = (jump.value > 0) - (jump.value < 0)
         return present_time(fs, folder) + 1.1 * DAY * days
 
-    gc.present_time = marks.present_time = present  # type: ignore[attr-defined]
+    gc.present_time = gc_marks.present_time = present  # type: ignore[attr-defined]
     quick = SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20))
     gcsfs.retry.asyncio = quick  # which waits up to 32 seconds between attempts
     stage._git_commit = lambda: None
