@@ -23,6 +23,7 @@ from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
 from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import Event, run_job
+from tasks.copy_checkpoint import copy_checkpoint
 from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS
 from tasks.panels import Facts, Panel, Picture, Table, human
 from tasks.progress import Progress
@@ -73,13 +74,19 @@ def build(
     draft: Draft,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Train in the draft's folder, and resume from checkpoints of an earlier run there."""
+    """Train in the draft's folder.
+
+    Training resumes from a checkpoint there, or of a run that differs only in its steps.
+    """
+    settings = recipe.train.with_steps(_count(latents))
+    if settings.lr_scheduler == "constant":  # other schedules depend on the number of steps
+        copy_checkpoint(draft, settings.steps)
     job = TrainJob(
         runtime=recipe.runtime,
         model=str(model_folder),
         vae=None if vae_folder is None else str(vae_folder),
         latents=latents.uri,
-        train=recipe.train.with_steps(_count(latents)).model_dump(mode="json"),
+        train=settings.model_dump(mode="json"),
         work=draft.uri,
         out=draft.uri,
         sample_prompts=sample_prompts,

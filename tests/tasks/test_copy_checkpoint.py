@@ -1,0 +1,113 @@
+"""A run with more steps continues a finished run of the same settings."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stores import REMOTE, UrlOf
+
+from artifacts.store import Artifact, KeyParts, Store
+from configs.load import load_recipe
+from configs.train import Train, key_settings
+from runtimes.process.job import TrainJob
+from runtimes.train.checkpoints import Checkpoints
+from tasks import train
+from tasks.build_or_reuse import StageFailed
+from tasks.copy_checkpoint import copy_checkpoint
+from tasks.progress import Progress
+
+
+def parts_of(steps: int, **settings: Any) -> KeyParts:
+    given = Train(steps=steps, **{"lr_scheduler": "constant", **settings})
+    return KeyParts("train", 1, key_settings(given), {"latents": "0" * 64})
+
+
+def finished_run(store: Store, parts: KeyParts, *steps: int) -> None:
+    """A committed run with checkpoints of some steps."""
+    draft = store.draft(parts)
+    for step in steps:
+        arrays = {"unet.weight": np.full((3, 4), step, np.float32)}
+        Checkpoints(draft.uri, 9).save(step, {"weights": arrays}, ["{}"] * step, {"seed": 1})
+    draft.write("history.jsonl", b"")
+    draft.commit({}, {})
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", *REMOTE])
+def test_more_steps_continue_a_finished_run(kind: str, url_of: UrlOf) -> None:
+    store = Store(url_of(kind))
+    finished_run(store, parts_of(6), 2, 5)
+    finished_run(store, parts_of(8), 7)
+    finished_run(store, parts_of(20), 15)
+    finished_run(store, parts_of(9, seed=4), 9)
+    draft = store.draft(parts_of(12))
+    copy_checkpoint(draft, 12)
+    assert Checkpoints(draft.uri, 9)._steps() == [7]
+    saved = Checkpoints(draft.uri, 9).latest()
+    assert saved is not None and saved.step == 7 and len(saved.history) == 7
+    assert (saved.state["weights"]["unet.weight"][...] == 7).all()
+    finished_run(store, parts_of(11), 10)
+    copy_checkpoint(draft, 12)
+    assert Checkpoints(draft.uri, 9)._steps() == [7], "a run continues from its own checkpoint"
+
+
+def test_epochs_continue_a_run_of_fewer_epochs(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    finished_run(store, parts_of(1000, epochs=1), 5)
+    draft = store.draft(parts_of(1000, epochs=2))
+    copy_checkpoint(draft, 12)
+    assert Checkpoints(draft.uri, 9)._steps() == [5]
+
+
+def test_other_runs_are_not_continued(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    finished_run(store, parts_of(6), 5)
+    other = KeyParts("train", 1, parts_of(12).settings, {"latents": "1" * 64})
+    for parts in (other, parts_of(12, learning_rate=0.5), parts_of(12, lr_scheduler="cosine")):
+        draft = store.draft(parts)
+        copy_checkpoint(draft, 12)
+        assert Checkpoints(draft.uri, 9)._steps() == []
+
+
+@pytest.mark.parametrize(("scheduler", "steps"), [("constant", [5]), ("cosine", [])])
+def test_the_stage_copies_it_before_a_run_with_a_constant_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, steps: list[int]
+) -> None:
+    """With another schedule, the learning rate of a step depends on the number of steps."""
+    store = Store(str(tmp_path))
+    finished_run(store, parts_of(6, lr_scheduler=scheduler), 5)
+    draft = store.draft(parts_of(12, lr_scheduler=scheduler))
+
+    def started(job: TrainJob, *_: Any, **__: Any) -> None:
+        assert job.train["steps"] == 12 and Checkpoints(job.work, 9)._steps() == steps
+        raise StageFailed("enough")
+
+    monkeypatch.setattr(train, "run_job", started)
+    monkeypatch.setattr(train, "_count", lambda latents: 4)
+    recipe = load_recipe("digits", {"train.steps": 12, "train.lr_scheduler": scheduler})
+    latents = Artifact(store, "encode", "0" * 64, {})
+    with pytest.raises(StageFailed, match="enough"):
+        train.build(recipe, latents, tmp_path, None, (), lambda png: {}, draft, Progress("train"))
+
+
+def test_a_copied_checkpoint_counts_once_its_manifest_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path))
+    finished_run(store, parts_of(6), 5)
+    draft = store.draft(parts_of(12))
+    copy, copied = type(store.fs).cp_file, list[str]()
+
+    def killed(fs: Any, path: str, target: str, **more: Any) -> None:
+        if len(copied) == 2:
+            raise OSError("killed")
+        copied.append(path)
+        copy(fs, path, target, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store.fs), "cp_file", killed)
+        with pytest.raises(OSError, match="killed"):
+            copy_checkpoint(draft, 12)
+    assert Checkpoints(draft.uri, 9)._steps() == []
+    copy_checkpoint(draft, 12)
+    assert Checkpoints(draft.uri, 9)._steps() == [5]
