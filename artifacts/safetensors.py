@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 from artifacts.commit import FileEntry
 from artifacts.disk import replacing
 from artifacts.latent_shards import from_bfloat16
-from artifacts.tensor_header import read_header
+from artifacts.tensor_header import TensorPlace, read_header
 
 Arrays = dict[str, NDArray[np.float32]]
 #: Element types as safetensors names them; bf16 is read as its bits.
+HEADER_BLOCK = 2**18  # bytes: a header is read in one request
 FLOATS = {name: np.dtype(kind) for name, kind in (("F32", "<f4"), ("F16", "<f2"), ("BF16", "<u2"))}
 
 
@@ -80,28 +82,63 @@ def write_arrays(
         sink.write(flat.view(np.uint8).data)
 
 
-def read_arrays(fs: AbstractFileSystem, path: str) -> Arrays:
-    """Read the arrays of a file from `write_arrays`.
+@dataclass(frozen=True, eq=False)
+class StoredArray:
+    """An f32 array in a safetensors file. Indexing reads the rows that the index selects."""
 
-    A local file is memory-mapped: bytes are read on access, and processes share the memory.
+    fs: AbstractFileSystem
+    path: str
+    place: TensorPlace
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    def __getitem__(self, index: Any) -> NDArray[np.float32]:
+        """Read rows.
+
+        Args:
+            index: a slice of the first dimension, or a tuple that begins with one: only these rows
+                are read. Any other index reads the whole array.
+
+        Raises:
+            ValueError: the file is cut short.
+        """
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if not isinstance(first, slice) or not self.shape or first.step not in (None, 1):
+            return self._rows(0, self.shape[0] if self.shape else 1)[index]
+        start, stop, _ = first.indices(self.shape[0])
+        return self._rows(start, max(start, stop))[(slice(None), *rest)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[...], dtype)
+
+    def _rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        count, *row = self.shape or (1,)
+        size = self.place.size // max(1, count)  # bytes of a row
+        begin, end = self.place.start + start * size, self.place.start + stop * size
+        if isinstance(self.fs, LocalFileSystem):
+            flat = np.fromfile(self.path, "<f4", (end - begin) // 4, offset=begin)
+        else:
+            data = self.fs.cat_file(self.path, start=begin, end=end) if end > begin else b""
+            flat = np.frombuffer(data, "<f4", len(data) // 4).copy()
+        if flat.nbytes != end - begin:
+            raise ValueError(f"{self.path} is cut short")
+        return flat.reshape((stop - start, *row) if self.shape else ())
+
+
+def read_arrays(fs: AbstractFileSystem, path: str) -> dict[str, StoredArray]:
+    """The arrays of a file from `write_arrays`; only its header is read.
 
     Raises:
         ValueError: the file has other dtypes or is cut short.
     """
-    with fs.open(path, "rb") as stream:
+    with fs.open(path, "rb", block_size=HEADER_BLOCK, cache_type="first") as stream:
         try:
             _, places = read_header(stream, {"F32": FLOATS["F32"]})
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        mapped = _map(path) if isinstance(fs, LocalFileSystem) else None
-        arrays: Arrays = {}
-        for name, place in places.items():
-            if mapped is None:
-                data = np.frombuffer(bytearray(stream.read(place.size)), np.uint8)
-            else:
-                data = mapped[place.start : place.start + place.size]
-            arrays[name] = data.view("<f4").reshape(place.shape)
-    return arrays
+    return {name: StoredArray(fs, path, place) for name, place in places.items()}
 
 
 def read_floats(path: Path) -> tuple[dict[str, Any], Arrays]:
@@ -122,8 +159,3 @@ def read_floats(path: Path) -> tuple[dict[str, Any], Arrays]:
 def _floats(raw: bytes, dtype: str) -> NDArray[np.float32]:
     stored = np.frombuffer(raw, FLOATS[dtype])
     return from_bfloat16(stored) if dtype == "BF16" else stored.astype(np.float32)
-
-
-def _map(path: str) -> NDArray[np.uint8]:
-    """The file's bytes, mapped copy-on-write: changes never reach the file."""
-    return np.asarray(np.memmap(path, np.uint8, mode="c"))

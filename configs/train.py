@@ -182,7 +182,7 @@ class Train(Section):
         0, ge=0, description="Extra checkpoints to keep, those with the lowest held-out loss."
     )
     checkpoint_shard_bytes: PositiveInt = Field(
-        5 * 10**9, description="Maximum size of a checkpoint file, in bytes; larger ones are split."
+        10**9, description="Maximum size of a checkpoint file, in bytes; larger ones are split."
     )
     grace_seconds: float = Field(
         60.0, gt=0, description="Maximum time for a checkpoint after a cancellation, in seconds."

@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.train import Train
-from runtimes.contract import State, StepBatch
+from runtimes.contract import Owners, SavedState, Shapes, State, StepBatch, Writers
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
+from runtimes.update.state import owned_copies, shapes_of
 
 
 class BaseRuntime(ABC):
@@ -29,6 +31,11 @@ class BaseRuntime(ABC):
     _network: Any
     _update: Any
     _collectives: Any  # of all ranks, on the host where the framework permits it
+
+    @cached_property
+    def writers(self) -> Writers:
+        writers: Writers = self._collectives.writers()
+        return writers
 
     def any_rank(self, flag: bool) -> bool:
         return bool(self._collectives.any(flag))
@@ -66,12 +73,21 @@ class BaseRuntime(ABC):
     def _autocast(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _with_constants(self, state: State) -> State:
-        """A State with the network's constants, which full fine-tuning stores too."""
-        constants = self._network.constants()
-        if state and constants and self._settings.method == "full":
-            return {**state, "constants": constants}
-        return state
+    def state_shapes(self) -> Shapes:
+        shapes: Shapes = self._update.shapes()
+        return shapes | shapes_of(self._constants())
+
+    def state(self, owners: Owners | None = None) -> State:
+        state: State = self._update.state(owners, self._ranks.rank)
+        return state | owned_copies(self._constants(), owners, self._ranks.rank, np.array)
+
+    def restore(self, state: SavedState, step: int) -> None:
+        self._update.restore(state, step)
+
+    def _constants(self) -> State:
+        """The group of the network's constants, which full fine-tuning stores too."""
+        constants = self._network.constants() if self._settings.method == "full" else {}
+        return {"constants": constants} if constants else {}
 
     @abstractmethod
     def _trace(self, folder: str) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +20,44 @@ if TYPE_CHECKING:
 #: pipeline's component and diffusers' name in it: `unet.conv_in.weight` or, for an adapter,
 #: `unet.mid_block.attentions.0.proj_in.lora_A.weight`.
 State = dict[str, dict[str, NDArray[np.float32]]]
+#: group -> name -> shape of the full array.
+Shapes = dict[str, dict[str, tuple[int, ...]]]
+#: group -> name -> rank that copies the array to its host; no rank copies an array without entry.
+Owners = Mapping[str, Mapping[str, int]]
+
+
+class StoredRows(Protocol):
+    """An array of a saved state; indexing reads it. A NumPy array is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+#: A State whose arrays are not in memory yet.
+SavedState = Mapping[str, Mapping[str, StoredRows]]
+
+
+class Writers(Protocol):
+    """The ranks that write a checkpoint together: those below `world`."""
+
+    rank: int  # of this process
+    world: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The data of every writer, by rank. Collective, also in a background thread."""
+
+
+@dataclass(frozen=True)
+class OneWriter:
+    """Rank 0 alone writes checkpoints."""
+
+    rank: int = 0
+    world: int = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
 
 
 class WrongInput(ValueError):
@@ -115,6 +153,7 @@ class Runtime(Protocol):
     device: str  # description of the device, after `load`
     versions: dict[str, str]  # package -> version, of the packages that affect the numbers
     samples_collectively: bool  # after `load`: whether `sample` is a collective of all ranks
+    writers: Writers  # after `load`: the ranks that write checkpoints
 
     def load(self, job: TrainJob) -> None:
         """Load the model and fresh optimizer state on the device. Raises WrongInput."""
@@ -153,17 +192,25 @@ class Runtime(Protocol):
     def profile(self, folder: str) -> AbstractContextManager[None]:
         """Trace the steps inside the `with` block to files in a local folder, on rank 0 alone."""
 
-    def state(self, *, final: bool = False) -> State:
-        """Host copies of weights, both moments and EMA: full arrays on rank 0, empty elsewhere.
+    def state_shapes(self) -> Shapes:
+        """Shapes of all arrays of the state, the same on every rank."""
 
-        Collective.
+    def state(self, owners: Owners | None = None) -> State:
+        """Host copies of the full arrays that this rank owns. Collective.
+
+        A sharded array is gathered on the devices before the next one, so that no process holds
+        more than its own arrays and one other.
 
         Args:
-            final: whether to copy just what a run publishes: the EMA, or else the weights.
+            owners: the same on all ranks; None: rank 0 owns every array.
         """
 
-    def restore(self, state: State, step: int) -> None:
-        """Load a state after `step` steps. Every rank passes the full arrays."""
+    def restore(self, state: SavedState, step: int) -> None:
+        """Load a state after `step` steps. Each rank reads the rows that its devices need.
+
+        Raises:
+            WrongInput: the state has other names or shapes than this model.
+        """
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         """Images [N, H, W, 3] uint8 from the current weights (from the EMA if there is one).

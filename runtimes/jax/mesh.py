@@ -7,12 +7,13 @@ sharded over `fsdp` (GSPMD, arXiv 2105.04663).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax import Array
-from jax.experimental import mesh_utils, multihost_utils
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
@@ -59,6 +60,26 @@ class Mesh:
         """Copy a full array to the devices, sharded along `fsdp`."""
         return self._distribute(array, self.array_sharding(array.shape))
 
+    def local_rows(self, shape: Sequence[int]) -> Any:
+        """Index of the rows of a full array, as `shard` shards it, that this process needs."""
+        if not shape:
+            return ...
+        indices = self.array_sharding(shape).addressable_devices_indices_map(tuple(shape)).values()
+        rows = [index[0].indices(shape[0]) for index in indices if index is not None]
+        return slice(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))
+
+    def shard_rows_of(self, shape: Sequence[int], rows: NDArray[Any]) -> Array:
+        """As `shard`, from the rows `local_rows(shape)` of an array of a shape."""
+        if not shape:
+            return self.shard(rows)
+        first = self.local_rows(shape).start
+
+        def local(index: Any) -> NDArray[Any]:
+            start, stop, _ = index[0].indices(shape[0])
+            return rows[(slice(start - first, stop - first), *index[1:])]
+
+        return jax.make_array_from_callback(tuple(shape), self.array_sharding(shape), local)
+
     def replicate(self, array: NDArray[Any]) -> Array:
         """Copy a full array to every device."""
         return self._distribute(array, self.replicated)
@@ -81,6 +102,16 @@ class Mesh:
 
     def fetch(self, array: Array) -> NDArray[Any]:
         """Copy a full array to the host; a collective call of all processes."""
-        if array.is_fully_addressable:
-            return np.array(array)
-        return np.array(multihost_utils.process_allgather(array, tiled=True))
+        return np.array(self.gather(array))
+
+    def gather(self, array: Array) -> Array:
+        """The array, with all its elements on this process's devices; a collective call of all
+        processes."""
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return array
+        # Two programs with collectives at the same time can wait for each other.
+        return jax.block_until_ready(self._gather(array))
+
+    @cached_property
+    def _gather(self) -> Any:
+        return jax.jit(lambda array: array, out_shardings=self.replicated)

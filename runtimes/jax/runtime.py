@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
-from runtimes.contract import State, StepBatch, StepOutput, lazy_output
+from runtimes.contract import (
+    Owners,
+    SavedState,
+    Shapes,
+    State,
+    StepBatch,
+    StepOutput,
+    lazy_output,
+)
 from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.device import (
     check,
@@ -46,7 +54,7 @@ from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.layer_dropout_seed import has_dropout
 from runtimes.torch_models.make_scheduler import trained_scheduler
 from runtimes.torch_models.network import Network
-from runtimes.update.state import matched, published
+from runtimes.update.state import owned_copies, read_arrays, shapes_of
 from runtimes.update.step_scalars import step_scalars
 
 
@@ -69,7 +77,7 @@ class TheRuntime(BaseRuntime):
         self._mesh = Mesh(settings.fsdp)
         network = self._network = load_network(job, settings)
         self._counter = FlopCounter(network)
-        self._constants = network.constants() if settings.method == "full" else {}
+        self._persistent = super()._constants()  # a copy: `frozen_arrays` frees the buffers
         self._has_dropout = has_dropout(network)
         self._state = initial_state(network, settings, self._mesh)
         self._names = trained_names(network)
@@ -127,22 +135,24 @@ class TheRuntime(BaseRuntime):
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)
 
-    def state(self, *, final: bool = False) -> State:
-        self._compile_cache.upload()
-        state: State = {}
-        for group, arrays in (published(self._state) if final else self._state).items():
-            for name, array in arrays.items():
-                whole = self._mesh.fetch(array)
-                if self._ranks.first:
-                    state.setdefault(group, {})[name] = whole
-        if state and self._constants:
-            state["constants"] = self._constants
-        return state
+    def state_shapes(self) -> Shapes:
+        return shapes_of(self._state) | shapes_of(self._constants())
 
-    def restore(self, state: State, step: int) -> None:
-        for group, arrays in matched(state, self._state).items():
-            self._state[group] = {name: self._mesh.shard(arrays[name]) for name in arrays}
+    def state(self, owners: Owners | None = None) -> State:
+        self._compile_cache.upload()
+        rank, gather = self._ranks.rank, self._mesh.gather
+        state = owned_copies(self._state, owners, rank, np.array, lambda name, a: gather(a))
+        return state | owned_copies(self._constants(), owners, rank, np.array)
+
+    def restore(self, state: SavedState, step: int) -> None:
+        shapes = shapes_of(self._state)
+        found = read_arrays(state, shapes, lambda name, shape: self._mesh.local_rows(shape))
+        for group, name, rows in found:
+            self._state[group][name] = self._mesh.shard_rows_of(shapes[group][name], rows)
         self._updates = step
+
+    def _constants(self) -> State:
+        return self._persistent
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         dtype = jnp.dtype(self._settings.compute_dtype)

@@ -21,11 +21,11 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from configs.train import Train
-from runtimes.contract import State
+from runtimes.contract import Owners, SavedState, Shapes, State
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import matched, published
+from runtimes.update.state import owned_copies, read_arrays, shapes_of
 from runtimes.update.step_scalars import bias_corrections, text_encoder_factor
 
 Gradients = Sequence[Tensor]
@@ -131,33 +131,33 @@ class Update:
             if computed is not master:
                 _assign(computed, array)
 
-    def state(self, *, final: bool = False) -> State:
-        """Copies of weights, moments, EMA and loss scale on the host, as float32 arrays.
+    def shapes(self) -> Shapes:
+        """Shapes of weights, moments, EMA and loss scale."""
+        return shapes_of(self._groups_of_state() | self._scale())
 
-        With `final`, only the group that a run publishes, and the loss scale.
-        """
-        groups = self._groups_of_state()
-        state = {
-            group: {name: p.asnumpy().copy() for name, p in parameters.items()}
-            for group, parameters in (published(groups) if final else groups).items()
-        }
+    def state(self, owners: Owners | None, rank: int) -> State:
+        """As Runtime.state: weights, moments, EMA and loss scale."""
+        state = owned_copies(self._groups_of_state(), owners, rank, lambda p: p.asnumpy().copy())
+        return state | owned_copies(self._scale(), owners, rank, np.array)
+
+    def _scale(self) -> State:
         scale = self.loss_scale.state()
-        return state | ({"loss_scale": scale} if scale else {})
+        return {"loss_scale": scale} if scale else {}
 
-    def restore(self, state: State, step: int) -> None:
-        """Restore a State that was saved after `step` steps.
+    def restore(self, state: SavedState, step: int) -> None:
+        """Restore a state that was saved after `step` steps.
 
         Raises:
-            WrongInput: the State has other keys or shapes than this model.
+            WrongInput: the state has other names or shapes than this model.
         """
         groups = self._groups_of_state()
-        for group, arrays in matched(state, groups).items():
-            for name, array in arrays.items():
-                _assign(groups[group][name], array)
+        for group, name, array in read_arrays(state, shapes_of(groups)):
+            _assign(groups[group][name], array)
         for name, parameter in self._computed.items():
             if parameter is not self._masters[name]:
-                _assign(parameter, state["weights"][name])
-        self.loss_scale.restore(state.get("loss_scale", {}), step)
+                _assign(parameter, state["weights"][name][...])
+        scale = {name: array[...] for name, array in state.get("loss_scale", {}).items()}
+        self.loss_scale.restore(scale, step)
         self._step = step
 
     def _groups_of_state(self) -> dict[str, dict[str, Parameter]]:

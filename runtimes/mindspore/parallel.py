@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, communication, ops
 
 from configs.redact_errors_and_logs import one_line
-from runtimes.contract import WrongInput
+from runtimes.contract import OneWriter, WrongInput
 from runtimes.process.ranks import Ranks
 
 #: Bytes of gradients per all-reduce: a bucket saves one round trip per small array.
@@ -30,6 +30,11 @@ STARTED = "MS_ROLE"
 
 class SingleProcess:
     """A run with one process; base class of the parallel run."""
+
+    def writers(self) -> OneWriter:
+        """Rank 0: MindSpore's collectives wait for the device, so no background thread may call
+        them."""
+        return OneWriter()
 
     def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
         """Sum arrays over all processes, as float32."""
@@ -49,6 +54,7 @@ class DataParallel(SingleProcess):
 
     def __init__(self, ranks: Ranks) -> None:
         self._first = ranks.first
+        self._rank = ranks.rank
         self._sum = ops.AllReduce(ops.ReduceOp.SUM)
 
     def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
@@ -59,6 +65,9 @@ class DataParallel(SingleProcess):
             parts = ops.split(self._sum(flat), sizes)
             found += [p.reshape(a.shape) for p, a in zip(parts, bucket, strict=True)]
         return found
+
+    def writers(self) -> OneWriter:
+        return OneWriter(self._rank)
 
     def any(self, flag: bool) -> bool:
         return self._agree(int(flag)) > 0

@@ -63,11 +63,8 @@ class TheRuntime(BaseRuntime):
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         return self._step(batch, learning_rate)
 
-    def state(self, *, final: bool = False) -> State:
-        return self._update.state(final=final) if self._ranks.first else {}
-
-    def restore(self, state: State, step: int) -> None:
-        self._update.restore(state, step)
+    def _constants(self) -> State:
+        return {}  # UNets and CLIP text encoders have no persistent buffers
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         inputs = Inputs(batch, self._network, self._dtype)

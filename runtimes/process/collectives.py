@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runtimes.process.ranks import Ranks
 
-#: Time limit of a collective, longer than rank 0 needs to write a large checkpoint to a slow store.
+#: Time limit of a collective, longer than a rank needs to write its part of a large checkpoint.
 #: launcher.py detects a lost process of this machine much earlier.
 TIMEOUT = timedelta(hours=1)
 
@@ -25,17 +26,30 @@ def join(ranks: Ranks, backend: str = "gloo") -> None:
 
 
 class HostCollectives:
-    """Host collectives over `world` processes; a single process needs no process group."""
+    """Host collectives over `world` processes; a single process needs no process group.
 
-    def __init__(self, world: int) -> None:
+    Args:
+        group: a process group of all processes; None is the default one. Two threads of a process
+            must not use the same group.
+    """
+
+    def __init__(self, world: int, group: Any = None) -> None:
         self.world = world
+        self.rank = dist.get_rank() if world > 1 else 0
+        self._group = group
+
+    def writers(self) -> HostCollectives:
+        """The same collectives for a background thread. Collective."""
+        if self.world == 1:
+            return self
+        return HostCollectives(self.world, dist.new_group(backend="gloo", timeout=TIMEOUT))
 
     def any(self, flag: bool) -> bool:
         """Logical or of `flag` over all processes. Collective."""
         if self.world == 1:
             return flag
         value = torch.tensor(int(flag))
-        dist.all_reduce(value, dist.ReduceOp.MAX)
+        dist.all_reduce(value, dist.ReduceOp.MAX, self._group)
         return bool(value)
 
     def broadcast(self, number: int) -> int:
@@ -43,5 +57,19 @@ class HostCollectives:
         if self.world == 1:
             return number
         value = torch.tensor(number)
-        dist.broadcast(value, 0)
+        dist.broadcast(value, 0, self._group)
         return int(value)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The data of every process, by rank. Collective."""
+        if self.world == 1:
+            return [data]
+        sizes = self._all_gather(torch.tensor([len(data)]))
+        padded = bytearray(data).ljust(max(1, *(int(size) for size in sizes)), b"\0")
+        found = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
+        return [bytes(d[: int(n)].numpy()) for d, n in zip(found, sizes, strict=True)]
+
+    def _all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(value) for _ in range(self.world)]
+        dist.all_gather(found, value, self._group)
+        return found

@@ -137,7 +137,10 @@ class Launcher:
         return min(self._lost, key=lambda lost: lost.failed_at)
 
     def _end(self, seconds: float) -> None:
-        """Kill the children that do not exit within `seconds`. They write no files."""
+        """Kill the children that do not exit within `seconds`.
+
+        A run without an error ends after all ranks have written their checkpoint files.
+        """
         deadline = time.monotonic() + seconds
         for child in self._children:
             try:

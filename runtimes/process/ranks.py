@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which alone emits events and writes files."""
+        """Whether this is rank 0, which alone emits events and writes all but checkpoints."""
         return self.rank == 0
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from configs.train import Train
-from runtimes.contract import State
+from runtimes.contract import Owners, SavedState, Shapes, State
 from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.host_copy import HostCopies
 from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import matched, published
+from runtimes.update.state import owned_copies, read_arrays
 
 
 class Update:
@@ -102,39 +101,33 @@ class Update:
             parameter.data.copy_(average)
             average.copy_(kept)
 
-    def state(self, *, final: bool = False) -> State:
-        """Copies of weights, optimizer state and EMA on the host, as full float32 arrays.
+    def shapes(self) -> Shapes:
+        """Shapes of the full arrays of weights, optimizer state and EMA."""
+        return {
+            group: {name: self._parallel.full_shape(name, t) for name, t in tensors.items()}
+            for group, tensors in self._tensors().items()
+        }
 
-        With `final`, only the group that a run publishes.
-
-        A collective call; only rank 0 returns arrays, the other ranks return an empty State.
-        """
-        state: State = {}
-        groups = self._tensors()
-        for group, tensors in (published(groups) if final else groups).items():
-            for name, tensor in tensors.items():
-                whole = self._parallel.gather_full(name, tensor)
-                if self._parallel.first:
-                    state.setdefault(group, {})[name] = _copy(whole)
+    def state(self, owners: Owners | None = None, rank: int = 0) -> State:
+        """As Runtime.state: weights, optimizer state and EMA. Collective."""
+        copies = HostCopies(self._masters[0].device)
+        gather = self._parallel.gather_full
+        state = owned_copies(self._tensors(), owners, rank, copies.copy, gather)
+        copies.finish()
         return state
 
-    def restore(self, state: State, step: int) -> None:
-        """Restore a State that was saved after `step` steps.
+    def restore(self, state: SavedState, step: int) -> None:
+        """Restore a state that was saved after `step` steps.
 
         Raises:
-            WrongInput: the State has other keys or shapes than this model.
+            WrongInput: the state has other names or shapes than this model.
         """
         groups = self._tensors()
-        shards = matched(state, groups, self._local_shard)
         with torch.no_grad():
-            for group, tensors in groups.items():
-                for name, tensor in tensors.items():
-                    tensor.copy_(shards[group][name])
+            for group, name, rows in read_arrays(state, self.shapes(), self._parallel.local_rows):
+                groups[group][name].copy_(torch.from_numpy(rows))
         self._step = step
         self._optimizer.set_step(step)
-
-    def _local_shard(self, name: str, array: NDArray[Any]) -> torch.Tensor:
-        return self._parallel.local_shard(name, torch.from_numpy(array))
 
     def _tensors(self) -> dict[str, Tensors]:
         groups = {"weights": {name: p.detach() for name, p in self._parameters.items()}}
@@ -148,8 +141,3 @@ def _surely_below(most: float, norm: torch.Tensor) -> bool:
     """Whether clipping is known to have no effect. Only a CPU is asked: reading a device's norm
     would wait for the device."""
     return norm.device.type == "cpu" and float(norm) + 1e-6 < most  # torch adds the same 1e-6
-
-
-def _copy(tensor: torch.Tensor) -> NDArray[np.float32]:
-    whole = {"memory_format": torch.contiguous_format, "copy": True}
-    return tensor.to("cpu", torch.float32, **whole).numpy()

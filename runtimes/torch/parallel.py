@@ -40,7 +40,6 @@ class SingleProcess:
     """A run with one process; base class of the parallel runs."""
 
     world = 1  # number of processes
-    first = True  # whether this is rank 0, which stores full arrays
     sharded = False  # whether this process stores a shard of every array
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
@@ -84,14 +83,13 @@ class SingleProcess:
         """
         return tensor
 
-    def local_shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This process's shard of a full array.
+    def full_shape(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Shape of the full array of a shard, as for `gather_full`."""
+        return tuple(tensor.shape)
 
-        Args:
-            name: key of the master that has the array's shape.
-            tensor: the full array.
-        """
-        return tensor
+    def local_rows(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Index of this process's shard in a full array, as for `gather_full`."""
+        return ...
 
 
 class DataParallel(SingleProcess):
@@ -99,7 +97,6 @@ class DataParallel(SingleProcess):
 
     def __init__(self, ranks: Ranks) -> None:
         self.world = ranks.world
-        self.first = ranks.first
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
         """Wrap the network in DistributedDataParallel.
@@ -184,9 +181,17 @@ class FullySharded(DataParallel):
         )
         return array.full_tensor()
 
-    def local_shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        parts = tensor.chunk(self.world)
-        return parts[self._rank] if self._rank < len(parts) else tensor[:0]
+    def full_shape(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self._arrays[name].shape)
+
+    def local_rows(self, name: str, shape: tuple[int, ...]) -> Any:
+        return chunk_rows(shape[0], self._rank, self.world)
+
+
+def chunk_rows(count: int, rank: int, world: int) -> slice:
+    """The rows of `count` in a rank's chunk of torch.chunk; the last chunks can be empty."""
+    size = -(-count // world)
+    return slice(size * rank, size * (rank + 1))
 
 
 def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> SingleProcess:

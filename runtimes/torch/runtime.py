@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
-from runtimes.contract import State, StepBatch, StepOutput
+from runtimes.contract import Owners, SavedState, State, StepBatch, StepOutput
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
@@ -79,12 +79,12 @@ class TheRuntime(BaseRuntime):
     def peak_flops(self) -> float | None:
         return peak_flops(self._device, self._settings.compute_dtype)
 
-    def state(self, *, final: bool = False) -> State:
+    def state(self, owners: Owners | None = None) -> State:
         self._device_hooks.save_compiled()
-        return self._with_constants(self._update.state(final=final))
+        return super().state(owners)
 
-    def restore(self, state: State, step: int) -> None:
-        self._update.restore(state, step)
+    def restore(self, state: SavedState, step: int) -> None:
+        super().restore(state, step)
         self._device_hooks.mark_step()
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:

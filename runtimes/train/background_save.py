@@ -7,10 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from runtimes.contract import State
+from runtimes.contract import Shapes, State
 from runtimes.process.events import Events
 from runtimes.train.boards import Boards
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
+from runtimes.train.checkpoint_errors import CheckpointNotWritten
+from runtimes.train.checkpoints import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Snapshot:
     """The content of a checkpoint before it is committed."""
 
     step: int
-    state: State  # a copy: training continues meanwhile
+    state: State  # a copy of the arrays that this rank writes: training continues meanwhile
+    shapes: Shapes  # of the arrays of all ranks
     history: list[str]  # a copy
     facts: dict[str, Any]
     since: float  # perf_counter at which the loop paused for this checkpoint
@@ -26,7 +28,10 @@ class Snapshot:
 
 
 class Saver:
-    """Writes one checkpoint at a time. A failed write loses that checkpoint but not the run."""
+    """Writes one checkpoint at a time. A failed write loses that checkpoint but not the run.
+
+    All writers save the same checkpoints, in the same order.
+    """
 
     def __init__(self, checkpoints: Checkpoints, boards: Boards, events: Events) -> None:
         self._checkpoints = checkpoints
@@ -54,7 +59,12 @@ class Saver:
         self._boards.flush()  # a resume from this checkpoint does not repeat the points before it
         try:
             path, size = self._checkpoints.save(
-                step, snapshot.state, snapshot.history, snapshot.facts, prune=snapshot.prune
+                step,
+                snapshot.state,
+                snapshot.history,
+                snapshot.facts,
+                shapes=snapshot.shapes,
+                prune=snapshot.prune,
             )
         except CheckpointNotWritten as error:
             self._events.emit("warning", message=str(error))

@@ -23,9 +23,10 @@ from runtimes.train.learning_rate import learning_rate
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.result import write_result
-from runtimes.train.resume import newest_checkpoint, own_checkpoint, restore
+from runtimes.train.resume import own_checkpoint, restore
 from runtimes.train.samples import Samples
 from runtimes.train.validation import measure
+from runtimes.update.state import published
 
 ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
 
@@ -62,6 +63,7 @@ class Run:
             settings.checkpoints_total_limit,
             best=settings.keep_best,
             shard_bytes=settings.checkpoint_shard_bytes,
+            writers=runtime.writers,
         )
         self._saver = Saver(self._checkpoints, boards, events)
         self._samples = Samples(job, runtime, events, boards, writes=self._first)
@@ -162,15 +164,16 @@ class Run:
         self.recorder.synchronize()
         if self._divergence_event() is None:
             self._checkpoint_if_new()
+        error = self._saver.wait()
         self._runtime.shutdown()
-        if (error := self._saver.wait()) is not None:
+        if error is not None:
             raise error
 
     def finish(self) -> None:
         """Write the trained weights and the history to the job's `out` folder."""
         self._profiling.close()  # the trace may include the last step
         self._saver.wait()
-        state = self._runtime.state(final=True)
+        state = self._runtime.state(published(self._runtime.state_shapes()))
         self._runtime.shutdown()
         if not self._first:
             return
@@ -238,12 +241,13 @@ class Run:
             self._start_checkpoint()
 
     def _start_checkpoint(self) -> None:
-        """Copy the state to the host; the saver commits the copy in the background."""
+        """Copy this rank's part of the state to the host; the saver writes it in the background."""
         since = time.perf_counter()
-        self._saver.wait()  # the host may lack memory for a second copy of the state
-        state = self._runtime.state()
+        self._saver.wait()  # the host may lack memory for a second copy
+        shapes = self._runtime.state_shapes()
+        state = self._runtime.state(self._checkpoints.owners(shapes))
         self._checkpointed_step = self.step
-        if not self._first:
+        if Ranks.here().rank >= self._runtime.writers.world:
             return
         facts = {
             "runtime": self._job.runtime,
@@ -257,7 +261,7 @@ class Run:
             "processes": Ranks.here().world,
         }
         history, prune = list(self.recorder.history), not self._divergence.is_suspicious
-        self._saver.start(Snapshot(self.step, state, history, facts, since, prune))
+        self._saver.start(Snapshot(self.step, state, shapes, history, facts, since, prune))
 
     def _divergence_event(self) -> DivergenceEvent | None:
         """The divergence that requires a rollback, agreed by all ranks; None without one.
@@ -282,7 +286,7 @@ class Run:
         """Restore the checkpoint before the event's step and skip that step's batch."""
         self._profiling.close()
         self._saver.wait()
-        saved = newest_checkpoint(self._checkpoints, self._runtime, before=event.step)
+        saved = self._checkpoints.latest(event.step, self._runtime)
         if saved is None:
             raise Diverged(f"{event.words}, and no checkpoint before it is left: {ADVICE}")
         number = batch_number(event.step - 1, self.skipped)

@@ -7,6 +7,9 @@
 .../state.json                                            step, seed, settings, versions
 .../history.jsonl                                         one line per step
 .../manifest.json                                         written last: the commit
+
+Each rank writes some of the files, with a few threads, and computes their sha256 meanwhile. A
+resume reads the headers, and then the rows of each array that a rank needs.
 """
 
 from __future__ import annotations
@@ -14,36 +17,36 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.commit import FileEntry, first_fault, read_record, write_record
-from artifacts.remote_clients import is_of_client
-from artifacts.safetensors import Arrays, read_arrays, write_arrays, writing
-from runtimes.contract import State
+from artifacts.commit import FileEntry, read_record, write_record
+from artifacts.safetensors import StoredArray, writing
+from runtimes.contract import OneWriter, Owners, Shapes, State, Writers
+from runtimes.train.checkpoint_errors import (
+    CheckpointError,
+    CheckpointNotWritten,
+    CheckpointsUnreachable,
+    is_unreachable,
+    reason_of,
+)
+from runtimes.train.checkpoint_files import (
+    ArrayFile,
+    array_files,
+    files_by_rank,
+    open_arrays,
+    owners,
+    verify_files,
+    write_files,
+)
+from runtimes.update.state import shapes_of
 
 MANIFEST = "manifest.json"
-_FILE = re.compile(r"(?P<group>.+?)(-\d{5}-of-\d{5})?\.safetensors")
 log = logging.getLogger("kiln")
-
-
-class CheckpointError(OSError):
-    """An error with a message for the user; `errno` is that of the failed operation, if known."""
-
-    def __str__(self) -> str:
-        return str(self.strerror)
-
-
-class CheckpointNotWritten(CheckpointError):
-    """A checkpoint could not be written; older checkpoints are intact."""
-
-
-class CheckpointsUnreachable(CheckpointError):
-    """A remote store did not respond; its checkpoints may be intact."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +54,25 @@ class Checkpoint:
     """The state of a run after `step` steps."""
 
     step: int
-    state: State
+    state: dict[str, dict[str, StoredArray]]
     history: list[str]  # JSON lines, one per step
     facts: dict[str, Any]  # state.json
 
 
-def split(group: str, arrays: Arrays, shard_bytes: int) -> list[tuple[str, Arrays]]:
-    """The files of a group of arrays, as (name, arrays), with diffusers' names for shards.
+class Agreement(Protocol):
+    """The collectives of Runtime by which all ranks choose one checkpoint."""
 
-    A file holds at most `shard_bytes`, except for a single larger array.
-    """
-    parts: list[Arrays] = [{}]
-    room = shard_bytes
-    for name in sorted(arrays):
-        if parts[-1] and arrays[name].nbytes > room:
-            parts.append({})
-            room = shard_bytes
-        parts[-1][name] = arrays[name]
-        room -= arrays[name].nbytes
-    if len(parts) == 1:
-        return [(f"{group}.safetensors", arrays)]
-    count = len(parts)
-    return [(f"{group}-{n:05d}-of-{count:05d}.safetensors", p) for n, p in enumerate(parts, 1)]
+    def any_rank(self, flag: bool) -> bool: ...
+
+    def broadcast(self, number: int) -> int: ...
+
+
+class _Alone:
+    def any_rank(self, flag: bool) -> bool:
+        return flag
+
+    def broadcast(self, number: int) -> int:
+        return number
 
 
 class Checkpoints:
@@ -82,45 +82,73 @@ class Checkpoints:
         keep: number of newest checkpoints to keep.
         best: number of checkpoints with the lowest `validation_loss` to keep as well.
         shard_bytes: maximum bytes per file of arrays; a larger array has its own file.
+        writers: the ranks that write, hash and read files together.
     """
 
     def __init__(
-        self, work: str, keep: int, *, best: int = 0, shard_bytes: int = 5 * 10**9
+        self,
+        work: str,
+        keep: int,
+        *,
+        best: int = 0,
+        shard_bytes: int = 10**9,
+        writers: Writers | None = None,
     ) -> None:
         self._fs, root = url_to_fs(work)
         self._root = f"{root.rstrip('/')}/checkpoints"
         self._keep = keep
         self._best = best
         self._shard_bytes = shard_bytes
+        self._writers = writers or OneWriter()
 
-    def latest(self, before: int | None = None) -> Checkpoint | None:
+    def latest(
+        self, before: int | None = None, ranks: Agreement | None = None
+    ) -> Checkpoint | None:
         """The newest checkpoint with valid checksums, of a step below `before`.
 
-        A damaged checkpoint is skipped with a warning.
+        A damaged checkpoint is skipped with a warning. Each rank verifies some of the files.
+
+        Args:
+            ranks: collectives of all ranks, which get the same checkpoint; None: one rank.
 
         Raises:
             CheckpointsUnreachable: a resume from an older checkpoint would discard the newest
                 one's steps.
         """
         try:
-            return self._latest(before)
+            return self._latest(before, ranks or _Alone())
         except Exception as error:
-            if not _is_unreachable(self._fs, error):
+            if not is_unreachable(self._fs, error):
                 raise
-            message = f"the checkpoints in {self._root} cannot be read: {_reason(error)}"
+            message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
             raise CheckpointsUnreachable(getattr(error, "errno", None), message) from error
 
-    def _latest(self, before: int | None) -> Checkpoint | None:
-        for step in reversed(self._steps()):
-            if before is not None and step >= before:
-                continue
-            try:
-                return self.read(step, verify=True)
-            except (ValueError, OSError, KeyError, TypeError) as error:
-                if _is_unreachable(self._fs, error):
-                    raise
-                log.warning("checkpoint %s is skipped: %s", self._path(step), error)
+    def _latest(self, before: int | None, ranks: Agreement) -> Checkpoint | None:
+        while True:
+            steps = self._steps() if self._first else []
+            step = max((n for n in steps if before is None or n < before), default=-1)
+            before = ranks.broadcast(step)
+            if before < 0:
+                return None
+            saved = self._read_if_valid(before)
+            if not ranks.any_rank(saved is None):
+                return saved
+
+    def _read_if_valid(self, step: int) -> Checkpoint | None:
+        try:
+            return self.read(step, verify=True)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            if is_unreachable(self._fs, error):
+                raise
+            log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
+
+    def owners(self, shapes: Shapes) -> Owners:
+        """The rank that writes each array of a state with these shapes."""
+        return owners(self._files_by_rank(shapes))
+
+    def _files_by_rank(self, shapes: Shapes) -> list[list[ArrayFile]]:
+        return files_by_rank(array_files(shapes, self._shard_bytes), self._writers.world)
 
     def save(
         self,
@@ -129,11 +157,16 @@ class Checkpoints:
         history: list[str],
         facts: dict[str, Any],
         *,
+        shapes: Shapes | None = None,
         prune: bool = True,
     ) -> tuple[str, int]:
         """Commit a checkpoint, then delete the checkpoints that the limits exclude.
 
+        A collective of the writers. Rank 0 commits once every rank has written its files.
+
         Args:
+            state: the arrays that this rank owns, see `owners`.
+            shapes: of the arrays of all ranks; None: `state` is complete.
             facts: content of `state.json`; `validation_loss` ranks the checkpoint for `best`.
             prune: whether to delete older checkpoints.
 
@@ -144,42 +177,82 @@ class Checkpoints:
             CheckpointNotWritten: for example, the disk is full, or a remote store did not respond.
                 The message names the last good checkpoint.
         """
-        path, files = self._path(step), list[FileEntry]()
+        path, parts = self._path(step), self._files_by_rank(shapes or shapes_of(state))
         try:
-            self._discard(path)  # a killed run may have left a partial checkpoint
-            for group, arrays in state.items():
-                for name, part in split(group, arrays, self._shard_bytes):
-                    with writing(self._fs, path, name, files) as sink:
-                        write_arrays(sink, part)
-            with writing(self._fs, path, "history.jsonl", files) as sink:
-                sink.write("".join(f"{line}\n" for line in history).encode())
-            with writing(self._fs, path, "state.json", files) as sink:
-                sink.write(json.dumps({"step": step, **facts}, indent=1).encode())
-            loss = facts.get("validation_loss")
-            record = {"files": files, "validation_loss": loss}
-            write_record(self._fs, f"{path}/{MANIFEST}", record)
+            # A killed run may have left a partial checkpoint.
+            self._together(lambda: self._discard(path) if self._first else None)
+            written = self._together(lambda: self._write_part(path, parts, state))
+            files = sorted((FileEntry(**f) for part in written for f in part), key=lambda f: f.path)
+            if self._first:
+                self._commit(path, files, history, {"step": step, **facts})
         except Exception as error:  # clients of remote stores define their own exception types
             number = getattr(error, "errno", None)
             raise CheckpointNotWritten(number, self._failure_message(path, error)) from None
         try:
-            if prune:
+            if prune and self._first:
                 self._prune(step)
         except Exception as error:
             log.warning("old checkpoints could not be deleted: %s", error)
         return path, sum(entry.size for entry in files)
 
+    @property
+    def _first(self) -> bool:
+        return self._writers.rank == 0
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """Every writer's result of `work`, as JSON, once all have finished it.
+
+        Raises:
+            CheckpointError: one of them failed.
+        """
+        try:
+            report = {"result": work()}
+        except Exception as error:  # the other ranks wait for the report
+            report = {"error": [getattr(error, "errno", None), reason_of(error)]}
+        reports = [json.loads(r) for r in self._writers.gather(json.dumps(report).encode())]
+        for found in reports:
+            if "error" in found:
+                raise CheckpointError(*found["error"])
+        return [found["result"] for found in reports]
+
+    def _write_part(
+        self, path: str, files: list[list[ArrayFile]], state: State
+    ) -> list[dict[str, Any]]:
+        entries = write_files(self._fs, path, files[self._writers.rank], state)
+        return [entry.as_dict() for entry in entries]
+
+    def _commit(
+        self, path: str, files: list[FileEntry], history: list[str], facts: dict[str, Any]
+    ) -> None:
+        if isinstance(self._fs, LocalFileSystem):
+            for entry in files:
+                if not self._fs.exists(f"{path}/{entry.path}"):
+                    reason = f"{entry.path} is on another machine: use a shared store"
+                    raise CheckpointError(None, reason)
+        with writing(self._fs, path, "history.jsonl", files) as sink:
+            sink.write("".join(f"{line}\n" for line in history).encode())
+        with writing(self._fs, path, "state.json", files) as sink:
+            sink.write(json.dumps(facts, indent=1).encode())
+        record = {"files": files, "validation_loss": facts.get("validation_loss")}
+        write_record(self._fs, f"{path}/{MANIFEST}", record)
+
     def _failure_message(self, path: str, error: Exception) -> str:
         kept = "there is none before it"
         try:
-            self._discard(path)  # frees the space of the partial checkpoint
+            if self._first:
+                self._discard(path)  # frees the space of the partial checkpoint
             if steps := self._steps():
                 kept = f"the last good one is of step {steps[-1]}"
         except Exception:
             kept = "its partial files cannot be deleted"
-        return f"checkpoint {path} could not be written: {_reason(error)}; {kept}"
+        return f"checkpoint {path} could not be written: {reason_of(error)}; {kept}"
 
     def read(self, step: int, *, verify: bool = False) -> Checkpoint:
         """The checkpoint of a step.
+
+        Args:
+            verify: whether to compare this rank's share of the files with the manifest: by a
+                bucket's checksum, else by the sha256.
 
         Raises:
             ValueError, OSError, KeyError, TypeError: it is damaged. Without `verify` some damage
@@ -189,17 +262,12 @@ class Checkpoints:
         record = read_record(self._fs, f"{path}/{MANIFEST}")
         if record is None:
             raise ValueError("it was not committed")
-        fault = first_fault(self._fs, path, record["files"]) if verify else None
-        if fault is not None:
-            raise ValueError(fault)
-        state: State = {}
-        for entry in record["files"]:
-            if match := _FILE.fullmatch(entry.path):
-                arrays = read_arrays(self._fs, f"{path}/{entry.path}")
-                state.setdefault(match["group"], {}).update(arrays)
+        if verify:
+            rank, world = self._writers.rank, self._writers.world
+            verify_files(self._fs, path, record["files"][rank::world] if rank < world else [])
         return Checkpoint(
             step=step,
-            state=state,
+            state=open_arrays(self._fs, path, record["files"]),
             history=self._fs.cat_file(f"{path}/history.jsonl").decode().splitlines(),
             facts=json.loads(self._fs.cat_file(f"{path}/state.json")),
         )
@@ -250,14 +318,3 @@ class Checkpoints:
         found = self._fs.glob(f"{self._root}/{pattern}")
         steps = [re.search(r"/step-(\d+)(/[^/]*)?$", path.rstrip("/")) for path in found]
         return sorted(int(match[1]) for match in steps if match)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-
-
-def _is_unreachable(fs: AbstractFileSystem, error: Exception) -> bool:
-    """Whether a remote store failed to respond: the checkpoint itself may be intact."""
-    if isinstance(fs, LocalFileSystem) or isinstance(error, FileNotFoundError):
-        return False
-    return isinstance(error, OSError) or is_of_client(error)

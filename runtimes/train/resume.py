@@ -17,27 +17,15 @@ from runtimes.train.checkpoints import Checkpoint, Checkpoints
 from runtimes.train.recorder import Recorder
 
 
-def newest_checkpoint(
-    checkpoints: Checkpoints, runtime: Runtime, before: int | None = None
-) -> Checkpoint | None:
-    """The newest valid checkpoint of a step below `before`, the same for all ranks.
-
-    Rank 0 searches and broadcasts the step, so only one process verifies files.
-    """
-    found = checkpoints.latest(before) if Ranks.here().first else None
-    step = runtime.broadcast(-1 if found is None else found.step)
-    return checkpoints.read(step) if found is None and step >= 0 else found
-
-
 def own_checkpoint(
     checkpoints: Checkpoints, runtime: Runtime, job: TrainJob, settings: Train
 ) -> Checkpoint | None:
     """The newest checkpoint of this run within its steps. Raises WrongInput as check_same_run."""
-    saved = newest_checkpoint(checkpoints, runtime)
+    saved = checkpoints.latest(ranks=runtime)
     if saved is not None:
         check_same_run(saved, job, settings)
         if saved.step > settings.steps:  # this run once had more steps
-            return newest_checkpoint(checkpoints, runtime, before=settings.steps + 1)
+            return checkpoints.latest(settings.steps + 1, runtime)
     return saved
 
 

@@ -86,16 +86,27 @@ class Mesh:
         return tensor
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a full array to the host; a collective call of all hosts.
+        """Copy a full array to the host; a collective call of all hosts."""
+        return self.copy_to_host(self.gather(tensor))
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The array, or a copy of it with all elements on this host's devices; a collective call
+        of all hosts."""
+        torch_xla.sync()
+        if _is_on_this_host(tensor):
+            return tensor
+        copy = tensor.detach().clone()
+        spmd.mark_sharding(copy, self.mesh, (None,) * copy.ndim)
+        torch_xla.sync()
+        xm.wait_device_ops()
+        return copy
+
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy an array to the host from this host's devices.
 
         The array is assembled from its shards: `.cpu()` would compile a program per array.
         """
-        shards = _local_shards(tensor)
-        if _covered(shards) < tensor.numel():  # other hosts store the remaining shards
-            copy = tensor.detach().clone()
-            spmd.mark_sharding(copy, self.mesh, (None,) * copy.ndim)
-            shards = _local_shards(copy)
-        return _joined(shards, tensor)
+        return _joined(_local_shards(tensor), tensor)
 
     def fetch_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy this host's rows of a sharded array [B, ...] to the host."""
@@ -127,12 +138,14 @@ def _data(shard: Any) -> torch.Tensor:
     return shard.data[tuple(slice(0, part.stop - part.start) for part in shard.indices)]
 
 
-def _covered(shards: Sequence[Any]) -> int:
-    """Number of distinct array elements in the shards; several devices may have the same ones."""
-    if shards[0].indices is Ellipsis:
-        return shards[0].data.numel()
-    places = {tuple((part.start, part.stop) for part in shard.indices) for shard in shards}
-    return sum(math.prod(stop - start for start, stop in place) for place in places)
+def _is_on_this_host(tensor: torch.Tensor) -> bool:
+    """Whether this host's devices have all elements; several devices may have the same ones."""
+    (shards,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor.detach()])
+    if any(indices is Ellipsis for _, indices in shards):
+        return True
+    places = {tuple((part.start, part.stop) for part in indices) for _, indices in shards}
+    count = sum(math.prod(stop - start for start, stop in place) for place in places)
+    return count == tensor.numel()
 
 
 def _joined(shards: Sequence[Any], like: torch.Tensor) -> torch.Tensor:

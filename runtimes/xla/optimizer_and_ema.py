@@ -13,9 +13,9 @@ import torch
 import torch_xla
 
 from configs.train import Train
-from runtimes.contract import State
+from runtimes.contract import Owners, SavedState, Shapes, State
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import matched, published
+from runtimes.update.state import owned_copies, read_arrays, shapes_of
 from runtimes.update.step_scalars import step_scalars, text_encoder_factor
 from runtimes.xla.mesh import Mesh
 
@@ -89,27 +89,29 @@ class Update:
             parameter = self._parameters[name]
             self._average[name], parameter.data = parameter.data, average
 
-    def state(self, *, final: bool = False) -> State:
-        """Copies of weights, moments and EMA on the host, as full float32 arrays.
+    def shapes(self) -> Shapes:
+        """Shapes of weights, moments and EMA."""
+        return shapes_of(self.tensors())
 
-        With `final`, only the group that a run publishes.
-        """
-        groups = self.tensors()
-        return {
-            group: {name: self._mesh.fetch(tensor).numpy() for name, tensor in tensors.items()}
-            for group, tensors in (published(groups) if final else groups).items()
-        }
+    def state(self, owners: Owners | None, rank: int) -> State:
+        """As Runtime.state: weights, moments and EMA. Collective."""
+        return owned_copies(
+            self.tensors(),
+            owners,
+            rank,
+            copy=lambda tensor: self._mesh.copy_to_host(tensor).numpy(),
+            gather=lambda name, tensor: self._mesh.gather(tensor),
+        )
 
-    def restore(self, state: State, step: int) -> None:
-        """Restore a State that was saved after `step` steps.
+    def restore(self, state: SavedState, step: int) -> None:
+        """Restore a state that was saved after `step` steps.
 
         Raises:
-            WrongInput: the State has other keys or shapes than this model.
+            WrongInput: the state has other names or shapes than this model.
         """
         groups = self.tensors()
-        for group, arrays in matched(state, groups).items():
-            for name, array in arrays.items():
-                groups[group][name].data = self._mesh.shard(torch.from_numpy(array))
+        for group, name, array in read_arrays(state, self.shapes()):
+            groups[group][name].data = self._mesh.shard(torch.from_numpy(array))
         self._step = step
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

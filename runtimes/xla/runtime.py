@@ -15,7 +15,7 @@ from torch_xla.debug import profiler
 
 from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
-from runtimes.contract import State, StepBatch, StepOutput
+from runtimes.contract import Owners, State, StepBatch, StepOutput
 from runtimes.data.padding import pad_batch
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
@@ -74,13 +74,9 @@ class TheRuntime(BaseRuntime):
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)
 
-    def state(self, *, final: bool = False) -> State:
+    def state(self, owners: Owners | None = None) -> State:
         self._compile_cache.upload()
-        state = self._with_constants(self._update.state(final=final))
-        return state if self._ranks.first else {}
-
-    def restore(self, state: State, step: int) -> None:
-        self._update.restore(state, step)
+        return super().state(owners)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         count, whole = len(batch.timesteps), pad_batch(batch, self._rows, self._mesh.local)

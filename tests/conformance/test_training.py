@@ -164,6 +164,21 @@ def test_several_processes_follow_the_reference(
     assert_follows(job, expected)
 
 
+@subjects(without="xla cuda mindspore hpu-eager hpu-lazy npu", soak="torch jax")
+def test_processes_that_share_arrays_resume_to_the_same_bits(
+    runtime: Subject, make_job: MakeJob
+) -> None:
+    settings: dict[str, Any] = {"processes": 2, "fsdp": 2}
+    job = make_job(runtime.name, steps=8, checkpointing_steps=4, **settings)
+    runtime.run_alone(job)
+    whole = result(job)
+    roll_back(job, 4)
+    assert runtime.run_alone(job) == 4
+    resumed = result(job)
+    for name, arrays in whole.items():
+        np.testing.assert_equal(resumed[name], arrays)
+
+
 @subjects(soak="hpu-eager")
 def test_wrong_weights_are_named_before_anything_is_written(
     runtime: Subject, make_job: MakeJob, tmp_path: Path

@@ -85,7 +85,7 @@ def _of_checkpoints(folder: Path) -> list[Reader]:
     whole = checkpoints.read(7)
 
     def same(found: Checkpoint) -> bool:
-        np.testing.assert_equal(found.state, whole.state)
+        np.testing.assert_equal(found.state, state)
         return (found.history, found.facts) == (whole.history, whole.facts)
 
     def newest(rng: Random) -> bool:
@@ -105,10 +105,10 @@ def _of_checkpoints(folder: Path) -> list[Reader]:
         def read() -> bool:
             try:
                 found = checkpoints.read(7)
+                arrays = [array[...] for group in found.state.values() for array in group.values()]
             except (ValueError, OSError, KeyError, TypeError):
                 return False
-            groups = found.state.values()
-            return all(a.dtype == np.float32 for group in groups for a in group.values())
+            return all(array.dtype == np.float32 for array in arrays)
 
         change = _with_forged if file.name == "manifest.json" else _with_other_bytes
         return change(file, rng, read)

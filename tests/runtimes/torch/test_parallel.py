@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from command import jobs_of
 from jobs import MakeJob, curve, outputs
 from safetensors.numpy import load_file
@@ -23,6 +24,7 @@ from runtimes.process.job import TrainJob, write_job
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.torch.device import choose_device
+from runtimes.torch.parallel import chunk_rows
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.trainer import train
 
@@ -95,7 +97,7 @@ def test_in_half_precision_shares_compute_what_one_process_does(
 @pytest.mark.parametrize(
     "counts",
     [
-        pytest.param([(2, "all")], id="2-1"),
+        pytest.param([(2, "all"), (2, "all")], id="2-2-1"),
         pytest.param([(4, "all"), (2, 1)], id="4-2-1", marks=pytest.mark.soak),
     ],
 )
@@ -119,6 +121,15 @@ def test_the_count_may_change_at_a_resume(
     assert train(make_job("some", **settings), Events(), Stop())
     assert_same_run(one, some)
     assert history(one)[4]["validation_loss"] is not None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_a_rank_reads_the_rows_that_fsdp_shards_to_it(world: int) -> None:
+    for count in range(1, 20):
+        rows = torch.arange(count * 2.0).view(count, 2)
+        chunks = [*rows.chunk(world), *[rows[:0]] * world][:world]
+        for rank, chunk in enumerate(chunks):
+            assert torch.equal(rows[chunk_rows(count, rank, world)], chunk)
 
 
 def wait_until_gone(pids: list[int]) -> None:

@@ -24,7 +24,8 @@ from runtimes.process.signals import Stop
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train import between_steps
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
+from runtimes.train.checkpoint_errors import CheckpointNotWritten
+from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.divergence import Diverged
 from runtimes.train.resume import _with_defaults
 from runtimes.train.trainer import train
@@ -106,7 +107,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
         written.append("")
         write_arrays(sink, arrays)
 
-    monkeypatch.setattr("runtimes.train.checkpoints.write_arrays", full)
+    monkeypatch.setattr("runtimes.train.checkpoint_files.write_arrays", full)
     job, whole = make_job("full", **SHORT), make_job("whole", **SHORT)
     heard = run(job)
     assert [event["step"] for event in heard.of("checkpoint")] == [2]

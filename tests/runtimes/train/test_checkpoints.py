@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import chips
 import fsspec
@@ -16,13 +17,14 @@ import pytest
 from command import ROOT
 from fsspec.implementations.memory import MemoryFileSystem
 from gcs_server import GcsServer
-from gcsfs.retry import HttpError
+from gcsfs.retry import HttpError, validate_response
 from safetensors.numpy import load_file
 from stores import REMOTE, UrlOf
 
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints, CheckpointsUnreachable
+from runtimes.train.checkpoint_errors import CheckpointNotWritten, CheckpointsUnreachable
+from runtimes.train.checkpoints import Checkpoints
 
 FACTS = {"seed": 1, "train": {}}
 
@@ -35,6 +37,10 @@ def state(value: float, size: int = 1000) -> State:
 def save(checkpoints: Checkpoints, *steps: int) -> None:
     for step in steps:
         checkpoints.save(step, state(step), [f'{{"step": {n + 1}}}' for n in range(step)], FACTS)
+
+
+def away(*_: object, **__: object) -> None:
+    raise HttpError({"code": 503, "message": "Service Unavailable"})
 
 
 @pytest.mark.parametrize("kind", ["local", "memory", *REMOTE])
@@ -62,15 +68,23 @@ def test_the_newest_is_not_skipped_because_the_store_does_not_give_it(
     assert latest is not None and latest.step == 2
 
 
+def bad_request(*_: object, **__: object) -> None:
+    """gcsfs has an error of Python's for this status."""
+    validate_response(400, b'{"error": {"message": "invalid argument"}}', "bucket/checkpoints")
+
+
 @pytest.mark.parametrize("call", ["glob", "cat_file", "open"])
+@pytest.mark.parametrize(
+    ("answer", "reason"), [(away, r"HttpError: .*503"), (bad_request, "ValueError: Bad Request")]
+)
 def test_checkpoints_of_a_store_that_is_away_are_not_skipped(
-    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch, call: str
+    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch, call: str, answer: Any, reason: str
 ) -> None:
     checkpoints = Checkpoints(url_of("memory"), keep=2)
     save(checkpoints, 1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, call, away)
-        with pytest.raises(CheckpointsUnreachable, match=r"cannot be read: HttpError: .*503"):
+        patch.setattr(MemoryFileSystem, call, answer)
+        with pytest.raises(CheckpointsUnreachable, match=f"cannot be read: {reason}"):
             checkpoints.latest()
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 2
@@ -94,10 +108,6 @@ def test_a_store_that_is_away_costs_the_checkpoint(
         save(checkpoints, 4)  # old ones are kept
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 4
-
-
-def away(*_: object, **__: object) -> None:
-    raise HttpError({"code": 503, "message": "Service Unavailable"})
 
 
 SAVE = """

@@ -18,7 +18,8 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
+from runtimes.train.checkpoint_errors import CheckpointNotWritten
+from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.divergence import Diverged
 from runtimes.train.trainer import train
 
