@@ -12,7 +12,7 @@ from command import environment
 
 import bench
 import demo
-from bench import gpu, inputs, ours, same_picture, train_mindspore
+from bench import checkpoint, gpu, inputs, ours, same_picture, train_mindspore
 from bench.steps import Context, Workload
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
@@ -81,6 +81,14 @@ def test_every_gpu_variant_has_valid_settings() -> None:
         for model, settings in piece.values():
             assert model.config.is_file()
             Train(**{name: value for name, value in settings.items() if name != "runtime"})
+
+
+@pytest.mark.soak
+def test_checkpoint_rates_of_two_processes(tmp_path: Path) -> None:
+    found = checkpoint.row(str(tmp_path), gigabytes=0.1, rounds=1, processes=2)
+    phases = {"copy", "write", "verify", "read"}
+    assert found.failed == ""
+    assert found.figures.keys() == {"gigabytes", *(f"{phase}_gb_per_second" for phase in phases)}
 
 
 @pytest.mark.soak

@@ -1,0 +1,139 @@
+"""Rates of checkpoints: `python -m bench.checkpoint [FOLDER] [--gigabytes N] [--processes 1 2]`.
+
+A state of N GB is copied, written and read as in a run, without a model, by one process and by
+several. The system's page cache is emptied before a read. GB are 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.report import Row, machine, publish, spread, versions
+from runtimes.contract import Shapes
+from runtimes.process.collectives import HostCollectives, join
+from runtimes.process.ranks import Ranks
+from runtimes.spmd.join_hosts import free_port
+from runtimes.train.checkpoints import Checkpoints
+from runtimes.update.state import owned_copies, read_arrays
+
+ROUNDS = 5
+GROUPS = ("weights", "exp_avg", "exp_avg_sq", "ema")
+SHAPE = (1280, 2560)  # 13 MB; a linear layer of SDXL
+RANK = "bench.checkpoint rank"
+
+
+class AllRanks:
+    """The collectives of a Runtime, without one."""
+
+    def __init__(self, collectives: HostCollectives) -> None:
+        self.any_rank, self.broadcast = collectives.any, collectives.broadcast
+
+
+def measure(folder: str, gigabytes: float, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each phase and round, as one of the ranks; all ranks wait after each phase."""
+    ranks = Ranks.here()
+    if ranks.world > 1:
+        join(ranks)
+    collectives = HostCollectives(ranks.world)
+    checkpoints = Checkpoints(folder, 1, writers=collectives.writers())
+    count = max(1, round(gigabytes * 1e9 / (4 * np.prod(SHAPE)) / len(GROUPS)))
+    array = np.random.default_rng(ranks.rank).standard_normal(SHAPE, np.float32)
+    groups = {group: {f"unet.{n}.weight": array for n in range(count)} for group in GROUPS}
+    shapes: Shapes = {group: dict.fromkeys(arrays, SHAPE) for group, arrays in groups.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "write", "verify", "read")}
+
+    def end(phase: str, since: float) -> None:
+        collectives.any(False)
+        seconds[phase].append(time.perf_counter() - since)
+
+    for step in range(1, rounds + 1):
+        since = time.perf_counter()
+        state = owned_copies(groups, checkpoints.owners(shapes), ranks.rank, np.array)
+        end("copy", since)
+        since = time.perf_counter()
+        checkpoints.save(step, state, [], {}, shapes=shapes)
+        end("write", since)
+        del state
+        _empty_page_cache(folder)
+        collectives.any(False)
+        since = time.perf_counter()
+        saved = checkpoints.latest(ranks=AllRanks(collectives))
+        assert saved is not None
+        end("verify", since)
+        _empty_page_cache(folder)
+        collectives.any(False)
+        since = time.perf_counter()
+        for _ in read_arrays(saved.state, shapes):
+            pass
+        end("read", since)
+    return seconds
+
+
+def _empty_page_cache(folder: str) -> None:
+    for path in Path(folder).rglob("*.safetensors"):
+        with path.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def row(folder: str, gigabytes: float, rounds: int, processes: int) -> Row:
+    """Rates in GB/s of a run of some processes."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "bench.checkpoint", folder, "--gigabytes", str(gigabytes)]
+    command += ["--rounds", str(rounds)]
+    children = [
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                **shared,
+                "WORLD_SIZE": str(processes),
+                "RANK": str(rank),
+                RANK: "1",
+            },
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(processes)
+    ]
+    outputs = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        return Row(f"{processes} processes", failed="a process failed")
+    seconds = json.loads(outputs[0].splitlines()[-1])
+    figures = {
+        f"{phase}_gb_per_second": spread([gigabytes / value for value in values])
+        for phase, values in seconds.items()
+    }
+    return Row(f"{processes} processes", figures={"gigabytes": gigabytes, **figures})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, as the parent of the ranks or as one of them."""
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__)
+    parser.add_argument("folder", nargs="?", help="on the disk to measure; default: a new one")
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    given = parser.parse_args(arguments)
+    if RANK in os.environ:
+        print(json.dumps(measure(given.folder, given.gigabytes, given.rounds)))
+        return 0
+    rows = []
+    for count in given.processes:
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            rows.append(row(folder, given.gigabytes, given.rounds, count))
+    facts = {"machine": machine(1), "versions": versions(("kilnworks", "torch", "numpy"))}
+    publish("checkpoint", rows, facts, None)
+    return 1 if any(found.failed for found in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
