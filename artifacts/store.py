@@ -23,6 +23,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import (
     FORMAT,
     SMALL,
@@ -39,8 +40,8 @@ from artifacts.commit import (
     write_record,
 )
 from artifacts.compare_and_swap import NoSwap, create
+from artifacts.digests import digest_bytes, digest_json
 from artifacts.disk import sync_tree
-from artifacts.keys import digest_bytes, digest_json
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
 from artifacts.stamps import distrust
@@ -51,28 +52,6 @@ SHARDS = "shards"
 #: Folders of a store that are no stages.
 NO_STAGES = {"compiled", "models", "registries", "registry", "runs"}
 log = logging.getLogger("kiln")
-
-
-@dataclass(frozen=True)
-class KeyParts:
-    """What an artifact's key is made of: anything else may change without a rebuild."""
-
-    stage: str
-    version: int
-    settings: dict[str, Any]
-    inputs: dict[str, str]  # name -> digest
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "version": self.version,
-            "settings": self.settings,
-            "inputs": self.inputs,
-        }
-
-    @property
-    def key(self) -> str:
-        return digest_json(self.as_dict())
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,10 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
 
     A step takes as long as with encoded pictures of `size` x `size` pixels.
     """
+    from artifacts.artifact_key import KeyParts
     from artifacts.latent_shard_writer import write_latent_shard
     from artifacts.latent_shards import LatentSample, Texts
-    from artifacts.store import KeyParts, Store
+    from artifacts.store import Store
 
     random, side = np.random.default_rng(0), size // 8
     unet = json.loads((model / "unet" / "config.json").read_text(encoding="utf-8"))

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from artifacts.store import Artifact, Draft, KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Draft, Store
 from configs.load import load_recipe
 from configs.recipe import Recipe
 

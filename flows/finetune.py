@@ -36,7 +36,7 @@ SHOWS = {
 }
 
 
-@task(**stage_task("download", retries=5, wait=15, days=14, tag="network"))
+@task(**stage_task("download"))
 @redacted_errors()
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
@@ -50,7 +50,7 @@ def download(run: Run) -> StageResult:
     return ended(run.store, run.model_name, result, download_stage.show)
 
 
-@task(**stage_task("encode", retries=3, wait=30, days=14, tag="accelerator"))
+@task(**stage_task("encode"))
 @redacted_errors()
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
@@ -63,7 +63,7 @@ def encode(run: Run, images: StageResult) -> StageResult:
     return ended(run.store, run.model_name, result, encode_stage.show)
 
 
-@task(**stage_task("train", retries=5, wait=60, days=30, tag="accelerator"))
+@task(**stage_task("train"))
 @redacted_errors()
 def train(run: Run, latents: StageResult) -> StageResult:
     """Fine-tune the base; a retry resumes from the newest checkpoint."""
@@ -82,7 +82,7 @@ def train(run: Run, latents: StageResult) -> StageResult:
     return ended(run.store, run.model_name, result, train_stage.show)
 
 
-@task(**stage_task("evaluate", retries=3, wait=30, days=7, tag="accelerator"))
+@task(**stage_task("evaluate"))
 @redacted_errors()
 def evaluate(
     run: Run, images: StageResult, latents: StageResult, trained: StageResult
@@ -99,7 +99,7 @@ def evaluate(
     return ended(run.store, run.model_name, result, evaluate_stage.show)
 
 
-@task(**stage_task("publish", retries=5, wait=10, days=1, tag="registry"))
+@task(**stage_task("publish"))
 @redacted_errors()
 def publish(
     run: Run,

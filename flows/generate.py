@@ -25,7 +25,7 @@ from tasks.build_or_reuse import StageResult, build_or_reuse
 log = logging.getLogger("kiln")
 
 
-@task(**stage_task("generate", retries=3, wait=10, days=1, tag="accelerator"))
+@task(**stage_task("generate"))
 @redacted_errors()
 def draw(settings: Generate, run_id: str) -> StageResult:
     """Sample the pictures of all prompts."""

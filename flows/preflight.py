@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import Latents
 from artifacts.resolve_model import ModelNotFound, resolve_model
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from configs.load import RecipeError, dump
 from configs.recipe import STAGES, Recipe, StageName
 from flows.task_settings import begin

@@ -17,7 +17,7 @@ from artifacts.store import Artifact, Store
 from configs.load import RecipeError
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
-from tasks.publish.champion_alias import RegistryError
+from tasks.publish.champion_history import RegistryError
 from tasks.publish.model_registry import Registry, Version
 from tasks.tpu import launch
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 
+from artifacts.artifact_key import KeyParts
 from artifacts.run_records import record_run
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from tasks.build_or_reuse import StageResult, TransientError, storing
 from tasks.panels import Panel
 from tasks.progress import Progress
@@ -22,6 +23,25 @@ from tasks.show_in_prefect import artifact_key, show_in_prefect
 
 DAY = 86400.0  # seconds
 log = logging.getLogger("kiln")
+
+
+class Limits(NamedTuple):
+    """Retries, time and concurrency of a stage's task."""
+
+    retries: int
+    wait: float  # seconds before the first retry; each further wait is twice as long
+    days: float  # time limit of one attempt
+    tag: str  # limits concurrency on the server
+
+
+LIMITS = {
+    "download": Limits(retries=5, wait=15, days=14, tag="network"),
+    "encode": Limits(retries=3, wait=30, days=14, tag="accelerator"),
+    "train": Limits(retries=5, wait=60, days=30, tag="accelerator"),
+    "evaluate": Limits(retries=3, wait=30, days=7, tag="accelerator"),
+    "publish": Limits(retries=5, wait=10, days=1, tag="registry"),
+    "generate": Limits(retries=3, wait=10, days=1, tag="accelerator"),
+}
 
 
 def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
@@ -35,22 +55,18 @@ def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
     return False
 
 
-def stage_task(name: str, *, retries: int, wait: float, days: float, tag: str) -> dict[str, Any]:
-    """Arguments of `@task` for a stage.
+def stage_task(name: str) -> dict[str, Any]:
+    """Arguments of `@task` for a stage of LIMITS.
 
     The store alone decides on reuse, and jitter separates the retries of parallel runs.
-
-    Args:
-        wait: seconds before the first retry; each further wait is twice as long.
-        days: time limit of one attempt.
-        tag: limits concurrency on the server.
     """
+    limits = LIMITS[name]
     return {
         "task_run_name": name,
-        "retries": retries,
-        "retry_delay_seconds": exponential_backoff(wait),
-        "timeout_seconds": days * DAY,
-        "tags": {tag},
+        "retries": limits.retries,
+        "retry_delay_seconds": exponential_backoff(limits.wait),
+        "timeout_seconds": limits.days * DAY,
+        "tags": {limits.tag},
         "cache_policy": NO_CACHE,
         "retry_condition_fn": may_pass,
         "retry_jitter_factor": 0.5,

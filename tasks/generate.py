@@ -10,8 +10,9 @@ from typing import Any
 
 from PIL import Image
 
+from artifacts.artifact_key import KeyParts
 from artifacts.resolve_model import resolve_model
-from artifacts.store import Artifact, Draft, KeyParts
+from artifacts.store import Artifact, Draft
 from configs.generate import Generate
 from configs.publish import NAME
 from runtimes import registry

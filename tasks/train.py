@@ -13,9 +13,10 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import digest_model
-from artifacts.store import Artifact, Draft, KeyParts
+from artifacts.store import Artifact, Draft
 from configs.recipe import Recipe
 from configs.train import key_settings
 from runtimes.families import detect_family

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from picture_sources import Captioned
 from safetensors.numpy import load_file
 
+from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import LatentShard, open_latents
-from artifacts.store import KeyParts, Store
+from artifacts.store import Store
 from configs.recipe import Recipe
 from runtimes.objective.random import Stream, generator
 

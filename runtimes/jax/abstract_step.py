@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 
 from configs.train import Train
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack
 from runtimes.jax.step import Step
 from runtimes.jax.step_cost import Request
+from runtimes.jax.torchax_bridge import as_function, recompute
 from runtimes.jax.weights import names_without_gradient, trained_names
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network

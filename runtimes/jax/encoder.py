@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.families import Family
-from runtimes.jax.bridge import Wrapped, as_function
 from runtimes.jax.device import start
 from runtimes.jax.mesh import Mesh
+from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.jax.weights import move
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob

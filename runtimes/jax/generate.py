@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
-from runtimes.jax.bridge import as_function
 from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import held_out_errors
 from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.sampler import Sampler, same_architecture
 from runtimes.jax.step import errors
+from runtimes.jax.torchax_bridge import as_function
 from runtimes.jax.weights import frozen_arrays
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline

@@ -25,7 +25,6 @@ from runtimes.contract import (
     StepOutput,
     lazy_output,
 )
-from runtimes.jax.bridge import as_function, recompute
 from runtimes.jax.device import (
     check,
     describe,
@@ -40,6 +39,7 @@ from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack
 from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.step import Step, errors, gather_weights
+from runtimes.jax.torchax_bridge import as_function, recompute
 from runtimes.jax.weights import (
     frozen_arrays,
     initial_state,

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
 from runtimes.data.padding import pad_rows, padded_rows
-from runtimes.jax.bridge import Wrapped, as_function
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.optimizer_and_ema import Arrays
+from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.jax.weights import move
 from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe_encoders import vae_path

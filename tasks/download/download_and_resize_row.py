@@ -12,13 +12,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from artifacts.keys import digest_bytes
+from artifacts.digests import digest_bytes
 from configs.download import Download
 from tasks.download.check_before_decoding import check_picture
+from tasks.download.decoding_memory import DECODING
 from tasks.download.exif_orientation import apply_orientation
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetcher
-from tasks.download.pixel_budget import DECODING
 from tasks.download.rows import Row
 from tasks.download.sources import ServedAt
 

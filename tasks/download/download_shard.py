@@ -10,8 +10,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from artifacts.digests import digest_json
 from artifacts.image_shards import Sample, read_rows, read_tar, write_rows, write_tar
-from artifacts.keys import digest_json
 from artifacts.store import SHARDS, Shard, Store
 from configs.download import Download
 from configs.redact_urls import without_secrets

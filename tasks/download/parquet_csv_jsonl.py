@@ -13,7 +13,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from artifacts.keys import parse_json
+from artifacts.digests import parse_json
 from artifacts.remote_clients import is_of_client
 from configs.redact_errors_and_logs import one_line
 from tasks.download.errors import SourceError

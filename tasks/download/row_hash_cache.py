@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from artifacts.keys import digest_json
+from artifacts.digests import digest_json
 from artifacts.resolve_model import cache_folder
 from tasks.download.parquet_csv_jsonl import reading
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts.keys import digest_bytes, digest_json
+from artifacts.digests import digest_bytes, digest_json
 
 
 @dataclass(frozen=True)

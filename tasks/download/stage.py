@@ -14,10 +14,10 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import read_record
 from artifacts.image_shards import read_tar
-from artifacts.keys import cut_shards
-from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Shard, Store
+from artifacts.store import MANIFEST, Artifact, Draft, Shard, Store
 from configs.recipe import Recipe
 from tasks.build_or_reuse import TransientError
 from tasks.download.download_shard import (
@@ -33,6 +33,7 @@ from tasks.download.download_shard import (
 from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.failure_reasons import is_transient
 from tasks.download.parquet_csv_jsonl import Span, join_spans
+from tasks.download.shard_boundaries import cut_shards
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.picture_grid import picture_grid, to_png

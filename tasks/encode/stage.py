@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO
-from artifacts.store import Artifact, Draft, KeyParts, Shard
+from artifacts.store import Artifact, Draft, Shard
 from configs.recipe import Recipe
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from artifacts.keys import digest_json
+from artifacts.digests import digest_json
 from artifacts.resolve_model import ModelNotFound, digest_model, resolve_model
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput

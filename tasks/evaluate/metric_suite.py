@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.keys import digest_json
+from artifacts.digests import digest_json
 from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import digest_model
 from artifacts.store import Shard, Store

@@ -13,8 +13,9 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts.artifact_key import KeyParts
 from artifacts.resolve_model import resolve_model
-from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
+from artifacts.store import Artifact, Draft, Shard, Store
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families.unet_inputs import ExtraInputs

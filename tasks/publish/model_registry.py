@@ -32,7 +32,7 @@ from artifacts.listing import entries, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_registry
 from artifacts.store import MANIFEST, Artifact, Store
-from tasks.publish.champion_alias import (
+from tasks.publish.champion_history import (
     ROLLED_BACK,
     Champions,
     Moves,

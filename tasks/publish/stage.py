@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import write_atomic
-from artifacts.keys import digest_json
-from artifacts.store import Artifact, Draft, KeyParts, Store
+from artifacts.digests import digest_json
+from artifacts.store import Artifact, Draft, Store
 from configs.load import dump
 from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged, read_record
-from artifacts.keys import digest_bytes
+from artifacts.digests import digest_bytes
 from artifacts.lock import LockLost
 from artifacts.safetensors import writing
-from artifacts.store import KeyParts, Store
+from artifacts.store import Store
 
 
 def committed(store: Store, resolution: int, data: bytes, name: str = "a.bin") -> str:

@@ -11,12 +11,14 @@ from collections import Counter
 import pytest
 from stores import UrlOf
 
-from artifacts.store import KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Store
 
 BUILDER = """
 import sys, time, uuid
 from artifacts.lock import LockLost, hold
-from artifacts.store import KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Store
 store, keys = Store(sys.argv[1]), int(sys.argv[2])
 for n in range(keys):
     parts = KeyParts("train", 1, {"n": n}, {})

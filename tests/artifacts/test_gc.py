@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from stores import REMOTE, UrlOf
 
+from artifacts.artifact_key import KeyParts
 from artifacts.compare_and_swap import read, remove, swap
 from artifacts.gc import Collector, Garbage
 from artifacts.gc_marks import Marks, mark, needed_by
 from artifacts.run_records import GarbageUnsure, record_run, runs
 from artifacts.stamps import TICK
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 
 DAY = 86400.0
 
@@ -467,7 +468,8 @@ def test_gc_waits_a_clock_tick_between_listing_and_reading_the_runs(
 RUN = """
 import random, sys
 from artifacts.run_records import record_run
-from artifacts.store import KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Store
 store, chance, number = Store(sys.argv[1]), random.Random(int(sys.argv[2])), 0
 print("ready", flush=True)
 while number < int(sys.argv[3]):

@@ -12,7 +12,8 @@ from drawn import JSON, holds_for
 from hypothesis import strategies as st
 
 from artifacts.commit import FileEntry, read_record, write_record
-from artifacts.keys import canonical_json, cut_shards, digest_json
+from artifacts.digests import canonical_json, digest_json
+from tasks.download.shard_boundaries import cut_shards
 
 ROWS = st.integers(0, 400)
 AVERAGE = st.integers(1, 40)

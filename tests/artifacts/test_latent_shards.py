@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from stores import REMOTE, UrlOf
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import write_record
-from artifacts.keys import digest_bytes
+from artifacts.digests import digest_bytes
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import (
     LatentSample,
@@ -22,7 +23,7 @@ from artifacts.latent_shards import (
     open_latents,
     to_bfloat16,
 )
-from artifacts.store import KeyParts, Store
+from artifacts.store import Store
 
 
 def _sample(

@@ -7,8 +7,9 @@ from gcs_objects import Refused
 from gcs_server import GcsServer
 from stores import UrlOf
 
+from artifacts.artifact_key import KeyParts
 from artifacts.remote_clients import StoreRefused, is_of_client
-from artifacts.store import KeyParts, Store
+from artifacts.store import Store
 from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable
 from tasks.build_or_reuse import StorageAway, storing
 from tasks.publish.model_registry import Registry

@@ -14,10 +14,11 @@ from stores import REMOTE, RequestsTo, UrlOf
 from artifacts import commit
 from artifacts import compare_and_swap as cas
 from artifacts import store as store_module
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged
-from artifacts.keys import digest_bytes
+from artifacts.digests import digest_bytes
 from artifacts.lock import Lock, LockLost
-from artifacts.store import Artifact, Draft, KeyParts, Store, StoreError
+from artifacts.store import Artifact, Draft, Store, StoreError
 
 PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
 

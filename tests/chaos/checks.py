@@ -11,7 +11,7 @@ from chaos import toy_flow
 
 from artifacts.commit import FileEntry, file_fault
 from artifacts.store import MANIFEST, Store
-from tasks.publish.champion_alias import last
+from tasks.publish.champion_history import last
 from tasks.publish.model_registry import Registry
 
 Digests = dict[str, tuple[str, str]]  # stage -> (key, digest)

@@ -16,12 +16,13 @@ from uuid import uuid4
 import numpy as np
 from fsspec.core import url_to_fs
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import FileEntry, open_checked, read_record
-from artifacts.keys import digest_json
+from artifacts.digests import digest_json
 from artifacts.lock import check_held
 from artifacts.run_records import record_run
 from artifacts.safetensors import read_arrays, write_arrays, writing
-from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
+from artifacts.store import Artifact, Draft, Shard, Store
 from configs.load import load_recipe
 from configs.recipe import Recipe
 from runtimes.train.checkpoints import Checkpoints

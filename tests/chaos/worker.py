@@ -38,7 +38,7 @@ from artifacts.run_records import RUNS, GarbageUnsure
 from artifacts.store import Store
 from flows.store_commands import collect_garbage, verify_store
 from tasks import build_or_reuse as stage
-from tasks.publish.champion_alias import RegistryError
+from tasks.publish.champion_history import RegistryError
 from tasks.publish.model_registry import Registry
 
 #: Errors after which a user runs the command again, or restores what the message names.

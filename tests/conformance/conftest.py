@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from artifacts.artifact_key import KeyParts
+from artifacts.digests import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.keys import digest_bytes
-from artifacts.store import KeyParts, Store
+from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from terminal import Terminal
 
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Store
 from configs.load import load_recipe, recipe_names
 from flows import doctor
 from flows.cli import app, main

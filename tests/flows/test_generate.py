@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from artifacts.artifact_key import KeyParts
 from artifacts.run_records import runs
-from artifacts.store import KeyParts, Store
+from artifacts.store import Store
 from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow

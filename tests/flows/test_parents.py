@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from artifacts.artifact_key import KeyParts
 from artifacts.gc_marks import needed_by
 from artifacts.latent_shards import INFO
 from artifacts.resolve_model import digest_model
 from artifacts.run_records import runs
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from configs.generate import read_settings
 from configs.load import load_recipe
 from flows import finetune, generate

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from server import Server
 
-from artifacts.store import Draft, KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Draft, Store
 from configs.load import load_recipe
 from configs.recipe import STAGES
 from runtimes.contract import WrongInput

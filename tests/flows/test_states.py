@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from prefect.states import Completed
 
-from artifacts.store import KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Store
 from configs.load import load_recipe
 from configs.recipe import STAGES
 from flows import finetune

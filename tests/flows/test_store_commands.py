@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from artifacts.artifact_key import KeyParts
 from artifacts.run_records import GarbageUnsure
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from flows.store_commands import collect_garbage, list_store, verify_store
 from tasks.publish.model_registry import Registry
 

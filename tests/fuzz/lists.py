@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from fuzz.mutations import VALUES, encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.keys import digest_bytes
+from artifacts.digests import digest_bytes
 from configs.source import DatasetSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
 from tasks.download.parquet_csv_jsonl import join_spans

@@ -11,9 +11,10 @@ import numpy as np
 from fuzz.mutations import mutate, mutate_tree
 from fuzz.reader import Reader
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import NewerFormat
-from artifacts.keys import digest_json
-from artifacts.store import KeyParts, Store
+from artifacts.digests import digest_json
+from artifacts.store import Store
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
 
 KEY = "ab" * 32

@@ -15,7 +15,8 @@ import pytest
 from gcs_server import GcsServer
 from stores import UrlOf
 
-from artifacts.store import Draft, KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Draft, Store
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import (
     StageFailed,

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from stores import REMOTE, UrlOf
 
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Store
 from configs.load import load_recipe
 from configs.train import Train, key_settings
 from runtimes.process.job import TrainJob

@@ -24,9 +24,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from artifacts.artifact_key import KeyParts
+from artifacts.digests import digest_bytes
 from artifacts.image_shards import Sample, read_rows, read_tar, write_tar
-from artifacts.keys import digest_bytes
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
 from tasks import download
 from tasks.beam import BeamOptionsError, check_options

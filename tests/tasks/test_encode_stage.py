@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged
+from artifacts.digests import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.keys import digest_bytes
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.torch_models.vae_and_text_encoders import Encoder

@@ -9,9 +9,10 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from artifacts.artifact_key import KeyParts
+from artifacts.digests import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.keys import digest_bytes
-from artifacts.store import Artifact, KeyParts, Shard, Store
+from artifacts.store import Artifact, Shard, Store
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.holdout_split import is_holdout
 from tasks.evaluate import before_after_grid, metrics

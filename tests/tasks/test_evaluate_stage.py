@@ -15,10 +15,11 @@ import torch
 from diffusers import UNet2DConditionModel
 from PIL import Image
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged
+from artifacts.digests import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.keys import digest_bytes
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.contract import WrongInput

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Store
 from configs.generate import read_settings
 from configs.load import RecipeError
 from runtimes.contract import WrongInput

@@ -11,7 +11,8 @@ import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Store
 from configs.load import load_recipe
 from configs.recipe import Recipe
 from tasks.publish.assemble_pipeline import assemble, cast

@@ -12,10 +12,11 @@ from fsspec.implementations.local import LocalFileSystem
 from stores import REMOTE, UrlOf
 
 from artifacts import compare_and_swap as cas
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged, first_fault
-from artifacts.store import Artifact, KeyParts, Store, StoreError
-from tasks.publish import champion_alias
-from tasks.publish.champion_alias import RegistryError
+from artifacts.store import Artifact, Store, StoreError
+from tasks.publish import champion_history
+from tasks.publish.champion_history import RegistryError
 from tasks.publish.model_registry import ChampionChanged, Registry
 
 
@@ -176,7 +177,7 @@ def test_one_of_two_concurrent_promotions_succeeds(
             both.wait(60)
         return cas.swap(fs, path, *given)
 
-    monkeypatch.setattr(champion_alias, "swap", together)
+    monkeypatch.setattr(champion_history, "swap", together)
     refused: list[str] = []
 
     def promote(version: str) -> None:
@@ -205,7 +206,7 @@ def test_a_request_that_arrives_late_sets_no_earlier_champion(
         requests.append(request)
         return cas.swap(*request)
 
-    monkeypatch.setattr(champion_alias, "swap", kept)
+    monkeypatch.setattr(champion_history, "swap", kept)
     for n in (1, 2, 3):
         found.promote(found.publish(model(store, n)).name)
     assert len(requests) == 6

@@ -20,10 +20,10 @@ from artifacts.clock import REAL, Clock
 from configs.download import Download
 from tasks.download.check_before_decoding import check_picture
 from tasks.download.dead_hosts import DeadHosts, is_outage
+from tasks.download.decoding_memory import PixelBudget
 from tasks.download.exif_orientation import apply_orientation
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetcher
-from tasks.download.pixel_budget import PixelBudget
 from tasks.download.rows import Row
 from tasks.download.safe_http_fetch import Limits, fetch, is_public
 from tasks.download.sources import ServedAt

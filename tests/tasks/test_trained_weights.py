@@ -5,8 +5,9 @@ import os
 import pytest
 from stores import REMOTE, UrlOf
 
+from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged
-from artifacts.store import KeyParts, Store
+from artifacts.store import Store
 from tasks.trained_weights import local_weights
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"

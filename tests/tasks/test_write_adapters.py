@@ -14,9 +14,10 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from artifacts.artifact_key import KeyParts
 from artifacts.resolve_model import ModelNotFound
 from artifacts.safetensors import write_arrays
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from configs.load import load_recipe
 from configs.lora import Lora
 from configs.recipe import Recipe

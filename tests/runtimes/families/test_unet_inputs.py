@@ -12,8 +12,8 @@ import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
+from artifacts.digests import digest_bytes
 from artifacts.image_shards import Sample
-from artifacts.keys import digest_bytes
 from artifacts.latent_shards import LatentShard, from_bfloat16
 from configs.train import Train
 from runtimes.contract import WrongInput

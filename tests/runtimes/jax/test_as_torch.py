@@ -147,7 +147,7 @@ def test_diffusers_loads_the_weights_and_predicts_the_same(make_job: MakeJob) ->
 
 def predict(runtime: TheRuntime, batch: StepBatch) -> NDArray[np.float32]:
     """What the runtime's own program predicts."""
-    from runtimes.jax.bridge import as_function
+    from runtimes.jax.torchax_bridge import as_function
 
     call = jax.jit(as_function(runtime._network, training=False))
     given = batch.noisy_latents, batch.timesteps, batch.conditioning

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 jax = chips.importorskip("jax")
-from runtimes.jax.bridge import as_function  # noqa: E402
+from runtimes.jax.torchax_bridge import as_function  # noqa: E402
 
 
 class Calls(torch.nn.Module):

@@ -1,13 +1,11 @@
-"""Content keys: canonical JSON, digests, and content-defined shard boundaries."""
+"""Digests of JSON, bytes and streams, and JSON in a canonical form."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
-Row = TypeVar("Row")
 CHUNK = 2**20
 
 
@@ -44,24 +42,3 @@ def digest_stream(stream: IO[bytes]) -> tuple[str, int]:
         digest.update(chunk)
         size += len(chunk)
     return digest.hexdigest(), size
-
-
-def cut_shards(rows: Iterable[tuple[str, Row]], average: int) -> Iterator[list[tuple[str, Row]]]:
-    """Cut `rows` of (sha256 hex, row) into shards at content-defined boundaries.
-
-    A shard has at least `average / 2` and at most `2 * average` rows. Between these limits it ends
-    at the first row whose hash meets a condition of probability about `2 / average`. An added or
-    removed row therefore moves nearby boundaries only (content-defined chunking as in LBFS, SOSP
-    2001).
-    """
-    least, most = max(1, average // 2), max(1, average * 2)
-    every = average - least + 1
-    shard: list[tuple[str, Row]] = []
-    for row_hash, row in rows:
-        shard.append((row_hash, row))
-        ends = len(shard) >= least and int(row_hash[:8], 16) % every == 0
-        if ends or len(shard) == most:
-            yield shard
-            shard = []
-    if shard:
-        yield shard
