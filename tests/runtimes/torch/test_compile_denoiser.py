@@ -25,6 +25,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _aot_eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(DeviceHooks, "compile_backend", "aot_eager")
+    # After a test of runtime jax in this process, torchax's device counts as an accelerator.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     torch._dynamo.reset()
     counters.clear()
     yield
