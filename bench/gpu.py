@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from bench import inputs, ours, report
 from bench.jobs import read_train_job
 from bench.report import Row
 from bench.steps import METHODS, OURS
-from bench.train_cuda import LARGE_MEMORY, SD2_UNET, SDXL_UNET
-from configs.train import Train
+from bench.train_cuda import BF16, SD2_UNET, SDXL_UNET, batch_size
 from runtimes.process.job import TrainJob, write_job
 
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
@@ -157,8 +156,6 @@ def job_maker(folder: Path) -> Callable[[Model, dict[str, Any]], TrainJob]:
     """A function that makes the job of a variant; the files of a model are written once."""
     import torch
 
-    total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-
     @cache
     def files(model: Model) -> tuple[Path, str]:
         place = folder / model.name
@@ -170,16 +167,9 @@ def job_maker(folder: Path) -> Callable[[Model, dict[str, Any]], TrainJob]:
     def make(model: Model, settings: dict[str, Any]) -> TrainJob:
         pipeline, latents = files(model)
         given = {name: value for name, value in settings.items() if name != "runtime"}
-        batch = model.batch * (2 if total >= LARGE_MEMORY else 1)
-        common = {**OURS, "mixed_precision": "bf16", "global_batch_size": batch, "steps": 100}
-        return TrainJob(
-            runtime=settings.get("runtime", "torch"),
-            model=str(pipeline),
-            latents=latents,
-            train=Train(**{**common, **given}).model_dump(mode="json"),
-            work=str(folder / "work"),
-            out=str(folder / "out"),
-        )
+        common = {**OURS, **BF16, "global_batch_size": batch_size(model.batch), "steps": 100}
+        job = ours.make_job(pipeline, latents, folder, WARM_UP, **{**common, **given})
+        return replace(job, runtime=settings.get("runtime", "torch"))
 
     return make
 

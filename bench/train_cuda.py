@@ -38,7 +38,7 @@ def cuda_row(
 ) -> Row:
     """Images/s, MFU and peak memory, also of the script if it exists."""
     _require_cuda()
-    return full_size_row(context, name, workload(_batch_size(batch)), method)
+    return full_size_row(context, name, workload(batch_size(batch)), method)
 
 
 def _require_cuda() -> None:
@@ -49,10 +49,12 @@ def _require_cuda() -> None:
         raise Skip("no CUDA device")
 
 
-def _batch_size(batch: int) -> int:
+def batch_size(batch: int) -> int:
+    """Twice the batch size on devices with LARGE_MEMORY."""
     import torch
 
-    return 2 * batch if torch.cuda.get_device_properties(0).total_memory >= LARGE_MEMORY else batch
+    total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    return 2 * batch if total >= LARGE_MEMORY else batch
 
 
 def full_size_row(context: Context, name: str, workload: Workload, method: str) -> Row:
@@ -75,7 +77,7 @@ def cuda_jax_row(
     _require_cuda()
     if not any(find_spec(plugin) for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
         raise Skip("jax has no CUDA plug-in: see docs/jax.md")
-    return two_runtimes_row(context, name, workload(_batch_size(batch)))
+    return two_runtimes_row(context, name, workload(batch_size(batch)))
 
 
 def two_runtimes_row(context: Context, name: str, workload: Workload) -> Row:

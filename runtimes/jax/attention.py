@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -29,8 +31,8 @@ def attend(
         scale: factor of the logits.
         dropping: PRNG key and dropout probability of the attention weights.
     """
-    if dropping is None and _has_fused_kernel(query):
-        return _fused(query, key, value, mask, causal=causal, scale=scale)
+    if mask is None and dropping is None and _has_fused_kernel(query):
+        return fused(query, key, value, causal=causal, scale=scale)
     wide = jnp.float32
     logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=wide) * scale
     if causal:
@@ -50,20 +52,21 @@ def _has_fused_kernel(query: Array) -> bool:
     return jax.default_backend() == "gpu" and half and query.shape[-1] in range(8, 129, 8)
 
 
-def _fused(
-    query: Array, key: Array, value: Array, mask: Array | None, *, causal: bool, scale: float
+def fused(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    causal: bool,
+    scale: float,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Array:
-    """The same by cuDNN, which does not store the logits."""
+    """`attend` without a mask by a fused kernel, which does not store the logits.
+
+    With masks, cuDNN refuses odd lengths in training, such as CLIP's 77 tokens.
+    """
     query, key, value = (jnp.swapaxes(array, 1, 2) for array in (query, key, value))
-    excludes = mask is not None and mask.dtype == bool
     output = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias=None if excludes else mask,
-        mask=mask if excludes else None,
-        scale=scale,
-        is_causal=causal,
-        implementation="cudnn",
+        query, key, value, scale=scale, is_causal=causal, implementation=implementation
     )
     return jnp.swapaxes(output, 1, 2)

@@ -50,6 +50,13 @@ def make_deterministic(enabled: bool = True) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+def is_deterministic(settings: Train, device: torch.device) -> bool:
+    """Whether `train.deterministic`, or its default for the device, demands exact repetition."""
+    if settings.deterministic is None:
+        return device.type != "cuda"
+    return settings.deterministic
+
+
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     """Select the PyTorch device of this process.
 

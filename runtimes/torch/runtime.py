@@ -19,7 +19,14 @@ from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.compile_denoiser import compile_denoiser
-from runtimes.torch.device import describe, make_deterministic, open_device, peak_bytes, versions
+from runtimes.torch.device import (
+    describe,
+    is_deterministic,
+    make_deterministic,
+    open_device,
+    peak_bytes,
+    versions,
+)
 from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import open_parallel
@@ -45,8 +52,7 @@ class TheRuntime(BaseRuntime):
         hooks = self._device_hooks = open_device(settings.device, ranks, settings.hpu, job.compiled)
         hooks.check(settings)
         self._device = hooks.device
-        exact = settings.deterministic
-        make_deterministic(self._device.type != "cuda" if exact is None else exact)
+        make_deterministic(is_deterministic(settings, self._device))
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)
         self.device = describe(self._device)

@@ -139,19 +139,26 @@ def test_a_promotion_gated_against_another_champion_is_refused(
     assert found._champions.alias() == "v2"
 
 
+def recorded_swaps(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:
+    """The arguments of all later calls of a `swap`, which still swaps."""
+    requests: list[tuple[Any, ...]] = []
+
+    def recorded(*request: Any) -> Any:
+        requests.append(request)
+        return cas.swap(*request)
+
+    monkeypatch.setattr(name, recorded)
+    return requests
+
+
 @pytest.mark.parametrize("kind", ["memory", *REMOTE])
 def test_a_file_that_arrives_late_changes_no_later_version(
     kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A publisher's copy was under way when another one took its lock over, and its version."""
-    store, requests = Store(url_of(kind)), []
+    store = Store(url_of(kind))
     found = Registry(f"{store.url}/registry", "digits")
-
-    def kept(*request: Any) -> Any:
-        requests.append(request)
-        return cas.swap(*request)
-
-    monkeypatch.setattr("artifacts.lock.swap", kept)
+    requests = recorded_swaps(monkeypatch, "artifacts.lock.swap")
     found.publish(model(store, 1))
     found.fs.rm_file(f"{found.root}/v1/manifest.json")
     version = found.publish(model(store, 2))
@@ -199,14 +206,9 @@ def test_one_of_two_concurrent_promotions_succeeds(
 def test_a_request_that_arrives_late_sets_no_earlier_champion(
     kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, requests = Store(url_of(kind)), []
+    store = Store(url_of(kind))
     found = Registry(f"{store.url}/registry", "digits")
-
-    def kept(*request: Any) -> Any:
-        requests.append(request)
-        return cas.swap(*request)
-
-    monkeypatch.setattr(champion_history, "swap", kept)
+    requests = recorded_swaps(monkeypatch, "tasks.publish.champion_history.swap")
     for n in (1, 2, 3):
         found.promote(found.publish(model(store, n)).name)
     assert len(requests) == 6

@@ -14,6 +14,7 @@ from configs.train import Train
 from runtimes.process.ranks import Ranks
 from runtimes.torch import parallel
 from runtimes.torch.compile_denoiser import compile_denoiser
+from runtimes.torch.device import is_deterministic
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.step import attention_kernel
@@ -76,13 +77,11 @@ def test_blocks_share_programs_and_every_size_has_one(make_job: MakeJob) -> None
     assert counters["stats"]["unique_graphs"] == 9
 
 
-@pytest.mark.parametrize(("device", "compiled"), [("cuda", True), ("cpu", False), ("npu", False)])
+@pytest.mark.parametrize(("device", "compiled"), [("cuda", True), ("cpu", False)])
 def test_auto_compiles_blocks_on_cuda(make_job: MakeJob, device: str, compiled: bool) -> None:
     job = make_job()
     network = Network.load(job, Train(**job.train))
-    hooks = DeviceHooks(torch.device("cpu"))
-    hooks.device = torch.device(device) if device != "npu" else type("Npu", (), {"type": "npu"})()
-    compile_denoiser(network.denoiser, "auto", hooks)
+    compile_denoiser(network.denoiser, "auto", DeviceHooks(torch.device(device)))
     found = {type(m).__name__ for m in network.modules() if m._compiled_call_impl is not None}
     assert found == ({"BasicTransformerBlock", "ResnetBlock2D"} if compiled else set())
 
@@ -114,8 +113,15 @@ def test_attention_uses_the_kernel_of_the_settings() -> None:
         assert torch.backends.cuda.flash_sdp_enabled()
 
 
+@pytest.mark.parametrize(("device", "default"), [("cpu", True), ("cuda", False)])
+def test_deterministic_kernels_are_the_default_except_on_cuda(device: str, default: bool) -> None:
+    assert is_deterministic(Train(), torch.device(device)) == default
+    for setting in (True, False):
+        assert is_deterministic(Train(deterministic=setting), torch.device(device)) == setting
+
+
 @pytest.mark.parametrize(("setting", "enabled"), [(None, True), (True, True), (False, False)])
-def test_deterministic_kernels_are_the_default_on_the_cpu(
+def test_the_runtime_selects_the_kernels_of_the_settings(
     make_job: MakeJob, setting: bool | None, enabled: bool
 ) -> None:
     try:
@@ -125,3 +131,15 @@ def test_deterministic_kernels_are_the_default_on_the_cpu(
         assert torch.backends.cudnn.benchmark != enabled
     finally:
         TheRuntime().load(make_job("after"))  # resets the flags for other tests
+
+
+def test_adapters_receive_activations_in_the_compute_dtype(make_job: MakeJob) -> None:
+    """PEFT would cast them to float32, and autocast back."""
+    runtime, batch = start(make_job(method="lora", mixed_precision="bf16"))
+    found = set()
+    for name, module in runtime._network.named_modules():
+        if "attn1.to_q.lora_A." in name:
+            module.register_forward_pre_hook(lambda _, given: found.add(given[0].dtype))
+    runtime.step(batch(0), 1e-3)
+    # Layer norm is float32 in CUDA's autocast only.
+    assert found == {torch.bfloat16}
