@@ -20,7 +20,7 @@ from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from artifacts import disk
+from artifacts import atomic_disk_writes
 
 #: What S3 answers to a conditional write that lost.
 _LOST = {"PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey", "412", "409"}
@@ -63,8 +63,8 @@ def swap(fs: AbstractFileSystem, path: str, seen: State, data: bytes) -> State |
 def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
     """Create a plain file, whole and synced; False if another file is there already."""
     if isinstance(fs, LocalFileSystem):
-        disk.make_folder(os.path.dirname(path))
-        return disk.create(path, data)
+        atomic_disk_writes.make_folder(os.path.dirname(path))
+        return atomic_disk_writes.create(path, data)
     return swap(fs, path, State(None, None), data) is not None
 
 
@@ -127,7 +127,7 @@ class _Local:
     def write(self, path: str, seen: State, data: bytes) -> int | None:
         number = seen.version + 1
         try:
-            if not disk.create(f"{path}.{number}", data):
+            if not atomic_disk_writes.create(f"{path}.{number}", data):
                 return None
         except FileNotFoundError:  # the folder has been deleted
             return None

@@ -15,8 +15,8 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
+from artifacts.atomic_disk_writes import replacing
 from artifacts.commit import FileEntry
-from artifacts.disk import replacing
 from artifacts.latent_shards import from_bfloat16
 from artifacts.tensor_header import TensorPlace, read_header
 

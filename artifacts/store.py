@@ -24,6 +24,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.artifact_key import KeyParts
+from artifacts.atomic_disk_writes import sync_tree
 from artifacts.commit import (
     FORMAT,
     SMALL,
@@ -41,7 +42,6 @@ from artifacts.commit import (
 )
 from artifacts.compare_and_swap import NoSwap, create
 from artifacts.digests import digest_bytes, digest_json
-from artifacts.disk import sync_tree
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
 from artifacts.stamps import distrust

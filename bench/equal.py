@@ -22,8 +22,8 @@ from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noised_batch import Objective
+from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.scheduler_config import read_schedule
-from runtimes.objective.targets import target_of
 from runtimes.process.job import TrainJob
 from runtimes.registry import open_runtime
 from runtimes.train.learning_rate import learning_rate

@@ -12,8 +12,9 @@ from typing import Any
 from bench import inputs, ours
 from bench.report import Row, Skip
 from bench.steps import Context, Workload
+from runtimes.check_support import probe_runtime
 from runtimes.process.job import TrainJob, write_job
-from runtimes.registry import interpreter, probe_runtime
+from runtimes.registry import interpreter
 
 SMALL = Workload("small", inputs.write_pipeline, pictures=100, size=32, batch=16)
 TENFOLD = replace(SMALL, name="tenfold", pictures=1000)

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, ValidationError
 
-from configs.load import RecipeError, explain
+from configs.explain_errors import explain
+from configs.load import RecipeError
 from configs.recipe import RuntimeName
 from configs.sampling import Prompts, Sampling
 from configs.section import StoredUrl

@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from configs import coming_from
+from configs.explain_errors import explain
 from configs.recipe import Recipe
 from configs.recipe_yaml import dump_yaml, parse_yaml
 from configs.redact_errors_and_logs import one_line
@@ -147,68 +147,3 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
             where = ".".join(parents[: depth + 1])
             raise RecipeError(f"override {dotted}: {where} is a value, not a section")
     settings.update(_merge({last: settings.get(last)}, {last: value}))
-
-
-def explain(
-    where: str,
-    error: ValidationError,
-    settings: dict[str, Any],
-    model: type[BaseModel] = Recipe,
-) -> str:
-    """A validation error as text: one line per fault, with similar names of settings.
-
-    Args:
-        where: the file or flow with the settings; it starts each line.
-        settings: the validated values.
-        model: the class they were validated with.
-    """
-    lines = [f"{where}: {_explain_one(item, settings, model)}" for item in error.errors()]
-    return without_secrets("\n".join(dict.fromkeys(lines)))
-
-
-def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:
-    where = [str(part) for part in item["loc"]]
-    kinds = {"urls", "folder", "dataset", "digits"}
-    if len(where) > 1 and where[0] == "source" and where[1] in kinds:
-        where.pop(1)  # pydantic adds the union's tag, which the file does not contain
-    dotted = ".".join(where)
-    if item["type"] == "extra_forbidden":
-        known = _field_names(where[:-1], settings, model)
-        if where[-1] not in known and (here := coming_from.ours(where[-1])) is not None:
-            return f"{dotted}: unknown setting ({here})"
-        near = difflib.get_close_matches(where[-1], known, n=1)
-        prefix = "".join(f"{part}." for part in where[:-1])
-        hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"
-        return f"{dotted}: unknown setting ({hint})"
-    if item["type"] == "missing":
-        return f"{dotted}: missing; it must be set"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error" and isinstance(item["input"], dict):
-        # A validator of a whole section: its message names the settings.
-        return f"{dotted}: {message}" if dotted else message
-    return f"{dotted}: {message} (got {item['input']!r})"
-
-
-def _field_names(
-    path: list[str], settings: dict[str, Any], model: type[BaseModel] | None
-) -> list[str]:
-    for part in path:
-        if model is None:
-            return []
-        if part == "source":
-            kind = (settings.get("source") or {}).get("kind")
-            model = _source_model(kind)
-        elif part in model.model_fields:
-            annotation = model.model_fields[part].annotation
-            if get_origin(annotation) is dict:  # named sections: the next part is a name
-                annotation = get_args(annotation)[1]
-            is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-            model = annotation if is_section else None  # type: ignore[assignment]
-    return sorted(model.model_fields) if model is not None else []
-
-
-def _source_model(kind: str | None) -> type[BaseModel] | None:
-    from configs import source
-
-    models = (source.UrlSource, source.FolderSource, source.DatasetSource, source.DigitsSource)
-    return next((m for m in models if kind in m.model_fields["kind"].annotation.__args__), None)  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from configs.recipe import RuntimeName
 from configs.redact_urls import without_secrets
 from flows.runner import ServerAway, check_server, configured_server
+from runtimes.check_support import probe_runtime
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import (
     cann_version,
@@ -19,7 +20,6 @@ from runtimes.hosts.detect_ascend import (
     torch_npu_version,
 )
 from runtimes.process.launcher import count_cores
-from runtimes.registry import probe_runtime
 from tasks.build_or_reuse import package_versions
 
 #: Packages that must not be installed, with the reason.

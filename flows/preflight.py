@@ -14,7 +14,7 @@ from artifacts.store import Artifact, Store
 from configs.load import RecipeError, dump
 from configs.recipe import STAGES, Recipe, StageName
 from flows.task_settings import begin
-from runtimes import registry
+from runtimes import check_support
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.hosts.detect_nvidia import gpu_memory
@@ -32,7 +32,7 @@ from tasks.evaluate import stage as evaluate
 from tasks.evaluate.clip_features import check_clip
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.metric_suite import metric_names
-from tasks.gpu.training_plan import check_fits
+from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
 from tasks.publish.assemble_pipeline import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
@@ -124,7 +124,7 @@ def _check_places(recipe: Recipe) -> Store:
 def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
     if "encode" not in stages:
         return
-    registry.check_installed(recipe.runtime)
+    check_support.check_installed(recipe.runtime)
     computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
     asked = {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
     settings = recipe.train
@@ -133,9 +133,9 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
     unsure = several or settings.optimizer == "adamw_8bit" or other
     if set(asked.values()) <= {"auto", "cpu"} and not unsure:
         return  # always available; a probe would import the runtime, which takes seconds
-    registry.check_devices(recipe.runtime, asked)
+    check_support.check_devices(recipe.runtime, asked)
     if "train" in stages:
-        registry.check_settings(recipe.runtime, settings)
+        check_support.check_settings(recipe.runtime, settings)
 
 
 def _check_monitoring(recipe: Recipe) -> None:
@@ -150,13 +150,13 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     model = resolve_model(recipe.model.path, revision=recipe.model.revision)
     vae = resolve_model(recipe.model.vae) if recipe.model.vae else None
     found = describe_encoders(model, vae)
-    registry.check_family(recipe.runtime, found["family"])
+    check_support.check_family(recipe.runtime, found["family"])
     factor = found["size_step"]
     bucket_sizes(TransformSettings.of(recipe), factor)
     evaluate.check_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
-    registry.check_scheduler(
+    check_support.check_scheduler(
         recipe.runtime, read_config(model / "scheduler"), recipe.evaluate.scheduler
     )
     check_targets.check(recipe, model)

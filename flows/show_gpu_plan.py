@@ -7,7 +7,7 @@ from typing import Any
 
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.gpu.advice import Advice
-from tasks.gpu.training_plan import GpuPlan
+from tasks.gpu.gpu_training_plan import GpuPlan
 
 
 def facts(plan: GpuPlan) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 from configs.recipe import Recipe
 from flows import show_gpu_plan
 from runtimes.torch_models.gpu_specs import GIB
-from tasks.gpu.training_plan import make_plan as make_gpu_plan
-from tasks.tpu.training_plan import SlicePlan, make_plan
-from tasks.training_plan import TrainingPlan
+from tasks.base_training_plan import TrainingPlan
+from tasks.gpu.gpu_training_plan import make_plan as make_gpu_plan
+from tasks.tpu.tpu_training_plan import SlicePlan, make_plan
 
 
 class DoesNotFit(ValueError):

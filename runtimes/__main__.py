@@ -35,6 +35,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.resolve_model import ModelNotFound, resolve_model
 from configs.train import Train
+from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput
 from runtimes.encoder_server import serve
 from runtimes.process.events import Events
@@ -42,7 +43,6 @@ from runtimes.process.job import Job, TrainJob, read_job
 from runtimes.process.launcher import Launcher, LostRank
 from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
 from runtimes.process.signals import STOPPED, Stop
-from runtimes.registry import check_settings_here, probe_here
 from runtimes.sample.generate_job import generate
 from runtimes.train.divergence import Diverged
 from runtimes.train.trainer import read_settings, train

@@ -15,7 +15,7 @@ from artifacts.resolve_model import resolve_model
 from artifacts.store import Artifact, Draft
 from configs.generate import Generate
 from configs.publish import NAME
-from runtimes import registry
+from runtimes import check_support, registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import drawing_config, read_config
@@ -64,12 +64,12 @@ def find_model(settings: Generate) -> EvalModel:
 
 def check(settings: Generate, model: EvalModel) -> None:
     """Raise WrongInput for settings that the model or the runtime does not support."""
-    registry.check_installed(settings.runtime)
+    check_support.check_installed(settings.runtime)
     if settings.device not in ("auto", "cpu"):
-        registry.check_devices(settings.runtime, {"device": settings.device})
-    registry.check_family(settings.runtime, detect_family(model.folder).name)
+        check_support.check_devices(settings.runtime, {"device": settings.device})
+    check_support.check_family(settings.runtime, detect_family(model.folder).name)
     own = read_config(model.part("scheduler"))
-    registry.check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
+    check_support.check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
     chosen = settings.scheduler
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):

@@ -11,8 +11,8 @@ from mindspore import Tensor
 from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST, StepBatch
-from runtimes.mindspore.loss import squared_errors
 from runtimes.mindspore.network import Network
+from runtimes.mindspore.squared_error import squared_errors
 
 
 class Inputs:

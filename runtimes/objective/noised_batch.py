@@ -19,11 +19,11 @@ from runtimes.objective.caption_and_noise_draws import (
     perturb,
 )
 from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.loss_weights import FlowWeighting, loss_weight
 from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
+from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.random import Stream
-from runtimes.objective.targets import target_of
 from runtimes.objective.timesteps import Probabilities, level_bounds
-from runtimes.objective.weighting import FlowWeighting, loss_weight
 
 Array = NDArray[np.float32]
 

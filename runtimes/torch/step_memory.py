@@ -28,10 +28,10 @@ from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.live_memory import LiveMemory, prime_batch_size
-from runtimes.torch.memory_plan import Request, StepMemory
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step
+from runtimes.torch.step_memory_records import Request, StepMemory
 from runtimes.torch_models.loading import empty_text_encoder
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network

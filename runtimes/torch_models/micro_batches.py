@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST, StepBatch
-from runtimes.torch_models.loss import squared_errors
+from runtimes.torch_models.squared_error import squared_errors
 
 Send = Callable[[NDArray[Any]], torch.Tensor]
 

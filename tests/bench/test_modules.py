@@ -17,7 +17,7 @@ from bench.steps import Context, Workload
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
 from configs.train import Train
-from runtimes.registry import probe_runtime
+from runtimes.check_support import probe_runtime
 
 MODULES = [
     f"{package.__name__}.{found.name}"

@@ -20,13 +20,13 @@ from tolerances import LOSS, NORM, WEIGHTS
 
 from configs.train import Train
 from runtimes.adapters.lora_layers import initial_down
+from runtimes.check_support import check_family
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
-from runtimes.registry import check_family
 from runtimes.torch_models.loading import load_denoiser
 from runtimes.train import trainer
 

@@ -125,7 +125,7 @@ def test_the_gcloud_commands_are_printed(here: Here, place: Path) -> None:
 def test_a_plan_for_many_chips_needs_libtpu(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.tpu.training_plan.compiler_folder", lambda: None)
+    monkeypatch.setattr("tasks.tpu.tpu_training_plan.compiler_folder", lambda: None)
     said = here("plan", "digits", "--topology", "v5p-64", "-o", f"store={tmp_path}", code=2)
     assert said.splitlines()[-1] == ("kiln: topology v5p-64: 32 chips need libtpu: make setup-plan")
 

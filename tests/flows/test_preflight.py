@@ -13,9 +13,9 @@ import torch
 from artifacts.latent_shards import Latents, ShardRef
 from configs.load import load_recipe
 from flows.preflight import check_gate, prepare
+from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
-from runtimes.registry import check_scheduler
-from runtimes.torch.memory_plan import KINDS, Moment, StepMemory
+from runtimes.torch.step_memory_records import KINDS, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.publish.gate import GateError
 
@@ -129,7 +129,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         moments = [Moment({**dict.fromkeys(KINDS, (0, 0)), "activations": (GIB, 0)})]
         return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tasks.gpu.memory.ask_planner", ask)
+    monkeypatch.setattr("tasks.gpu.peak_memory.ask_planner", ask)
     return models
 
 

@@ -9,7 +9,7 @@ from tolerances import assert_close
 
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, schedule_of
-from runtimes.objective.targets import target_of
+from runtimes.objective.prediction_targets import target_of
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 CONFIGS = [

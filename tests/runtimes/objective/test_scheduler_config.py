@@ -12,6 +12,7 @@ from tolerances import assert_close
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
+from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.scheduler_config import (
     PREDICTS_SAMPLE,
     RESCALES_BETAS,
@@ -19,7 +20,6 @@ from runtimes.objective.scheduler_config import (
     scheduler_config,
     trained_scheduler_config,
 )
-from runtimes.objective.targets import target_of
 from runtimes.torch_models.make_scheduler import make_scheduler
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

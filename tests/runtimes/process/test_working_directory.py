@@ -9,8 +9,9 @@ import pytest
 from command import ROOT
 from jobs import MakeJob
 
+from runtimes.check_support import _query
 from runtimes.process.job import EncodeJob
-from runtimes.registry import RUNTIMES, _query, has_own_environment, interpreter
+from runtimes.registry import RUNTIMES, has_own_environment, interpreter
 from tasks.child_process import run_job
 from tasks.encode.encoder_client import ServedEncoder
 

@@ -13,9 +13,9 @@ from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.pipeline_folder.describe_encoders import read_config
-from runtimes.torch.memory_plan import Request, StepMemory
+from runtimes.torch.step_memory_records import Request, StepMemory
+from tasks.base_training_plan import ask_planner, cache_key, load_or_compute
 from tasks.evaluate.prompts import sample_prompts
-from tasks.training_plan import ask_planner, cache_key, load_or_compute
 
 #: Increment when the recorded step or the meaning of its bytes changes.
 VERSION = 1

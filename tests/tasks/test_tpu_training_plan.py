@@ -19,8 +19,8 @@ from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
 from runtimes.jax.step_cost import StepCost, _refused
 from runtimes.spmd.tpu_slices import parse_slice
-from tasks.tpu import training_plan
-from tasks.tpu.training_plan import Size, _largest, _size
+from tasks.tpu import tpu_training_plan
+from tasks.tpu.tpu_training_plan import Size, _largest, _size
 
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
@@ -116,9 +116,9 @@ def test_padding_rows_are_not_counted_as_pictures(
     recipe = make_recipe(tmp_path, global_batch_size=16, micro_batch_size=4)
     size = _size(recipe, SLICE)
     assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
-    found = training_plan.SlicePlan(recipe, SLICE, size, PLAN, {})
+    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, {})
     monkeypatch.setattr("flows.show_plan.make_plan", lambda *_, **__: found)
-    monkeypatch.setattr(training_plan.SlicePlan, "bytes_per_picture", 7)
+    monkeypatch.setattr(tpu_training_plan.SlicePlan, "bytes_per_picture", 7)
     show_plan(recipe, "v5e-8", search=False, as_json=True)
     facts = json.loads(capsys.readouterr().out)
     assert facts["global_batch_size"] == 16
@@ -133,9 +133,9 @@ def test_the_error_of_a_large_batch_has_the_largest_that_fits(
     """Also if the compiler does not report the size."""
     recipe = make_recipe(tmp_path, global_batch_size=64)
     size, refused = _size(recipe, SLICE), replace(PLAN, total=total, flops=0, fits=False)
-    found = training_plan.SlicePlan(recipe, SLICE, size, refused, {}, size.with_per_chip(3))
+    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, refused, {}, size.with_per_chip(3))
     monkeypatch.setattr("flows.show_plan.make_plan", lambda *_, **__: found)
-    monkeypatch.setattr(training_plan.SlicePlan, "bytes_per_picture", 7)
+    monkeypatch.setattr(tpu_training_plan.SlicePlan, "bytes_per_picture", 7)
     with pytest.raises(DoesNotFit, match="micro_batch_size=24"):
         show_plan(recipe, "v5e-8", search=False, as_json=False)
     said = capsys.readouterr().out
@@ -149,10 +149,10 @@ def test_inputs_other_than_text_are_planned(tmp_path: Path) -> None:
     encode = recipe.encode.model_copy(update={"masks": 3})
     recipe = recipe.model_copy(update={"train": train, "encode": encode})
     size = _size(recipe, SLICE)
-    asked = Train(**training_plan._of_the_step(recipe.train, size))
+    asked = Train(**tpu_training_plan._of_the_step(recipe.train, size))
     assert asked.inpainting and asked.aesthetic_score
     info = {"vae_scale_factor": 8, "latent_channels": 4, "tokens": 77, "prompt_dim": 32}
-    planned = training_plan.SlicePlan(recipe, SLICE, size, PLAN, {**info, "pooled_dim": None})
+    planned = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, {**info, "pooled_dim": None})
     latents, masks = np.zeros((4, 4, 4), np.uint16), np.zeros((3, 4, 4), np.uint8)
     masked_means, prompt = np.zeros((3, 4, 4, 4), np.uint16), np.zeros((77, 32), np.uint16)
     kept = [latents, latents, masks, masked_means, prompt]  # two: mean and log-variance
@@ -182,7 +182,7 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_cached(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(training_plan, "compiler_folder", lambda: None)
+    monkeypatch.setattr(tpu_training_plan, "compiler_folder", lambda: None)
     monkeypatch.setenv("XLA_FLAGS", chips.FAST_COMPILATION)
     settings: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4}
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, **settings)
@@ -256,13 +256,13 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def libtpu() -> None:
-    lacking = "" if training_plan.compiler_folder() else "there is no libtpu: make setup-plan"
+    lacking = "" if tpu_training_plan.compiler_folder() else "there is no libtpu: make setup-plan"
     if reason := chips.not_selected("jax") or chips.unless_required("libtpu", lacking):
         pytest.skip(reason)
 
 
 def ask_compiler(program: str, *slices: str) -> None:
-    paths = [os.environ.get("PYTHONPATH", ""), str(training_plan.compiler_folder()), str(ROOT)]
+    paths = [os.environ.get("PYTHONPATH", ""), str(tpu_training_plan.compiler_folder()), str(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", program, *slices], check=True, env=environment)
 
@@ -275,7 +275,7 @@ def test_with_libtpu_the_step_is_compiled_for_the_slice(
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, global_batch_size=8)
     show_plan(recipe, "v5e-1", search=False, as_json=True)
     facts, _ = _read(capsys)
-    assert facts["compiler"] == f"libtpu {training_plan.compiler_version()}" and facts["fits"]
+    assert facts["compiler"] == f"libtpu {tpu_training_plan.compiler_version()}" and facts["fits"]
     of_pictures = 8 * facts["flops_per_image"]
     assert 0.9 * of_pictures < facts["flops"] < 1.5 * of_pictures
     state = 4 * 4 * facts["parameters"]  # weights, moments and average, laid out in tiles

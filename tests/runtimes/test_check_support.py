@@ -1,4 +1,4 @@
-"""A runtime's own environment is where it is looked for, run, and asked what there is."""
+"""The table of runtimes; probes and checks, also in a runtime's own environment."""
 
 import sys
 from pathlib import Path
@@ -9,27 +9,22 @@ import pytest
 from configs.recipe import RuntimeName
 from configs.train import Train
 from runtimes import registry
+from runtimes.check_support import check_installed, check_settings, probe_runtime
 from runtimes.contract import WrongInput
-from runtimes.registry import (
-    RuntimeSpec,
-    check_installed,
-    check_settings,
-    interpreter,
-    probe_runtime,
-)
+from runtimes.registry import RuntimeSpec, interpreter
 
 
-def test_recipes_may_name_what_is_built() -> None:
+def test_recipes_accept_exactly_the_registered_runtimes() -> None:
     assert set(get_args(RuntimeName)) == set(registry.RUNTIMES)
 
 
-def test_torch_runs_on_our_own_interpreter() -> None:
+def test_torch_runs_in_this_interpreter() -> None:
     check_installed("torch")
     assert interpreter("torch") == sys.executable
     assert probe_runtime("torch").devices[-1].startswith("cpu")
 
 
-def test_what_is_not_known_says_what_is() -> None:
+def test_an_unknown_runtime_is_refused_with_the_known_ones() -> None:
     known = ", ".join(registry.RUNTIMES)
     assert probe_runtime("abacus").reason == f"runtime 'abacus' is not known here (known: {known})"
 
@@ -44,7 +39,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_runtime_is_probed_in_its_own_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     elsewhere = RuntimeSpec("runtimes.torch", ("torch",), environment="-other")
     monkeypatch.setitem(registry.RUNTIMES, "torch", elsewhere)
     prefix = sys.prefix
@@ -63,7 +60,7 @@ def test_another_environment_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
         check_settings("torch", Train(device="cuda:99"))
 
 
-def test_each_environment_has_its_own_beside_it(
+def test_environments_of_runtimes_lie_beside_each_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     python = tmp_path / ".venv312-xla/bin/python"
@@ -78,7 +75,7 @@ def test_each_environment_has_its_own_beside_it(
     assert interpreter("xla") == sys.executable
 
 
-def test_settings_that_no_device_here_serves() -> None:
+def test_settings_without_a_supporting_device_are_refused() -> None:
     check_settings("torch", Train(device="cpu"))
     with pytest.raises(WrongInput, match="device cuda:99: this machine has"):
         check_settings("torch", Train(device="cuda:99"))

@@ -16,11 +16,11 @@ from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
-from runtimes.torch.memory_plan import StepMemory
+from runtimes.torch.step_memory_records import StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
+from tasks.base_training_plan import PlanFailed, TrainingPlan
 from tasks.gpu.advice import Advice, advise
-from tasks.gpu.memory import Peaks, Planner, executed_flops, moments
-from tasks.training_plan import PlanFailed, TrainingPlan
+from tasks.gpu.peak_memory import Peaks, Planner, executed_flops, moments
 
 #: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
 #: fragmentation of the allocator; drivers also report up to 8% less than data sheets.

@@ -1,4 +1,4 @@
-"""Differentiable text encoding, as in torch_models/prompt_embeds.py."""
+"""Differentiable text encoding, as in torch_models/differentiable_text_encoding.py."""
 
 from __future__ import annotations
 

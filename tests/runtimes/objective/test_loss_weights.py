@@ -6,9 +6,14 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from tolerances import assert_close
 
+from runtimes.objective.loss_weights import (
+    debiased_weight,
+    flow_weight,
+    loss_weight,
+    min_snr_weight,
+)
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
-from runtimes.objective.targets import target_of
-from runtimes.objective.weighting import debiased_weight, flow_weight, loss_weight, min_snr_weight
+from runtimes.objective.prediction_targets import target_of
 
 CONFIG = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 KINDS = ("epsilon", "v_prediction", "sample")

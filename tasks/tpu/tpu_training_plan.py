@@ -23,7 +23,7 @@ from runtimes.contract import WrongInput
 from runtimes.jax.step_cost import Request, StepCost
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
-from tasks.training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute
+from tasks.base_training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 3
