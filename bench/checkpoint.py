@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from bench.report import Row, machine, publish, spread, versions
 from runtimes.contract import Shapes
@@ -76,6 +77,8 @@ def measure(folder: str, gigabytes: float, rounds: int) -> dict[str, list[float]
         for _ in read_arrays(saved.state, shapes):
             pass
         end("read", since)
+    if dist.is_initialized():  # gloo's threads would abort the interpreter's exit
+        dist.destroy_process_group()
     return seconds
 
 

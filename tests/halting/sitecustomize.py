@@ -20,18 +20,18 @@ IN_TURN = threading.Lock()
 seen = 0
 
 
-def halting(fs: Any, path: str, data: bytes) -> None:
+def halting(fs: Any, path: str, data: bytes, *check: Any) -> str | None:
     """As write_atomic; from the record to halt at on, no thread gets through."""
     global seen
     if re.search(HALT["record"], path) is None:
-        return write(fs, path, data)
+        return write(fs, path, data, *check)
     with IN_TURN:
         seen += 1
         if seen == HALT["number"]:
             Path(HALT["told"] + ".new").write_text(str(os.getpid()))
             Path(HALT["told"] + ".new").rename(HALT["told"])
             time.sleep(3600)
-        write(fs, path, data)
+        return write(fs, path, data, *check)
 
 
 write, commit.write_atomic = commit.write_atomic, halting

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chips import standing_in
 from command import ROOT
 from jobs import MakeJob
 
@@ -63,7 +64,8 @@ def test_a_probe_answers_where_the_working_directory_has_modules_by_our_names(
     """Asked in another process, as where a runtime has an environment of its own."""
     if has_own_environment(runtime) and not Path(interpreter(runtime)).is_file():
         pytest.skip(f"make setup-{runtime}")
-    assert _query(interpreter(runtime), "--probe", runtime)["available"]
+    with standing_in(runtime):
+        assert _query(interpreter(runtime), "--probe", runtime)["available"]
 
 
 def test_every_process_of_a_runtime_is_started_safely() -> None:
