@@ -104,7 +104,8 @@ def reason_to_skip(variant: str) -> str:
     """
     on = VARIANTS[variant]
     required = (on.runtime if on.device == "cpu" else on.device) in _must_run()
-    return not_selected(variant) or ("" if required else _missing(variant))
+    excluded = not_selected(variant) or excluded_by_cuda(variant)
+    return excluded or ("" if required else _missing(variant))
 
 
 def require(variant: str) -> None:
@@ -119,6 +120,23 @@ def not_selected(variant: str) -> str:
     if selected is None or VARIANTS[variant].runtime in selected.split():
         return ""
     return f"{SELECTED} is {selected!r}"
+
+
+def excluded_by_cuda(variant: str) -> str:
+    """Why a CUDA build of PyTorch excludes a variant; empty if it does not.
+
+    PyTorch refuses two accelerators in one process, and HPU has a dispatch key of its own.
+    """
+    if VARIANTS[variant].device != "hpu" or cuda_of_pytorch() is None:
+        return ""
+    return f"PyTorch is built for CUDA {cuda_of_pytorch()}, which excludes the emulated HPU"
+
+
+def cuda_of_pytorch() -> str | None:
+    """CUDA's version that PyTorch is built for; None: a CPU build."""
+    import torch  # unit tests do not need it
+
+    return torch.version.cuda
 
 
 def importorskip(name: str) -> Any:

@@ -14,6 +14,7 @@ from runtimes.registry import RuntimeSpec
 def _no_selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in (chips.SELECTED, chips.MUST_RUN):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(chips, "cuda_of_pytorch", lambda: None)
     chips._missing.cache_clear()
     yield
     chips._missing.cache_clear()
@@ -68,6 +69,17 @@ def test_importorskip_fails_for_a_required_package(monkeypatch: pytest.MonkeyPat
     with pytest.raises(BaseException) as raised:  # BaseException includes a skip
         chips.importorskip("nowhere")
     assert raised.type is ModuleNotFoundError
+
+
+def test_a_cuda_build_of_pytorch_excludes_the_emulated_hpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(chips.MUST_RUN, "torch hpu npu")
+    monkeypatch.setattr(chips, "cuda_of_pytorch", lambda: "13.0")
+    assert "PyTorch is built for CUDA 13.0" in chips.reason_to_skip("hpu-eager")
+    assert chips.reason_to_skip("npu") == chips.reason_to_skip("torch") == ""
+    monkeypatch.setattr(chips, "cuda_of_pytorch", lambda: None)
+    assert chips.reason_to_skip("hpu-eager") == ""
 
 
 def test_emulated_device_requires_python_headers(
