@@ -17,6 +17,7 @@ from configs.train import Train
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack
+from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
 from runtimes.jax.step_cost import Request
 from runtimes.jax.torchax_bridge import as_function, recompute
@@ -45,6 +46,7 @@ class AbstractStep:
         self._network = network
         self._hosts = hosts
         self._mesh = Mesh(settings.fsdp, devices)
+        self._splash = SplashAttention.on(self._mesh)
         self._counter = FlopCounter(network)
         extras = ExtraInputs.from_config(network.denoiser.config)
         vae = None if request.vae is None else Path(request.vae)
@@ -67,7 +69,7 @@ class AbstractStep:
         untouched = frozenset[str]()
         if self._settings.train_text_encoder:
             untouched = names_without_gradient(self._counter.network, self._network, self._batch)
-        predict = as_function(self._network, training=True)
+        predict = as_function(self._network, training=True, splash=self._splash)
         step = Step(predict, self._settings, self._mesh, self._names, untouched)
         batch = self._stacked()
         seeds, numbers = np.zeros(batch["weight"].shape[0], np.uint32), np.zeros(4, np.float32)
@@ -77,6 +79,17 @@ class AbstractStep:
     def flops_per_image(self) -> float | None:
         """FLOPs of a forward and backward pass per image, without recomputation."""
         return self._counter.of(self._batch)
+
+    def kernel_flops(self) -> float:
+        """FLOPs of attention kernels per device and lowered step, recomputation included.
+
+        The backward kernel computes five products of the size of the forward kernel's two.
+        """
+        if self._splash is None:
+            return 0.0
+        passes = 1 + self._settings.gradient_checkpointing + 5 / 2
+        forward = sum(self._splash.forward_flops) / self._mesh.count
+        return forward * passes * self.micro_batches
 
     def argument_bytes(self) -> int:
         """Bytes of all arguments per device."""

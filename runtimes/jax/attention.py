@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from runtimes.jax import splash_attention
+
 
 def attend(
     query: Array,
@@ -31,8 +33,12 @@ def attend(
         scale: factor of the logits.
         dropping: PRNG key and dropout probability of the attention weights.
     """
-    if mask is None and dropping is None and _has_fused_kernel(query):
-        return fused(query, key, value, causal=causal, scale=scale)
+    if mask is None and dropping is None:
+        splash = None if causal else splash_attention.current()
+        if splash is not None and splash.suits(query, key):
+            return splash(query, key, value, scale)
+        if _has_fused_kernel(query):
+            return fused(query, key, value, causal=causal, scale=scale)
     wide = jnp.float32
     logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=wide) * scale
     if causal:

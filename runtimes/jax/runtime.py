@@ -38,6 +38,7 @@ from runtimes.jax.device import (
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack
 from runtimes.jax.optimizer_and_ema import Arrays
+from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step, errors, gather_weights
 from runtimes.jax.torchax_bridge import as_function, recompute
 from runtimes.jax.weights import (
@@ -86,7 +87,8 @@ class TheRuntime(BaseRuntime):
         share = settings.global_batch_size // ranks.world
         self._rows = min(settings.micro_batch_size or share, share)
         self._updates = 0
-        self._errors = jax.jit(partial(errors, as_function(network, training=False)))
+        predict = as_function(network, training=False, splash=SplashAttention.on(self._mesh))
+        self._errors = jax.jit(partial(errors, predict))
         self._working = jax.jit(
             lambda weights: gather_weights(weights, self._mesh, settings.compute_dtype)
         )
@@ -117,7 +119,8 @@ class TheRuntime(BaseRuntime):
         untouched = frozenset[str]()
         if self._settings.train_text_encoder:
             untouched = names_without_gradient(self._counter.network, self._network, batch)
-        predict = as_function(self._network, training=True)
+        splash = SplashAttention.on(self._mesh)
+        predict = as_function(self._network, training=True, splash=splash)
         step = Step(predict, self._settings, self._mesh, self._names, untouched)
         return step.compiled(self._state)
 

@@ -57,8 +57,9 @@ class StepCost:
     temporaries: int  # bytes of activations, gradients, gathered weights (refused: all else)
     total: int  # peak bytes; 0 if unknown
     flops: float  # executed FLOPs, recomputation included
+    kernel_flops: float  # those of attention kernels, without time in `optimal_seconds`
     bytes_accessed: float
-    optimal_seconds: float | None  # per step, the compiler's estimate
+    optimal_seconds: float | None  # per step, the compiler's estimate without kernel_flops
     flops_per_image: float | None  # forward and backward, without recomputation
     parameters: int  # number of trained parameters
     seconds: float  # duration of this estimate
@@ -88,13 +89,14 @@ def step_cost(request: Request) -> StepCost:
         memory = _refused(refused, step.argument_bytes())
     else:
         memory, costs = _memory(compiled.memory_analysis()), dict(compiled.cost_analysis() or {})
-    optimal = costs.get("optimal_seconds", -1.0)
+    optimal, kernel_flops = costs.get("optimal_seconds", -1.0), step.kernel_flops()
     # XLA's cost analysis counts a loop body once. On a CPU, step.py unrolls the loop.
     times = 1 if devices[0].platform == "cpu" else step.micro_batches
     return StepCost(
         compiler=compiler,
         **memory,
-        flops=costs.get("flops", 0.0) * times,
+        flops=costs.get("flops", 0.0) * times + kernel_flops if costs else 0.0,
+        kernel_flops=kernel_flops,
         bytes_accessed=costs.get("bytes accessed", 0.0) * times,
         optimal_seconds=optimal * times if optimal > 0 else None,
         flops_per_image=step.flops_per_image(),

@@ -19,19 +19,24 @@ import torch
 from jax import Array
 from torch.nn import functional
 
+from runtimes.jax import splash_attention
 from runtimes.jax.attention import attend
+from runtimes.jax.splash_attention import SplashAttention
 
 Arrays = Mapping[str, Any]
 #: Parts of overload names that torchax 0.0.13 references and PyTorch 2.13 has removed.
 _GONE = ("dimname", "names")
 
 
-def as_function(module: torch.nn.Module, *, training: bool) -> Callable[..., Any]:
+def as_function(
+    module: torch.nn.Module, *, training: bool, splash: SplashAttention | None = None
+) -> Callable[..., Any]:
     """The module's forward pass as a pure function `call(arrays, seed, *arguments)`.
 
     Args:
         module: its own weights are not used by the function.
         training: whether the module is in training mode, with dropout.
+        splash: attention kernel of TPUs; None: XLA's own operations.
 
     Returns:
         A function of `arrays` (parameters and buffers by their names in the module), `seed` (u32,
@@ -46,6 +51,7 @@ def as_function(module: torch.nn.Module, *, training: bool) -> Callable[..., Any
         with (
             environment,
             environment.override_property(prng=key),
+            splash_attention.using(splash),
             torch.set_grad_enabled(training),  # diffusers checkpoints only with gradients enabled
         ):
             found = torch.func.functional_call(module, weights, given)

@@ -25,7 +25,7 @@ from tasks.tpu.tpu_training_plan import Size, _largest, _size
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
-PLAN = StepCost("a compiler", 2 * GIB, 0, 0, 1e12, 1e9, 0.1, 1e12, 10, 1.0, True)
+PLAN = StepCost("a compiler", 2 * GIB, 0, 0, 1e12, 0.0, 1e9, 0.1, 1e12, 10, 1.0, True)
 
 
 class Measured:
@@ -124,6 +124,14 @@ def test_padding_rows_are_not_counted_as_pictures(
     assert facts["global_batch_size"] == 16
     assert facts["images_per_second"] == pytest.approx(16 / 0.1)
     assert facts["cost"] == pytest.approx(8 * 2.0 * 0.1)
+
+
+def test_attention_kernels_add_their_time_at_half_of_the_peak(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, global_batch_size=16)
+    size, step = _size(recipe, SLICE), replace(PLAN, kernel_flops=SLICE.chip.peak)
+    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, step, {})
+    assert found.step_seconds == pytest.approx(0.1 + 2)
+    assert "attention kernels at 50% of the chip's peak" in found.assumption
 
 
 @pytest.mark.parametrize("total", [SLICE.chip.hbm_bytes + 4 * GIB, 0])
@@ -254,6 +262,39 @@ for name in sys.argv[1:]:
 """
 
 
+ATTENTION = """
+import sys
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from runtimes.spmd.tpu_slices import parse_slice
+from runtimes.jax.step_cost import _devices
+for name in sys.argv[1:]:
+    _, devices = _devices(parse_slice(name))
+    from runtimes.jax.attention import attend
+    from runtimes.jax.mesh import Mesh
+    from runtimes.jax.splash_attention import SplashAttention, using
+    mesh = Mesh(1, devices)
+
+    def moved(kernel, size):
+        def loss(query, key, value):
+            with using(kernel):
+                found = attend(query, key, value, scale=size**-0.5)
+            return jnp.square(found.astype(jnp.float32)).sum()
+
+        shape = (len(devices), 2, 2048, size)
+        given = ShapeDtypeStruct(shape, jnp.bfloat16, sharding=mesh.row_sharding(0))
+        step = jax.jit(jax.grad(loss, (0, 1, 2))).trace(given, given, given)
+        compiled = step.lower(lowering_platforms=("tpu",)).compile()
+        return compiled.cost_analysis()["bytes accessed"]
+
+    for size in (40, 64, 128, 160):
+        kernel = SplashAttention.on(mesh)
+        assert moved(kernel, size) < moved(None, size) / 2, (name, size)
+        assert kernel.forward_flops == [4 * len(devices) * 2 * 2048 * 2048 * size]
+"""
+
+
 @pytest.fixture
 def libtpu() -> None:
     lacking = "" if tpu_training_plan.compiler_folder() else "there is no libtpu: make setup-plan"
@@ -290,6 +331,12 @@ def test_the_compiler_knows_slices_of_every_kind() -> None:
     """One chip, chips of two cores, several hosts, arrays sharded over part of a row."""
     slices = ["v4-8:2", "v4-32:4", "v5e-1:1", "v5e-8:4", "v5p-128:8", "v6e-16:2", "v6e-64:4"]
     ask_compiler(MESHES, *slices)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("libtpu")
+def test_attention_kernels_compile_for_each_generation_and_move_fewer_bytes() -> None:
+    ask_compiler(ATTENTION, "v4-8", "v5e-4", "v5p-8", "v6e-4")
 
 
 @pytest.mark.slow

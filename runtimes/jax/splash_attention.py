@@ -1,0 +1,144 @@
+"""Attention on TPUs by JAX's splash attention kernel, which does not store the logits.
+
+The kernel is `jax.experimental.pallas.ops.tpu.splash_attention` (as flash attention, arXiv
+2205.14135). It has no partitioning rule, so `jax.shard_map` runs it on each device's rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.sharding import PartitionSpec
+
+from runtimes.jax.mesh import Mesh
+from runtimes.spmd.sharding import AXES
+
+#: The kernel's blocks are multiples of a vector register's lanes, so sequences are padded to it.
+LANES = 128
+#: Largest block of queries or keys: a block of logits is 4 MiB of a TPU's vector memory.
+LARGEST_BLOCK = 1024
+#: With fewer queries or keys (captions have 77), XLA's own operations move fewer bytes on a v5p.
+SHORTEST = 512
+
+
+@dataclass(frozen=True)
+class SplashAttention:
+    """The use of the kernel in one trace.
+
+    Args:
+        mesh: its devices share the rows of each batch.
+        interpret: run the kernel by Pallas' interpreter, on any device.
+    """
+
+    mesh: jax.sharding.Mesh
+    interpret: bool = False
+    #: FLOPs of each traced call's forward pass on all devices, which XLA's cost analysis lacks.
+    forward_flops: list[float] = field(default_factory=list)
+
+    def suits(self, query: Array, key: Array) -> bool:
+        """Whether the kernel is better than XLA's own operations.
+
+        Args:
+            query: [B, H, T, D].
+            key: [B, H, S, D].
+        """
+        half = query.dtype in (jnp.bfloat16, jnp.float16)
+        divisible = query.shape[0] % self.mesh.size == 0
+        long = min(query.shape[2], key.shape[2]) >= SHORTEST
+        return (half or self.interpret) and divisible and long
+
+    @classmethod
+    def on(cls, mesh: Mesh) -> SplashAttention | None:
+        """The kernel on a mesh of TPUs; None for other devices."""
+        return cls(mesh.mesh) if mesh.platform == "tpu" else None
+
+    def __call__(self, query: Array, key: Array, value: Array, scale: float) -> Array:
+        """Attention output [B, H, T, D] in the dtype of `value`.
+
+        Args:
+            query: [B, H, T, D]; B is a multiple of the number of devices.
+            key: [B, H, S, D].
+            value: [B, H, S, D].
+            scale: factor of the logits.
+        """
+        self.forward_flops.append(4.0 * math.prod(query.shape) * key.shape[2])
+        length, keys = query.shape[2], key.shape[2]
+        padded = [_padded(array) for array in (query * scale, key, value)]
+        spread = PartitionSpec(AXES)
+
+        def local(query: Array, key: Array, value: Array) -> Array:
+            kernel, segments = self._kernel(query, key, keys)
+            run: Any = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+            return cast(Array, run(query, key, value, segments))
+
+        sharded = jax.shard_map(
+            local, mesh=self.mesh, in_specs=(spread,) * 3, out_specs=spread, check_vma=False
+        )
+        return sharded(*padded)[:, :, :length].astype(value.dtype)
+
+    def _kernel(
+        self, query: Array, key: Array, keys: int
+    ) -> tuple[
+        splash_attention_kernel.SplashAttentionKernel, splash_attention_kernel.SegmentIds | None
+    ]:
+        """The kernel for padded arrays, and the segments that exclude the padding of the keys."""
+        heads, lengths = query.shape[1], (query.shape[2], key.shape[2])
+        mask = splash_attention_mask.MultiHeadMask(
+            [splash_attention_mask.FullMask(lengths) for _ in range(heads)]
+        )
+        block_q, block_kv = (_block(length) for length in lengths)
+        blocks = splash_attention_kernel.BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            use_fused_bwd_kernel=True,
+        )
+        kernel = splash_attention_kernel.make_splash_mha_single_device(
+            mask, block_sizes=blocks, interpret=self.interpret
+        )
+        if keys == lengths[1]:
+            return kernel, None
+        padding = (jnp.arange(lengths[1]) >= keys).astype(jnp.int32)
+        segments = splash_attention_kernel.SegmentIds(jnp.zeros(lengths[0], jnp.int32), padding)
+        return kernel, segments
+
+
+_CURRENT: ContextVar[SplashAttention | None] = ContextVar("splash_attention", default=None)
+
+
+@contextmanager
+def using(kernel: SplashAttention | None) -> Iterator[None]:
+    """Within the context, `attention.attend` uses the kernel where it suits."""
+    token = _CURRENT.set(kernel)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def current() -> SplashAttention | None:
+    """The kernel of the enclosing `using`."""
+    return _CURRENT.get()
+
+
+def _padded(array: Array) -> Array:
+    """[B, H, T, D] with zeros up to a multiple of LANES along T."""
+    return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % LANES), (0, 0)))
+
+
+def _block(length: int) -> int:
+    """The largest block that divides a padded length."""
+    return next(size for size in range(LARGEST_BLOCK, 0, -LANES) if length % size == 0)

@@ -1,0 +1,103 @@
+"""JAX's splash attention in runtime jax, by Pallas' interpreter on a CPU."""
+
+from typing import Any
+
+import chips
+import pytest
+import torch
+from torch.nn import functional
+
+jax = chips.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+
+from runtimes.jax.attention import attend  # noqa: E402
+from runtimes.jax.mesh import Mesh  # noqa: E402
+from runtimes.jax.splash_attention import SplashAttention, using  # noqa: E402
+from runtimes.jax.torchax_bridge import as_function  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def normal(count: int, *shape: int) -> list[Any]:
+    keys = jax.random.split(jax.random.key(0), count)
+    return [jax.random.normal(key, shape) for key in keys]
+
+
+def interpreted() -> SplashAttention:
+    return SplashAttention(Mesh(1, jax.devices()[:1]).mesh, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "size"), [(256, 77, 40), (300, 300, 64), (128, 256, 160)]
+)
+def test_the_kernel_and_its_gradients_equal_the_plain_formula(
+    queries: int, keys: int, size: int
+) -> None:
+    """Also with lengths that need padding, and with head sizes of each family."""
+    query, gradient = normal(2, 1, 2, queries, size)
+    key, value = normal(2, 1, 2, keys, size)
+    kernel = interpreted()
+
+    def loss(attention: Any) -> Any:
+        def call(*given: Any) -> Any:
+            return jnp.sum(attention(*given, scale=size**-0.5) * gradient)
+
+        return jax.jit(jax.value_and_grad(call, argnums=(0, 1, 2)))
+
+    found, gradients = loss(kernel)(query, key, value)
+    expected, plain = loss(attend)(query, key, value)
+    assert found == pytest.approx(expected, rel=1e-6)
+    for one, other in zip(gradients, plain, strict=True):
+        assert jnp.allclose(one, other, atol=5e-5)
+    assert kernel.forward_flops == [4 * 2 * queries * keys * size]
+
+
+def test_a_network_uses_the_kernel_for_long_sequences() -> None:
+    """Below 512 queries or keys, and with a mask, XLA's own operations are used."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query: Any, other: Any, mask: Any) -> Any:
+            return (
+                functional.scaled_dot_product_attention(query, query, query),
+                functional.scaled_dot_product_attention(query, other, other),
+                functional.scaled_dot_product_attention(query, query, query, attn_mask=mask),
+            )
+
+    (query,), (other,) = normal(1, 1, 1, 512, 8), normal(1, 1, 1, 77, 8)
+    mask = jnp.tri(512, dtype=bool)
+    kernel = interpreted()
+    call = as_function(Attention(), training=True, splash=kernel)
+    found = jax.jit(call)({}, 0, query, other, mask)
+    assert kernel.forward_flops == [4 * 512 * 512 * 8]
+    tensors = [torch.tensor(jax.device_get(one)) for one in (query, other, mask)]
+    for one, expected in zip(found, Attention()(*tensors), strict=True):
+        assert jnp.allclose(one, jnp.asarray(expected.numpy()), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "dtype", "suits"),
+    [
+        (4, 512, jnp.bfloat16, True),
+        (4, 77, jnp.bfloat16, False),
+        (4, 512, jnp.float32, False),
+        (3, 512, jnp.bfloat16, False),  # the mesh's devices cannot share three rows
+    ],
+)
+def test_the_kernel_serves_long_half_precision_rows_that_devices_share(
+    rows: int, keys: int, dtype: Any, suits: bool
+) -> None:
+    class TwoChips:
+        size = 2
+
+    kernel = SplashAttention(TwoChips())  # type: ignore[arg-type]
+    query = jax.ShapeDtypeStruct((rows, 2, 1024, 64), dtype)
+    key = jax.ShapeDtypeStruct((rows, 2, keys, 64), dtype)
+    assert kernel.suits(query, key) == suits  # type: ignore[arg-type]
+
+
+def test_a_cpu_uses_no_kernel() -> None:
+    mesh = Mesh(1, jax.devices("cpu")[:1])
+    assert SplashAttention.on(mesh) is None
+    (query,) = normal(1, 1, 1, 512, 8)
+    with using(SplashAttention.on(mesh)):
+        assert attend(query, query, query, scale=0.3).shape == query.shape
