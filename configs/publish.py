@@ -22,7 +22,11 @@ class Publish(Section):
     registry: StoredUrl | None = Field(
         None, description="Registry folder or fsspec URL; null: `registry` in the store."
     )
-    dtype: Dtype = Field("float16", description="Precision of the published weights.")
+    dtype: Dtype = Field(
+        "float16",
+        description="Precision of the published files; diffusers loads them as float32, or as the "
+        "`dtype` of `from_pretrained`.",
+    )
     merge: bool = Field(
         False,
         description="For train.method lora: publish a full pipeline with merged adapters, and the "

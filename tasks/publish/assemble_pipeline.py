@@ -31,6 +31,7 @@ def assemble(
 
     Every part of the base's model_index.json is copied. Its weights are cast to `dtype` and stored
     in one file with the standard name. Adapters are merged into the weights in float32.
+    Without a dtype, `from_pretrained` loads every part in float32.
 
     Args:
         base: pipeline folder.
@@ -97,9 +98,21 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
     if weights:
         stem = re.split(r"[.-]", weights[0].name, maxsplit=1)[0]
         _cast(weights, target / f"{stem}.safetensors", dtype, merging)
+        _load_as_float32(target / "config.json")
         merging.finish()
     elif _wants_weights(source):
         raise FileNotFoundError(f"{source} has no .safetensors weights")
+
+
+def _load_as_float32(path: Path) -> None:
+    """Name float32 in the config of a transformers model, as diffusers loads its own models.
+
+    transformers 5 otherwise keeps the stored dtype, and half embeddings meet a float32 denoiser.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "_class_name" not in config:  # diffusers' own key
+        config.pop("torch_dtype", None)  # the name before transformers 4.56
+        path.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", "utf-8")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from tasks.publish.write_adapters import write_adapters
 from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
-VERSION = 1
+VERSION = 2
 log = logging.getLogger("kiln")
 
 

@@ -79,7 +79,6 @@ def test_the_published_folder_loads_with_the_tuned_unet(
 
 
 def test_the_code_of_the_card_runs(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
-    """Half precision is the default of published models."""
     artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path))
     code = re.search(r"```python\n(.*?)```", artifact.read("README.md").decode(), re.DOTALL)
     assert code

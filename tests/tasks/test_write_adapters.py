@@ -6,22 +6,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny_adapters import RANK, make_lora
 
 from artifacts.artifact_key import KeyParts
 from artifacts.resolve_model import ModelNotFound
-from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, Store
 from configs.load import load_recipe
-from configs.lora import Lora
 from configs.recipe import Recipe
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.contract import WrongInput
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.publish.assemble_pipeline import assemble
@@ -29,31 +27,7 @@ from tasks.publish.stage import build, registry_of, show
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content
 
-RANK = 2
-#: Layers of the tiny SDXL: outputs, and the shape of what goes in.
-LAYERS: dict[str, tuple[int, tuple[int, ...]]] = {
-    "unet.conv_in": (16, (4, 3, 3)),
-    "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q": (32, (32,)),
-} | {
-    f"text_encoder{which}.text_model.encoder.layers.{number}.{layer}": (out, (32,))
-    for which in ("", "_2")
-    for number in range(2)
-    for layer, out in (("self_attn.q_proj", 32), ("mlp.fc1", 48))
-}
 METRIC = {"value": 1.0, "n": 10, "ci": [0.5, 1.5]}
-
-
-def make_lora(path: Path) -> Path:
-    """Adapters of random numbers, with a scale of 5 / 2."""
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for name, (out, into) in LAYERS.items():
-        ones = (1,) * (len(into) - 1)
-        arrays[f"{name}.lora_A.weight"] = rng.normal(size=(RANK, *into)).astype(np.float32)
-        arrays[f"{name}.lora_B.weight"] = rng.normal(size=(out, RANK, *ones)).astype(np.float32)
-    with path.open("wb") as stream:
-        write_arrays(stream, arrays, metadata(arrays, Lora(rank=RANK, alpha=5.0)))
-    return path
 
 
 def digits(folder: Path, base: Path, **more: Any) -> Recipe:
