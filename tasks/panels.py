@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-#: Maximum bytes of a picture in markdown, which Prefect stores in its database.
-SMALL = 64_000
+from tasks.panels_pictures import SMALL, data_uri, width_of
+
+#: Maximum bytes of a picture in HTML; a panel of several pictures shares LARGE_SUM.
+LARGE, LARGE_SUM = 800_000, 1_000_000
 
 
 @dataclass(frozen=True)
 class Table:
     """Rows under a title; every row has the same keys."""
 
+    kind: ClassVar = "table"
     title: str
     rows: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A PNG under a title."""
-
-    title: str
-    png: bytes
+    bars: str | None = None  # column of numbers that HTML shows as bars
 
     @property
-    def data_uri(self) -> str:
-        return _data_uri("png", self.png)
-
-    def small_uri(self) -> str:
-        """The picture as a data URI: the PNG if it is small, else a JPEG reduced until it is."""
-        if len(self.png) <= SMALL:
-            return self.data_uri
-        from PIL import Image
-
-        with Image.open(BytesIO(self.png)) as image:
-            picture = image.convert("RGB")
-        while True:
-            picture.save(buffer := BytesIO(), "JPEG", quality=85)
-            if buffer.tell() <= SMALL:
-                return _data_uri("jpeg", buffer.getvalue())
-            picture.thumbnail((picture.width * 3 // 4, picture.height * 3 // 4))
-
-
-def _data_uri(kind: str, data: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    def largest(self) -> float:
+        """The largest number of the column `bars`."""
+        return max((float(row[self.bars]) for row in self.rows), default=0) if self.bars else 0
 
 
 @dataclass(frozen=True)
 class Facts:
     """Names and values under a title."""
 
+    kind: ClassVar = "facts"
     title: str
     values: Mapping[str, Any]
 
@@ -65,7 +43,80 @@ class Facts:
         return [{"": name, " ": value} for name, value in self.values.items()]
 
 
-Panel = Table | Picture | Facts
+@dataclass(frozen=True)
+class Picture:
+    """A PNG under a title."""
+
+    kind: ClassVar = "picture"
+    title: str
+    png: bytes
+
+    @property
+    def data_uri(self) -> str:
+        return data_uri(self.png, LARGE)
+
+    def small_uri(self) -> str:
+        return data_uri(self.png, SMALL)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """An SVG of `tasks.panels_charts` under a title."""
+
+    kind: ClassVar = "chart"
+    title: str
+    svg: str
+
+    def small_uri(self) -> str:
+        return data_uri(self.svg.encode(), SMALL, "svg+xml")
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Pictures over training: (label, PNG) in order. Markdown shows the last one."""
+
+    kind: ClassVar = "strip"
+    title: str
+    pictures: Sequence[tuple[str, bytes]]
+
+    @property
+    def frames(self) -> list[tuple[str, str]]:
+        """(label, data URI) in order."""
+        limit = LARGE_SUM // max(1, len(self.pictures))
+        return [(label, data_uri(png, limit)) for label, png in self.pictures]
+
+    def small_uri(self) -> str:
+        return data_uri(self.pictures[-1][1], SMALL)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Pictures of one prompt by several models, side by side. Markdown shows the grid of all."""
+
+    kind: ClassVar = "comparison"
+    title: str
+    models: Sequence[str]
+    prompts: Sequence[tuple[str, Sequence[bytes]]]  # (prompt, a PNG per model)
+    grid: bytes  # PNG
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        """Prompt, data URIs and width in pixels."""
+        limit = LARGE_SUM // max(1, len(self.prompts) * len(self.models))
+        return [
+            {
+                "prompt": prompt,
+                "uris": [data_uri(png, limit) for png in pngs],
+                "width": width_of(pngs[0]),
+            }
+            for prompt, pngs in self.prompts
+        ]
+
+    def small_uri(self) -> str:
+        return data_uri(self.grid, SMALL)
+
+
+Panel = Table | Picture | Facts | Chart | Strip | Comparison
 
 
 def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
@@ -73,20 +124,21 @@ def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
     parts = [f"# {escape_markdown(heading)}"]
     for panel in panels:
         parts.append(f"## {escape_markdown(panel.title)}")
-        if isinstance(panel, Picture):
-            parts.append(f"![{escape_markdown(panel.title)}]({panel.small_uri()})")
-        else:
+        if isinstance(panel, Table | Facts):
             parts.append(markdown_table(panel.rows))
+        else:
+            parts.append(f"![{escape_markdown(panel.title)}]({panel.small_uri()})")
     return "\n\n".join(parts) + "\n"
 
 
 def render_html(template: str, **values: Any) -> str:
     """A Jinja2 template of this folder, with all values escaped."""
     from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
 
     loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True)
-    templates.filters["human"] = human
+    templates.filters |= {"human": human, "svg": Markup}
     return templates.get_template(template).render(values)
 
 

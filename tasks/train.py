@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 from collections.abc import Callable
@@ -26,7 +25,8 @@ from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import Event, run_job
 from tasks.copy_checkpoint import copy_checkpoint
 from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS
-from tasks.panels import Facts, Panel, Picture, Table, human
+from tasks.panels import Chart, Facts, Panel, Picture, Strip, Table, human
+from tasks.panels_charts import loss_chart
 from tasks.progress import Progress
 from tasks.show_in_prefect import show_in_prefect
 from tasks.tpu import launch
@@ -37,6 +37,7 @@ VERSION = 1
 FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
 #: Scores of samples, by name; the PNG has all samples of a step side by side.
 Score = Callable[[bytes], dict[str, float]]
+SAMPLES_SHOWN = 24
 log = logging.getLogger("kiln")
 
 
@@ -131,7 +132,7 @@ def _summary(recipe: Recipe, history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(artifact: Artifact) -> list[Panel]:
-    """The loss curve, the last sample pictures, and the figures of the run."""
+    """The loss curve, the samples over training, and the figures of the run."""
     history = _history(artifact.read("history.jsonl"))
     run = artifact.manifest["run"]
     kept = ("runtime", "device", *FIGURES, "seconds")
@@ -139,38 +140,13 @@ def show(artifact: Artifact) -> list[Panel]:
     facts["TensorBoard"] = f"{artifact.uri}/tensorboard"
     panels: list[Panel] = [
         Facts("Run", {**artifact.summary, **facts}),
-        Picture("Loss", loss_curve(history)),
+        Chart("Loss", loss_chart(history)),
     ]
-    if (png := _last_sample(artifact)) is not None:
-        panels.append(Picture("Samples while training", png))
+    if samples := _samples(artifact):
+        panels.append(Strip("Samples while training", samples))
     if scores := run.get("sample_scores"):
         panels.append(Table("Scores of the samples", scores))
     return panels
-
-
-def loss_curve(history: list[dict[str, Any]]) -> bytes:
-    """A PNG of the loss per step, its running mean, the held-out loss and the learning rate."""
-    from matplotlib.figure import Figure
-
-    steps = [line["step"] for line in history]
-    losses = [line["loss"] for line in history]
-    figure = Figure(figsize=(7, 3.2), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color="#c9b8a8", linewidth=0.8, label="loss")
-    axes.plot(steps, _running_mean(losses), color="#b5451b", linewidth=1.8, label="running mean")
-    if held_out := [line for line in history if "validation_loss" in line]:
-        points = [(line["step"], line["validation_loss"]) for line in held_out]
-        axes.plot(*zip(*points, strict=True), color="#4a7a3f", marker=".", label="held out")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.set_ylim(bottom=0)
-    rates = axes.twinx()
-    rates.plot(steps, [line["learning_rate"] for line in history], color="#3b6ea5", linewidth=0.8)
-    rates.set_ylabel("learning rate", color="#3b6ea5")
-    axes.legend(loc="upper right", frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
 
 
 @dataclass
@@ -241,7 +217,7 @@ class _Watch:
 
     def _panels(self, path: str) -> list[Panel]:
         return [
-            Picture("Loss", loss_curve(self.history)),
+            Chart("Loss", loss_chart(self.history)),
             Picture("Samples while training", bytes(self.fs.cat_file(path))),
             Table("Scores of the samples", self._score_lines()),
         ]
@@ -259,16 +235,14 @@ def _history(text: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line]
 
 
-def _running_mean(values: list[float], decay: float = 0.95) -> list[float]:
-    """Exponential mean with Adam's bias correction."""
-    means, mean = [], 0.0
-    for count, value in enumerate(values, start=1):
-        mean = decay * mean + (1 - decay) * value
-        means.append(mean / (1 - decay**count))
-    return means
-
-
-def _last_sample(artifact: Artifact) -> bytes | None:
+def _samples(artifact: Artifact) -> list[tuple[str, bytes]]:
+    """(step, PNG) of at most SAMPLES_SHOWN sample pictures, the first and the last among them."""
     fs, folder = artifact.store.fs, f"{artifact.path}/samples"
-    pictures = sorted(fs.glob(f"{folder}/*.png")) if fs.exists(folder) else []
-    return bytes(fs.cat_file(pictures[-1])) if pictures else None
+    paths = sorted(fs.glob(f"{folder}/*.png")) if fs.exists(folder) else []
+    chosen = sorted(
+        {round(n * (len(paths) - 1) / (SAMPLES_SHOWN - 1)) for n in range(SAMPLES_SHOWN)}
+    )
+    return [
+        (f"step {int(Path(paths[n]).stem.removeprefix('step-'))}", bytes(fs.cat_file(paths[n])))
+        for n in chosen[: len(paths)]
+    ]

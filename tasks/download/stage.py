@@ -168,7 +168,7 @@ def show(artifact: Artifact) -> list[Panel]:
         for o, n in outcomes
     ]
     facts = {"rows": summary["rows"], "images": summary["images"], "shards": len(summary["shards"])}
-    panels: list[Panel] = [Facts("Download", facts), Table("Outcomes", rows)]
+    panels: list[Panel] = [Facts("Download", facts), Table("Outcomes", rows, bars="rows")]
     tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
     if pictures := _thumbnails(tars):
         grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)

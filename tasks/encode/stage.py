@@ -166,7 +166,7 @@ def show(artifact: Artifact) -> list[Panel]:
         title = f"Shards (the first {SHARDS_SHOWN} of {len(shards)})"
     return [
         Facts("Encoded", facts),
-        Table("Buckets", buckets),
-        Table("Caption lengths", lengths),
+        Table("Buckets", buckets, bars="samples"),
+        Table("Caption lengths", lengths, bars="captions"),
         Table(title, shards[:SHARDS_SHOWN]),
     ]

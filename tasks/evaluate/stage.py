@@ -25,6 +25,7 @@ from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import run_job
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import before_after_grid, draw_pictures, metric_suite
+from tasks.evaluate.compare_pictures import GRID, compare_pictures
 from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, Run
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts
@@ -32,12 +33,12 @@ from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.metric_suite import MetricSuite, all_prompts, loss_facts
 from tasks.evaluate.metrics import Metric
 from tasks.evaluate.prompts import PromptSets, prompt_sets
-from tasks.panels import Panel, Picture, Table
+from tasks.panels import Chart, Panel, Table
+from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
 from tasks.trained_weights import local_weights
 
 METRICS = "metrics.json"
-GRID = "before_after.png"
 MODELS = ("base", "tuned")
 log = logging.getLogger("kiln")
 
@@ -97,7 +98,8 @@ def build(
     draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
     draft.write(GRID, _grid(store, shards, suite.sets))
     run_facts = runtime_facts(given.recipe.runtime)
-    return {"pictures": len(spec.prompts), **facts, "run": run_facts}
+    drawn = {model: shard.key for model, shard in zip(MODELS, shards, strict=True)}
+    return {"pictures": len(spec.prompts), "drawn": drawn, **facts, "run": run_facts}
 
 
 def metrics_of_published(
@@ -136,10 +138,19 @@ def _same_loss(given: EvalInputs, model: EvalModel) -> bool:
     )
 
 
-def show(artifact: Artifact) -> list[Panel]:
-    """The before/after grid and the metrics."""
+def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
+    """The pictures of all models side by side, and the metrics.
+
+    Args:
+        champion: a comparable evaluation of the champion.
+    """
+    shown = artifact.summary["metrics"]
+    if champion is not None:
+        own = champion.summary["metrics"]
+        shown = {n: found | {"champion": own[n]["tuned"]} for n, found in shown.items() if n in own}
     return [
-        Picture("Before (base) and after (tuned)", artifact.read(GRID)),
+        compare_pictures(artifact, champion),
+        Chart("Metrics", intervals_chart(shown)),
         Table(
             "Metrics, with 95% confidence intervals",
             metric_suite.metric_rows(artifact.summary["metrics"]),

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from artifacts.store import Artifact
+import yaml
+
+from artifacts.store import Artifact, Store
 from configs.load import dump
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.build_or_reuse import StageResult
-from tasks.panels import Facts, Panel, render_html
+from tasks.panels import Facts, Panel, Table, render_html
+from tasks.publish.model_registry import Version
 
 NAME = "report.html"
 log = logging.getLogger("kiln")
@@ -27,22 +31,66 @@ def page(
         stages: artifact and result of each stage, in the order of the flow.
         shows: stage name -> function that returns the panels of its artifact.
     """
+    text = dump(recipe)
     sections = [
-        {
-            "name": artifact.stage,
-            "outcome": result.outcome,
-            "key": artifact.key[:12],
-            "panels": _panels(artifact, shows),
-        }
-        for artifact, result in stages
+        {"name": artifact.stage, "panels": _panels(artifact, shows)} for artifact, _ in stages
     ]
     return render_html(
         "publish/report.html.jinja",
         name=recipe.publish.name,
         description=recipe.description,
+        facts=_facts(recipe, [artifact for artifact, _ in stages]),
+        built=[Table("What was built, and why", [_built(*stage) for stage in stages])],
+        source=[Facts("Source", _flat(yaml.safe_load(text)["source"]))],
         stages=sections,
-        recipe=dump(recipe),
+        recipe=text,
     )
+
+
+def champion_evaluation(
+    store: Store, champion: Version | None, evaluated: Artifact
+) -> Artifact | None:
+    """The evaluation that the champion was published with, if the store has it and it compares."""
+    parents = champion.manifest["run"].get("parents", {}) if champion else {}
+    parent = parents.get("evaluation")
+    found = store.load(parent["stage"], parent["key"]) if parent else None
+    if found is None or found.summary.get("fingerprint") != evaluated.summary.get("fingerprint"):
+        return None
+    return None if found.key == evaluated.key else found
+
+
+def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
+    """The line of facts under the title."""
+    published, run = artifacts[-1], artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
+    rules = len(recipe.publish.gate)
+    passed = f"passed all {rules} rules" if rules > 1 else "passed its rule"
+    facts = {
+        "Verdict": passed if rules else "published without rules",
+        "Champion before": published.summary.get("compared_with") or "none",
+        "Base": without_secrets(recipe.model.path),
+        "Trained": f"{recipe.train.steps} steps, {recipe.train.method}",
+        "On": run.get("device"),
+        "Licence": published.summary.get("license"),
+        "Date": published.manifest["run"].get("created", "")[:10],
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _built(artifact: Artifact, result: StageResult) -> dict[str, Any]:
+    run = artifact.manifest["run"]
+    is_built = result.outcome == "built"
+    return {
+        "stage": artifact.stage,
+        "outcome": result.outcome,
+        "why": run.get("reason", "") if is_built else "its settings and inputs are unchanged",
+        "seconds": round(float(run.get("seconds", 0) if is_built else result.seconds), 1),
+        "built at": run.get("created", "")[:16].replace("T", " "),
+        "key": artifact.key[:12],
+    }
+
+
+def _flat(source: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in source.items() if value not in (None, [], {})}
 
 
 def _panels(

@@ -7,6 +7,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from configs.load import dump
 from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters
 from tasks.build_or_reuse import StageResult, TransientError, storing
-from tasks.evaluate.metric_suite import flatten, metric_rows
-from tasks.panels import Facts, Panel, Picture, Table
+from tasks.evaluate.metric_suite import flatten
+from tasks.panels import Chart, Facts, Panel, Table
+from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress
 from tasks.publish import gate, model_card, report
 from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.lineage import lineage_nodes
 from tasks.publish.model_registry import ChampionChanged, Registry, Version
 from tasks.publish.write_adapters import write_adapters
 from tasks.trained_weights import TrainedWeights, local_weights
@@ -132,7 +135,7 @@ def register(
     base: Path,
     store: Store,
     results: Sequence[StageResult],
-    shows: Mapping[str, Callable[[Artifact], list[Panel]]],
+    shows: Mapping[str, Callable[..., list[Panel]]],
 ) -> dict[str, Any]:
     """Copy the model and its report to the registry; a new version becomes the champion.
 
@@ -153,6 +156,10 @@ def register(
         path = f"{published.path}/{report.NAME}"
         if results[-1].outcome == "built" or not store.fs.exists(path):
             with _warning(f"{report.NAME} is missing"):
+                shown = report.champion_evaluation(store, registry.champion(), evaluated)
+                if shown is not None:
+                    evaluate = partial(shows[evaluated.stage], champion=shown)
+                    shows = {**shows, evaluated.stage: evaluate}
                 page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
                 write_atomic(store.fs, path, page.encode())
         version = registry.publish(published)
@@ -234,16 +241,16 @@ def _write_weights(
 
 
 def show(artifact: Artifact) -> list[Panel]:
-    """The gate's verdicts, the before/after picture, the metrics, and the lineage."""
-    metrics = json.loads(artifact.read("metrics.json"))["metrics"]
+    """The gate's verdicts and the lineage; pictures and metrics are those of the evaluation."""
     verdicts = [gate.Verdict(**v) for v in json.loads(artifact.read("gate.json"))]
     summary = artifact.summary
-    about = {"where": artifact.uri, "licence": summary["license"], **summary["lineage"]}
+    compared = summary["compared_with"] or "none"
+    about = {"where": artifact.uri, "licence": summary["license"], "champion before": compared}
     return [
         Facts("Model", about),
         Table("Gate", gate.as_rows(verdicts)),
-        Picture("Before (above) and after (below)", artifact.read("before_after.png")),
-        Table("Metrics (95% confidence interval)", metric_rows(metrics)),
+        Chart("Lineage", lineage_chart(lineage_nodes(artifact))),
+        Facts("Digests", summary["lineage"]),
     ]
 
 

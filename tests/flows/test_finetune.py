@@ -120,9 +120,12 @@ def check_pictures(report: Report, base: str) -> None:
     pictures = {stage: pngs(text) for stage, text in sections.items()}
     evaluation, training = folder(report, "evaluate"), folder(report, "train")
     assert pictures["train"][-1] == (training / "samples/step-00000006.png").read_bytes()
-    (page,) = pictures["evaluate"]
-    assert page == (evaluation / "before_after.png").read_bytes()
+    page = (evaluation / "before_after.png").read_bytes()
     (tuned,) = drawn(report) - {base}
+    compared = re.findall(r'base64,([^"]+)" alt="(\w+): ', sections["evaluate"])
+    first_of = {model: base64.b64decode(png) for png, model in reversed(compared)}
+    for model, shard in (("base", base), ("tuned", tuned)):
+        assert np.array_equal(decoded(first_of[model]), first_picture(evaluation / shard))
     (above, left), (below, same_left) = (
         where(decoded(page), first_picture(evaluation / shard)) for shard in (base, tuned)
     )

@@ -7,9 +7,26 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from tasks.panels import SMALL, Facts, Panel, Picture, Table, render_html, to_markdown
+from tasks.panels import (
+    LARGE_SUM,
+    Chart,
+    Comparison,
+    Facts,
+    Panel,
+    Picture,
+    Strip,
+    Table,
+    render_html,
+    to_markdown,
+)
+from tasks.panels_pictures import SMALL
 
 HOSTILE = "<script>alert(1)</script> [x](javascript:1) | ![p](http://x/y) `a`\n# h"
+
+
+def make_png(number: int) -> bytes:
+    Image.new("RGB", (8, 8), (number, 0, 0)).save(buffer := BytesIO(), "PNG")
+    return buffer.getvalue()
 
 
 def to_html(panels: list[Panel]) -> str:
@@ -36,6 +53,9 @@ def test_pictures_are_pictures_in_both() -> None:
     picture = Picture("grid", b"\x89PNG")
     assert "![grid](data:image/png;base64,iVBORw==)" in to_markdown("h", [picture])
     assert '<img src="data:image/png;base64,iVBORw=="' in to_html([picture])
+    svg = Chart("loss", "<svg/>")
+    assert "![loss](data:image/svg+xml;base64,PHN2Zy8+)" in to_markdown("h", [svg])
+    assert "<svg/>" in to_html([svg])
 
 
 def test_a_large_picture_is_small_in_markdown_and_whole_in_html() -> None:
@@ -48,6 +68,42 @@ def test_a_large_picture_is_small_in_markdown_and_whole_in_html() -> None:
     assert len(base64.b64decode(data)) <= SMALL and kind == "jpeg"
     assert seen.height > seen.width > 100
     assert base64.b64encode(picture.png).decode() in to_html([picture])
+
+
+def test_a_strip_has_every_picture_in_html_and_the_last_in_markdown() -> None:
+    strip = Strip("samples", [(f"step {n}", make_png(n)) for n in range(3)])
+    html, text = to_html([strip]), to_markdown("h", [strip])
+    assert all(base64.b64encode(png).decode() in html for _, png in strip.pictures)
+    assert html.count(" hidden>") == 2 and 'max="2" value="2" aria-valuetext="step 2"' in html
+    assert text.count("](data:") == 1 and base64.b64encode(make_png(2)).decode() in text
+
+
+def test_a_comparison_has_each_models_picture_in_html_and_the_grid_in_markdown() -> None:
+    models = ("base", "champion", "tuned")
+    rows = [(HOSTILE, [make_png(n) for n in (1, 2, 3)])]
+    comparison = Comparison("pictures", models, rows, grid=make_png(9))
+    html, text = to_html([comparison]), to_markdown("h", [comparison])
+    shown = re.findall(r'base64,([^"]+)" alt="(\w+): [^"]*"([^>]*)>', html)
+    assert [base64.b64decode(data) for data, *_ in shown] == rows[0][1]
+    assert [model for _, model, _ in shown] == list(models)
+    assert [kind.strip() for *_, kind in shown] == ['class="left"', "hidden", 'class="right"']
+    assert "<script>alert" not in html
+    assert base64.b64encode(make_png(9)).decode() in text
+
+
+def test_pictures_of_one_panel_share_a_limit() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
+    Image.fromarray(noise).save(buffer := BytesIO(), "PNG")
+    strip = Strip("samples", [("step", buffer.getvalue())] * 24)
+    rows = [("prompt", [buffer.getvalue()] * 3)] * 20
+    comparison = Comparison("pictures", ("base", "champion", "tuned"), rows, grid=b"")
+    for panel in (strip, comparison):
+        assert len(to_html([panel])) < LARGE_SUM * 4 / 3 + 50_000
+
+
+def test_bars_are_shares_of_the_largest_number() -> None:
+    html = to_html([Table("t", [{"n": 4}, {"n": 1}], bars="n")])
+    assert re.findall(r"--share: ([\d.]+)%", html) == ["100.0", "25.0"]
 
 
 def test_an_empty_table_is_none() -> None:

@@ -1,4 +1,4 @@
-"""The train stage: loss curve and events."""
+"""The train stage: its events."""
 
 import io
 import logging
@@ -7,42 +7,16 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from PIL import Image, ImageColor
+from PIL import Image
 
 from tasks.progress import Progress
-from tasks.train import _Watch, loss_curve
+from tasks.train import _Watch
 
 LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
 
 
 def _brightness(strip: bytes) -> dict[str, float]:
     return {"brightness": float(np.asarray(Image.open(io.BytesIO(strip))).mean())}
-
-
-def _drawn(lines: list[dict[str, float]], colour: str) -> np.ndarray:
-    """Rows and columns near a colour in the left half; the legend is in the right half."""
-    picture = np.asarray(Image.open(io.BytesIO(loss_curve(lines))).convert("RGB"), int)
-    assert picture.shape == (320, 700, 3)
-    near = np.abs(picture[:, :400] - ImageColor.getrgb(colour)).max(axis=-1) < 12  # no grey is
-    return np.argwhere(near)
-
-
-def _falls(points: np.ndarray) -> bool:
-    """Whether a line's highest point is left of its lowest and clearly above it."""
-    top, bottom = points[points[:, 0].argmin()], points[points[:, 0].argmax()]
-    return bool(top[1] < bottom[1] and top[0] < bottom[0] - 20)
-
-
-def test_the_loss_curve_has_loss_mean_and_learning_rate() -> None:
-    assert _falls(_drawn(LINES, "#c9b8a8")) and _falls(_drawn(LINES, "#b5451b"))
-    rates = _drawn(LINES, "#3b6ea5")
-    assert np.ptp(rates[:, 1]) > 200 and np.ptp(rates[:, 0]) < 5, "the rate stays"
-
-
-def test_the_loss_curve_has_the_held_out_loss_if_there_is_one() -> None:
-    first, third = ({**LINES[n], "validation_loss": loss} for n, loss in ((0, 0.9), (2, 0.3)))
-    assert not len(_drawn(LINES, "#4a7a3f"))
-    assert _falls(_drawn([first, LINES[1], third, *LINES[3:]], "#4a7a3f"))
 
 
 def test_a_rollback_discards_later_progress(

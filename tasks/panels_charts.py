@@ -1,0 +1,273 @@
+"""Charts as SVG: the loss of a run, metrics with intervals, and the lineage of a model.
+
+Colours are those of the page around them (CSS variables), else the light ones given here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree as Xml
+
+from tasks.panels import human
+
+INK, PAPER, LINE = "var(--ink, #2b2118)", "var(--paper, #fffdf9)", "var(--line, #e4d9cb)"
+FAINT, MUTED = "var(--faint, #b9a794)", "var(--muted, #6f6053)"
+TUNED, OTHER, HELD_OUT = "var(--tuned, #b5451b)", "var(--other, #2f6391)", "var(--held, #3d7033)"
+#: Model -> (colour, name of its mark), so that colour alone carries no meaning.
+MODELS = {"base": (MUTED, "circle"), "champion": (OTHER, "square"), "tuned": (TUNED, "diamond")}
+WIDTH = 760
+POINTS = 400  # maximum number of points of a line
+
+Metrics = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+class _Drawing:
+    """An SVG under construction; it escapes all text."""
+
+    def __init__(self, height: float, alt: str) -> None:
+        size = {"viewBox": f"0 0 {WIDTH} {height:g}", "width": str(WIDTH), "height": f"{height:g}"}
+        self.root = Xml.Element(
+            "svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "aria-label": alt, **size}
+        )
+        self.root.set("style", "font: 13px system-ui, sans-serif; max-width: 100%; height: auto")
+        self.add("rect", f"fill: {PAPER}", width=WIDTH, height=height)
+
+    def add(self, name: str, style: str, **places: float | str) -> Xml.Element:
+        values = {
+            k.replace("_", "-"): v if isinstance(v, str) else f"{v:.1f}" for k, v in places.items()
+        }
+        return Xml.SubElement(self.root, name, {**values, "style": style})
+
+    def text(self, x: float, y: float, words: str, style: str = "", anchor: str = "start") -> None:
+        fill = "" if "fill" in style else f"fill: {INK}; "
+        self.add("text", f"{fill}text-anchor: {anchor}; {style}", x=x, y=y).text = words
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str, width: float) -> None:
+        style = f"fill: none; stroke: {colour}; stroke-width: {width}; stroke-linejoin: round"
+        self.add("polyline", style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
+
+    def mark(self, x: float, y: float, model: str) -> None:
+        colour, shape = MODELS[model]
+        if shape == "circle":
+            self.add("circle", f"fill: {colour}", cx=x, cy=y, r=4.5)
+        else:
+            turned = {"transform": f"rotate(45 {x:.1f} {y:.1f})"} if shape == "diamond" else {}
+            self.add("rect", f"fill: {colour}", x=x - 4, y=y - 4, width=8, height=8, **turned)
+
+    def __str__(self) -> str:
+        return Xml.tostring(self.root, encoding="unicode")
+
+
+def loss_chart(history: Sequence[Mapping[str, Any]]) -> str:
+    """Loss of each step, its running mean, the held-out loss with its 95% band, learning rate.
+
+    Args:
+        history: lines with `step`, `loss`, `learning_rate`, and some with `validation_loss` and
+            its standard error `validation_error`.
+    """
+    lines = [line for line in history if math.isfinite(line["loss"])]
+    held_out = [line for line in lines if "validation_loss" in line]
+    steps = [line["step"] for line in lines]
+    losses = [line["loss"] for line in lines]
+    bands = [
+        (
+            line["step"],
+            line["validation_loss"] - 1.96 * line.get("validation_error", 0),
+            line["validation_loss"] + 1.96 * line.get("validation_error", 0),
+        )
+        for line in held_out
+    ]
+    drawing = _Drawing(300, _loss_alt(losses, held_out))
+    if not lines:
+        return str(drawing)
+    top = 1.05 * max(*losses, *(high for *_, high in bands), 1e-12)
+    left, right, upper, lower = 56, WIDTH - 16, 34, 262
+
+    def x(step: float) -> float:
+        return left + (right - left) * (step - steps[0]) / max(1, steps[-1] - steps[0])
+
+    def y(value: float, most: float = top) -> float:
+        return lower - (lower - upper) * min(max(value / most, 0), 1)
+
+    _axes(drawing, (left, right, upper, lower), top, steps, x)
+    rates = [line["learning_rate"] for line in lines]
+    most = 1.05 * max(*rates, 1e-30)
+    _curve(drawing, [(x(s), y(r, most)) for s, r in zip(steps, rates, strict=True)], OTHER, 1)
+    _curve(drawing, [(x(s), y(v)) for s, v in zip(steps, losses, strict=True)], FAINT, 1)
+    means = zip(steps, running_mean(losses), strict=True)
+    _curve(drawing, [(x(s), y(mean)) for s, mean in means], TUNED, 2.2)
+    if bands:
+        outline = [(x(s), y(high)) for s, _, high in bands]
+        outline += [(x(s), y(low)) for s, low, _ in reversed(bands)]
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in outline)
+        drawing.add("polygon", f"fill: {HELD_OUT}; opacity: .22", points=points)
+        middle = [(x(line["step"]), y(line["validation_loss"])) for line in held_out]
+        _curve(drawing, middle, HELD_OUT, 2)
+        for a, b in middle[:: max(1, len(middle) // 40)]:
+            drawing.add("circle", f"fill: {HELD_OUT}", cx=a, cy=b, r=2.6)
+    names = {"loss": FAINT, "running mean": TUNED, "learning rate (own scale)": OTHER}
+    names |= {"held out, 95%": HELD_OUT} if bands else {}
+    _legend(drawing, names, left)
+    return str(drawing)
+
+
+def intervals_chart(metrics: Metrics) -> str:
+    """A row per metric: each model's value as a mark, its 95% interval as a whisker.
+
+    Args:
+        metrics: metric -> model -> {value, ci: [low, high]}. Each row has its own scale.
+    """
+    row, first = 46, 46
+    models = [name for name in MODELS if any(name in found for found in metrics.values())]
+    alt = "; ".join(
+        f"{metric}: " + ", ".join(f"{m} {human(float(found[m]['value']))}" for m in found)
+        for metric, found in metrics.items()
+    )
+    drawing = _Drawing(first + row * len(metrics) + 4, f"Metrics with 95% intervals: {alt}")
+    for number, name in enumerate(models):
+        drawing.mark(230 + 110 * number, 17, name)
+        drawing.text(242 + 110 * number, 21, name)
+    drawing.text(WIDTH - 8, 21, "tuned", f"fill: {MUTED}", "end")
+    for number, (metric, found) in enumerate(metrics.items()):
+        known = {name: found[name] for name in models if name in found}
+        _interval_row(drawing, first + row * number, row, metric, known)
+    return str(drawing)
+
+
+def _interval_row(
+    drawing: _Drawing, top: float, height: float, metric: str, found: Mapping[str, Any]
+) -> None:
+    left, right = 230, WIDTH - 110
+    edges = [float(edge) for one in found.values() for edge in (*one["ci"], one["value"])]
+    edges = [edge for edge in edges if math.isfinite(edge)] or [0.0]
+    low, high = min(edges), max(edges)
+    room = (high - low or abs(high) or 1) * 0.04
+    low, high = low - room, high + room
+
+    def x(value: float) -> float:
+        place = min(max((float(value) - low) / (high - low), 0), 1)
+        return left + (right - left) * place
+
+    middle = top + height / 2
+    drawing.line([(0, top), (WIDTH, top)], LINE, 1)
+    drawing.text(8, middle + 4, metric, "font-weight: 600")
+    tuned = found.get("tuned")
+    if tuned is not None:
+        drawing.text(WIDTH - 8, middle + 4, human(float(tuned["value"])), anchor="end")
+    for number, (name, one) in enumerate(found.items()):
+        y = middle + (number - (len(found) - 1) / 2) * 11
+        colour = MODELS[name][0]
+        drawing.line([(x(one["ci"][0]), y), (x(one["ci"][1]), y)], colour, 2)
+        for edge in one["ci"]:
+            drawing.line([(x(edge), y - 4), (x(edge), y + 4)], colour, 2)
+        drawing.mark(x(one["value"]), y, name)
+
+
+@dataclass(frozen=True)
+class Node:
+    """An artifact or an input in a lineage."""
+
+    title: str
+    detail: str
+    inputs: tuple[str, ...] = ()  # ids of nodes
+
+
+def lineage_chart(nodes: Mapping[str, Node]) -> str:
+    """Boxes joined by lines, inputs to the left of what was made from them."""
+    columns: list[list[str]] = []
+    for name in nodes:
+        depth = _depth(nodes, name)
+        columns += [[] for _ in range(depth + 1 - len(columns))]
+        columns[depth].append(name)
+    rows = max(map(len, columns), default=1)
+    tall, high = 58, 42
+    wide = (WIDTH - 8) / max(1, len(columns))
+    alt = "; ".join(
+        f"{node.title} from {', '.join(nodes[i].title for i in node.inputs)}"
+        for node in nodes.values()
+        if node.inputs
+    )
+    drawing = _Drawing(rows * tall + 12, f"Lineage: {alt}")
+    boxes = {}
+    for across, column in enumerate(columns):
+        for down, name in enumerate(column):
+            middle = 6 + tall * (down + 0.5 + (rows - len(column)) / 2)
+            boxes[name] = (4 + across * wide, middle)
+    for name, node in nodes.items():
+        for parent in node.inputs:
+            _join(drawing, boxes[parent], boxes[name], wide)
+    for name, node in nodes.items():
+        x, y = boxes[name]
+        style = f"fill: {PAPER}; stroke: {TUNED if node.inputs else MUTED}; stroke-width: 1.5"
+        drawing.add("rect", style, x=x, y=y - high / 2, width=wide - 26, height=high, rx=7)
+        drawing.text(x + 9, y - 3, node.title, "font-weight: 600")
+        drawing.text(x + 9, y + 13, node.detail, f"fill: {MUTED}; font-size: 11px")
+    return str(drawing)
+
+
+def _join(drawing: _Drawing, a: tuple[float, float], b: tuple[float, float], wide: float) -> None:
+    x, y = a[0] + wide - 26, a[1]
+    bend = min(28.0, (b[0] - x) / 2)
+    points = [(x, y), (x + bend, y), (b[0] - bend, b[1]), b]
+    start, *rest = (f"{across:.1f},{down:.1f}" for across, down in points)
+    style = f"fill: none; stroke: {FAINT}; stroke-width: 1.5"
+    drawing.add("path", style, d=f"M{start} C{' '.join(rest)}")
+
+
+def _depth(nodes: Mapping[str, Node], name: str) -> int:
+    return max((1 + _depth(nodes, parent) for parent in nodes[name].inputs), default=0)
+
+
+def running_mean(values: Sequence[float], decay: float = 0.95) -> list[float]:
+    """Exponential mean with Adam's bias correction."""
+    means, mean = [], 0.0
+    for count, value in enumerate(values, start=1):
+        mean = decay * mean + (1 - decay) * value
+        means.append(mean / (1 - decay**count))
+    return means
+
+
+def _curve(
+    drawing: _Drawing, points: Sequence[tuple[float, float]], colour: str, width: float
+) -> None:
+    stride = max(1, len(points) // POINTS)
+    drawing.line([*points[::stride], points[-1]], colour, width)
+
+
+def _axes(
+    drawing: _Drawing,
+    box: tuple[float, float, float, float],
+    top: float,
+    steps: Sequence[int],
+    x: Any,
+) -> None:
+    left, right, upper, lower = box
+    for part in range(5):
+        height = lower - (lower - upper) * part / 4
+        drawing.line([(left, height), (right, height)], LINE, 1)
+        drawing.text(left - 8, height + 4, f"{top * part / 4:.3g}", f"fill: {MUTED}", "end")
+    ticks = sorted({steps[round(part * (len(steps) - 1) / 4)] for part in range(5)})
+    for step in ticks:
+        anchor = {ticks[0]: "start", ticks[-1]: "end"}.get(step, "middle")
+        drawing.text(x(step), lower + 18, human(step), f"fill: {MUTED}", anchor)
+    drawing.text((left + right) / 2, lower + 34, "step", f"fill: {MUTED}", "middle")
+
+
+def _legend(drawing: _Drawing, names: Mapping[str, str], left: float) -> None:
+    for number, (name, colour) in enumerate(names.items()):
+        x = left + (0, 80, 210, 420)[number]
+        drawing.line([(x, 15), (x + 20, 15)], colour, 3)
+        drawing.text(x + 26, 19, name)
+
+
+def _loss_alt(losses: Sequence[float], held_out: Sequence[Mapping[str, Any]]) -> str:
+    if not losses:
+        return "Loss: no step"
+    text = f"Loss over {len(losses)} steps, from {human(losses[0])} to {human(losses[-1])}"
+    if held_out:
+        first, final = held_out[0]["validation_loss"], held_out[-1]["validation_loss"]
+        text += f"; held-out loss from {human(first)} to {human(final)}"
+    return text
