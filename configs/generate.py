@@ -18,8 +18,8 @@ class Generate(Prompts, Sampling):
     """Settings of a `generate` run."""
 
     model: StoredUrl = Field(
-        description="Model: registry name (`digits` for its champion, `digits@v2` for a version), "
-        "folder, hub id, or fsspec URL."
+        description="Model: registry name (`digits` for its champion, `digits@v2`, "
+        "`digits@candidate`), folder, hub id, or fsspec URL."
     )
     negative_prompt: str | None = Field(
         None, description="Negative prompt of classifier-free guidance; null: the empty prompt."

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from configs.section import Dtype, Section, StoredUrl
 
 #: Pattern of a model's name in the registry.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+class Hub(Section):
+    """A repository of the Hugging Face hub that receives each published model.
+
+    The token is that of HF_TOKEN, of `hf auth login`, or of Prefect's secret block `hub-token`.
+    """
+
+    repo: str = Field(description="Repository, as owner/name.", pattern=r"^[\w.-]+/[\w.-]+$")
+    private: bool = Field(
+        True, description="Create the repository as private, and refuse a public one."
+    )
 
 
 class Publish(Section):
@@ -33,3 +45,14 @@ class Publish(Section):
         "adapters in `lora/`; false publishes the adapters only.",
     )
     license: str | None = Field(None, description="Licence; null: that of the base's card.")
+    hub: Hub | None = Field(None, description="Push published models to the hub; null: none.")
+    signing_key: str | None = Field(
+        None,
+        description="PEM file of the private elliptic-curve key that signs published models; its "
+        "password is KILN_SIGNING_PASSWORD.",
+    )
+    keep_versions: PositiveInt | None = Field(
+        None,
+        description="Versions to keep in the registry, beside the champion, the champions that a "
+        "rollback restores, and the candidate; null: all.",
+    )

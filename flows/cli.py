@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +40,12 @@ def _existing(store: str) -> str:
 Store = Annotated[str, typer.Option("--store", help="Store: folder or URL.", callback=_existing)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Name = Annotated[str, typer.Argument(help="Name of the model in the registry (publish.name).")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Published model: name (its champion), name@v2 or name@candidate.", metavar="MODEL"
+    ),
+]
 RegistryUrl = Annotated[
     str | None, typer.Option("--registry", help="Registry, if outside the store.")
 ]
@@ -222,16 +229,68 @@ def show(
 @app.command()
 def verify(
     what: Annotated[
-        str | None, typer.Argument(help="Beginning of a key; default: everything.")
+        str | None,
+        typer.Argument(
+            help="Beginning of a key, model (digits, digits@v2) or folder; default: everything."
+        ),
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="Public key (PEM) that a model must be signed by.")
     ] = None,
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
 ) -> None:
-    """Re-hash artifacts and published models; exit code 1 if any is damaged."""
+    """Re-hash artifacts and published models; exit code 1 if any is damaged, 2 if not as signed."""
+    from flows.model_commands import is_model, verify_model
     from flows.store_commands import verify_store
 
-    if not verify_store(store, what, registry):
+    url = registry or f"{store}/registry"
+    if what is not None and (key is not None or is_model(url, what)):
+        whole = verify_model(url, what, key)
+    elif key is not None:
+        raise typer.BadParameter("--key needs a model or a folder")
+    else:
+        whole = verify_store(store, what, registry)
+    if not whole:
         raise typer.Exit(1)
+
+
+@app.command()
+def sign(
+    model: Model,
+    key: Annotated[str, typer.Option("--key", help="Private key (PEM, elliptic curve).")],
+    store: Store = DEFAULT_STORE,
+    registry: RegistryUrl = None,
+) -> None:
+    """Sign a published model with a local key; its password is KILN_SIGNING_PASSWORD."""
+    from flows.model_commands import sign_model
+
+    sign_model(registry or f"{store}/registry", model, key)
+
+
+@app.command()
+def push(
+    model: Model,
+    repo: Annotated[str, typer.Argument(help="Repository on the hub, as owner/name.")],
+    public: Annotated[bool, typer.Option("--public", help="Create it public.")] = False,
+    store: Store = DEFAULT_STORE,
+    registry: RegistryUrl = None,
+) -> None:
+    """Push a published model to the Hugging Face hub; only changed files are uploaded.
+
+    The token is that of HF_TOKEN or `hf auth login`.
+    """
+    from flows.model_commands import push_model
+
+    push_model(registry or f"{store}/registry", model, repo, private=not public)
+
+
+@app.command()
+def history(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None) -> None:
+    """List every change of a model's champion."""
+    from flows.model_commands import show_history
+
+    show_history(registry or f"{store}/registry", name)
 
 
 @app.command()

@@ -36,6 +36,7 @@ from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
 from tasks.publish.assemble_pipeline import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
+from tasks.publish.sign_model import check_key
 from tasks.tpu import launch
 
 
@@ -78,6 +79,8 @@ def prepare(
         RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
     """
     check_rules(recipe.publish.gate, metric_names(recipe))
+    if recipe.publish.signing_key is not None:
+        check_key(recipe.publish.signing_key)
     store = _check_places(recipe)
     stages = STAGES[: 1 + STAGES.index(until)]
     _check_runtime(recipe, stages)

@@ -18,7 +18,7 @@ from configs.load import RecipeError
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.publish.champion_history import RegistryError
-from tasks.publish.model_registry import Registry, Version
+from tasks.publish.model_registry import CANDIDATE, CHAMPION, Registry, Version
 from tasks.tpu import launch
 
 log = logging.getLogger("kiln")
@@ -46,8 +46,14 @@ def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
     models = list(_models(store, registry))
     if as_json:
         published = [
-            {"name": found.name, "version": one.name, "uri": one.uri, "champion": champion}
-            for found, one, champion in models
+            {
+                "name": found.name,
+                "version": one.name,
+                "uri": one.uri,
+                "champion": alias == CHAMPION,
+                "candidate": alias == CANDIDATE,
+            }
+            for found, one, alias in models
         ]
         print(json.dumps({"artifacts": rows, "models": published}))
         return
@@ -56,9 +62,8 @@ def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
             f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {_size(row['bytes']):>9}"
             f"  {row['created']}"
         )
-    for found, version, champion in models:
-        mark = "  champion" if champion else ""
-        print(f"model     {found.name} {version.name}  {version.uri}{mark}")
+    for found, version, alias in models:
+        print(f"model     {found.name} {version.name}  {version.uri}  {alias}".rstrip())
     if not rows and not models:
         print(f"nothing in {url}")
 
@@ -189,15 +194,17 @@ def _damage(store: Store, url: str | None) -> Iterator[tuple[str, str]]:
             yield f"{registry.name} champion", str(error)
 
 
-def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, bool]]:
+def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, str]]:
+    """Every published version with its registry and its alias, or ""."""
     for registry in _registries(store, url):
+        aliases = dict[str, str]()
         try:
-            champion = registry.champion()
+            found = {CANDIDATE: registry.candidate(), CHAMPION: registry.champion()}
+            aliases = {one.name: alias for alias, one in found.items() if one is not None}
         except RegistryError as error:  # the other versions stay visible
             log.warning("%s", error)
-            champion = None
         for version in registry.versions():
-            yield registry, version, champion is not None and champion.name == version.name
+            yield registry, version, aliases.get(version.name, "")
 
 
 def _lineage(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[tuple[int, str, str]]:

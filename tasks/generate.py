@@ -58,7 +58,7 @@ def find_model(settings: Generate) -> EvalModel:
     found = None
     if re.fullmatch(NAME, name):
         models = Registry(settings.registry or f"{settings.store}/registry", name)
-        found = models.version(version) if version else models.champion()
+        found = models.find(version) if version else models.champion()
     return load_published_model(resolve_model(settings.model if found is None else found.uri))
 
 

@@ -1,10 +1,12 @@
 """A server with the Hugging Face hub's API on loopback, for its real client: HF_ENDPOINT=<url>.
 
 Large files redirect to another host, as on the hub. Each repository has one branch, `main`.
+Uploads need a token of `writers`; large files come by the LFS protocol, before their commit.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -12,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -27,6 +29,8 @@ class Repository:
 
     files: dict[str, bytes]
     accepted_by: set[str] | None = None  # tokens with access; None: not gated
+    private: bool = False
+    large: dict[str, bytes] = field(default_factory=dict)  # uploaded files by sha256
 
     @property
     def commit(self) -> str:
@@ -41,6 +45,8 @@ class HubServer(ThreadingHTTPServer):
     Attributes:
         repositories: repositories by name; data sets as `datasets/<name>`.
         requests: (method, path) of each request so far, in order.
+        writers: tokens that may create repositories and commit.
+        stop_after: number of further large files that are accepted; None: all.
         fault: fault of every response: an HTTP status; `page`, an HTML page of another site;
             `cut`, only the first half of a file.
     """
@@ -52,6 +58,8 @@ class HubServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str]] = []
+        self.writers: set[str] = set()
+        self.stop_after: int | None = None
         self.fault: int | str | None = None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -87,6 +95,12 @@ _ROUTES = [
     (f"/{_REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
     (f"/large/{_REPOSITORY}/(?P<path>.+)", "large"),
 ]
+_UPLOADS = [
+    (f"{_API}/preupload/(?P<revision>[^/]+)", "preupload"),
+    (f"/{_REPOSITORY}.git/info/lfs/objects/batch", "batch"),
+    (f"/upload/{_REPOSITORY}/(?P<oid>[0-9a-f]+)", "upload"),
+    (f"{_API}/commit/(?P<revision>[^/]+)", "commit"),
+]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -108,13 +122,24 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {"X_Error_Code": refused.code, "X_Error_Message": str(refused)}
             self._send(json.dumps({"error": str(refused)}).encode(), refused.status, **headers)
 
-    do_HEAD = do_GET  # noqa: N815 (http.server's names)
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815 (http.server's names)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: `requests` of the server has the log."""
 
     def _route(self, path: str) -> None:
-        for pattern, name in _ROUTES:
+        is_upload = self.command in ("POST", "PUT")
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        is_open = path == "/api/validate-yaml" or path.startswith("/upload/")
+        if is_upload and not is_open and self._token not in self.server.writers:
+            raise Refused(403 if self._token else 401, "", "Unauthorized")
+        if path == "/api/repos/create":
+            self._create(json.loads(self.body))
+            return
+        if path == "/api/validate-yaml":
+            self._send_json({"errors": [], "warnings": []})
+            return
+        for pattern, name in _UPLOADS if is_upload else _ROUTES:
             if match := re.fullmatch(pattern, path):
                 self.parts = {key: unquote(part or "") for key, part in match.groupdict().items()}
                 getattr(self, f"_{name}")(self._repository())
@@ -129,6 +154,10 @@ class _Handler(BaseHTTPRequestHandler):
         kind = "datasets/" if self.parts["kind"] == "datasets/" else ""
         found = self.server.repositories.get(kind + self.parts["name"])
         if found is None:  # the hub does not tell private from missing
+            raise Refused(404 if self._token else 401, "RepoNotFound", "Repository not found")
+        readers = found.accepted_by or self.server.writers
+        is_signed = self.path.startswith(("/large/", "/upload/"))  # another host's address
+        if found.private and not is_signed and self._token not in readers:
             raise Refused(404 if self._token else 401, "RepoNotFound", "Repository not found")
         if self.parts.get("revision", "main") not in ("main", found.commit):
             raise Refused(404, "RevisionNotFound", "Invalid rev id")
@@ -151,7 +180,59 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _revision(self, found: Repository) -> None:
         names = [{"rfilename": path} for path in sorted(found.files)]
-        self._send_json({"id": self.parts["name"], "sha": found.commit, "siblings": names})
+        facts = {"private": found.private, "siblings": names}
+        self._send_json({"id": self.parts["name"], "sha": found.commit, **facts})
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        status = 409 if name in self.server.repositories else 200
+        new = Repository({}, private=asked.get("visibility") == "private")
+        self.server.repositories.setdefault(name, new)
+        answer = {"url": f"{self.server.url}/{name}", "name": name}
+        self._send(json.dumps(answer).encode(), status)
+
+    def _preupload(self, found: Repository) -> None:
+        """How to upload each file, and the object id that the repository has of it."""
+        answers = []
+        for one in json.loads(self.body)["files"]:
+            path = one["path"]
+            mode = "lfs" if path.endswith(LARGE) else "regular"
+            oid = _oid(path, found.files[path]) if path in found.files else None
+            answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._send_json({"files": answers})
+
+    def _batch(self, found: Repository) -> None:
+        """Where to upload the large files that the repository lacks."""
+        stored = {hashlib.sha256(data).hexdigest() for data in found.files.values()}
+        answers = []
+        for one in json.loads(self.body)["objects"]:
+            answer = {"oid": one["oid"], "size": one["size"]}
+            if one["oid"] not in stored | found.large.keys():
+                where = f"{self.server.url}/upload/{self.parts['name']}/{one['oid']}"
+                answer["actions"] = {"upload": {"href": where, "header": {}}}
+            answers.append(answer)
+        self._send_json({"objects": answers})
+
+    def _upload(self, found: Repository) -> None:
+        if self.server.stop_after == 0:
+            raise Refused(403, "", "The connection was lost")  # which the client does not repeat
+        if self.server.stop_after is not None:
+            self.server.stop_after -= 1
+        assert hashlib.sha256(self.body).hexdigest() == self.parts["oid"]
+        found.large[self.parts["oid"]] = self.body
+        self._send(b"")
+
+    def _commit(self, found: Repository) -> None:
+        for line in map(json.loads, self.body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                found.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                found.files[value["path"]] = found.large[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del found.files[value["path"]]
+        url = f"{self.server.url}/{self.parts['name']}/commit/{found.commit}"
+        self._send_json({"commitUrl": url, "commitOid": found.commit})
 
     def _tree(self, found: Repository) -> None:
         folder = f"{self.parts['path']}/" if self.parts["path"] else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from configs.load import dump
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.evaluate.metric_suite import metric_rows
-from tasks.panels import escape_markdown, markdown_table
+from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.gate import Verdict, as_rows
 from tasks.trained_weights import TrainedWeights
 
+GRID = "before_after.png"
 UNKNOWN_LICENSE = "other"
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 
@@ -66,47 +69,108 @@ def write_card(
     verdicts: list[Verdict],
     lineage: dict[str, Any],
     weights: Weights,
+    training: dict[str, Any] | None = None,
 ) -> str:
-    """README.md of the published folder, with the metadata of the Hugging Face hub."""
+    """README.md of the published folder, with the metadata of the Hugging Face hub.
+
+    Args:
+        training: facts of the training run for people, as of `training_facts`.
+    """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     found = base_card(base)
-    results = [
-        EvalResult(
-            task_type="text-to-image",
-            dataset_type=recipe.name,
-            dataset_name=f"prompts and held-out pictures of the recipe {recipe.name}",
-            metric_type=name,
-            metric_value=models["tuned"]["value"],
-        )
-        for name, models in metrics.items()
-    ]
     data = ModelCardData(
         license=license_of(recipe, base),
         license_name=found.get("license_name"),
         license_link=found.get("license_link"),
-        base_model=without_secrets(recipe.model.path),
-        base_model_relation="finetune" if weights.pipeline else "adapter",
+        base_model=hub_id(recipe.model.path),
+        base_model_relation=_relation(recipe, weights),
+        datasets=_datasets(recipe),
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=["kilnworks", "diffusers", "text-to-image", *["lora"][: weights.adapters]],
+        thumbnail=GRID,
+        widget=[{"text": text, "output": {"url": GRID}} for text in _first_prompts(recipe)],
         model_name=recipe.publish.name,
-        eval_results=results,
+        eval_results=[
+            EvalResult(
+                task_type="text-to-image",
+                task_name="Text to image",
+                dataset_type=recipe.name,
+                dataset_name=f"prompts and held-out pictures of the recipe {recipe.name}",
+                metric_type=name,
+                metric_name=name,
+                metric_value=models["tuned"]["value"],
+            )
+            for name, models in metrics.items()
+        ],
     )
-    given, sets = recipe.evaluate, recipe.evaluate.prompts.values()
+    given = recipe.evaluate
     card = ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         recipe=recipe,
         settings=dump(recipe),
         weights=weights,
-        prompt=next((one.prompts[0] for one in sets if one.prompts), "a prompt"),
+        prompt=next(iter(_first_prompts(recipe)), "a prompt"),
+        training=training,
         scores=[given.negative_aesthetic_score, given.aesthetic_score][given.guidance_scale <= 1 :],
         metric_table=markdown_table(metric_rows(metrics)),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
         lineage=lineage,
         escape=escape_markdown,
         repr=repr,
+        human=human,
+        shell_quote=shlex.quote,
+        source=_source(recipe),
         without_secrets=without_secrets,
     )
     return str(card)
+
+
+def training_facts(run: dict[str, Any]) -> dict[str, Any]:
+    """Hardware, hours and versions of a training run, from its manifest; no energy: not measured.
+
+    Hours are those of the last attempt of a resumed run.
+    """
+    versions = run.get("versions", {})
+    names = ("torch", "jax", "torch_xla", "mindspore", "diffusers", "transformers")
+    facts = {
+        "hardware": run.get("device"),
+        "runtime": run.get("runtime"),
+        "hours": round(run["seconds"] / 3600, 2) if "seconds" in run else None,
+        "hours count from step": run.get("resumed_from") or None,
+        "images per second": run.get("images_per_second"),
+        "versions": ", ".join(f"{name} {versions[name]}" for name in names if name in versions),
+    }
+    return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def hub_id(path: str) -> str | None:
+    """A path that the hub's metadata may name: owner/name; None for folders and URLs."""
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith((".", "~"))
+    return path if is_id and not Path(path).is_dir() else None
+
+
+def _relation(recipe: Recipe, weights: Weights) -> str | None:
+    if hub_id(recipe.model.path) is None:
+        return None
+    return "finetune" if weights.pipeline else "adapter"
+
+
+def _datasets(recipe: Recipe) -> list[str] | None:
+    source = recipe.source
+    named = hub_id(source.path) if source.kind == "dataset" else None
+    return None if named is None else [named]
+
+
+def _source(recipe: Recipe) -> str:
+    """Kind, place and revision of the source, without secrets of URLs."""
+    given = yaml.safe_load(dump(recipe))["source"]
+    facts = [given["kind"], given.get("path") or given.get("url"), given.get("revision")]
+    return ", ".join(str(fact) for fact in facts if fact)
+
+
+def _first_prompts(recipe: Recipe) -> list[str]:
+    """The first prompt of each prompt set."""
+    return [one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts]

@@ -42,6 +42,7 @@ from tasks.publish.champion_history import (
 )
 
 log = logging.getLogger("kiln")
+CHAMPION, CANDIDATE = "champion", "candidate"  # aliases
 REPORT = "report.html"  # beside a model's files, outside its manifest
 
 
@@ -131,6 +132,7 @@ class Registry:
         found = self.version(version)
 
         def chosen(moves: Moves) -> str:
+            self.version(version)  # `keep` may have deleted it meanwhile
             if expected not in (..., last(moves)):
                 champion = last(moves) or "none"
                 raise ChampionChanged(f"{self.name}: the champion is {champion}, not {expected}")
@@ -167,6 +169,47 @@ class Registry:
             return stack[-1]
 
         return known[self._champions.move(earlier, ROLLED_BACK)]
+
+    def candidate(self) -> Version | None:
+        """The newest version, unless it is or was the champion."""
+        newest = next(reversed(self.versions()), None)
+        return None if newest is None or self.was_champion(newest.name) else newest
+
+    def find(self, which: str) -> Version:
+        """The version `v2`, or that of the alias `champion` or `candidate`; "" is the champion.
+
+        Raises:
+            RegistryError: it does not exist.
+        """
+        if which not in ("", CHAMPION, CANDIDATE):
+            return self.version(which)
+        found = self.candidate() if which == CANDIDATE else self.champion()
+        if found is None:
+            raise RegistryError(f"{self.name}: there is no {which or CHAMPION}")
+        return found
+
+    def keep(self, count: int) -> list[str]:
+        """Delete all but the newest `count` versions and the champions that a rollback may restore.
+
+        Returns the names of the deleted versions.
+        """
+        with hold(self.fs, f"{self.root}/lock.json") as lock:
+            old = [version.name for version in self.versions()][:-count]
+            return [name for name in old if self._delete(name, lock)]
+
+    def _delete(self, name: str, lock: Lock) -> bool:
+        """Delete a version; False if it is a champion, also if it has become one meanwhile."""
+        root = f"{self.root}/{name}"
+        if name in not_rolled_back(self.history()):
+            return False
+        lock.check()
+        manifest = self.fs.cat_file(f"{root}/{MANIFEST}")
+        self.fs.rm_file(f"{root}/{MANIFEST}")  # from here on nobody can promote it
+        if name in not_rolled_back(self.history()):
+            create(self.fs, f"{root}/{MANIFEST}", manifest)
+            return False
+        self.fs.rm(root, recursive=True)
+        return True
 
     def was_champion(self, version: str) -> bool:
         """Whether a version is or was the champion."""

@@ -16,22 +16,25 @@ from artifacts.commit import write_atomic
 from artifacts.digests import digest_json
 from artifacts.store import Artifact, Draft, Store
 from configs.load import dump
+from configs.publish import Hub
 from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters
-from tasks.build_or_reuse import StageResult, TransientError, storing
+from tasks.build_or_reuse import StageResult, TransientError, failing, storing
 from tasks.evaluate.metric_suite import flatten
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress
-from tasks.publish import gate, model_card, report
+from tasks.publish import gate, model_card, push_to_hub, report
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.lineage import lineage_nodes
 from tasks.publish.model_registry import ChampionChanged, Registry, Version
+from tasks.publish.sign_model import sign_version
 from tasks.publish.write_adapters import write_adapters
 from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
 VERSION = 2
+NOT_IN_KEY = {"registry", "hub", "signing_key", "keep_versions"}
 log = logging.getLogger("kiln")
 
 
@@ -46,7 +49,7 @@ class Rejected(Exception):
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     """The settings that affect the published folder."""
-    return recipe.publish.model_dump(mode="json", exclude={"registry"})
+    return recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
 
 
 def key_parts(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) -> KeyParts:
@@ -112,7 +115,10 @@ def build(
         out = Path(scratch) / "model"
         _write_weights(recipe, tuned, base, vae, out)
         facts = model_card.Weights.of(tuned, merged=recipe.publish.merge)
-        text = model_card.write_card(recipe, base, measured["metrics"], verdicts, lineage, facts)
+        training = model_card.training_facts(trained.manifest["run"])
+        text = model_card.write_card(
+            recipe, base, measured["metrics"], verdicts, lineage, facts, training
+        )
         (out / "README.md").write_text(text, encoding="utf-8")
         (out / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
         (out / "metrics.json").write_bytes(evaluated.read("metrics.json"))
@@ -163,6 +169,9 @@ def register(
                 page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
                 write_atomic(store.fs, path, page.encode())
         version = registry.publish(published)
+        if recipe.publish.signing_key is not None:  # before anyone may use it
+            with failing(STAGE):
+                sign_version(registry, version, recipe.publish.signing_key)
         if not registry.was_champion(version.name):
             champion = registry.champion()
             now = _inputs(recipe, trained, evaluated, base)
@@ -176,7 +185,23 @@ def register(
     registered: dict[str, Any] = {"model": version.uri, "champion": None}
     with _warning("the champion is not shown"):
         registered["champion"] = registry.last_move()
+    if recipe.publish.keep_versions is not None:
+        with _warning("old versions are kept"):
+            for name in registry.keep(recipe.publish.keep_versions):
+                log.info("publish: %s %s is deleted: publish.keep_versions", registry.name, name)
+    if recipe.publish.hub is not None:
+        registered["hub"] = _pushed(recipe.publish.hub, registry, version)
     return registered
+
+
+def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
+    """The URL of the commit; None after a failure, whose warning has the command to repeat it."""
+    again = push_to_hub.command(registry, version, hub.repo, private=hub.private)
+    with _warning(f"{version.uri} is not on the hub; to push it: {again}"):
+        url = push_to_hub.push(registry, version, hub.repo, private=hub.private)
+        log.info("publish: pushed to %s", url)
+        return url
+    return None
 
 
 @contextmanager
@@ -268,6 +293,8 @@ def show_version(registered: dict[str, Any]) -> list[Panel]:
         "champion": champion["version"] if champion else "none",
         "report": f"{url}/{report.NAME}",
     }
+    if registered.get("hub"):
+        facts["hub"] = registered["hub"]
     return [Facts("Published", facts)]
 
 

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from configs.load import load_recipe
 from tasks.evaluate.metric_suite import metric_rows
-from tasks.publish.model_card import Weights, base_card, write_card
+from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card
 
 
 def test_each_model_has_its_own_column() -> None:
@@ -55,3 +56,46 @@ def test_the_code_of_every_kind_of_card_is_python(
     assert ("scheduler/: load it" in code) == weights.scheduler
     assert "\n\n\n" not in code and not code.endswith("\n\n")
     assert ("Adapters of rank 16" in card) == weights.adapters
+    assert ("| ComfyUI | `digits_kohya.safetensors`" in card) == weights.adapters
+
+
+@pytest.mark.parametrize(
+    ("weights", "relation"), [(Weights(True), "finetune"), (Weights(False, True), "adapter")]
+)
+def test_the_metadata_names_what_the_hub_knows(
+    weights: Weights, relation: str, tmp_path: Path
+) -> None:
+    source = {"kind": "dataset", "path": "someone/pictures", "revision": "abc"}
+    given = {"model.path": "some-lab/xl_base-1.0", "model.revision": "r2", "source": source}
+    recipe = load_recipe("sdxl", given)
+    metrics = {"cmmd": {"tuned": {"value": 1.5, "n": 10, "ci": [1.0, 2.0]}}}
+    run = {
+        "device": "NVIDIA H100",
+        "runtime": "torch",
+        "seconds": 5400.0,
+        "versions": {"torch": "2.13.0"},
+    }
+    card = write_card(recipe, tmp_path, metrics, [], {}, weights, training_facts(run))
+    data = ModelCard(card).data
+    assert (data.base_model, data.base_model_relation) == ("some-lab/xl_base-1.0", relation)
+    assert data.datasets == ["someone/pictures"] and data.pipeline_tag == "text-to-image"
+    (result,) = data.eval_results
+    assert (result.metric_type, result.metric_value) == ("cmmd", 1.5)
+    assert data.to_dict()["thumbnail"] == "before_after.png"
+    assert "| hardware | NVIDIA H100 |" in card and "| hours | 1.5 |" in card
+    assert "| base | some-lab/xl\\_base-1.0, revision r2 |" in card
+    assert "co2" not in card, "no energy was measured"
+
+
+@pytest.mark.parametrize("path", ["/models/base", "s3://bucket/base", "./a/b", "~/base", "models"])
+def test_folders_and_urls_are_no_metadata_of_the_hub(path: str) -> None:
+    assert hub_id(path) is None
+
+
+def test_a_folder_with_the_name_of_a_hub_id_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_id("a/b") == "a/b"
+    (tmp_path / "a/b").mkdir(parents=True)
+    assert hub_id("a/b") is None

@@ -77,6 +77,59 @@ def test_the_champion_moves_and_rolls_back_step_by_step(
     assert not found.was_champion("v4")
 
 
+def test_the_candidate_is_the_newest_version_unless_it_was_the_champion(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    assert found.candidate() is None
+    found.promote(found.publish(model(store, 1)).name)
+    with pytest.raises(RegistryError, match="there is no candidate"):
+        found.find("candidate")
+    found.publish(model(store, 2))
+    assert found.find("candidate").name == "v2" and found.find("champion").name == "v1"
+    assert found.find("").name == found.find("v1").name == "v1"
+    found.promote("v2")
+    found.rollback()
+    assert found.candidate() is None, "a rolled-back champion is no candidate"
+
+
+def test_old_versions_are_deleted_but_no_champion_that_a_rollback_restores(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    for n in range(1, 7):
+        found.publish(model(store, n))
+    for name in ("v1", "v3", "v4"):
+        found.promote(name)
+    found.rollback()  # v4 is no longer needed
+    assert found.keep(2) == ["v2", "v4"]
+    assert [version.name for version in found.versions()] == ["v1", "v3", "v5", "v6"]
+    assert not found.fs.exists(f"{found.root}/v2/unet/weights.safetensors")
+    assert found.rollback().name == "v1"
+    assert found.publish(model(store, 9)).name == "v7"
+    assert found.keep(9) == []
+
+
+def test_a_version_promoted_while_it_is_deleted_stays(
+    registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.publish(model(store, n))
+    found.promote("v2")
+    delete, other = found.fs.rm_file, Registry(found.store.url, "digits")
+
+    def promoted_first(path: str) -> None:
+        other.promote("v1")
+        delete(path)
+
+    monkeypatch.setattr(found.fs, "rm_file", promoted_first)
+    assert found.keep(1) == []
+    champion = found.champion()
+    assert champion is not None and champion.name == "v1"
+    assert first_fault(found.fs, f"{found.root}/v1", champion.manifest["files"]) is None
+
+
 def test_the_error_for_an_unknown_version_lists_the_known_ones(
     registry: tuple[Store, Registry],
 ) -> None:

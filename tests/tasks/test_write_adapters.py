@@ -102,7 +102,8 @@ def test_the_card_names_the_base_and_loads_the_adapters(tmp_path: Path, tiny_sdx
     alone = publish(tmp_path, digits(tmp_path, tiny_sdxl))
     card = alone.read("README.md").decode()
     head = ModelCard.load(Path(alone.path, "README.md")).data.to_dict()
-    assert head["base_model"] == str(tiny_sdxl) and head["base_model_relation"] == "adapter"
+    assert "base_model" not in head, "the hub knows no local folders"
+    assert f"from_pretrained({str(tiny_sdxl)!r}, " in card
     assert "lora" in head["tags"]
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code and "load_lora_weights" in code[1]

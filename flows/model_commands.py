@@ -1,0 +1,80 @@
+"""Commands on published models: sign, verify, push, history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from artifacts.commit import first_fault
+from artifacts.listing import subfolders
+from artifacts.resolve_model import resolve_model
+from artifacts.store import Store
+from tasks.publish.model_registry import Registry, Version
+from tasks.publish.push_to_hub import push
+from tasks.publish.sign_model import SIGNATURE, SignatureError, sign_version, verify_folder
+
+
+def find_version(url: str, model: str) -> tuple[Registry, Version]:
+    """The registry and version of `name`, its champion, `name@v2` or `name@candidate`.
+
+    Raises:
+        RegistryError: it does not exist.
+    """
+    name, _, which = model.partition("@")
+    registry = Registry(url, name)
+    return registry, registry.find(which)
+
+
+def is_model(url: str, what: str) -> bool:
+    """Whether a word names a model of the registry, or a folder, and not an artifact's key."""
+    name = what.partition("@")[0]
+    return "@" in what or Path(what).is_dir() or name in _names(url)
+
+
+def _names(url: str) -> list[str]:
+    place = Store(url)
+    return list(subfolders(place.fs, place.root))
+
+
+def push_model(url: str, model: str, repo: str, *, private: bool) -> None:
+    """Push a version to the hub and print the commit's URL."""
+    registry, version = find_version(url, model)
+    print(push(registry, version, repo, private=private))
+
+
+def sign_model(url: str, model: str, key: str) -> None:
+    """Sign a version."""
+    registry, version = find_version(url, model)
+    sign_version(registry, version, key)
+    print(f"{registry.name} {version.name}: signed ({version.uri}/{SIGNATURE})")
+
+
+def verify_model(url: str, model: str, key: Path | None) -> bool:
+    """Check the manifest of a version and, with a key, the signature; print the result.
+
+    Args:
+        model: name in the registry, as of `find_version`, or a folder, which requires a key.
+
+    Raises:
+        SignatureError: the signature is missing or wrong.
+    """
+    folder = Path(model)
+    if folder.is_dir() and key is None:
+        raise SignatureError(f"{folder}: a folder is verified against a public key: add --key")
+    if not folder.is_dir():
+        registry, version = find_version(url, model)
+        root = f"{registry.root}/{version.name}"
+        fault = first_fault(registry.fs, root, version.manifest["files"], deep=True)
+        print(f"model     {registry.name} {version.name}  {fault or 'whole'}")
+        if fault is not None or key is None:
+            return fault is None
+        folder = resolve_model(version.uri)
+    if key is not None:
+        verify_folder(folder, key)
+        print(f"signed by the owner of {key}")
+    return True
+
+
+def show_history(url: str, name: str) -> None:
+    """Print every change of the champion, oldest first."""
+    for move in Registry(url, name).history():
+        print(f"{move['at']}  {move['version']:5} {move['why']}")

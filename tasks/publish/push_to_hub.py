@@ -1,0 +1,83 @@
+"""Push a published model to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from typing import Any
+
+from artifacts.commit import first_fault
+from artifacts.resolve_model import resolve_model
+from tasks.publish.model_registry import Registry, Version
+from tasks.publish.sign_model import SIGNATURE
+
+TOKEN_BLOCK = "hub-token"
+log = logging.getLogger("kiln")
+
+
+class PushFailed(RuntimeError):
+    """The hub did not accept a model."""
+
+
+def push(registry: Registry, version: Version, repo: str, *, private: bool = True) -> str:
+    """Upload a version's files that the repository lacks, and delete what the version lacks.
+
+    An interrupted push continues where it stopped. The registry's own files stay here: the report
+    shows pictures of the source.
+
+    Returns the URL of the repository's newest commit.
+
+    Raises:
+        PushFailed: the hub refused, or could not be reached.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi
+
+    paths = [entry.path for entry in version.manifest["files"]] + [SIGNATURE]
+    fault = first_fault(
+        registry.fs, f"{registry.root}/{version.name}", version.manifest["files"], deep=True
+    )
+    if fault is not None:
+        raise PushFailed(f"{registry.name} {version.name} is damaged: {fault}")
+    api = HfApi(token=_token(), library_name="kilnworks")
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.model_info(repo).private:
+            raise PushFailed(f"the repository {repo} is public: make it private, or use --public")
+        done = api.upload_folder(
+            repo_id=repo,
+            folder_path=resolve_model(version.uri),
+            allow_patterns=[glob.escape(path) for path in paths],
+            delete_patterns="*",
+            commit_message=f"{registry.name} {version.name}, {version.manifest['digest'][:12]}",
+        )
+    except (OSError, HTTPError, ValueError, RuntimeError) as error:
+        if isinstance(error, PushFailed):
+            raise
+        reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        raise PushFailed(f"the hub refused {repo}: {reason.strip()}") from error
+    return str(done.commit_url)
+
+
+def command(registry: Registry, version: Version, repo: str, *, private: bool) -> str:
+    """The command that repeats a push."""
+    public = "" if private else " --public"
+    return (
+        f"kiln push {registry.name}@{version.name} {repo} --registry {registry.store.url}{public}"
+    )
+
+
+def _token() -> str | None:
+    """The token of HF_TOKEN, else of Prefect's block in a flow, else None: that of the login."""
+    from prefect.context import FlowRunContext
+
+    if "HF_TOKEN" in os.environ or FlowRunContext.get() is None:
+        return None
+    from prefect.blocks.system import Secret
+
+    try:
+        block: Any = Secret.load(TOKEN_BLOCK)
+        return str(block.get())
+    except ValueError:  # no such block
+        return None

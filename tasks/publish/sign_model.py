@@ -1,0 +1,102 @@
+"""Sign a model's folder with a local key, and verify it, by sigstore's model-signing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from artifacts.commit import write_atomic
+from artifacts.resolve_model import resolve_model
+from artifacts.store import MANIFEST
+from tasks.publish.model_registry import REPORT, Registry, Version
+
+SIGNATURE = "model.sig"
+PASSWORD = "KILN_SIGNING_PASSWORD"
+#: Files beside a model's own: of the registry, and of the hub's client.
+UNSIGNED = (MANIFEST, REPORT, SIGNATURE, ".cache")
+log = logging.getLogger("kiln")
+
+
+class SignatureError(ValueError):
+    """A key is unusable, or a model is not as it was signed."""
+
+
+def check_key(key: str) -> None:
+    """Raise SignatureError for a file that is no private key of a supported curve."""
+    _signer(key)
+
+
+def sign_version(registry: Registry, version: Version, key: str) -> None:
+    """Write `model.sig` beside a version's files, unless it has a valid one of the key.
+
+    Raises:
+        SignatureError: the key is unusable.
+    """
+    config, folder = _signer(key), resolve_model(version.uri)
+    with tempfile.TemporaryDirectory(prefix="kiln-sign-") as scratch:
+        if (folder / SIGNATURE).is_file() and _is_signed_by(key, folder, Path(scratch)):
+            return
+        signed = Path(scratch, SIGNATURE)
+        config.set_hashing_config(_hashing(folder)).sign(folder, signed)
+        path = f"{registry.root}/{version.name}/{SIGNATURE}"
+        write_atomic(registry.fs, path, signed.read_bytes())
+    log.info("publish: %s %s is signed", registry.name, version.name)
+
+
+def verify_folder(folder: Path, key: Path) -> None:
+    """Check that a folder has exactly the files that the owner of a public key signed.
+
+    Raises:
+        SignatureError: the folder has no signature, one of another key, or other files.
+    """
+    from model_signing import verifying
+
+    if not (folder / SIGNATURE).is_file():
+        raise SignatureError(f"{folder} is not signed: it has no {SIGNATURE}")
+    try:
+        verifier = verifying.Config().use_elliptic_key_verifier(public_key=key)
+        verifier.set_hashing_config(_hashing(folder)).verify(folder, folder / SIGNATURE)
+    except Exception as error:  # the library raises many types, also for damaged signatures
+        reason = str(error) or type(error).__name__
+        raise SignatureError(f"{folder} is not as signed by {key}: {reason}") from None
+
+
+def _hashing(folder: Path):  # type: ignore[no-untyped-def]  # the library is imported late: 0.7 s
+    from model_signing import hashing
+
+    # The hub's cache keeps files as links into its store.
+    paths = [folder / name for name in UNSIGNED]
+    return hashing.Config().set_ignored_paths(paths=paths).set_allow_symlinks(True)
+
+
+def _signer(key: str):  # type: ignore[no-untyped-def]
+    from model_signing import signing
+
+    try:
+        return signing.Config().use_elliptic_key_signer(private_key=key, password=_password())
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise SignatureError(f"signing key {key}: {error} (see docs/publishing.md)") from None
+
+
+def _password() -> Any:
+    """Bytes, which the library passes on; it declares a text."""
+    password = os.environ.get(PASSWORD)
+    return None if password is None else password.encode()
+
+
+def _is_signed_by(key: str, folder: Path, scratch: Path) -> bool:
+    from cryptography.hazmat.primitives import serialization as pem
+
+    private = pem.load_pem_private_key(Path(key).read_bytes(), _password())
+    public = private.public_key().public_bytes(
+        pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo
+    )
+    (scratch / "public.pem").write_bytes(public)
+    try:
+        verify_folder(folder, scratch / "public.pem")
+    except SignatureError:
+        return False
+    return True

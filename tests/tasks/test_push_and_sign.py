@@ -1,0 +1,280 @@
+"""A published model is signed, pushed to the hub by its real client, pulled and verified."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization as pem
+from cryptography.hazmat.primitives.asymmetric import ec
+from hub_server import HubServer, Repository
+from huggingface_hub import constants, snapshot_download
+from stores import UrlOf
+
+from artifacts.artifact_key import KeyParts
+from flows.cli import main
+from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.model_registry import Registry, Version
+from tasks.publish.push_to_hub import PushFailed, push
+from tasks.publish.sign_model import (
+    PASSWORD,
+    SIGNATURE,
+    SignatureError,
+    check_key,
+    sign_version,
+    verify_folder,
+)
+
+REPO, TOKEN = "someone/digits", "hf_tests"
+PULL_AND_DRAW = """
+import sys
+from diffusers import DiffusionPipeline
+from huggingface_hub import snapshot_download
+pipe = DiffusionPipeline.from_pretrained(sys.argv[1])
+picture = pipe("a fox", num_inference_steps=1, height=32, width=32, output_type="np").images
+assert picture.std() > 0
+snapshot_download(sys.argv[1], local_dir=sys.argv[2])
+"""
+Keys = Callable[..., tuple[str, Path]]
+
+
+@pytest.fixture
+def hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The hub, with a token that may write."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the server has no chunk storage
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.writers.add(TOKEN)
+    return hub
+
+
+@pytest.fixture
+def make_keys(tmp_path: Path) -> Keys:
+    """`make_keys(name)`: paths of a private and a public key."""
+
+    def make(name: str = "key", curve: Any = ec.SECP256R1, password: bytes | None = None) -> Any:
+        private, public = tmp_path / f"{name}.pem", tmp_path / f"{name}.pub"
+        key = ec.generate_private_key(curve())
+        locked = pem.BestAvailableEncryption(password) if password else pem.NoEncryption()
+        private.write_bytes(key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, locked))
+        public.write_bytes(
+            key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo)
+        )
+        return str(private), public
+
+    return make
+
+
+def publish(registry: Registry, files: dict[str, bytes], number: int = 1) -> Version:
+    draft = registry.store.draft(KeyParts("publish", 1, {"n": number}, {}))
+    for path, data in files.items():
+        draft.write(path, data)
+    version = registry.publish(draft.commit({}, {}))
+    registry.promote(version.name)
+    return version
+
+
+def small(registry: Registry, weights: bytes = b"weights", number: int = 1) -> Version:
+    files = {"README.md": b"# digits\n", "unet/model.safetensors": weights}
+    return publish(registry, files | {"vae/model.safetensors": b"vae"}, number)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(str(tmp_path / "store/registry"), "digits")
+
+
+def uploads(hub: HubServer) -> int:
+    """Number of large files uploaded since the last call."""
+    found = [path for method, path in hub.requests if method == "PUT"]
+    hub.requests.clear()
+    return len(found)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.slow
+def test_a_pushed_model_is_pulled_and_drawn_by_diffusers_and_a_flipped_byte_is_refused(
+    hub: HubServer, registry: Registry, tiny_sdxl: Path, make_keys: Keys, tmp_path: Path
+) -> None:
+    assemble(tiny_sdxl, {}, tmp_path / "model", dtype="float16")
+    folder = tmp_path / "model"
+    files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    version = publish(registry, files | {"README.md": b"---\nlicense: mit\n---\n# digits\n"})
+    private, public = make_keys()
+    sign_version(registry, version, private)
+    push(registry, version, REPO)
+    pulled = tmp_path / "pulled"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PULL_AND_DRAW, REPO, str(pulled)],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (pulled / "manifest.json").exists() and not (pulled / "report.html").exists()
+    verify_folder(pulled, public)
+    for name in ("unet/diffusion_pytorch_model.safetensors", "model_index.json", SIGNATURE):
+        kept = (pulled / name).read_bytes()
+        flip(pulled / name)
+        with pytest.raises(SignatureError, match="not as signed by"):
+            verify_folder(pulled, public)
+        (pulled / name).write_bytes(kept)
+    (pulled / "unet/extra.bin").write_bytes(b"malicious")
+    with pytest.raises(SignatureError, match=r"extra\.bin"):
+        verify_folder(pulled, public)
+
+
+def test_a_push_is_private_and_uploads_what_changed_only(
+    hub: HubServer, registry: Registry
+) -> None:
+    first = small(registry)
+    url = push(registry, first, REPO)
+    found = hub.repositories[REPO]
+    assert found.private and url == f"{hub.url}/{REPO}/commit/{found.commit}"
+    paths = [entry.path for entry in first.manifest["files"]]
+    assert found.files == {path: Path(first.uri, path).read_bytes() for path in paths}
+    assert uploads(hub) == 2
+    push(registry, first, REPO)
+    assert uploads(hub) == 0 and url.endswith(found.commit)
+    second = small(registry, b"other weights", 2)
+    hub.repositories[REPO].files["old.bin"] = b"of another version"
+    push(registry, second, REPO)
+    assert uploads(hub) == 1
+    assert (
+        found.files["unet/model.safetensors"] == b"other weights" and "old.bin" not in found.files
+    )
+
+
+def test_an_interrupted_push_continues(hub: HubServer, registry: Registry) -> None:
+    version = small(registry)
+    hub.stop_after = 1
+    with pytest.raises(PushFailed, match="the hub refused someone/digits"):
+        push(registry, version, REPO)
+    assert not hub.repositories[REPO].files
+    hub.stop_after = None
+    uploads(hub)
+    push(registry, version, REPO)
+    assert uploads(hub) == 1 and len(hub.repositories[REPO].files) == 3
+
+
+def test_a_public_repository_receives_no_private_model(hub: HubServer, registry: Registry) -> None:
+    version = small(registry)
+    hub.repositories[REPO] = Repository({})
+    with pytest.raises(PushFailed, match=r"is public: .*--public"):
+        push(registry, version, REPO)
+    assert not hub.repositories[REPO].files
+    push(registry, version, REPO, private=False)
+    assert hub.repositories[REPO].files
+
+
+def test_a_refused_token_and_a_damaged_model_are_one_line(
+    hub: HubServer, registry: Registry
+) -> None:
+    version = small(registry)
+    hub.writers.clear()
+    with pytest.raises(PushFailed, match=r"the hub refused someone/digits: .*403") as refused:
+        push(registry, version, REPO)
+    assert TOKEN not in str(refused.value) and "\n" not in str(refused.value)
+    flip(Path(version.uri, "unet/model.safetensors"))
+    with pytest.raises(PushFailed, match="digits v1 is damaged"):
+        push(registry, version, REPO)
+
+
+def test_a_model_in_a_bucket_is_signed_and_pushed(
+    hub: HubServer, url_of: UrlOf, make_keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    registry = Registry(f"{url_of('memory')}/registry", "digits")
+    version = small(registry)
+    private, public = make_keys()
+    sign_version(registry, version, private)
+    push(registry, version, REPO)
+    verify_folder(Path(snapshot_download(REPO)), public)
+
+
+def test_a_signature_of_another_key_and_a_missing_one_are_refused(
+    registry: Registry, make_keys: Keys
+) -> None:
+    version = small(registry)
+    (private, public), (_, other) = make_keys("one"), make_keys("two")
+    with pytest.raises(SignatureError, match="is not signed"):
+        verify_folder(Path(version.uri), public)
+    sign_version(registry, version, private)
+    verify_folder(Path(version.uri), public)
+    with pytest.raises(SignatureError, match=r"not as signed by .*two"):
+        verify_folder(Path(version.uri), other)
+
+
+def test_a_valid_signature_is_kept_and_a_damaged_one_renewed(
+    registry: Registry, make_keys: Keys
+) -> None:
+    version, (private, public) = small(registry), make_keys()
+    sign_version(registry, version, private)
+    path = Path(version.uri, SIGNATURE)
+    first = path.read_bytes()
+    sign_version(registry, version, private)
+    assert path.read_bytes() == first
+    flip(path)
+    sign_version(registry, version, private)
+    verify_folder(Path(version.uri), public)
+
+
+def test_unusable_keys_are_one_line(
+    make_keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PASSWORD, raising=False)
+    locked, _ = make_keys("locked", password=b"open sesame")
+    curve, _ = make_keys("curve", curve=ec.SECP256K1)
+    for key in (str(tmp_path / "none.pem"), locked, curve, __file__):
+        with pytest.raises(SignatureError, match=r"^signing key .*docs/publishing.md"):
+            check_key(key)
+    monkeypatch.setenv(PASSWORD, "open sesame")
+    check_key(locked)
+
+
+def test_the_commands_sign_push_and_verify(
+    hub: HubServer,
+    registry: Registry,
+    make_keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    version, (private, public) = small(registry), make_keys()
+    store = str(Path(registry.store.url).parent)
+
+    def kiln(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["kiln", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out + said.err
+
+    monkeypatch.setattr("logging.disable", lambda *_: None)
+    assert kiln("sign", "digits", "--key", private, "--store", store)[0] == 0
+    code, said = kiln("verify", "digits@v1", "--key", str(public), "--store", store)
+    assert code == 0 and "digits v1  whole" in said and "signed by the owner of" in said
+    code, said = kiln("push", "digits", REPO, "--store", store)
+    assert (
+        code == 0
+        and said.splitlines()[0] == f"{hub.url}/{REPO}/commit/{hub.repositories[REPO].commit}"
+    )
+    assert SIGNATURE in hub.repositories[REPO].files
+    copied = shutil.copytree(version.uri, f"{store}/copy")
+    assert kiln("verify", str(copied), "--key", str(public), "--store", store)[0] == 0
+    flip(Path(copied, "README.md"))
+    code, said = kiln("verify", str(copied), "--key", str(public), "--store", store)
+    assert code == 2 and "not as signed by" in said
+    flip(Path(version.uri, "vae/model.safetensors"))
+    code, said = kiln("verify", "digits", "--store", store)
+    assert code == 1 and "vae/model.safetensors" in said
+    code, said = kiln("history", "digits", "--store", store)
+    assert code == 0 and "v1    promoted" in said
