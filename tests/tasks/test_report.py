@@ -1,0 +1,163 @@
+"""The report: one self-contained page, also with hostile text, that works in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Store
+from configs.load import load_recipe
+from tasks.build_or_reuse import StageResult
+from tasks.panels import Chart, Comparison, Panel, Picture, Strip, Table
+from tasks.panels_charts import loss_chart
+from tasks.publish import report
+from tasks.publish.lineage import lineage_nodes
+from tasks.publish.model_registry import Version
+
+HOSTILE = "</script><script>alert(1)</script>\"'><img src=http://x/y onerror=alert(1)>"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+#: Moves each slider as a reader would, and writes what is visible into an attribute.
+DRIVE = """<script>
+const move = (input, value) => { input.value = value; input.dispatchEvent(new Event("input")); };
+const images = (root) => [...root.querySelectorAll("img")];
+const shown = (root) => images(root).filter((image) => !image.hidden).map((image) => image.alt);
+const fetched = (entry) => !entry.name.startsWith("data:");
+const strip = document.querySelector(".frames"), compared = document.querySelector(".compared");
+move(strip.querySelector("input"), 0);
+move(compared.querySelector("input"), 25);
+const [left, right] = compared.querySelectorAll("select");
+left.value = 1; left.dispatchEvent(new Event("change"));
+document.body.dataset.seen = JSON.stringify({
+  frames: shown(strip), said: strip.querySelector("output").textContent,
+  pair: shown(compared.querySelector(".pair")),
+  clip: getComputedStyle(compared.querySelector(".right")).clipPath,
+  fetched: performance.getEntriesByType("resource").filter(fetched).length,
+  wide: document.documentElement.scrollWidth > innerWidth,
+});
+</script></body>"""
+
+
+def png(red: int) -> bytes:
+    Image.new("RGB", (32, 32), (red, 0, 0)).save(buffer := BytesIO(), "PNG")
+    return buffer.getvalue()
+
+
+def panels(artifact: Artifact) -> list[Panel]:
+    history = [{"step": n, "loss": 1 / n, "learning_rate": 1e-3} for n in range(1, 9)]
+    models = ("base", "champion", "tuned")
+    return [
+        Table(HOSTILE, [{"caption": HOSTILE, "url": "http://x/y"}]),
+        Chart("Loss", loss_chart(history)),
+        Strip("Samples", [(f"step {n}", png(n)) for n in range(3)]),
+        Comparison("Pictures", models, [(HOSTILE, [png(9), png(8), png(7)])], png(1)),
+        Picture(HOSTILE, png(3)),
+    ]
+
+
+def commit(store: Store, stage: str, inputs: dict[str, str], **run: Any) -> Artifact:
+    draft = store.draft(KeyParts(stage, 1, {}, inputs))
+    draft.write("metrics.json", b"{}")
+    return draft.commit(
+        {"fingerprint": "f"}, {"reason": "changed: train.steps", "seconds": 2, **run}
+    )
+
+
+def page(tmp_path: Path) -> str:
+    store = Store(str(tmp_path / "store"))
+    stages = []
+    for name, outcome in (("download", "reused"), ("encode", "built"), ("train", "built")):
+        artifact = commit(store, name, {})
+        result = StageResult(name, artifact.key, artifact.uri, artifact.digest, outcome, 0.1)
+        stages.append((artifact, result))
+    recipe = load_recipe("digits", {"description": HOSTILE, "source.seed": 77})
+    return report.page(recipe, stages, dict.fromkeys(["download", "encode", "train"], panels))
+
+
+def test_hostile_text_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:
+    html = page(tmp_path)
+    assert html.count("<script") == html.count("</script>") == 1
+    assert "<img src=http" not in html and "onerror=alert(1)>" not in html
+    sources = re.findall(r'(?:src|href)="([^"]*)"', html)
+    assert sources and all(source.startswith(("data:image/", "#")) for source in sources)
+    assert "default-src 'none'; img-src data:" in html
+    assert all(alt for alt in re.findall(r'<img [^>]*alt="([^"]*)"', html))
+    assert html.count("<img ") == len(re.findall(r'<img [^>]*alt="', html))
+
+
+def test_each_stage_has_its_outcome_and_reason(tmp_path: Path) -> None:
+    html = page(tmp_path)
+    rows = re.findall(r"<tr><td>(\w+)</td><td>(\w+)</td><td>([^<]*)</td>", html)
+    assert rows == [
+        ("download", "reused", "its settings and inputs are unchanged"),
+        ("encode", "built", "changed: train.steps"),
+        ("train", "built", "changed: train.steps"),
+    ]
+    assert "<dt>seed</dt><dd>77</dd>" in html, "the source's settings"
+    assert "passed all 7 rules" in html
+
+
+def test_the_lineage_has_every_artifact_once_and_inputs_from_elsewhere(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+
+    def parents(**found: Artifact) -> dict[str, Any]:
+        return {"parents": {n: {"stage": a.stage, "key": a.key} for n, a in found.items()}}
+
+    images = commit(store, "download", {"source": "s" * 64})
+    latents = commit(store, "encode", {"images": images.digest}, **parents(images=images))
+    inputs = {"images": images.digest, "latents": latents.digest, "base": "b" * 64}
+    measured = commit(store, "evaluate", inputs, **parents(images=images, latents=latents))
+    nodes = lineage_nodes(measured)
+    titles = {node.title: {nodes[i].title for i in node.inputs} for node in nodes.values()}
+    assert titles == {
+        "source": set(),
+        "download": {"source"},
+        "encode": {"download"},
+        "base model": set(),
+        "evaluate": {"base model", "download", "encode"},
+    }
+    store.fs.rm(latents.path, recursive=True)
+    titles_left = {node.title for node in lineage_nodes(measured).values()}
+    assert "latents" in titles_left, "a deleted artifact is named by its input"
+
+
+@pytest.mark.parametrize("fingerprint", ["f", "g"])
+def test_only_a_comparable_champion_is_shown(tmp_path: Path, fingerprint: str) -> None:
+    store = Store(str(tmp_path))
+    theirs, ours = (commit(store, "evaluate", {"model": name}) for name in "ab")
+    ours.manifest["summary"]["fingerprint"] = fingerprint
+    run = {"parents": {"evaluation": {"stage": "evaluate", "key": theirs.key}}}
+    champion = Version("v1", "", {"run": run})
+    found = report.champion_evaluation(store, champion, ours)
+    assert (found is not None and found.key == theirs.key) == (fingerprint == "f")
+    assert report.champion_evaluation(store, champion, theirs) is None, "the model itself"
+    assert report.champion_evaluation(store, None, ours) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@pytest.mark.parametrize("width", [500, 1200])
+def test_sliders_work_in_chromium_and_nothing_is_fetched(tmp_path: Path, width: int) -> None:
+    html = page(tmp_path).replace("</body>", DRIVE)
+    (tmp_path / "report.html").write_text(html, encoding="utf-8")
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    profile = f"--user-data-dir={tmp_path}/profile"
+    done = subprocess.run(
+        [CHROMIUM, *options, profile, "--dump-dom", f"file://{tmp_path}/report.html"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (seen,) = re.findall(r'data-seen="([^"]*)"', done.stdout)
+    found = json.loads(unescape(seen))
+    assert found["frames"] == ["Samples: step 0"] and found["said"] == "step 0"
+    assert [alt.partition(":")[0] for alt in found["pair"]] == ["champion", "tuned"]
+    assert found["clip"] == "inset(0px 0px 0px 25%)"
+    assert found["fetched"] == 0 and not found["wide"]
