@@ -15,11 +15,14 @@ from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
 from configs.generate import read_settings
 from configs.load import load_recipe
+from configs.publish import Hub
 from flows import finetune, generate
 from flows.preflight import Run
 from tasks import download
-from tasks.build_or_reuse import StageResult, TransientError, build_or_reuse
+from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.publish import stage as publish
+from tasks.publish.model_registry import Registry, Version
+from tasks.publish.push_to_hub import PushFailed
 
 
 def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Artifact:
@@ -231,3 +234,62 @@ def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
     monkeypatch.setattr(StageResult, "load", load)
     assert finetune.publish.fn(run, *map(reused, before)).is_completed()
     assert "report.html is missing" in caplog.text
+
+
+def published_by(run: Run, number: int = 9) -> list[StageResult]:
+    """The results of a run whose stages are reused, without a report to write."""
+    before = [
+        commit(run.store, stage, number, {"source": "s", "base": "b"})
+        for stage in ("download", "encode", "train", "evaluate")
+    ]
+    inputs = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
+    made = commit(run.store, "publish", number, inputs)
+    run.store.fs.pipe_file(f"{made.path}/report.html", b"")
+    return [reused(artifact) for artifact in (*before, made)]
+
+
+def publishing(run: Run, **settings: Any) -> Run:
+    changed = run.recipe.publish.model_copy(update=settings)
+    return replace(run, recipe=run.recipe.model_copy(update={"publish": changed}))
+
+
+def test_a_failed_push_is_a_warning_with_the_command_that_repeats_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = publishing(run, hub=Hub(repo="someone/digits"))
+
+    def push(registry: Registry, version: Version, repo: str, *, private: bool) -> str:
+        assert (registry.champion(), private) == (version, True), "after the promotion"
+        raise PushFailed("the hub refused someone/digits")
+
+    monkeypatch.setattr("tasks.publish.push_to_hub.push", push)
+    registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    assert registered["champion"]["version"] == "v1" and registered["hub"] is None
+    registry = publish.registry_of(run.recipe).store.url
+    assert f"kiln push digits@v1 someone/digits --registry {registry}" in caplog.text
+
+
+def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:
+    run = publishing(run, signing_key=str(tmp_path / "none.pem"))
+    with pytest.raises(StageFailed, match=r"signing key .*none\.pem"):
+        publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    assert publish.registry_of(run.recipe).champion() is None
+
+
+def test_old_versions_are_deleted_after_the_promotion(run: Run) -> None:
+    run = publishing(run, keep_versions=1, gate=())
+    for number in (7, 8, 9):
+        publish.register(run.recipe, run.base, run.store, published_by(run, number), {})
+    registry = publish.registry_of(run.recipe)
+    assert [version.name for version in registry.versions()] == ["v1", "v2", "v3"]
+    registry.rollback()
+    registry.rollback()
+    publish.register(run.recipe, run.base, run.store, published_by(run, 10), {})
+    assert [version.name for version in registry.versions()] == ["v1", "v4"]
+
+
+def test_where_a_model_is_published_does_not_change_its_key(run: Run) -> None:
+    elsewhere = publishing(
+        run, hub=Hub(repo="a/b"), signing_key="key.pem", keep_versions=3, registry="elsewhere"
+    )
+    assert publish.settings_for_key(run.recipe) == publish.settings_for_key(elsewhere.recipe)
