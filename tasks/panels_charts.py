@@ -176,45 +176,56 @@ class Node:
 
 
 def lineage_chart(nodes: Mapping[str, Node]) -> str:
-    """Boxes joined by lines, inputs to the left of what was made from them."""
-    columns: list[list[str]] = []
-    for name in nodes:
-        depth = _depth(nodes, name)
-        columns += [[] for _ in range(depth + 1 - len(columns))]
-        columns[depth].append(name)
-    rows = max(map(len, columns), default=1)
-    tall, high = 58, 42
-    wide = (WIDTH - 8) / max(1, len(columns))
+    """Boxes joined by lines: artifacts in a row, from left to right, above their other inputs."""
+    columns: dict[int, list[str]] = {}
+    for name in sorted(nodes, key=lambda name: not nodes[name].inputs):  # artifacts first
+        columns.setdefault(_column(nodes, name), []).append(name)
+    rows = max(map(len, columns.values()), default=1)
+    wide, tall, top = (WIDTH - 8) / (max(columns, default=0) + 1), 62, 62
     alt = "; ".join(
         f"{node.title} from {', '.join(nodes[i].title for i in node.inputs)}"
         for node in nodes.values()
         if node.inputs
     )
-    drawing = _Drawing(rows * tall + 12, f"Lineage: {alt}")
-    boxes = {}
-    for across, column in enumerate(columns):
-        for down, name in enumerate(column):
-            middle = 6 + tall * (down + 0.5 + (rows - len(column)) / 2)
-            boxes[name] = (4 + across * wide, middle)
+    drawing = _Drawing(top + rows * tall, f"Lineage: {alt}")
+    boxes = {
+        name: (4 + across * wide, top + 21 + tall * down)
+        for across, column in columns.items()
+        for down, name in enumerate(column)
+    }
     for name, node in nodes.items():
         for parent in node.inputs:
             _join(drawing, boxes[parent], boxes[name], wide)
     for name, node in nodes.items():
         x, y = boxes[name]
         style = f"fill: {PAPER}; stroke: {TUNED if node.inputs else MUTED}; stroke-width: 1.5"
-        drawing.add("rect", style, x=x, y=y - high / 2, width=wide - 26, height=high, rx=7)
+        drawing.add("rect", style, x=x, y=y - 21, width=wide - 26, height=42, rx=7)
         drawing.text(x + 9, y - 3, node.title, "font-weight: 600")
         drawing.text(x + 9, y + 13, node.detail, f"fill: {MUTED}; font-size: 11px")
     return str(drawing)
 
 
 def _join(drawing: _Drawing, a: tuple[float, float], b: tuple[float, float], wide: float) -> None:
-    x, y = a[0] + wide - 26, a[1]
-    bend = min(28.0, (b[0] - x) / 2)
-    points = [(x, y), (x + bend, y), (b[0] - bend, b[1]), b]
-    start, *rest = (f"{across:.1f},{down:.1f}" for across, down in points)
+    """A line to the next column, or an arc above the columns between."""
+    box = wide - 26
+    if b[0] - a[0] < 1.5 * wide:
+        x, bend = a[0] + box, (b[0] - a[0] - box) / 2
+        points = [(x, a[1]), (x + bend, a[1]), (b[0] - bend, b[1]), b]
+    else:
+        start, end = (a[0] + box * 0.6, a[1] - 21), (b[0] + box * 0.4, b[1] - 21)
+        high = min(start[1], end[1]) - 14 * (b[0] - a[0]) / wide
+        points = [start, (start[0], high), (end[0], high), end]
+    first, *rest = (f"{across:.1f},{down:.1f}" for across, down in points)
     style = f"fill: none; stroke: {FAINT}; stroke-width: 1.5"
-    drawing.add("path", style, d=f"M{start} C{' '.join(rest)}")
+    drawing.add("path", style, d=f"M{first} C{' '.join(rest)}")
+
+
+def _column(nodes: Mapping[str, Node], name: str) -> int:
+    """The column of a node: after its inputs; an input from elsewhere stands before its use."""
+    if nodes[name].inputs:
+        return _depth(nodes, name)
+    uses = [_depth(nodes, other) for other, node in nodes.items() if name in node.inputs]
+    return min(uses, default=1) - 1
 
 
 def _depth(nodes: Mapping[str, Node], name: str) -> int:
