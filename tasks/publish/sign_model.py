@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from artifacts.commit import write_atomic
+from artifacts.commit import first_fault, write_atomic
 from artifacts.resolve_model import resolve_model
 from artifacts.store import MANIFEST
 from tasks.publish.model_registry import REPORT, Registry, Version
@@ -33,16 +33,19 @@ def sign_version(registry: Registry, version: Version, key: str) -> None:
     """Write `model.sig` beside a version's files, unless it has a valid one of the key.
 
     Raises:
-        SignatureError: the key is unusable.
+        SignatureError: the key is unusable, or a file is not as published.
     """
-    config, folder = _signer(key), resolve_model(version.uri)
+    config, root = _signer(key), f"{registry.root}/{version.name}"
+    fault = first_fault(registry.fs, root, version.manifest["files"], deep=True)
+    if fault is not None:
+        raise SignatureError(f"{registry.name} {version.name} is not signed: {fault}")
+    folder = resolve_model(version.uri)
     with tempfile.TemporaryDirectory(prefix="kiln-sign-") as scratch:
         if (folder / SIGNATURE).is_file() and _is_signed_by(key, folder, Path(scratch)):
             return
         signed = Path(scratch, SIGNATURE)
         config.set_hashing_config(_hashing(folder)).sign(folder, signed)
-        path = f"{registry.root}/{version.name}/{SIGNATURE}"
-        write_atomic(registry.fs, path, signed.read_bytes())
+        write_atomic(registry.fs, f"{root}/{SIGNATURE}", signed.read_bytes())
     log.info("publish: %s %s is signed", registry.name, version.name)
 
 

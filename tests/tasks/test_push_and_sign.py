@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hub_server import HubServer, Repository
 from huggingface_hub import constants, snapshot_download
 from stores import UrlOf
+from tiny_adapters import make_lora
 
 from artifacts.artifact_key import KeyParts
 from flows.cli import main
@@ -27,8 +28,9 @@ from tasks.publish.sign_model import (
     sign_version,
     verify_folder,
 )
+from tasks.publish.write_adapters import write_adapters
 
-REPO, TOKEN = "someone/digits", "hf_tests"
+REPO, ADAPTERS, TOKEN = "someone/digits", "someone/adapters", "hf_tests"
 PULL_AND_DRAW = """
 import sys
 from diffusers import DiffusionPipeline
@@ -37,6 +39,10 @@ pipe = DiffusionPipeline.from_pretrained(sys.argv[1])
 picture = pipe("a fox", num_inference_steps=1, height=32, width=32, output_type="np").images
 assert picture.std() > 0
 snapshot_download(sys.argv[1], local_dir=sys.argv[2])
+pipe.load_lora_weights(sys.argv[3])
+assert pipe.get_active_adapters() == ["default_0"]
+adapted = pipe("a fox", num_inference_steps=1, height=32, width=32, output_type="np").images
+assert abs(adapted - picture).max() > 0
 """
 Keys = Callable[..., tuple[str, Path]]
 
@@ -77,6 +83,10 @@ def publish(registry: Registry, files: dict[str, bytes], number: int = 1) -> Ver
     return version
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 def small(registry: Registry, weights: bytes = b"weights", number: int = 1) -> Version:
     files = {"README.md": b"# digits\n", "unet/model.safetensors": weights}
     return publish(registry, files | {"vae/model.safetensors": b"vae"}, number)
@@ -105,15 +115,18 @@ def test_a_pushed_model_is_pulled_and_drawn_by_diffusers_and_a_flipped_byte_is_r
     hub: HubServer, registry: Registry, tiny_sdxl: Path, make_keys: Keys, tmp_path: Path
 ) -> None:
     assemble(tiny_sdxl, {}, tmp_path / "model", dtype="float16")
-    folder = tmp_path / "model"
-    files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    files = contents(tmp_path / "model")
     version = publish(registry, files | {"README.md": b"---\nlicense: mit\n---\n# digits\n"})
     private, public = make_keys()
     sign_version(registry, version, private)
     push(registry, version, REPO)
+    lora = make_lora(tmp_path / "lora.safetensors")
+    write_adapters(lora, tiny_sdxl, tmp_path / "lora", name="x", dtype="float16", scheduler=None)
+    adapters = Registry(registry.store.url, "adapters")
+    push(adapters, publish(adapters, contents(tmp_path / "lora"), 2), ADAPTERS)
     pulled = tmp_path / "pulled"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", PULL_AND_DRAW, REPO, str(pulled)],
+        [sys.executable, "-P", "-c", PULL_AND_DRAW, REPO, str(pulled), ADAPTERS],
         cwd="/",
         capture_output=True,
         text=True,
@@ -226,6 +239,14 @@ def test_a_valid_signature_is_kept_and_a_damaged_one_renewed(
     flip(path)
     sign_version(registry, version, private)
     verify_folder(Path(version.uri), public)
+
+
+def test_a_damaged_model_is_not_signed(registry: Registry, make_keys: Keys) -> None:
+    version, (private, _) = small(registry), make_keys()
+    flip(Path(version.uri, "unet/model.safetensors"))
+    with pytest.raises(SignatureError, match=r"digits v1 is not signed: unet/model\.safetensors"):
+        sign_version(registry, version, private)
+    assert not Path(version.uri, SIGNATURE).exists()
 
 
 def test_unusable_keys_are_one_line(
