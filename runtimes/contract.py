@@ -40,7 +40,7 @@ SavedState = Mapping[str, Mapping[str, StoredRows]]
 
 
 class Writers(Protocol):
-    """The ranks that write a checkpoint together: those below `world`."""
+    """The ranks of a run, which write a checkpoint together."""
 
     rank: int  # of this process
     world: int
@@ -49,9 +49,9 @@ class Writers(Protocol):
         """The data of every writer, by rank. Collective, also in a background thread."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class OneWriter:
-    """Rank 0 alone writes checkpoints."""
+    """A run with one process."""
 
     rank: int = 0
     world: int = 1
@@ -153,7 +153,7 @@ class Runtime(Protocol):
     device: str  # description of the device, after `load`
     versions: dict[str, str]  # package -> version, of the packages that affect the numbers
     samples_collectively: bool  # after `load`: whether `sample` is a collective of all ranks
-    writers: Writers  # after `load`: the ranks that write checkpoints
+    writers: Writers  # after `load`: collectives of all ranks, for the thread that writes
 
     def load(self, job: TrainJob) -> None:
         """Load the model and fresh optimizer state on the device. Raises WrongInput."""

@@ -17,8 +17,9 @@ import numpy as np
 from mindspore import Tensor, communication, ops
 
 from configs.redact_errors_and_logs import one_line
-from runtimes.contract import OneWriter, WrongInput
+from runtimes.contract import OneWriter, Writers, WrongInput
 from runtimes.process.ranks import Ranks
+from runtimes.process.socket_writers import SocketWriters
 
 #: Bytes of gradients per all-reduce: a bucket saves one round trip per small array.
 BUCKET = 64 * 2**20
@@ -31,9 +32,8 @@ STARTED = "MS_ROLE"
 class SingleProcess:
     """A run with one process; base class of the parallel run."""
 
-    def writers(self) -> OneWriter:
-        """Rank 0: MindSpore's collectives wait for the device, so no background thread may call
-        them."""
+    def writers(self) -> Writers:
+        """All processes, for a background thread. Collective."""
         return OneWriter()
 
     def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
@@ -53,8 +53,7 @@ class DataParallel(SingleProcess):
     """Each process computes its share of a batch, and the same update."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._first = ranks.first
-        self._rank = ranks.rank
+        self._ranks = ranks
         self._sum = ops.AllReduce(ops.ReduceOp.SUM)
 
     def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
@@ -66,14 +65,15 @@ class DataParallel(SingleProcess):
             found += [p.reshape(a.shape) for p, a in zip(parts, bucket, strict=True)]
         return found
 
-    def writers(self) -> OneWriter:
-        return OneWriter(self._rank)
+    def writers(self) -> Writers:
+        # MindSpore's collectives wait for the device, so no background thread may call them.
+        return SocketWriters(self._ranks, os.environ["MS_SCHED_HOST"], self.broadcast)
 
     def any(self, flag: bool) -> bool:
         return self._agree(int(flag)) > 0
 
     def broadcast(self, number: int) -> int:
-        return self._agree(number if self._first else 0)
+        return self._agree(number if self._ranks.first else 0)
 
     def _agree(self, number: int) -> int:
         """Sum integers over all processes, as two digits: a CPU all-reduces float32 only."""

@@ -247,8 +247,6 @@ class Run:
         shapes = self._runtime.state_shapes()
         state = self._runtime.state(self._checkpoints.owners(shapes))
         self._checkpointed_step = self.step
-        if Ranks.here().rank >= self._runtime.writers.world:
-            return
         facts = {
             "runtime": self._job.runtime,
             "versions": self._runtime.versions,
