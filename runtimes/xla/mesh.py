@@ -85,6 +85,24 @@ class Mesh:
         spmd.mark_sharding(tensor, self.mesh, shard_axes(tensor.shape, self._fsdp))
         return tensor
 
+    def local_rows(self, tensor: torch.Tensor) -> Any:
+        """Index of the rows of an array on the devices that this host's devices have."""
+        return rows_of([indices for _, indices in _local_indices(tensor)])
+
+    def load_rows(self, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+        """Replace the values of an array on the devices, from its `local_rows`."""
+        index = self.local_rows(tensor)
+        if index is ...:
+            tensor.data = self.shard(rows)
+            return
+        shards = _local_shards(tensor)
+        for shard in shards:
+            first, *others = shard.indices
+            own = slice(first.start - index.start, first.stop - index.start)
+            _data(shard).copy_(rows[(own, *others)])
+        data, devices = [s.data for s in shards], [s.shard_device for s in shards]
+        torch_xla._XLAC._load_local_shards(tensor, data, devices)
+
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a full array to the host; a collective call of all hosts."""
         return self.copy_to_host(self.gather(tensor))
@@ -119,6 +137,23 @@ def in_order(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
     return torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0]) if len(rows)])
 
 
+def rows_of(indices: Sequence[Any]) -> Any:
+    """Index of the rows that shards have together.
+
+    Args:
+        indices: of each shard, as torch_xla returns them: Ellipsis is the full array.
+    """
+    if any(index is Ellipsis or not index for index in indices):
+        return ...
+    return slice(min(i[0].start for i in indices), max(i[0].stop for i in indices))
+
+
+def _local_indices(tensor: torch.Tensor) -> list[tuple[int, Any]]:
+    """(replica, indices) of each shard on this host's devices."""
+    (shards,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor.detach()])
+    return list(shards)
+
+
 def _local_shards(tensor: torch.Tensor) -> list[Any]:
     """Shards of an array on this host's devices; waits until the array is computed."""
     torch_xla.sync()
@@ -140,7 +175,7 @@ def _data(shard: Any) -> torch.Tensor:
 
 def _is_on_this_host(tensor: torch.Tensor) -> bool:
     """Whether this host's devices have all elements; several devices may have the same ones."""
-    (shards,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor.detach()])
+    shards = _local_indices(tensor)
     if any(indices is Ellipsis for _, indices in shards):
         return True
     places = {tuple((part.start, part.stop) for part in indices) for _, indices in shards}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch_xla
@@ -110,8 +111,13 @@ class Update:
             WrongInput: the state has other names or shapes than this model.
         """
         groups = self.tensors()
-        for group, name, array in read_arrays(state, self.shapes()):
-            groups[group][name].data = self._mesh.shard(torch.from_numpy(array))
+        torch_xla.sync()  # shardings are known afterwards
+
+        def needed(name: str, shape: tuple[int, ...]) -> Any:
+            return self._mesh.local_rows(self._parameters[name])
+
+        for group, name, rows in read_arrays(state, self.shapes(), needed):
+            self._mesh.load_rows(groups[group][name], torch.from_numpy(rows))
         self._step = step
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:

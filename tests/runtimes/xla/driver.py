@@ -20,7 +20,7 @@ from runtimes.sample.load_network import load_network
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.train import trainer
 from runtimes.xla.device import start
-from runtimes.xla.mesh import Mesh, in_order
+from runtimes.xla.mesh import Mesh, in_order, rows_of
 from runtimes.xla.model_patches import replace_nearest_upsampling
 from runtimes.xla.runtime import TheRuntime
 from runtimes.xla.sampler import Sampler
@@ -157,6 +157,26 @@ def sent_and_fetched(devices: int) -> tuple[int, list[list[float]]]:
     mesh = Mesh(fsdp=1, hosts=1)
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
     return mesh.count, mesh.fetch_rows(mesh.shard_rows(rows) + 1).tolist()
+
+
+def loaded(shape: tuple[int, ...]) -> tuple[list[Any], list[float], int]:
+    """Load an array by its rows on two pairs of devices: the rows, its values, compilations."""
+    start("cpu", None)
+    mesh = Mesh(fsdp=2, hosts=1)
+    array = torch.nn.Parameter(mesh.shard(torch.zeros(shape)))
+    torch_xla.sync()
+    before, rows = compiles(), mesh.local_rows(array)
+    values = torch.arange(float(np.prod(shape))).view(shape)
+    mesh.load_rows(array, values[rows])
+    index = [rows.start, rows.stop] if isinstance(rows, slice) else []
+    return index, mesh.copy_to_host(array).flatten().tolist(), compiles() - before
+
+
+def rows_of_hosts() -> list[list[int]]:
+    """Rows of the hosts of an array with eight rows, of which each host has two shards."""
+    quarters = [[slice(2 * n, 2 * n + 2), slice(0, 3)] for n in range(4)]
+    found = [rows_of(quarters[at : at + 2]) for at in (0, 2)]
+    return [[rows.start, rows.stop] for rows in found]
 
 
 def compiles() -> int:

@@ -4,6 +4,7 @@ XLA counts in its own process: each test calls functions of a driver in a proces
 environment, on four virtual devices of the CPU.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -135,6 +136,22 @@ def test_rows_come_back_as_they_were_sent(devices: int, driver: DriverProcess) -
     """One device has them whole, and says so otherwise than several do."""
     rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
     assert driver.call("sent_and_fetched", devices) == [devices, rows]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((8, 3), [0, 8]), ((3, 8), [0, 3]), ((3, 5), []), ((4,), [0, 4])]
+)
+def test_an_array_is_loaded_from_the_rows_of_this_host(
+    shape: tuple[int, ...], rows: list[int], driver: DriverProcess
+) -> None:
+    """Whether it is sharded along its rows, along its columns, or not at all."""
+    index, values, compiled = driver.call("loaded", shape)
+    assert index == rows and compiled == 0
+    assert values == list(range(math.prod(shape)))
+
+
+def test_a_host_reads_the_rows_of_its_devices_alone(driver: DriverProcess) -> None:
+    assert driver.call("rows_of_hosts") == [[0, 4], [4, 8]]
 
 
 def test_half_precision_stays_near(driver: DriverProcess, make_job: MakeJob) -> None:
