@@ -45,7 +45,8 @@ class Update:
         self._parallel = parallel or SingleProcess()
         self._device_hooks = device_hooks or DeviceHooks(torch.device("cpu"))
         self._masters: list[torch.Tensor] = list(parameters.values())
-        self._optimizer = Optimizer(parameters, settings)
+        frees_gradients = self._parallel.frees_gradients
+        self._optimizer = Optimizer(parameters, settings, frees_gradients=frees_gradients)
         self._average: list[torch.Tensor] | None = None
         if settings.ema_decay is not None:
             self._average = [p.detach().clone() for p in self._masters]

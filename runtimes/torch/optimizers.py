@@ -24,12 +24,16 @@ class Optimizer:
     Args:
         parameters: trained parameters by State's keys, on their device.
         settings: optimizer, learning rates, betas, epsilon and weight decay.
+        frees_gradients: whether a cleared gradient is None instead of zeros.
 
     Raises:
         WrongInput: the optimizer is not available for this device.
     """
 
-    def __init__(self, parameters: Parameters, settings: Train) -> None:
+    def __init__(
+        self, parameters: Parameters, settings: Train, *, frees_gradients: bool = True
+    ) -> None:
+        self._frees_gradients = frees_gradients
         kind = _kind(settings, next(iter(parameters.values())).device)
         self._parameters = parameters
         self._state_names = kind.state_names
@@ -54,7 +58,7 @@ class Optimizer:
         for group in self._torch.param_groups:
             group["lr"] = learning_rate * group["rate"]
         self._torch.step()
-        self._torch.zero_grad(set_to_none=True)
+        self._torch.zero_grad(set_to_none=self._frees_gradients)
 
     def set_step(self, step: int) -> None:
         """Set the step count of every parameter, which bias corrections use."""

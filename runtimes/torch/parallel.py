@@ -25,6 +25,7 @@ from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
 from runtimes.process.collectives import join
+from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch_models.network import Network
 
@@ -41,6 +42,11 @@ class SingleProcess:
 
     world = 1  # number of processes
     sharded = False  # whether this process stores a shard of every array
+    frees_gradients = True  # whether a cleared gradient is None instead of zeros
+
+    def load(self, job: TrainJob, settings: Train) -> Network:
+        """Load the network to the CPU. Raises WrongInput."""
+        return Network.load(job, settings)
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
         """Parallelize a network that is on its device.
@@ -93,7 +99,12 @@ class SingleProcess:
 
 
 class DataParallel(SingleProcess):
-    """Replicated weights: every process computes the same update."""
+    """Replicated weights: every process computes the same update.
+
+    Gradients are views of DDP's buckets, from the first micro-batch of the run on.
+    """
+
+    frees_gradients = False  # no_sync would allocate the next ones beside the buckets
 
     def __init__(self, ranks: Ranks) -> None:
         self.world = ranks.world
@@ -115,10 +126,33 @@ class DataParallel(SingleProcess):
             init_sync=False,
             gradient_as_bucket_view=True,
         )
-        return self._replica
+        self._has_gradients = False
+        return self._forward
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self._replica.no_sync()
+
+    def _forward(self, *inputs: Any) -> torch.Tensor:
+        if not (self._has_gradients or self._replica.require_backward_grad_sync):
+            self._allocate_gradients(*inputs)
+        self._has_gradients = True
+        found: torch.Tensor = self._replica(*inputs)
+        return found
+
+    def _allocate_gradients(self, *inputs: Any) -> None:
+        """Let DDP make the gradients views of its buckets, then clear them. Collective.
+
+        DDP does so in a reduced backward pass only. A parameter that the loss does not depend on
+        has no gradient afterwards either.
+        """
+        devices = [t.device for t in inputs[:1] if t.device.type != "cpu"]
+        self._replica.require_backward_grad_sync = True
+        with torch.random.fork_rng(devices, device_type=inputs[0].device.type):
+            self._replica(*inputs).sum().backward()
+        self._replica.require_backward_grad_sync = False
+        for parameter in self._masters.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
@@ -129,17 +163,25 @@ class FullySharded(DataParallel):
     """Weights sharded along dimension 0, in the chunks of torch.chunk."""
 
     sharded = True
+    frees_gradients = True
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         super().__init__(ranks)
         self._rank = ranks.rank
+        self._device = device
         self._mesh = init_device_mesh(device.type, (ranks.world,))
         # Weights are gathered in float32, and autocast casts them: gathered in bfloat16, weights of
         # norms and embeddings would be rounded, unlike on one process.
         self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
 
+    def load(self, job: TrainJob, settings: Train) -> Network:
+        network, self._unread = Network.load_unread(job, settings)
+        return network
+
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
-        """Shard the network by FSDP2.
+        """Shard the network by FSDP2, then read this process's rows of the base's denoiser.
+
+        FSDP moves the other weights to the device, one block after another.
 
         Each component is a root module, because sampling calls it separately. Weights are resharded
         after every forward pass, because they may change before the next one.
@@ -153,9 +195,26 @@ class FullySharded(DataParallel):
             if isinstance(part, PreTrainedModel):
                 # fully_shard changes the class, by which transformers finds its output hooks.
                 _CAN_RECORD_REGISTRY[part] = part._can_record_outputs
+        self._read(network)
         self._arrays = network.trained()
         self._masters = {name: torch.nn.Parameter(_local(p)) for name, p in self._arrays.items()}
         return network
+
+    def _read(self, network: Network) -> None:
+        tensors, found = network.state_dict(keep_vars=True), dict[str, torch.Tensor]()
+        for name, stored in self._unread.items():
+            like = tensors[name]
+            sharded = isinstance(like, DTensor)
+            rows = stored[self.local_rows(name, stored.shape) if sharded else ...]
+            local = rows.to(self._device, copy=True)  # not a view of the file
+            found[name] = self._as_sharded(local, like) if sharded else local
+        network.load_state_dict(found, strict=False, assign=True)
+        self._unread = {}
+
+    def _as_sharded(self, local: torch.Tensor, like: torch.Tensor) -> DTensor:
+        """A DTensor with the shape of `like` from this process's shard of it."""
+        size: Any = {"shape": like.shape, "stride": like.stride()}
+        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, **size)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         # Every micro-batch is reduced, so that only shards of gradients are stored.
@@ -170,16 +229,7 @@ class FullySharded(DataParallel):
         return self.sum_over_ranks(norm.square()).sqrt()
 
     def gather_full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        like = self._arrays[name]
-        array = DTensor.from_local(
-            tensor.detach(),
-            self._mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-        return array.full_tensor()
+        return self._as_sharded(tensor.detach(), self._arrays[name]).full_tensor()
 
     def full_shape(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(self._arrays[name].shape)

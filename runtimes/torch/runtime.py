@@ -35,7 +35,6 @@ from runtimes.torch.step import Step
 from runtimes.torch_models.flop_count import FlopCounter, peak_flops
 from runtimes.torch_models.make_scheduler import trained_scheduler
 from runtimes.torch_models.micro_batches import Inputs, sender
-from runtimes.torch_models.network import Network
 from runtimes.torch_models.precision import check_precision
 
 
@@ -56,10 +55,11 @@ class TheRuntime(BaseRuntime):
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)
         self.device = describe(self._device)
-        network = self._network = Network.load(job, settings)
+        network = self._network = parallel.load(job, settings)
         self._counter = FlopCounter(network)
         layout = memory_format(self._device, sharded=parallel.sharded)
-        network.place(self._device, layout)
+        if not parallel.sharded:  # FSDP moves it shard by shard
+            network.place(self._device, layout)
         if layout == torch.channels_last:
             keep_channels_last(network)
         network.train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from configs.redact_errors_and_logs import one_line
-from runtimes.contract import WrongInput
+from runtimes.contract import StoredRows, WrongInput
 from runtimes.families import denoiser_classes
 from runtimes.families.unet_inputs import added_weights, source_weight_names
 from runtimes.pipeline_folder.describe_encoders import read_config, text_class
@@ -41,17 +43,54 @@ def load_denoiser(
         WrongInput: a file is missing or damaged, or the weights do not match the config.
     """
     denoiser = empty_denoiser(folder, config)
+    weights = open_weights(denoiser, folder, dtype, config, seed)
+    denoiser.load_state_dict({name: w[...] for name, w in weights.items()}, assign=True)
+    return denoiser
+
+
+def open_weights(
+    denoiser: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> dict[str, StoredRows]:
+    """The weights of a denoiser, for `load_state_dict`; indexing one reads its rows as `dtype`.
+
+    Only headers are read, and the weights from which those of extra inputs are computed.
+
+    Args:
+        denoiser: from `empty_denoiser`.
+
+    Other arguments and errors are those of `load_denoiser`.
+    """
     files = weight_files(folder)
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, StoredRows] = {}
     for path in files:
-        weights |= _read_weights(path, dtype)
+        weights |= _open_file(path, dtype)
     if config is not None:
-        known = {n: weights[n].float().numpy() for n in source_weight_names(config) if n in weights}
+        names = [name for name in source_weight_names(config) if name in weights]
+        known = {name: weights[name][...].float().numpy() for name in names}
         added = added_weights(known, config, seed)
         weights |= {name: torch.from_numpy(array).to(dtype) for name, array in added.items()}
     check_fit(files[0], _shapes(denoiser.state_dict()), _shapes(weights))
-    denoiser.load_state_dict(weights, assign=True)
-    return denoiser
+    return weights
+
+
+@dataclass(frozen=True)
+class _FileTensor:
+    """A tensor in a safetensors file, cast when it is read."""
+
+    stored: Any  # safetensors' slice, which maps the file
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored.get_shape())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows: torch.Tensor = self.stored[index]
+        return rows.to(self.dtype)
 
 
 def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
@@ -118,13 +157,13 @@ def load_text_encoder(
     return model.eval()
 
 
-def _read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _open_file(path: Path, dtype: torch.dtype) -> dict[str, StoredRows]:
     try:
-        with safe_open(path, framework="pt") as stream:
-            return {name: stream.get_tensor(name).to(dtype) for name in stream.keys()}  # noqa: SIM118
+        stream = safe_open(path, framework="pt")
+        return {name: _FileTensor(stream.get_slice(name), dtype) for name in stream.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise WrongInput(f"{path} cannot be read: {error}") from None
 
 
-def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,12 @@ from runtimes.adapters.lora_layers import (
 
 
 def add_adapters(
-    part: str, model: torch.nn.Module, lora: Lora, seed: int, attention: Sequence[str] = ()
+    part: str,
+    model: torch.nn.Module,
+    lora: Lora,
+    seed: int,
+    attention: Sequence[str] = (),
+    read: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
 ) -> None:
     """Freeze a component and add float32 LoRA adapters (arXiv 2106.09685) to its layers.
 
@@ -35,6 +40,7 @@ def add_adapters(
         lora: rank, alpha, dropout, targets and DoRA.
         seed: initializes `down`.
         attention: name suffixes of attention layers (families/family.py).
+        read: values of a base weight, which may be on `meta`.
 
     Raises:
         WrongInput: the targets match no layer, or one target's name is a suffix of another's.
@@ -57,7 +63,7 @@ def add_adapters(
     for name, layer in adapted.items():
         # PEFT would cast activations to float32, which autocast casts back to the compute dtype.
         layer.cast_input_dtype_enabled = False
-        _initialize(f"{part}.{stored_name(part, name)}", layer, seed)
+        _initialize(f"{part}.{stored_name(part, name)}", layer, seed, read)
 
 
 @torch.no_grad()
@@ -96,12 +102,15 @@ def _adapted(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def _initialize(name: str, layer: Any, seed: int) -> None:
+def _initialize(
+    name: str, layer: Any, seed: int, read: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Initialize one layer's adapter in float32, whatever the dtype of the base weights is."""
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-    down.weight.data = torch.from_numpy(initial_down(seed, name, down.weight.shape))
-    up.weight.data = torch.zeros_like(up.weight, dtype=torch.float32)
+    initial = torch.from_numpy(initial_down(seed, name, down.weight.shape))
+    down.weight = torch.nn.Parameter(initial)
+    up.weight = torch.nn.Parameter(torch.zeros(up.weight.shape))
     if ADAPTER in layer.lora_magnitude_vector:
-        magnitude = layer.lora_magnitude_vector[ADAPTER].weight
-        lengths = torch.linalg.vector_norm(layer.weight.float().flatten(1), dim=1)
-        magnitude.data = lengths.view(magnitude.shape)
+        magnitude = layer.lora_magnitude_vector[ADAPTER]
+        lengths = torch.linalg.vector_norm(read(layer.weight).float().flatten(1), dim=1)
+        magnitude.weight = torch.nn.Parameter(lengths.view(magnitude.weight.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.adapters.lora_layers import state_name
+from runtimes.contract import StoredRows
 from runtimes.families import Family, detect_family
 from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
@@ -21,10 +23,14 @@ from runtimes.torch_models.loading import (
     empty_text_encoder,
     load_denoiser,
     load_text_encoder,
+    open_weights,
 )
 from runtimes.torch_models.lora_injection import add_adapters
 from runtimes.torch_models.npu_formulas import keep_diffusers_formulas
 from runtimes.torch_models.random_init import random_init_denoiser
+
+#: No weights on `meta`, by the tensor's id.
+NOTHING: Mapping[int, StoredRows] = {}
 
 
 class Network(torch.nn.Module):
@@ -53,19 +59,50 @@ class Network(torch.nn.Module):
         Raises:
             WrongInput: weights are missing, damaged or do not match their config.
         """
-        folder = Path(job.model)
-        family, dtype = detect_family(folder), _dtype(settings)
-        base = folder / family.denoiser
-        config = job_config(job, settings)
+        family, config = detect_family(job.model_folder), job_config(job, settings)
         if settings.init == "random":
             denoiser = random_init_denoiser(config, settings.seed)
         else:
-            denoiser = load_denoiser(base, dtype, config, settings.seed)
+            folder = job.model_folder / family.denoiser
+            denoiser = load_denoiser(folder, _dtype(settings), config, settings.seed)
+        return cls._of(family, denoiser, job, settings)
+
+    @classmethod
+    def load_unread(cls, job: TrainJob, settings: Train) -> tuple[Network, dict[str, StoredRows]]:
+        """As `load`, but the base's denoiser stays on `meta`.
+
+        Returns:
+            The network, and its weights on `meta` by their names in the network's state_dict;
+            indexing one of them reads its rows.
+        """
+        if settings.init == "random":
+            return cls.load(job, settings), {}
+        family, config = detect_family(job.model_folder), job_config(job, settings)
+        folder = job.model_folder / family.denoiser
+        dtype = _dtype(settings)
+        denoiser = empty_denoiser(folder, config).to(dtype)
+        weights = open_weights(denoiser, folder, dtype, config, settings.seed)
+        tensors = denoiser.state_dict(keep_vars=True)
+        unread = {id(tensors[name]): stored for name, stored in weights.items()}
+        network = cls._of(family, denoiser, job, settings, unread)
+        tensors = network.state_dict(keep_vars=True)  # adapters change names
+        return network, {n: unread[id(t)] for n, t in tensors.items() if id(t) in unread}
+
+    @classmethod
+    def _of(
+        cls,
+        family: Family,
+        denoiser: Any,
+        job: TrainJob,
+        settings: Train,
+        unread: Mapping[int, StoredRows] = NOTHING,
+    ) -> Network:
         parts = {family.denoiser: denoiser}
         if settings.train_text_encoder:
+            folder, dtype = job.model_folder, _dtype(settings)
             names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
-        return cls._prepared(family, parts, settings)
+        return cls._prepared(family, parts, settings, unread)
 
     @classmethod
     def without_weights(
@@ -94,13 +131,21 @@ class Network(torch.nn.Module):
 
     @classmethod
     def _prepared(
-        cls, family: Family, parts: dict[str, torch.nn.Module], settings: Train
+        cls,
+        family: Family,
+        parts: dict[str, torch.nn.Module],
+        settings: Train,
+        unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
-        full = settings.method == "full"
+        def read(weight: torch.Tensor) -> torch.Tensor:
+            values: torch.Tensor = unread.get(id(weight), weight)[...]
+            return values
+
+        full, targets = settings.method == "full", family.attention_layers
         for name, part in parts.items():
             part.requires_grad_(full)
             if not full:
-                add_adapters(name, part, settings.lora, settings.seed, family.attention_layers)
+                add_adapters(name, part, settings.lora, settings.seed, targets, read)
             if settings.gradient_checkpointing:
                 _checkpoint(part)
         return cls(family, parts)
