@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,9 +54,13 @@ class BaseRuntime(ABC):
         return self._trace(folder) if self._ranks.first else nullcontext()
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
-        opened = self._open_sampler()  # until the end of this call: training needs its memory
-        with self.evaluating():
-            drawn: NDArray[np.uint8] = opened.draw(prompts, sampler, first=0)
+        opened = self._open_sampler()
+        try:
+            with self.evaluating():
+                drawn: NDArray[np.uint8] = opened.draw(prompts, sampler, first=0)
+        finally:
+            del opened
+            gc.collect()  # pipelines refer to themselves, and training needs their memory
         return drawn
 
     def shutdown(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -165,6 +165,12 @@ class TheRuntime(BaseRuntime):
         """The network's arrays in the compute dtype, with EMA weights if there is an EMA."""
         weights = self._working(self._state.get("ema", self._state["weights"]))
         return self._frozen | {self._names[name]: array for name, array in weights.items()}
+
+    def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
+        try:
+            return super().sample(prompts, sampler)
+        finally:
+            self._sampler.release()
 
     def shutdown(self) -> None:
         if self._ranks.world > 1:

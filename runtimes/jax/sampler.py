@@ -71,7 +71,8 @@ class Sampler:
         self._folders = folder, vae
         decoder = Wrapped(self._encoder.vae, _decode)
         wide = vae_dtype(vae_path(folder, vae), getattr(torch, dtype))
-        self._vae = move(decoder, mesh, wide)
+        arrays = move(decoder, mesh, wide)
+        self._vae_on_host = {name: np.asarray(array) for name, array in arrays.items()}
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
         self._decoder = as_function(decoder, training=False)
         self._jit_decode = jax.jit(self._decode)
@@ -127,6 +128,15 @@ class Sampler:
             drawn = self._mesh.fetch(self._sample(arrays, batch, table, sampler))
             pictures += list(drawn[: batch.count])
         return np.stack(pictures)
+
+    @cached_property
+    def _vae(self) -> Arrays:
+        """The VAE's arrays on every device, until `release`."""
+        return {name: self._mesh.replicate(array) for name, array in self._vae_on_host.items()}
+
+    def release(self) -> None:
+        """Free the VAE's memory on the devices; the next `draw` copies it there again."""
+        self.__dict__.pop("_vae", None)
 
     def _images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Mean and log-variance [B, C, h, w] of images, computed on the host."""

@@ -31,6 +31,7 @@ from runtimes.train.trainer import make_loader
 
 jax = chips.importorskip("jax")
 from runtimes.jax.runtime import TheRuntime  # noqa: E402
+from runtimes.jax.sampler import Sampler  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 
@@ -114,6 +115,27 @@ def test_a_fresh_denoiser_starts_and_trains_alike(driver: DriverProcess, make_jo
     train(expected)
     driver.call("train", asdict(found))
     assert history(found) == pytest.approx(history(expected), rel=LOSS)
+
+
+def test_the_vae_leaves_the_devices_after_sampling(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[int]()
+
+    def held() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    def draw(sampler: Sampler, *_: Any, **__: Any) -> NDArray[np.uint8]:
+        vae = sum(array.nbytes for array in sampler._vae.values())
+        found.append(held() - vae)
+        return np.zeros((1, 8, 8, 3), np.uint8)
+
+    monkeypatch.setattr(Sampler, "draw", draw)
+    runtime = TheRuntime()
+    runtime.load(make_job(runtime="jax"))
+    for _ in range(2):
+        runtime.sample(["a"], SAMPLER)
+        assert held() == found[-1]
 
 
 def predicted(denoiser: UNet2DConditionModel, batch: StepBatch) -> NDArray[np.float32]:

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import mindspore as ms
 import numpy as np
 import training
+from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.contract import WrongInput
@@ -48,6 +50,22 @@ def draw(model: str, folder: str, given: dict[str, Any]) -> dict[str, str]:
         else:
             np.save(f"{folder}/{name}.npy", np.concatenate(drawn))
     return wrong
+
+
+def left_after_sampling(job: dict[str, Any]) -> list[bool]:
+    """Whether VAE and text encoders exist, while pictures are sampled and afterwards."""
+    models, found = list[Any](), list[bool]()
+
+    def draw(sampler: Sampler, *_: Any, **__: Any) -> NDArray[np.uint8]:
+        encoder = sampler._encoder
+        models.extend(map(ref, (encoder.vae, *encoder.text_encoders.values())))
+        found.append(all(model() is not None for model in models))
+        return np.zeros((1, 8, 8, 3), np.uint8)
+
+    runtime = _loaded(TrainJob(**job))
+    Sampler.draw = draw
+    runtime.sample(["a"], {})
+    return [*found, any(model() is not None for model in models)]
 
 
 def wrong(jobs: list[dict[str, Any]]) -> list[str]:

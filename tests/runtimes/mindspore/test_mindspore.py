@@ -229,6 +229,10 @@ def as_mindone_draws(
     return torch.from_numpy(np.stack(drawn)).float()
 
 
+def test_sampling_models_leave_the_device(driver: DriverProcess, make_job: MakeJob) -> None:
+    assert driver.call("left_after_sampling", asdict(make_job())) == [True, False]
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "train.mixed_precision: MindSpore has bfloat16 on Ascend": {"mixed_precision": "bf16"},
     "adafactor is not for runtime mindspore": {"optimizer": "adafactor"},

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 import torch
@@ -157,6 +158,22 @@ def sent_and_fetched(devices: int) -> tuple[int, list[list[float]]]:
     mesh = Mesh(fsdp=1, hosts=1)
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
     return mesh.count, mesh.fetch_rows(mesh.shard_rows(rows) + 1).tolist()
+
+
+def left_after_sampling(given: dict[str, Any]) -> list[bool]:
+    """Whether VAE and text encoders exist, while pictures are sampled and afterwards."""
+    models, found, runtime = list[Any](), list[bool](), TheRuntime()
+
+    def draw(sampler: Sampler, *_: Any, **__: Any) -> NDArray[np.uint8]:
+        encoder = sampler._encoder
+        models.extend(map(ref, (encoder.vae, *encoder._text_encoders)))
+        found.append(all(model() is not None for model in models))
+        return np.zeros((1, 8, 8, 3), np.uint8)
+
+    runtime.load(TrainJob(**given))
+    Sampler.draw = draw  # type: ignore[method-assign]
+    runtime.sample(["a"], SAMPLER)
+    return [*found, any(model() is not None for model in models)]
 
 
 def loaded(shape: tuple[int, ...]) -> tuple[list[Any], list[float], int]:

@@ -154,6 +154,10 @@ def test_a_host_reads_the_rows_of_its_devices_alone(driver: DriverProcess) -> No
     assert driver.call("rows_of_hosts") == [[0, 4], [4, 8]]
 
 
+def test_sampling_models_leave_the_devices(driver: DriverProcess, make_job: MakeJob) -> None:
+    assert driver.call("left_after_sampling", asdict(make_job())) == [True, False]
+
+
 def test_half_precision_stays_near(driver: DriverProcess, make_job: MakeJob) -> None:
     """With recomputed activations and trained text encoders: farther than float32, and not far."""
     settings = {"steps": 4, "logging_steps": 1, "global_batch_size": 8, "train_text_encoder": True}
