@@ -1,16 +1,25 @@
 """What a run leaves is the average of its weights, if one was kept."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from gcsfs.retry import HttpError
+from stores import UrlOf
 
-from artifacts.safetensors import Arrays, read_floats
+from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.train import Train
 from runtimes.process.job import TrainJob
-from runtimes.train.result import write_result
+from runtimes.train.result import RETRY_SECONDS, write_result
 
 BASE = Path(__file__).parents[3] / "demo" / "base"
+
+
+def make_job(settings: Train, folder: Path, out: str) -> TrainJob:
+    train = settings.model_dump(mode="json")
+    return TrainJob("torch", str(BASE), latents="", train=train, work=str(folder), out=out)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -20,20 +29,35 @@ def test_what_is_left_is_the_average_if_one_was_kept(
 ) -> None:
     settings = Train(method=method, ema_decay=0.9 if averaged else None)  # type: ignore[arg-type]
     name = "conv_in.weight" if method == "full" else "mid.to_q.lora_A.weight"
+    job = make_job(settings, tmp_path, str(tmp_path / "out"))
 
     def filled(value: float) -> Arrays:
         return {f"unet.{name}": np.full((2, 3), value, np.float32)}
 
     state = {"weights": filled(1), "exp_avg": filled(2)} | ({"ema": filled(3)} if averaged else {})
-    job = TrainJob(
-        runtime="torch",
-        model=str(BASE),
-        latents="",
-        train=settings.model_dump(mode="json"),
-        work=str(tmp_path),
-        out=str(tmp_path / "out"),
-    )
     files = write_result(job, state, ["{}"])
     weights = next(file for file in files if file.endswith(".safetensors"))
     _, arrays = read_floats(tmp_path / "out" / weights)
     assert [array.mean() for array in arrays.values()] == [3 if averaged else 1]
+
+
+@pytest.mark.parametrize("failures", [1, 3, 4])
+def test_trained_weights_outlast_a_store_that_does_not_respond(
+    tmp_path: Path, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    job, waited = make_job(Train(), tmp_path, url_of("memory")), list[float]()
+    state = {"weights": {"unet.conv_in.weight": np.ones((2, 3), np.float32)}}
+
+    def unreachable(*arguments: Any) -> None:
+        if len(waited) < failures:
+            raise HttpError({"code": 503, "message": "Service Unavailable"})
+        write_arrays(*arguments)
+
+    monkeypatch.setattr("runtimes.train.result.write_arrays", unreachable)
+    monkeypatch.setattr(time, "sleep", waited.append)
+    if failures > len(RETRY_SECONDS):
+        with pytest.raises(HttpError):
+            write_result(job, state, ["{}"])
+    else:
+        assert "unet/diffusion_pytorch_model.safetensors" in write_result(job, state, ["{}"])
+    assert waited == list(RETRY_SECONDS[:failures])
