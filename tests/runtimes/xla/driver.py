@@ -161,12 +161,12 @@ def sent_and_fetched(devices: int) -> tuple[int, list[list[float]]]:
 
 
 def left_after_sampling(given: dict[str, Any]) -> list[bool]:
-    """Whether VAE and text encoders exist, while pictures are sampled and afterwards."""
+    """Whether the VAE exists, while pictures are sampled and afterwards."""
     models, found, runtime = list[Any](), list[bool](), TheRuntime()
 
     def draw(sampler: Sampler, *_: Any, **__: Any) -> NDArray[np.uint8]:
         encoder = sampler._encoder
-        models.extend(map(ref, (encoder.vae, *encoder._text_encoders)))
+        models.append(ref(encoder.vae))
         found.append(all(model() is not None for model in models))
         return np.zeros((1, 8, 8, 3), np.uint8)
 
