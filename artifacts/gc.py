@@ -1,7 +1,8 @@
 """Garbage collection: delete what is not marked (gc_marks.py) and has not changed for a day.
 
-Each piece is checked again when its turn comes: what a run has reused meanwhile stays. An I/O error
-ends the collection, since what cannot be read may be needed.
+A collection deletes under the lock that every run waits for once it has recorded what it needs. So
+either the run's record is seen here, or the run sees the store as it is after the deletion. An I/O
+error ends the collection, since what cannot be read may be needed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from artifacts.commit import read_record
 from artifacts.compare_and_swap import create, read, remove
@@ -24,12 +26,14 @@ from artifacts.listing import (
     present_time,
     size_of,
 )
-from artifacts.lock import LockLost, seize
-from artifacts.run_records import REGISTRIES, RUNS, GarbageUnsure
+from artifacts.lock import LockLost, hold, seize
+from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
 from artifacts.stamps import TICK
 from artifacts.store import MANIFEST, SHARDS, Store
 
 CHECKPOINTS = "checkpoints"
+#: Things that are deleted before waiting runs continue.
+BATCH = 20
 RunFacts = tuple[str, int, float, str | None]  # name, size, time stamp and checksum of a record
 
 
@@ -62,6 +66,7 @@ class Collector:
         self._now = present_time(store.fs, store.root)
         self._runs: set[RunFacts] = set()
         self._busy: set[str] = set()  # stages whose shards stay
+        self._named: set[tuple[str, str, str]] = set()  # (stage, key, digest): its shards are known
         self._mark_after(self._run_records())  # a run that comes between is seen later
 
     def garbage(self) -> Iterator[Garbage]:
@@ -93,14 +98,16 @@ class Collector:
 
     def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
         """Delete items, and yield each that was deleted: what is needed by now stays."""
-        for item in items:
-            removed = False
-            with suppress(LockLost), self._alone(item) as check:
-                removed = check is not None and self._remove(item, check)
-            if removed:
-                yield item
-            else:
-                self._busy.add(item.stage)
+        pending = iter(items)
+        while batch := list(islice(pending, BATCH)):
+            self._refresh()  # a long marking delays no run
+            with hold(self._store.fs, f"{self._store.root}/{COLLECTION}") as collection:
+                self._refresh()  # from now on, a run that records itself waits
+                for item in batch:
+                    if self._deleted(item, collection.check):
+                        yield item
+                    else:
+                        self._busy.add(item.stage)
 
     def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
@@ -123,6 +130,7 @@ class Collector:
         if artifact is None:
             self._busy.add(stage)
             return set()
+        self._named.add((stage, key, artifact.digest))
         return {e.path.rpartition("/")[2] for e in artifact.files if e.path.startswith("../")}
 
     def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
@@ -206,25 +214,32 @@ class Collector:
         with seize(self._store.fs, path, seen) as lock:
             yield None if lock is None else lock.check
 
-    def _remove(self, item: Garbage, check: Callable[[], None]) -> bool:
-        """Delete an item; False if it is needed by now.
+    def _deleted(self, item: Garbage, check: Callable[[], None]) -> bool:
+        """Delete an item; False if it is needed by now, or if a lock was lost."""
+        with suppress(LockLost), self._alone(item) as check_builder:
+            if check_builder is None or self._is_needed(item):
+                return False
 
-        A run names what it needs, then looks whether that is there. Here the record is deleted,
-        then the runs are asked: so either the run is seen here, or it finds no record and builds.
-        """
-        fs, data = self._store.fs, b""
+            def check_both() -> None:
+                check()
+                check_builder()
+
+            return self._remove(item, check_both)
+        return False
+
+    def _remove(self, item: Garbage, check: Callable[[], None]) -> bool:
+        """Delete an item's record, then its files. Raises LockLost as `check`."""
+        fs = self._store.fs
         if item.record is not None:
-            if self._is_needed(item):  # a reader would miss the record until it is restored
-                return False
             check()
-            removed = remove(fs, item.record)
-            if removed is None:  # another collection is at it
+            record = remove(fs, item.record)
+            if record is None:  # another process is at it
                 return False
-            data = removed
-        if self._is_needed(item):
-            if item.record is not None:
-                create(fs, item.record, data)  # unless a builder was quicker
-            return False
+            try:
+                check()
+            except LockLost:  # in a pause before the removal: a run may have found the record
+                create(fs, item.record, record)
+                raise
         for path in item.paths:
             check()  # what a builder has written since is not ours to delete
             with suppress(FileNotFoundError):
@@ -233,9 +248,14 @@ class Collector:
             self._runs = {run for run in self._runs if run[0] != f"{item.key}.json"}
         return True
 
-    def _is_needed(self, item: Garbage) -> bool:
+    def _refresh(self) -> None:
+        """Mark again if a run has recorded something since."""
         if (found := self._run_records()) != self._runs:
             self._mark_after(found)
+        needed = {(a.stage, a.key, a.digest) for a in self._marks.artifacts.values()}
+        self._busy |= {stage for stage, _, _ in needed - self._named}
+
+    def _is_needed(self, item: Garbage) -> bool:
         if item.kind in ("artifact", "unfinished"):
             return (item.stage, item.key) in self._marks
         if item.kind == "run":

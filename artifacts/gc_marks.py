@@ -21,7 +21,7 @@ class Marks:
     """The needed artifacts."""
 
     artifacts: dict[Key, Artifact]  # finished
-    unfinished: set[Key]  # of recent runs, which may resume them, and of living builders
+    unfinished: set[Key]  # of recent runs, which may resume them, and all of living builders
     expired: frozenset[str] = frozenset()  # paths of the records of runs that need nothing
 
     def __contains__(self, key: Key) -> bool:
@@ -43,7 +43,8 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
         GarbageUnsure: a record is damaged, so what it needs is unknown.
     """
     now = present_time(store.fs, store.root)
-    roots = {key for key in store.artifact_keys() if is_held(store, key, now)}
+    held = {key for key in store.artifact_keys() if is_held(store, key, now)}
+    roots = set(held)
     expired = set()
     for run in list(runs(store)):
         if now - run.at <= days * DAY or run.keys & roots:  # a run can take longer than `days`
@@ -53,7 +54,7 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
     for manifest in published:
         roots |= {("publish", manifest["key"]), *_parents(manifest)}
     needed = needed_by(store, roots)
-    return Marks(needed, roots - needed.keys(), frozenset(expired))
+    return Marks(needed, held | (roots - needed.keys()), frozenset(expired))
 
 
 def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:

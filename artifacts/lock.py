@@ -134,6 +134,17 @@ def hold(
             _held.reset(before)
 
 
+def wait_until_free(
+    fs: AbstractFileSystem,
+    path: str,
+    on_wait: Callable[[dict[str, Any]], None] = lambda owner: None,
+) -> None:
+    """Return when nobody owns the lock: its owner has released it, or lost it to this process."""
+    if read_owner(fs, path) is not None:
+        with hold(fs, path, on_wait=on_wait):
+            pass
+
+
 def check_held() -> None:
     """Raise LockLost if the lock that this thread holds was lost; it never asks the store."""
     lock = _held.get()

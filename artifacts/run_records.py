@@ -2,10 +2,12 @@
 
 <store>/runs/<run>.json                what a run used
 <store>/registries/<digest>.json       URL of a registry that holds models of this store
+<store>/gc.lock                        held while `kiln gc` deletes
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +16,13 @@ from artifacts.commit import encode_record, read_record, write_record
 from artifacts.compare_and_swap import read, swap
 from artifacts.digests import digest_json
 from artifacts.listing import entries, modified
+from artifacts.lock import wait_until_free
 from artifacts.store import Store
 
 RUNS = "runs"
 REGISTRIES = "registries"
+COLLECTION = "gc.lock"
+log = logging.getLogger("kiln")
 
 
 class GarbageUnsure(ValueError):
@@ -27,18 +32,34 @@ class GarbageUnsure(ValueError):
 def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
     """Remember what a run needs (`facts["stages"][name]["key"]`), beside what it did before.
 
+    A collection that did not see the record has ended when this returns: what the run then finds in
+    the store stays.
+
     Raises GarbageUnsure if its record is damaged, and as the filesystem does.
     """
-    path = f"{store.root}/{RUNS}/{run}.json"
-    known = _read(store, path)
-    if known is not None:
-        facts = {**known, **facts, "stages": known["stages"] | facts["stages"]}
+    path, recorded = f"{store.root}/{RUNS}/{run}.json", False
+    while not recorded:
+        known = _read(store, path)
+        if known is not None:
+            facts = {**known, **facts, "stages": known["stages"] | facts["stages"]}
+        _write(store, path, facts)
+        wait_until_free(store.fs, f"{store.root}/{COLLECTION}", _log_collection)
+        # An expired record was garbage until then.
+        recorded = read_record(store.fs, path) is not None
+
+
+def _write(store: Store, path: str, facts: dict[str, Any]) -> None:
     if store.is_local:
         write_record(store.fs, path, facts)
         return
     data = encode_record(facts)
     while not swap(store.fs, path, read(store.fs, path), data):
         pass  # an earlier request of ours arrived late
+
+
+def _log_collection(owner: dict[str, Any]) -> None:
+    where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+    log.info("`kiln gc` deletes files (%s); waiting", where)
 
 
 @dataclass(frozen=True)

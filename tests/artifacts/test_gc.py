@@ -14,9 +14,11 @@ import pytest
 from stores import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
+from artifacts.clock import Clock
 from artifacts.compare_and_swap import read, remove, swap
 from artifacts.gc import Collector, Garbage
 from artifacts.gc_marks import Marks, mark, needed_by
+from artifacts.lock import hold
 from artifacts.run_records import GarbageUnsure, record_run, runs
 from artifacts.stamps import TICK
 from artifacts.store import Artifact, Store
@@ -194,22 +196,73 @@ def test_gc_never_hides_an_artifact_that_was_reused_before_its_turn(
     assert removed == []
 
 
-def test_gc_keeps_an_artifact_reused_during_its_deletion(
+def test_a_gc_paused_between_two_files_keeps_the_second_of_a_builder(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run saw the manifest, just before it was deleted."""
-    model = make(store, "train", 1)
+    parts = KeyParts("train", 1, {}, {})
+    for path in ("a", "b"):
+        store.draft(parts).write(path, b"1")
+    found = collector(store)
+    (item,) = list(found.garbage())
+    monkeypatch.setattr("artifacts.lock.EXPIRY_SECONDS", 0.0)
+    deleted, rm = list[str](), store.fs.rm
 
-    def late(fs: Any, path: str) -> bytes | None:
-        if path.endswith("/manifest.json"):
-            use(store, "later", model)
+    def paused(path: str, recursive: bool = False) -> None:
+        rm(path, recursive=recursive)
+        deleted.append(path)
+        lock = f"{store.root}/train/{parts.key}/lock.json"
+        swap(store.fs, lock, read(store.fs, lock), b'{"token": "of a builder"}')
+
+    monkeypatch.setattr(store.fs, "rm", paused)
+    assert list(found.delete([item])) == []
+    assert len(deleted) == 1
+
+
+def test_a_paused_gc_restores_the_record_that_a_run_found(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was paused for longer than its lock lives, just before the removal of the record."""
+    model, jump, collection = make(store, "train", 1), [0.0], f"{store.root}/gc.lock"
+
+    def paused(fs: Any, path: str) -> bytes | None:
+        swap(fs, collection, read(fs, collection), b'{"token": "of a run"}')
+        jump[0] = 1000.0
         return remove(fs, path)
 
+    clock = Clock(now=lambda: time.monotonic() + jump[0])
+    monkeypatch.setitem(hold.__wrapped__.__kwdefaults__, "clock", clock)  # type: ignore[attr-defined]
     found = collector(store)
     items = list(found.garbage())
-    monkeypatch.setattr("artifacts.gc.remove", late)
+    monkeypatch.setattr("artifacts.gc.remove", paused)
     assert list(found.delete(items)) == []
     assert store.find("train", model.key) is not None
+    assert store.shard("train", "shard1") is not None
+
+
+def test_gc_keeps_the_shards_of_an_artifact_built_after_the_listing(
+    store: Store, tmp_path: Path
+) -> None:
+    make(store, "train", 1)
+    (tmp_path / "shard").write_bytes(b"a shard")
+    shard = store.commit_shard("train", "a-shard", {".tar": str(tmp_path / "shard")}, {})
+    found = collector(store)
+    items = list(found.garbage())
+    draft = store.draft(KeyParts("train", 1, {"n": 2}, {}))
+    draft.add_shard(shard)
+    use(store, "later", draft.commit({}, {}))
+    assert kinds(found.delete(items)) == [("train", "artifact")]
+    assert store.shard("train", "a-shard") == shard
+
+
+def test_gc_keeps_the_shards_of_a_stage_whose_artifact_is_being_rebuilt(
+    store: Store, tmp_path: Path
+) -> None:
+    damaged = make(store, "train", 1)
+    (tmp_path / "shard").write_bytes(b"a shard")
+    store.commit_shard("train", "a-shard", {".tar": str(tmp_path / "shard")}, {})
+    assert kinds(collector(store, damaged).garbage()) == [("train", "shard")]
+    with store.lock("train", damaged.key):
+        assert list(collector(store, damaged).garbage()) == []
 
 
 def test_a_paused_gc_deletes_nothing_of_a_builder_that_took_its_lock(
