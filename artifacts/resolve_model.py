@@ -76,18 +76,17 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
     found = sorted(p for root in roots for p in (root.rglob("*") if root.is_dir() else [root]))
     files = [p for p in found if p.is_file() and not IGNORED & set(p.relative_to(folder).parts)]
-    stats = {p: p.stat() for p in files}
-    return digest_json(
-        {
-            str(p.relative_to(folder)): _digest_file(p, at.st_size, at.st_mtime_ns)
-            for p, at in stats.items()
-        }
-    )
+    return digest_json({str(p.relative_to(folder)): digest_model_file(p) for p in files})
+
+
+def digest_model_file(path: Path) -> str:
+    """sha256 (hex) of a file, cached per process until its size or time stamp changes."""
+    at = path.stat()
+    return _digest_file(path, at.st_size, at.st_mtime_ns)
 
 
 @lru_cache(maxsize=4096)
 def _digest_file(path: Path, size: int, mtime_ns: int) -> str:
-    """sha256 of a file, cached per process until its size or time stamp changes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

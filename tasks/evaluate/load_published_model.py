@@ -1,4 +1,7 @@
-"""Load a published model for sampling: a full pipeline, or adapters and their base."""
+"""Load a published model for sampling: a full pipeline, or adapters and their base.
+
+A version of a registry has a manifest: its files are compared with it before they are loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.commit import Damaged, read_record
 from artifacts.digests import digest_json
-from artifacts.resolve_model import ModelNotFound, digest_model, resolve_model
+from artifacts.resolve_model import (
+    IGNORED,
+    ModelNotFound,
+    cache_folder,
+    digest_model,
+    digest_model_file,
+    resolve_model,
+)
+from artifacts.stamps import distrust
+from artifacts.store import MANIFEST
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
@@ -16,14 +30,18 @@ from runtimes.pipeline_folder.describe_encoders import vae_path
 from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline
 from tasks.trained_weights import TrainedWeights
 
+RECIPE = "recipe.yaml"
+
 
 def load_published_model(folder: Path) -> EvalModel:
     """The model in a local folder that the publish stage wrote.
 
     Raises:
+        Damaged: a file is not the one that its manifest names; a folder without one is not checked.
         ModelNotFound: the base of the adapters is missing.
         WrongInput: the folder has neither a pipeline nor adapters.
     """
+    _check_files(folder)
     if (folder / "model_index.json").is_file():
         return _pipeline_model(folder)
     lora = folder / LORA_WEIGHTS
@@ -33,6 +51,31 @@ def load_published_model(folder: Path) -> EvalModel:
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
     digest = digest_eval_model(base, vae, digest_model(folder, (LORA_WEIGHTS, *own)))
     return EvalModel(digest, base, TrainedWeights(own, lora), vae)
+
+
+def _check_files(folder: Path) -> None:
+    try:
+        manifest = read_record(LocalFileSystem(), str(folder / MANIFEST))
+    except Damaged:
+        if (folder / RECIPE).is_file():
+            raise _damaged(folder, MANIFEST) from None
+        return  # some other program's file of this name
+    for entry in manifest["files"] if manifest else []:
+        path = folder / entry.path
+        if path.name in IGNORED:  # such as a card that was edited
+            continue
+        if not path.is_file() or digest_model_file(path) != entry.sha256:
+            distrust(LocalFileSystem(), str(path))
+            raise _damaged(folder, entry.path)
+
+
+def _damaged(folder: Path, path: str) -> Damaged:
+    copied = folder.is_relative_to(cache_folder())
+    first = f"delete this copy of the model ({folder}) and run again; or " if copied else ""
+    return Damaged(
+        f"{folder / path} is missing or damaged, its sha256 is not that of the manifest: {first}"
+        "`kiln verify` lists what is damaged, `kiln rollback` restores the champion before it"
+    )
 
 
 def _pipeline_model(folder: Path) -> EvalModel:
@@ -50,7 +93,7 @@ def _pipeline_model(folder: Path) -> EvalModel:
 def _recipe(folder: Path) -> dict[str, Any]:
     """The recipe of a published folder; empty without one."""
     try:
-        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+        recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return recipe if isinstance(recipe, dict) else {}
@@ -64,6 +107,6 @@ def _base_of(folder: Path) -> tuple[Path, Path | None]:
         given = model.get("vae")
         return base, None if given is None else vae_path(base, resolve_model(given))
     except (KeyError, TypeError):
-        raise WrongInput(f"{folder}/recipe.yaml does not name the base of its adapters") from None
+        raise WrongInput(f"{folder}/{RECIPE} does not name the base of its adapters") from None
     except ModelNotFound as error:
         raise ModelNotFound(f"{folder}: the base of its adapters is missing: {error}") from None

@@ -1,0 +1,94 @@
+"""A published model is loaded only if its files are those that its manifest names."""
+
+import os
+from pathlib import Path
+
+import pytest
+from stores import UrlOf
+
+from artifacts.artifact_key import KeyParts
+from artifacts.commit import Damaged
+from artifacts.resolve_model import resolve_model
+from artifacts.store import Artifact, Store
+from configs.generate import Generate
+from tasks import generate
+from tasks.evaluate.load_published_model import load_published_model
+from tasks.publish.model_registry import Registry
+
+FILES = {
+    "README.md": b"a card",
+    "model_index.json": b'{"_class_name": "StableDiffusionXLPipeline"}',
+    "recipe.yaml": b"{}",
+    "unet/diffusion_pytorch_model.safetensors": b"weights",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def model(url: str) -> Artifact:
+    draft = Store(url).draft(KeyParts("publish", 1, {}, {}))
+    for path, data in FILES.items():
+        draft.write(path, data)
+    return draft.commit({}, {})
+
+
+def flip(path: Path) -> None:
+    """Change a bit of a file, and neither its size nor its time stamp."""
+    at, data = path.stat(), path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
+
+
+@pytest.mark.parametrize("path", [name for name in FILES if name != "README.md"])
+def test_a_flipped_bit_of_a_published_model_is_an_error_with_a_remedy(
+    path: str, tmp_path: Path
+) -> None:
+    artifact = model(str(tmp_path / "store"))
+    registry = Registry(f"{artifact.store.url}/registry", "digits")
+    version = registry.promote(registry.publish(artifact).name)
+    flip(Path(version.uri, path))
+    settings = Generate(model="digits", store=artifact.store.url, prompts=["a"])
+    with pytest.raises(Damaged, match=f"{path} is missing or damaged.*kiln verify.*kiln rollback"):
+        generate.find_model(settings)
+    assert registry.publish(artifact).name == version.name  # which mends it
+    assert generate.find_model(settings).folder == Path(version.uri)
+
+
+def test_a_missing_file_of_a_published_model_is_an_error(tmp_path: Path) -> None:
+    folder = Path(model(str(tmp_path)).path)
+    (folder / "unet/diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(Damaged, match="is missing or damaged"):
+        load_published_model(folder)
+
+
+def test_a_damaged_copy_of_a_remote_model_names_the_folder_to_delete(
+    url_of: UrlOf, cache: Path
+) -> None:
+    folder = resolve_model(model(url_of("memory")).uri)
+    flip(folder / "unet/diffusion_pytorch_model.safetensors")
+    with pytest.raises(Damaged, match=f"delete this copy of the model .{cache}"):
+        load_published_model(folder)
+
+
+def test_a_damaged_manifest_of_a_published_model_is_an_error(tmp_path: Path) -> None:
+    folder = Path(model(str(tmp_path)).path)
+    flip(folder / "manifest.json")
+    with pytest.raises(Damaged, match="json is missing or damaged"):
+        load_published_model(folder)
+
+
+def test_a_folder_of_another_program_is_not_checked(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_bytes(FILES["model_index.json"])
+    assert load_published_model(tmp_path).folder == tmp_path
+    (tmp_path / "manifest.json").write_text('{"name": "of a web site"}')
+    assert load_published_model(tmp_path).folder == tmp_path
+
+
+def test_an_edited_card_is_no_damage(tmp_path: Path) -> None:
+    folder = Path(model(str(tmp_path)).path)
+    (folder / "README.md").write_text("other words")
+    assert load_published_model(folder).folder == folder
