@@ -124,7 +124,8 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in STEPS:
         monkeypatch.setattr(owner, name, stopping(name, getattr(owner, name)))
-    monkeypatch.setattr("artifacts.atomic_disk_writes._sync", lambda path: None)  # nothing here loses power
+    # Nothing here loses power.
+    monkeypatch.setattr("artifacts.atomic_disk_writes._sync", lambda path: None)
     waiting = Clock(sleep=lambda seconds: stop("wait"))
     monkeypatch.setitem(hold.__wrapped__.__kwdefaults__, "clock", waiting)  # type: ignore[attr-defined]
 
