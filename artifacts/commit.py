@@ -154,6 +154,11 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
         if not isinstance(fs, LocalFileSystem):
             raise
         raise Damaged(f"{path} is not a readable record: {error}") from None
+    return decode_record(data, path)
+
+
+def decode_record(data: bytes, path: str) -> dict[str, Any]:
+    """The record that `encode_record` wrote. Raises Damaged and NewerFormat, as `read_record`."""
     try:
         record: dict[str, Any] = parse_json(data)
         del record["sha256"]

@@ -1,8 +1,12 @@
-"""The champions of a model: a history that changes by compare-and-swap, and an alias after it."""
+"""The champions of a model: a history that changes by compare-and-swap, and an alias after it.
+
+The history is in two files. A change is written to the copy first, then to the history; who finds
+the copy ahead completes the change. So what anybody has read is in both, and one may be damaged.
+"""
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import uuid
 from collections.abc import Callable
@@ -12,9 +16,12 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.commit import FORMAT, Damaged, decode_record, encode_record
 from artifacts.compare_and_swap import State, read, swap
 
+log = logging.getLogger("kiln")
 ALIAS = "champion"
+HISTORY, COPY = "history.json", "history.copy.json"
 ROLLED_BACK = "rolled back"
 Moves = list[dict[str, Any]]  # {version, why, at, token}, oldest first
 
@@ -27,11 +34,28 @@ class Champions:
     """The history below `root`; its last entry is the champion."""
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
-        self._fs, self._history, self._alias = fs, f"{root}/history.json", f"{root}/{ALIAS}"
+        self._fs, self._alias = fs, f"{root}/{ALIAS}"
+        self._history, self._copy = f"{root}/{HISTORY}", f"{root}/{COPY}"
 
     def moves(self) -> Moves:
-        """Changes of the champion. Raises RegistryError if the file is damaged."""
-        return self._moves(read(self._fs, self._history))
+        """Changes of the champion. Raises RegistryError if the history and its copy are damaged."""
+        found = _decode(read(self._fs, self._history), self._history)
+        if found:
+            return found
+        copied = _decode(read(self._fs, self._copy), self._copy)
+        if copied is None:
+            raise RegistryError(
+                f"{self._history} and its copy {COPY} are damaged: restore one of them, or delete "
+                "both and promote a version"
+            )
+        if found is None:
+            log.warning("%s is damaged: its copy counts until the next promotion", self._history)
+        return copied
+
+    def damaged(self) -> list[str]:
+        """Which of the history and its copy are damaged."""
+        paths = {HISTORY: self._history, COPY: self._copy}
+        return [n for n, path in paths.items() if _decode(read(self._fs, path), path) is None]
 
     def move(self, choose: Callable[[Moves], str], why: str) -> str:
         """Make `choose(moves)` the champion, whoever else changes it at the same time.
@@ -40,8 +64,7 @@ class Champions:
         """
         token = uuid.uuid4().hex
         while True:
-            state = read(self._fs, self._history)
-            moves = self._moves(state)
+            seen, moves = self._read_both()
             mine = next((move for move in moves if move.get("token") == token), None)
             if mine is not None:  # written before, but the answer was lost
                 version = str(mine["version"])
@@ -51,10 +74,27 @@ class Champions:
                 break
             at = datetime.now(UTC).isoformat(timespec="seconds")
             moves.append({"version": version, "why": why, "at": at, "token": token})
-            if swap(self._fs, self._history, state, json.dumps(moves, indent=1).encode()):
-                break
+            self._write_both(seen, moves)
         self._follow()
         return version
+
+    def _read_both(self) -> tuple[tuple[State, State], Moves]:
+        """The states of the copy and of the history, made equal, and their moves."""
+        while True:
+            seen = read(self._fs, self._copy), read(self._fs, self._history)  # in this order
+            copied = _decode(seen[0], self._copy)
+            found = _decode(seen[1], self._history)
+            if copied == found and found is not None:
+                return seen, found
+            if copied is not None and len(copied) > len(found or []):
+                swap(self._fs, self._history, seen[1], _encode(copied))
+            else:
+                swap(self._fs, self._copy, seen[0], _encode(self.moves()))
+
+    def _write_both(self, seen: tuple[State, State], moves: Moves) -> None:
+        data = _encode(moves)
+        if swap(self._fs, self._copy, seen[0], data):
+            swap(self._fs, self._history, seen[1], data)
 
     def alias(self) -> str | None:
         """The version that the alias names: a symlink if local, else an object with the name."""
@@ -78,15 +118,19 @@ class Champions:
             if champion == last(self.moves()):  # otherwise `seen` may be of a later champion
                 swap(self._fs, self._alias, seen, champion.encode())
 
-    def _moves(self, state: State) -> Moves:
-        if state.data is None:
-            return []
-        try:
-            moves = json.loads(state.data)
-            _ = [move["version"] for move in moves]
-        except (KeyError, TypeError, ValueError):
-            raise RegistryError(f"{self._history} is damaged: restore it") from None
-        return list(moves)
+
+def _encode(moves: Moves) -> bytes:
+    return encode_record({"format": FORMAT, "moves": moves})
+
+
+def _decode(state: State, path: str) -> Moves | None:
+    """The moves of a state; none without a file, None if it is damaged."""
+    if state.data is None:
+        return []
+    try:
+        return list(decode_record(state.data, path)["moves"])
+    except (Damaged, KeyError, TypeError):
+        return None
 
 
 def last(moves: Moves) -> str | None:

@@ -1,8 +1,9 @@
 """The registry: numbered versions of a model, of which one is the champion.
 
-<registry>/<name>/v1/            a published model's folder; complete once it has manifest.json
-<registry>/<name>/history.json   every change of the champion, oldest first; the last one holds
-<registry>/<name>/champion       follows it: a symlink if local, else an object with the name
+<registry>/<name>/v1/                 a published model's folder; complete once it has manifest.json
+<registry>/<name>/history.json        every change of the champion, oldest first; the last one holds
+<registry>/<name>/history.copy.json   the same, written before it
+<registry>/<name>/champion            follows it: a symlink if local, else an object with the name
 
 The history changes by compare-and-swap (artifacts/compare_and_swap.py), so no change is lost.
 """
@@ -221,8 +222,12 @@ class Registry:
         return moves[-1] if moves else None
 
     def history(self) -> Moves:
-        """Changes of the champion, oldest first. Raises RegistryError if the file is damaged."""
+        """Changes of the champion, oldest first. Raises RegistryError if they are damaged."""
         return self._champions.moves()
+
+    def damaged_histories(self) -> list[str]:
+        """Names of the damaged files among the history and its copy."""
+        return self._champions.damaged()
 
     def _manifests(self) -> Iterator[tuple[str, dict[str, Any] | str]]:
         """(version, manifest or fault message), oldest first."""

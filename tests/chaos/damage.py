@@ -10,6 +10,7 @@ from chaos.faults import Fault
 
 from artifacts.listing import files
 from artifacts.store import Store
+from tasks.publish.champion_history import Champions, RegistryError
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,7 @@ class Damage:
 
 
 def damage(store: Store, fault: Fault) -> Damage | None:
-    """Damage one file; None if there is none, or if it is deleted in this moment.
-
-    The history of champions stays as it is: all that depends on it would stop until it is restored.
-    """
+    """Damage one file; None if there is none, or if it is deleted in this moment."""
     with suppress(FileNotFoundError):
         paths = sorted(e["name"] for e in files(store.fs, store.root) if _may_be_damaged(e["name"]))
         if not paths:
@@ -45,6 +43,11 @@ def damage(store: Store, fault: Fault) -> Damage | None:
 
 def restore(store: Store, found: Damage) -> None:
     """Write a file's bytes again if nobody has mended it."""
+    folder, name = found.path.rsplit("/", 1)
+    if name.startswith("history."):  # `before` may be older than what the other of the two holds
+        with suppress(RegistryError):
+            Champions(store.fs, folder).moves()
+            return
     with suppress(FileNotFoundError):
         if store.fs.cat_file(found.path) == found.after:
             store.fs.pipe_file(found.path, found.before)
@@ -52,7 +55,7 @@ def restore(store: Store, found: Damage) -> None:
 
 def _may_be_damaged(path: str) -> bool:
     name = path.rpartition("/")[2]
-    return not name.startswith(("history.json", "champion")) and not name.endswith(".tmp")
+    return not name.startswith("champion") and not name.endswith(".tmp")
 
 
 def _overwrite(store: Store, path: str, data: bytes, *, keep_stamp: bool) -> None:

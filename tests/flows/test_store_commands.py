@@ -57,7 +57,12 @@ def test_an_unreadable_manifest_is_not_whole(
     assert verify_store(store.root, f"publish/{whole.key[:12]}")
 
 
-@pytest.mark.parametrize("harm", ["file", "manifest", "no manifest"])
+def harm_history(found: Registry, name: str) -> None:
+    (path,) = Path(found.root).glob(f"{name}.*")
+    path.write_bytes(b"[")
+
+
+@pytest.mark.parametrize("harm", ["file", "manifest", "no manifest", "history", "history.copy"])
 def test_a_damaged_version_is_not_whole(store: Store, registry: str, harm: str) -> None:
     found = Registry(registry, "digits")
     found.promote(found.publish(model(store)).name)
@@ -65,6 +70,8 @@ def test_a_damaged_version_is_not_whole(store: Store, registry: str, harm: str) 
     version = Path(found.root, "v1")
     if harm == "no manifest":
         (version / "manifest.json").unlink()
+    elif harm.startswith("history"):
+        harm_history(found, f"{harm}.json")
     else:
         name = "manifest.json" if harm == "manifest" else "model_index.json"
         (version / name).write_bytes(b"[]")
@@ -79,7 +86,7 @@ def test_a_published_artifact_is_not_garbage(store: Store, registry: str) -> Non
     assert store.find("publish", gone.key) is None
 
 
-@pytest.mark.parametrize("harmed", ["manifest.json", "v1"])
+@pytest.mark.parametrize("harmed", ["manifest.json", "v1", "history"])
 def test_nothing_is_deleted_while_a_version_is_unreadable(
     store: Store, registry: str, harmed: str
 ) -> None:
@@ -88,6 +95,9 @@ def test_nothing_is_deleted_while_a_version_is_unreadable(
     found.promote(found.publish(kept).name)
     if harmed == "v1":
         found.fs.rm(f"{found.root}/v1", recursive=True)
+    elif harmed == "history":
+        harm_history(found, "history.json")
+        harm_history(found, "history.copy.json")
     else:
         found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
     with pytest.raises(GarbageUnsure, match="nothing is deleted"):

@@ -1,9 +1,9 @@
 """Versions are numbered, complete or absent; the champion moves forth and back."""
 
 import itertools
-import json
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from stores import REMOTE, UrlOf
 
 from artifacts import compare_and_swap as cas
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged, first_fault
+from artifacts.commit import Damaged, encode_record, first_fault
 from artifacts.store import Artifact, Store, StoreError
 from tasks.publish import champion_history
-from tasks.publish.champion_history import RegistryError
+from tasks.publish.champion_history import COPY, HISTORY, RegistryError
 from tasks.publish.model_registry import ChampionChanged, Registry
 
 
@@ -155,8 +155,8 @@ def test_a_damaged_champion_is_reported_and_a_damaged_version_is_repaired(
         found.champion()
 
 
-def write_history(found: Registry, data: bytes) -> None:
-    path = f"{found.root}/history.json"
+def write_history(found: Registry, data: bytes, name: str = HISTORY) -> None:
+    path = f"{found.root}/{name}"
     assert cas.swap(found.fs, path, cas.read(found.fs, path), data) is not None
 
 
@@ -167,7 +167,7 @@ def test_a_promotion_killed_before_the_alias_is_completed_by_the_next(
     found.promote(found.publish(model(store, 1)).name)
     found.publish(model(store, 2))
     moves = [*found.history(), {"version": "v2", "why": "published", "at": ""}]
-    write_history(found, json.dumps(moves).encode())
+    write_history(found, encode_record({"moves": moves}))
     assert found.was_champion("v2") and found._champions.alias() == "v1"
     champion = found.champion()
     assert champion is not None and champion.name == "v2"
@@ -233,7 +233,7 @@ def test_one_of_two_concurrent_promotions_succeeds(
     both = threading.Barrier(2)
 
     def together(fs: Any, path: str, *given: Any) -> Any:
-        if path.endswith("/history.json"):
+        if path.endswith("/history.copy.json"):
             both.wait(60)
         return cas.swap(fs, path, *given)
 
@@ -264,7 +264,7 @@ def test_a_request_that_arrives_late_sets_no_earlier_champion(
     requests = recorded_swaps(monkeypatch, "tasks.publish.champion_history.swap")
     for n in (1, 2, 3):
         found.promote(found.publish(model(store, n)).name)
-    assert len(requests) == 6
+    assert len(requests) == 9
     for request in requests:
         cas.swap(*request)
     assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
@@ -393,13 +393,80 @@ def test_a_lookup_of_a_missing_model_creates_no_folder(
     assert not found.fs.exists(found.root)
 
 
-def test_a_damaged_history_is_reported(registry: tuple[Store, Registry]) -> None:
+def damages(data: bytes) -> Iterator[bytes]:
+    """Truncations, flipped bits, and JSON that is no history."""
+    yield from (data[:at] for at in range(0, len(data), 40))
+    yield from (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(0, len(data), 7))
+    yield from (b"{}x", b"[{}]", b"[1]", b"1", b"[]", b"{}")
+
+
+@pytest.mark.parametrize("name", [HISTORY, COPY])
+def test_a_damaged_history_or_copy_loses_no_change(
+    registry: tuple[Store, Registry], name: str
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    found.rollback()
+    moves, data = found.history(), cas.read(found.fs, f"{found.root}/{name}").data
+    assert data is not None and [move["version"] for move in moves] == ["v1", "v2", "v1"]
+    for damaged in damages(data):
+        write_history(found, damaged, name)
+        assert found.history() == moves and found.damaged_histories() == [name]
+    for version in ("v1", "v2", "v1"):  # the first of them is the champion already
+        write_history(found, b"{", name)
+        found.promote(version)
+        assert found.damaged_histories() == []
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v1", "v2", "v1"]
+    assert found.history()[:3] == moves
+
+
+def test_a_lost_history_is_restored_from_its_copy(any_registry: tuple[Store, Registry]) -> None:
+    store, found = any_registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    for path in found.fs.glob(f"{found.root}/{HISTORY}*"):
+        found.fs.rm_file(path)
+    champion = found.champion()
+    assert champion is not None and champion.name == "v2"
+    assert found.rollback().name == "v1"
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v1"]
+
+
+def test_a_promotion_killed_between_the_copy_and_the_history_is_completed(
+    any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1")
+
+    def killed(fs: Any, path: str, *given: Any) -> Any:
+        if path.endswith(f"/{HISTORY}"):
+            raise KeyboardInterrupt
+        return cas.swap(fs, path, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(champion_history, "swap", killed)
+        with pytest.raises(KeyboardInterrupt):
+            found.promote("v2")
+    assert [move["version"] for move in found.history()] == ["v1"]
+    found.promote("v3")
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
+
+
+def test_a_damaged_history_with_a_damaged_copy_is_one_error_and_changes_nothing(
+    registry: tuple[Store, Registry],
+) -> None:
     store, found = registry
     found.promote(found.publish(model(store, 1)).name)
-    for damaged in (b"[", b"{}x", b"[{}]", b"[1]", b"1"):
-        write_history(found, damaged)
-        with pytest.raises(RegistryError, match=r"history\.json is damaged"):
-            found.was_champion("v1")
+    for name in (HISTORY, COPY):
+        write_history(found, b"{", name)
+    for act in (found.champion, found.rollback, lambda: found.promote("v1")):
+        with pytest.raises(RegistryError, match=r"history\.json and its copy .* are damaged"):
+            act()
+    assert found.damaged_histories() == [HISTORY, COPY]
+    assert [version.name for version in found.versions()] == ["v1"]
 
 
 def test_an_invalid_registry_is_a_one_line_error() -> None:
