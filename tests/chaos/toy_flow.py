@@ -160,7 +160,7 @@ def read_published(uri: str, path: str) -> bytes:
 def load_weights(uri: str) -> dict[str, Any]:
     """The arrays of a published version. Raises ValueError if they cannot be loaded."""
     fs, root = url_to_fs(uri)
-    return read_arrays(fs, f"{root}/{WEIGHTS}")
+    return {name: array[...] for name, array in read_arrays(fs, f"{root}/{WEIGHTS}").items()}
 
 
 def _download(toy: ToyRecipe, draft: Draft) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _train(toy: ToyRecipe, latents: Artifact, draft: Draft) -> dict[str, Any]:
     data = [_read(latents, e) for e in latents.files if e.path.endswith(".safetensors")]
     begin = np.frombuffer(_bytes([toy.seed, data], 8192), np.uint8).astype(np.float32)
     last = checkpoints.latest()
-    weights = begin if last is None else last.state["weights"]["w"]
+    weights = begin if last is None else last.state["weights"]["w"][...]
     history = [] if last is None else last.history
     resumed_from = len(history)
     for step in range(len(history), STEPS):
