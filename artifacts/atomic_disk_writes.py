@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 
 @contextmanager
-def replacing(path: str, check: Callable[[], None] = lambda: None) -> Iterator[str]:
+def replacing(path: str, check: Callable[[], None] | None = None) -> Iterator[str]:
     """A name beside `path` to write to; it becomes `path` at the end, once its bytes are synced.
 
     Args:
@@ -19,9 +19,20 @@ def replacing(path: str, check: Callable[[], None] = lambda: None) -> Iterator[s
     with _beside(path) as beside:
         yield beside
         _sync(beside)
-        check()
-        os.replace(beside, path)
+        if check is None:
+            os.replace(beside, path)
+        else:
+            _put(beside, path, check)
     _sync(os.path.dirname(path))
+
+
+def _put(beside: str, path: str, check: Callable[[], None]) -> None:
+    """Create or replace `path`. A creation that happens late, after a pause, replaces nothing."""
+    check()
+    with suppress(OSError):
+        return os.link(beside, path)
+    check()
+    os.replace(beside, path)
 
 
 def create(path: str, data: bytes) -> bool:

@@ -103,11 +103,8 @@ class Collector:
             self._refresh()  # a long marking delays no run
             with hold(self._store.fs, f"{self._store.root}/{COLLECTION}") as collection:
                 self._refresh()  # from now on, a run that records itself waits
-                for item in batch:
-                    if self._deleted(item, collection.check):
-                        yield item
-                    else:
-                        self._busy.add(item.stage)
+                deleted = [item for item in batch if self._deleted(item, collection.check)]
+            yield from deleted  # without the lock: who prints them may wait for a reader
 
     def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
@@ -216,19 +213,21 @@ class Collector:
 
     def _deleted(self, item: Garbage, check: Callable[[], None]) -> bool:
         """Delete an item; False if it is needed by now, or if a lock was lost."""
+        deleted = False
         with suppress(LockLost), self._alone(item) as check_builder:
-            if check_builder is None or self._is_needed(item):
-                return False
+            if check_builder is not None and not self._is_needed(item):
+                deleted = self._remove(item, check, check_builder)
+        if not deleted:
+            self._busy.add(item.stage)
+        return deleted
 
-            def check_both() -> None:
-                check()
-                check_builder()
+    def _remove(self, item: Garbage, *checks: Callable[[], None]) -> bool:
+        """Delete an item's record, then its files. Raises LockLost as `checks`."""
 
-            return self._remove(item, check_both)
-        return False
+        def check() -> None:
+            for one in checks:
+                one()
 
-    def _remove(self, item: Garbage, check: Callable[[], None]) -> bool:
-        """Delete an item's record, then its files. Raises LockLost as `check`."""
         fs = self._store.fs
         if item.record is not None:
             check()

@@ -7,11 +7,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from stores import UrlOf
 
 from artifacts.artifact_key import KeyParts
+from artifacts.clock import Clock
+from artifacts.compare_and_swap import read
+from artifacts.lock import LockLost, hold, seize
 from artifacts.store import Store
 
 BUILDER = """
@@ -87,3 +92,33 @@ def test_killed_and_paused_builders_commit_each_artifact_once(
         mine = artifact.summary["by"]
         assert all(artifact.read(f"{part}") == mine.encode() for part in range(3)), seed
         assert (n, mine) in commits or n not in dict(commits), seed
+
+
+def test_a_file_that_a_paused_builder_writes_late_replaces_no_committed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pauses after its last check of the lock; meanwhile another builder commits."""
+    store, jump = Store(str(tmp_path)), [0.0]
+    parts = KeyParts("train", 1, {}, {})
+    path = f"{store.root}/train/{parts.key}/lock.json"
+    clock = Clock(now=lambda: time.monotonic() + jump[0])
+
+    def pausing(act: Callable[[str, str], None]) -> Callable[[str, str], None]:
+        def paused(source: str, target: str) -> None:
+            if target.endswith("/data") and not jump[0]:
+                jump[0] = 100.0
+                with seize(store.fs, path, read(store.fs, path)) as lock:
+                    draft = store.draft(parts, lock)
+                    draft.write("data", b"of the other")
+                    draft.commit({}, {})
+            act(source, target)
+
+        return paused
+
+    with pytest.raises(LockLost), hold(store.fs, path, clock=clock) as lock:
+        draft = store.draft(parts, lock)
+        for name in ("link", "replace"):
+            monkeypatch.setattr(os, name, pausing(getattr(os, name)))
+        draft.write("data", b"of the paused one")
+    artifact = store.load("train", parts.key)
+    assert artifact is not None and artifact.read("data") == b"of the other"

@@ -218,6 +218,13 @@ def test_a_gc_paused_between_two_files_keeps_the_second_of_a_builder(
     assert len(deleted) == 1
 
 
+def test_runs_do_not_wait_for_the_reader_of_the_list_of_deletions(store: Store) -> None:
+    make(store, "train", 1)
+    found = collector(store)
+    for _ in found.delete(list(found.garbage())):  # otherwise it never ends
+        use(store, "later", make(store, "encode", 1))
+
+
 def test_a_paused_gc_restores_the_record_that_a_run_found(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
