@@ -17,7 +17,8 @@ from artifacts.digests import canonical_json, parse_json
 
 EXTENSIONS = ("jpg", "png", "webp")
 #: Columns of a shard's parquet: one entry for every row of the shard, failures included.
-#: `attempts` counts the requests of a row without a picture, in all runs.
+#: `attempts` counts the requests of a row without a picture, in all runs. `row_hash` identifies the
+#: row of the source.
 COLUMNS = {
     "key": "string",
     "url": "string",
@@ -30,6 +31,7 @@ COLUMNS = {
     "original_width": "int32",
     "original_height": "int32",
     "sha256": "string",
+    "row_hash": "string",
 }
 
 

@@ -13,6 +13,7 @@ from configs.hardware import Hpu, MindSpore
 from configs.model import Model
 from configs.plan import Plan
 from configs.publish import Publish
+from configs.retrain import Retrain
 from configs.section import Section, StoredUrl
 from configs.source import Source
 from configs.tpu import Tpu
@@ -45,6 +46,7 @@ class Recipe(Section):
     )
     evaluate: Evaluate
     publish: Publish
+    retrain: Retrain = Retrain()
     plan: Plan = Plan()
 
     @model_validator(mode="after")

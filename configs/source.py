@@ -73,7 +73,12 @@ class DigitsSource(Section):
         0, ge=0, le=65535, description="Loopback port of the server; 0: any free port."
     )
     seed: int = Field(0, ge=0, description="Seed of the rendering.")
-    count: int = Field(1797, ge=0, le=1797, description="Number of digits in the new style.")
+    count: int = Field(
+        1797,
+        ge=0,
+        le=1797,
+        description="Number of digits in the new style; a larger one adds rows and changes none.",
+    )
     rehearsal: int = Field(
         900, ge=0, description="Number of pictures in the base's styles, against forgetting."
     )

@@ -31,18 +31,23 @@ def _even_styles(count: int, rng: np.random.Generator) -> NDArray[np.intp]:
     return rng.permutation(np.resize(known, count))
 
 
-def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[bytes, str]]:
-    """PNG bytes and caption of each picture, the new style and the rehearsal in random order."""
+def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[int, bytes, str]]:
+    """Number, PNG bytes and caption of each picture, both kinds in one random order.
+
+    No picture depends on `count`: a larger one adds pictures and keeps the order of the others.
+    """
     rng = np.random.default_rng(seed)
     x8, labels = digits.load("all")
     again = rng.choice(len(x8), rehearsal, replace=rehearsal > len(x8))
-    new = np.full(count, digits.style_index(digits.NEW_STYLE))
-    order = rng.permutation(count + rehearsal)
-    rows = np.concatenate([np.arange(count), again])[order]
-    styles = np.concatenate([new, _even_styles(rehearsal, rng)])[order]
-    pictures = digits.render(x8[rows], styles, rng)
-    for picture, row, style in zip(pictures, rows, styles, strict=True):
-        yield _png(picture), digits.caption(int(labels[row]), int(style), rng)
+    new = np.full(len(x8), digits.style_index(digits.NEW_STYLE))
+    rows = np.concatenate([np.arange(len(x8)), again])
+    styles = np.concatenate([new, _even_styles(rehearsal, rng)])
+    for number in rng.permutation(len(rows)):
+        if count <= number < len(x8):
+            continue
+        own, row, style = np.random.default_rng([seed, number]), rows[number], styles[number]
+        (picture,) = digits.render(x8[row, None], style[None], own)
+        yield int(number), _png(picture), digits.caption(int(labels[row]), int(style), own)
 
 
 def _fill(folder: Path, seed: int, count: int, rehearsal: int) -> None:
@@ -52,7 +57,7 @@ def _fill(folder: Path, seed: int, count: int, rehearsal: int) -> None:
 
     (folder / "images").mkdir()
     rows = []
-    for number, (png, text) in enumerate(_pictures(seed, count, rehearsal)):
+    for number, png, text in _pictures(seed, count, rehearsal):
         url = f"images/{number:05d}.png"
         (folder / url).write_bytes(png)
         rows.append({"url": url, "caption": text, "sha256": hashlib.sha256(png).hexdigest()})
@@ -92,13 +97,14 @@ def write(folder: Path, *, seed: int = 0, count: int = 1797, rehearsal: int = RE
     """Write the dataset to `folder`, deterministically, and return the path of `urls.parquet`.
 
     The dataset has the first `count` of the 1,797 digits in the new style, and `rehearsal` pictures
-    in the base's styles. Columns: `url` (relative to the folder, "images/00001.png"), `caption`,
-    `sha256` (hex, of the PNG's bytes). An intact folder of equal arguments is reused.
+    in the base's styles; a larger `count` adds rows and changes none. Columns: `url` (relative to
+    the folder, "images/00001.png"), `caption`, `sha256` (hex, of the PNG's bytes). An intact folder
+    of equal arguments is reused.
 
     Raises:
         FileExistsError: `folder` has files that this function did not write.
     """
-    recipe = {"seed": seed, "count": count, "rehearsal": rehearsal, "version": 1}
+    recipe = {"seed": seed, "count": count, "rehearsal": rehearsal, "version": 2}
     if _is_whole(folder, recipe):
         return folder / LIST
     if folder.exists() and any(folder.iterdir()) and not (folder / NOTE).exists():

@@ -102,6 +102,41 @@ def run(
 
 
 @app.command()
+def retrain(
+    recipe: RecipeArgument,
+    override: Overrides = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
+    ] = False,
+) -> None:
+    """Train on new rows of a recipe's source, from the champion; the gate decides on promotion.
+
+    Exit code: 0 published or unchanged, 3 rejected by the gate, 2 wrong input (nothing was
+    started), 1 failed.
+    """
+    overrides = _parsed(override)
+    load_recipe(recipe, overrides)  # report wrong input before slow imports and servers
+    from flows import runner
+
+    report = runner.retrain(recipe=recipe, overrides=overrides, as_json=as_json)
+    if report["status"] == "rejected":
+        raise typer.Exit(REJECTED)
+
+
+@app.command()
+def watch(recipe: RecipeArgument, override: Overrides = None, as_json: AsJson = False) -> None:
+    """Compare the list files of a recipe's source with the last call; report changes to Prefect.
+
+    A change is the event `kiln.source.changed`, on which deploy/prefect.yaml starts `retrain`.
+    """
+    overrides = _parsed(override)
+    load_recipe(recipe, overrides)  # report wrong input before slow imports
+    from flows import runner
+
+    runner.watch(recipe=recipe, overrides=overrides, as_json=as_json)
+
+
+@app.command()
 def generate(
     model: Annotated[
         str, typer.Argument(help="Published model (digits, digits@v2), folder, hub id or URL.")

@@ -40,7 +40,7 @@ SHOWS = {
 @redacted_errors()
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
-    plan = download_stage.plan(run.recipe)
+    plan = run.plan()
     again = run.retry_failed
     retry = download_stage.choose_retry(run.recipe, plan, run.store, retry_failed=again)
     parts = download_stage.key_parts(run.recipe, plan, retry)
@@ -92,7 +92,7 @@ def evaluate(
     given = run.eval_inputs(pictures, encoded)
     parts = evaluate_stage.key_parts(given, tuned)
     build = partial(evaluate_stage.build, given, tuned, progress=run.begin(parts))
-    parents = {"images": pictures, "latents": encoded, "model": tuned}
+    parents = {"images": given.images, "latents": given.latents, "model": tuned}
     result = build_or_reuse(run.store, parts, build, parents=parents)
     metrics = result.load(run.store).summary["metrics"]
     result = replace(result, facts={"metrics": metrics})
@@ -109,6 +109,7 @@ def publish(
     evaluated: StageResult,
 ) -> StageResult:
     """Publish the model if it passes the gate; a new version becomes the champion."""
+    run.check_champion()
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
     parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base)
@@ -125,7 +126,10 @@ def publish(
         result = build_or_reuse(run.store, parts, build, parents=parents)
     except publish_stage.Rejected as rejection:
         return rejected(run.model_name, parts, rejection)
-    registered = publish_stage.register(run.recipe, run.base, run.store, (*before, result), SHOWS)
+    start = None if run.champion is None else run.champion.version
+    registered = publish_stage.register(
+        run.recipe, run.base, run.store, (*before, result), SHOWS, start
+    )
     version = partial(publish_stage.show_version, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
     return ended(run.store, run.model_name, replace(result, facts=registered), publish_stage.show)
@@ -155,7 +159,7 @@ def finetune(
         checked = load_recipe(recipe, overrides)
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed)
     states = list(islice(_stages(run), 1 + STAGES.index(until)))
-    report = _report([state.result() for state in states])
+    report = report_of([state.result() for state in states])
     if report["status"] == "rejected":  # a measured outcome, not a failure
         return Completed(name="Rejected", message=states[-1].message, data=report)
     return report
@@ -170,7 +174,8 @@ def _stages(run: Run) -> Iterator[Any]:
     yield publish(run, images, latents, trained, evaluated)
 
 
-def _report(results: Sequence[StageResult]) -> dict[str, Any]:
+def report_of(results: Sequence[StageResult]) -> dict[str, Any]:
+    """The report of a run, from the result of each stage, in order."""
     last, status = results[-1], "built"
     if last.stage == publish_stage.STAGE:
         status = "rejected" if last.outcome == "rejected" else "published"

@@ -37,6 +37,8 @@ from tasks.progress import Progress
 from tasks.publish.assemble_pipeline import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
 from tasks.publish.sign_model import check_key
+from tasks.retrain.champion import Champion, check_champion
+from tasks.retrain.changes import plan_changes
 from tasks.tpu import launch
 
 
@@ -51,6 +53,7 @@ class Run:
     clip: Path
     id: str  # of the flow run
     retry_failed: bool = False  # fetch rows with transient failures again
+    champion: Champion | None = None  # the champion that a retraining starts from
 
     @property
     def model_name(self) -> str:
@@ -58,8 +61,25 @@ class Run:
         return self.recipe.publish.name
 
     def eval_inputs(self, images: Artifact, latents: Artifact) -> EvalInputs:
-        """The inputs of an evaluation."""
+        """The inputs of an evaluation.
+
+        A retraining measures on the champion's held-out pictures, where it encodes alike.
+        """
+        if self.champion is not None:
+            compared = self.champion.comparison_set(self.recipe, self.store)
+            images, latents = compared or (images, latents)
         return EvalInputs(self.recipe, images, latents, self.base, self.vae, self.clip)
+
+    def plan(self) -> download.Plan:
+        """The shards of the source; a retraining keeps those of the champion."""
+        if self.champion is None:
+            return download.plan(self.recipe)
+        return plan_changes(self.recipe, self.store, self.champion)[0]
+
+    def check_champion(self) -> None:
+        """Raise StageFailed if the champion is not the one that a retraining started from."""
+        if self.champion is not None:
+            check_champion(self.recipe, self.champion)
 
     def begin(self, parts: KeyParts) -> Progress:
         """Record that this run needs a stage; returns the progress of building it."""

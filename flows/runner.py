@@ -37,6 +37,23 @@ def run(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> dict[s
     return report
 
 
+def retrain(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> dict[str, Any]:
+    """Run `retrain` and print its report; with `as_json`, as JSON on the last line."""
+    report = _run_flow("retrain", as_json, overrides=hide_secrets(overrides), **arguments)
+    _print_summary(report, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(report), flush=True)
+    return report
+
+
+def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None:
+    """Run `watch_source` and print whether the source changed."""
+    hidden = hide_secrets(overrides)
+    report = _run_flow("watch_source", as_json, overrides=hidden, **arguments)
+    line = f"{report['source']}: {'changed' if report['changed'] else 'unchanged'}"
+    print(json.dumps(report) if as_json else line, flush=True)
+
+
 def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `generate` and print its report."""
     report = _run_flow("generate", as_json, settings=hide_secrets(settings), **arguments)
@@ -164,18 +181,39 @@ class _Display(logging.Handler):
 
 
 def _print_summary(report: dict[str, Any], file: Any) -> None:
+    if "changes" in report:
+        _print_changes(report, file)
     for name, models in report["metrics"].items():
         values = "   ".join(f"{model} {found['value']:.4g}" for model, found in models.items())
         print(f"  {name:24} {values}", file=file)
     if report["status"] == "rejected":
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
         print(f"rejected by the gate: {'; '.join(failed)}", file=file)
+    elif report["status"] == "unchanged":
+        print(f"unchanged: {report['why']}", file=file)
     elif report["status"] == "built":
         for name, stage in report["stages"].items():
             print(f"{name:9} {stage['outcome']}: {stage['uri']}", file=file)
     else:
         print(f"published: {report['model']}{_other_champion(report)}", file=file)
         print(f"report:    {report['model']}/report.html", file=file)
+
+
+def _print_changes(report: dict[str, Any], file: Any) -> None:
+    found = report["changes"]
+    print(
+        f"source:    {found['rows']:,} rows, {found['new_rows']:,} new and "
+        f"{found['removed_rows']:,} removed since {report['start'] or 'the base'}; "
+        f"{found['kept_shards']:,} shards reused, {found['new_shards']:,} to build",
+        file=file,
+    )
+    if "samples" in report:
+        samples = report["samples"]
+        print(
+            f"training:  {samples['steps']:,} steps on {samples['new']:,} new and "
+            f"{samples['replayed']:,} old samples",
+            file=file,
+        )
 
 
 def _other_champion(report: dict[str, Any]) -> str:

@@ -117,7 +117,16 @@ class Comparison:
         return data_uri(self.grid, SMALL)
 
 
-Panel = Table | Picture | Facts | Chart | Strip | Comparison
+@dataclass(frozen=True)
+class Links:
+    """Names and paths of pages of the Prefect UI. Markdown alone shows them."""
+
+    kind: ClassVar = "links"
+    title: str
+    paths: Mapping[str, str]
+
+
+Panel = Table | Picture | Facts | Chart | Strip | Comparison | Links
 
 
 def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
@@ -125,7 +134,10 @@ def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
     parts = [f"# {escape_markdown(heading)}"]
     for panel in panels:
         parts.append(f"## {escape_markdown(panel.title)}")
-        if isinstance(panel, Table | Facts):
+        if isinstance(panel, Links):
+            links = (f"[{escape_markdown(n)}]({path})" for n, path in panel.paths.items())
+            parts.append(" · ".join(links))
+        elif isinstance(panel, Table | Facts):
             parts.append(markdown_table(panel.rows))
         else:
             parts.append(f"![{escape_markdown(panel.title)}]({panel.small_uri()})")

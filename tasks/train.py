@@ -52,12 +52,20 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     return settings
 
 
-def key_parts(recipe: Recipe, latents: Artifact, model_folder: Path) -> KeyParts:
-    """The artifact's key: settings, latents and the weights of the base in training."""
+def key_parts(
+    recipe: Recipe, latents: Artifact, model_folder: Path, start: Artifact | None = None
+) -> KeyParts:
+    """The artifact's key: settings, latents, the weights of the base in training, and the start.
+
+    Args:
+        start: train artifact whose weights training continues from; None: the base's.
+    """
     family = detect_family(model_folder)
     texts = family.clip_encoders if recipe.train.train_text_encoder else ()
     base = digest_model(model_folder, (family.denoiser, "scheduler", *texts))
     inputs = {"latents": latents.digest, "base": base}
+    if start is not None:
+        inputs["start"] = start.digest
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
 

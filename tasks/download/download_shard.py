@@ -24,7 +24,7 @@ from tasks.download.rows import Row
 from tasks.download.sources import SOURCES, ServedAt
 
 STAGE = "download"
-VERSION = 3
+VERSION = 4
 #: Settings that affect how a download runs, not its result: not part of a shard's key.
 NOT_IN_KEY = {
     "threads",
@@ -124,6 +124,7 @@ def _download(
             "key": f"{spec.key[:12]}_{number:05d}",
             "url": without_secrets(row.url),
             "caption": row.captions[0],
+            "row_hash": row.hash,
         }
         for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
     ]

@@ -51,6 +51,9 @@ class Source(Protocol):
     def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
         """The rows of `spans`; embedded pictures are copied to `scratch`. Raises SourceError."""
 
+    def files(self) -> list[str]:
+        """The files whose changes are changes of the source. Raises SourceError."""
+
     def open(self) -> AbstractContextManager[ServedAt]:
         """Make the rows' URLs reachable, by a local server if one is needed. Raises SourceError."""
 
@@ -64,11 +67,11 @@ class UrlList:
         self.columns = _columns(settings)
 
     def check(self) -> None:
-        file = self._files()[0]
+        file = self.files()[0]
         require_columns(self.columns, self.format.columns(file), file)
 
     def scan(self) -> Iterator[tuple[str, Span]]:
-        for file in self._files():
+        for file in self.files():
             for start, stop, values in self.format.rows(file, self.columns.values()):
                 yield self._row(values).hash, Span(file, start, stop)
 
@@ -80,7 +83,7 @@ class UrlList:
     def open(self) -> AbstractContextManager[ServedAt]:
         return nullcontext(ServedAt(self.settings.base_url))
 
-    def _files(self) -> list[str]:
+    def files(self) -> list[str]:
         return list_files(self.settings.path, self.format.suffixes)
 
     def _row(self, values: dict[str, Any]) -> Row:
@@ -138,6 +141,12 @@ class Folder:
     def open(self) -> AbstractContextManager[ServedAt]:
         return nullcontext(ServedAt())
 
+    def files(self) -> list[str]:
+        metadata = self._metadata()
+        if metadata is not None:
+            return [metadata]
+        return list_files(self.settings.path, (*PICTURES, ".txt"))
+
     def _metadata(self) -> str | None:
         with reading(self.settings.path):
             fs, root = url_to_fs(self.settings.path)
@@ -174,11 +183,11 @@ class Dataset:
         self.list = ParquetList(batch_size=32)  # pictures in memory at a time
 
     def check(self) -> None:
-        file = self._files()[0]
+        file = self.files()[0]
         require_columns(self.columns, self.list.columns(file), file)
 
     def scan(self) -> Iterator[tuple[str, Span]]:
-        for file in self._files():
+        for file in self.files():
             hashes = cached_row_hashes(
                 file, list(self.columns.values()), partial(self._hashes, file)
             )
@@ -198,7 +207,7 @@ class Dataset:
         for _, _, values in self.list.rows(file, self.columns.values()):
             yield self._row(values, None).hash
 
-    def _files(self) -> list[str]:
+    def files(self) -> list[str]:
         path, split = self.settings.path, self.settings.split
         if "://" not in path and path.count("/") == 1 and not Path(path).exists():
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
@@ -249,6 +258,9 @@ class Digits:
     def open(self) -> AbstractContextManager[ServedAt]:
         self._draw()
         return serve_folder(self.folder, self.settings.port, ServedAt)
+
+    def files(self) -> list[str]:
+        return []  # the settings are the source
 
     def _draw(self) -> None:
         from demo import dataset

@@ -51,7 +51,8 @@ class Plan:
 
     source_digest: str  # sha256 (hex) over the hashes of all rows, in order
     rows: int
-    shards: tuple[ShardSpec, ...]  # in the source's order, each key once
+    shards: tuple[ShardSpec, ...]  # each key once
+    layout: str | None = None  # sha256 over the shards' keys, if they do not follow from the rows
 
 
 def settings_for_key(recipe: Recipe, retry: int = 0) -> dict[str, Any]:
@@ -96,7 +97,8 @@ def plan(recipe: Recipe) -> Plan:
 def key_parts(recipe: Recipe, plan: Plan, retry: int = 0) -> KeyParts:
     """The inputs of the artifact's key: the settings, every row of the source and the retry."""
     settings = settings_for_key(recipe, retry)
-    return KeyParts(STAGE, VERSION, settings, {"source": plan.source_digest})
+    layout = {} if plan.layout is None else {"layout": plan.layout}
+    return KeyParts(STAGE, VERSION, settings, {"source": plan.source_digest, **layout})
 
 
 def choose_retry(recipe: Recipe, plan: Plan, store: Store, *, retry_failed: bool) -> int:

@@ -142,12 +142,14 @@ def register(
     store: Store,
     results: Sequence[StageResult],
     shows: Mapping[str, Callable[..., list[Panel]]],
+    start: str | None = None,
 ) -> dict[str, Any]:
     """Copy the model and its report to the registry; a new version becomes the champion.
 
     Args:
         results: one per stage, in the order of the flow.
         shows: stage name -> function that returns the panels of its artifact.
+        start: the version that must be the champion still; None: any.
 
     Returns {"model": URL of the version, "champion": the registry's last move}. After a rollback
     the champion may be another version. An error of the report, or after the promotion, is logged.
@@ -174,11 +176,13 @@ def register(
                 sign_version(registry, version, recipe.publish.signing_key)
         if not registry.was_champion(version.name):
             champion = registry.champion()
+            expected = champion.name if champion else None
+            if start not in (None, expected):
+                raise TransientError(f"{expected} became the champion meanwhile: run again")
             now = _inputs(recipe, trained, evaluated, base)
             if now.get("champion") != published.manifest["inputs"].get("champion"):
                 raise TransientError("another model became the champion meanwhile: run again")
             try:
-                expected = champion.name if champion else None
                 registry.promote(version.name, "published", expected=expected)
             except ChampionChanged as error:
                 raise TransientError(f"{error}: run again") from None

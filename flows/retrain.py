@@ -1,0 +1,179 @@
+"""The flow `retrain`: train on what is new in a source, from the champion, if the gate agrees."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from prefect import flow, runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed
+
+from artifacts.latent_shards import open_latents
+from artifacts.lock import hold
+from artifacts.store import Artifact
+from configs.load import load_recipe
+from configs.recipe import Recipe
+from configs.redact_errors_and_logs import redacted_errors
+from flows.finetune import download, encode, evaluate, publish, report_of, train
+from flows.logs import log_to_prefect
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
+from flows.preflight import Run, check_gate, prepare
+from flows.task_settings import ended, stage_task
+from tasks import train as train_stage
+from tasks.build_or_reuse import StageResult, build_or_reuse, failing
+from tasks.evaluate.prompts import sample_prompts
+from tasks.evaluate.score_training_samples import SampleScorer
+from tasks.publish.stage import registry_of
+from tasks.retrain import continue_training, decision, select_samples
+from tasks.retrain.champion import Champion, find_champion
+from tasks.retrain.changes import Changes, plan_changes
+from tasks.retrain.show import show_retraining
+from tasks.show_in_prefect import artifact_key, show_in_prefect
+
+log = logging.getLogger("kiln")
+
+
+class Compared(NamedTuple):
+    """What changed since the champion, and why nothing is trained, if so."""
+
+    champion: Champion | None
+    changes: Changes
+    unchanged: str | None
+
+
+@task(task_run_name="compare", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=10)
+@redacted_errors()
+def compare(run: Run) -> Compared:
+    """Compare the source with the champion's rows, and with the decisions made before."""
+    with failing("retrain"):
+        champion = find_champion(run.recipe, run.store)
+        _, changes = plan_changes(run.recipe, run.store, champion)
+    parts = decision.key_parts(run.recipe, changes, champion)
+    why = decision.why_unchanged(run.recipe, run.store, changes, champion)
+    if why is not None:
+        run.begin(parts)  # `kiln gc` keeps what recent runs need
+        log.info("retrain: unchanged: %s", why)
+    return Compared(champion, changes, why)
+
+
+@task(**stage_task("train"))
+@redacted_errors()
+def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
+    """Train from the champion's weights, on the new samples and a replay of the old ones."""
+    champion, store = run.champion, run.store
+    assert champion is not None
+    encoded, old = latents.load(store), champion.load(store, "encode", champion.latents)
+    with failing("train"):
+        check_gate(run.recipe, open_latents(run.eval_inputs(encoded, encoded).latents.uri))
+        parts = select_samples.key_parts(run.recipe, encoded, old, champion.digest)
+        run.begin(parts)
+        build = partial(select_samples.build, run.recipe, encoded, old, champion.digest)
+        selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
+        recipe = continue_training.recipe_of(run.recipe, selected)
+        start = champion.load(store, "train", champion.trained)
+        parts = continue_training.key_parts(recipe, selected, run.base, start)
+    prompts = sample_prompts(recipe)
+    score = SampleScorer(recipe.evaluate.judges, run.clip, prompts)
+    build = partial(
+        continue_training.build,
+        *(recipe, selected, run.base, run.vae, prompts, score, start),
+        progress=run.begin(parts),
+    )
+    parents = {"latents": selected, "start": start}
+    result = build_or_reuse(store, parts, build, parents=parents)
+    facts = {name: selected.summary[name] for name in ("new", "replayed")}
+    result = replace(result, facts={"samples": {**facts, "steps": recipe.train.steps}})
+    return ended(store, run.model_name, result, train_stage.show)
+
+
+@task(task_run_name="conclude", cache_policy=NO_CACHE)
+@redacted_errors()
+def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> dict[str, Any]:
+    """Record the decision, and show what changed, the metrics and the verdict."""
+    parts = decision.key_parts(run.recipe, changes, run.champion)
+    run.begin(parts)
+    build = partial(decision.build, changes, report)
+    parents: dict[str, Artifact] = {}
+    if "evaluate" in report["stages"]:
+        evaluated = run.store.load("evaluate", report["stages"]["evaluate"]["key"])
+        parents = {} if evaluated is None else {"evaluation": evaluated}
+    build_or_reuse(run.store, parts, build, parents=parents)
+    return report
+
+
+@flow(name="retrain", flow_run_name="retrain {recipe}")
+def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) -> Any:
+    """Train on new rows of the source, from the champion; the gate decides on the promotion.
+
+    Args:
+        recipe: Name or path of a recipe (`kiln recipes` lists them).
+        overrides: Dotted settings to change, such as {"retrain.replay": 0.3}.
+
+    Returns a report (as `kiln retrain --json` prints it): `status` (published, rejected or
+    unchanged), `why` of an unchanged model, `changes` of the source, `start` (the champion), and
+    what `finetune` reports.
+    """
+    log_to_prefect()
+    run_id = runtime.flow_run.id
+    with redacted_errors():
+        run = prepare(load_recipe(recipe, overrides), run_id=run_id)
+        with one_at_a_time(run.recipe):
+            return _retrain(run)
+
+
+def _retrain(run: Run) -> Any:
+    champion, changes, unchanged = compare(run)
+    run = replace(run, champion=champion)
+    facts = {"changes": asdict(changes), "start": champion and champion.version}
+    if unchanged is not None:
+        return _unchanged(run, changes, unchanged, facts)
+    data: list[Any] = [images := download(run), latents := encode(run, images)]
+    if champion is not None and not _has_new_samples(run, champion, data[1].result()):
+        why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
+        return _unchanged(run, changes, why, facts)
+    continues = champion is not None and run.recipe.retrain.start == "champion"
+    trained = continue_from_champion(run, latents) if continues else train(run, latents)
+    evaluated = evaluate(run, images, latents, trained)
+    published = publish(run, images, latents, trained, evaluated)
+    states: list[Any] = [*data, trained, evaluated, published]
+    report = report_of([state.result() for state in states]) | facts
+    conclude(run, changes, report)
+    _show(run, changes, report)
+    if report["status"] == "rejected":  # a measured outcome, not a failure
+        return Completed(name="Rejected", message=states[-1].message, data=report)
+    return report
+
+
+def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool:
+    old = champion.load(run.store, "encode", champion.latents)
+    return select_samples.new_samples(latents.load(run.store), old) > 0
+
+
+def _unchanged(run: Run, changes: Changes, why: str, facts: dict[str, Any]) -> Any:
+    report = {"status": "unchanged", "why": why, "stages": {}, "model": None, "metrics": {}, **facts}
+    _show(run, changes, report)
+    return Completed(name="Unchanged", message=why, data=report)
+
+
+def _show(run: Run, changes: Changes, report: dict[str, Any]) -> None:
+    panels = partial(show_retraining, run.recipe, run.store, run.champion, changes, report)
+    key = artifact_key(run.model_name, decision.STAGE)
+    show_in_prefect(key, f"{run.model_name}: {report['status']}", panels)
+
+
+@contextmanager
+def one_at_a_time(recipe: Recipe) -> Iterator[None]:
+    """Wait until no other retraining of the model runs, on this server or another."""
+    registry = registry_of(recipe)
+
+    def waits(owner: dict[str, Any]) -> None:
+        where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+        log.info("retrain: %s retrains %s; waiting", where, registry.name)
+
+    with hold(registry.fs, f"{registry.root}/retrain-lock.json", on_wait=waits):
+        yield

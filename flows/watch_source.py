@@ -1,0 +1,49 @@
+"""The flow `watch-source`: emit an event when the files of a recipe's source have changed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from prefect import flow
+from prefect.events import emit_event
+from prefect.states import Completed
+
+from artifacts.store import Store
+from configs.load import load_recipe
+from configs.redact_errors_and_logs import redacted_errors
+from flows.logs import log_to_prefect
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
+from tasks.build_or_reuse import storing
+from tasks.retrain.watch_source import last_stamp, remember, stamp
+
+EVENT = "kiln.source.changed"
+log = logging.getLogger("kiln")
+
+
+@flow(name="watch-source", flow_run_name="watch {recipe}")
+def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) -> Any:
+    """Compare size and etag or time of the source's files with the last run.
+
+    A change, and the first run, emit the event `kiln.source.changed` of the resource
+    `kiln.source.<model>`.
+
+    Args:
+        recipe: Name or path of a recipe.
+        overrides: Dotted settings to change.
+
+    Returns {"source": resource of the event, "changed": whether it was emitted}.
+    """
+    log_to_prefect()
+    with redacted_errors():
+        checked = load_recipe(recipe, overrides)
+        resource = f"kiln.source.{checked.publish.name}"
+        with storing(Store(checked.store)):
+            found = stamp(checked)
+            if last_stamp(checked) == found:
+                report = {"source": resource, "changed": False}
+                return Completed(name="Unchanged", data=report)
+            emit_event(EVENT, resource={"prefect.resource.id": resource}, payload={"stamp": found})
+            remember(checked, found)  # after the event: a lost one would never be repeated
+    log.info("watch: %s has changed", resource)
+    return {"source": resource, "changed": True}

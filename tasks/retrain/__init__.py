@@ -1,0 +1,1 @@
+"""Retraining: what changed since the champion, training from it, and the decision."""

@@ -1,0 +1,100 @@
+"""The champion that a retraining starts from, and the artifacts that it was made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from artifacts.store import Artifact, Store
+from configs.recipe import Recipe
+from runtimes.contract import WrongInput
+from tasks.build_or_reuse import StageFailed
+from tasks.encode.keys import settings_for_key
+from tasks.publish.stage import registry_of
+
+
+@dataclass(frozen=True)
+class Champion:
+    """A champion's version and the keys of its artifacts.
+
+    It holds no manifest, since Prefect traverses all values that tasks receive.
+    """
+
+    version: str  # v1, v2, ...
+    uri: str
+    digest: str  # of the published folder
+    images: str  # key of all image shards of its source
+    latents: str  # key of their latent shards
+    trained: str
+    evaluation: str
+    compared_images: str  # key of the images with the held-out pictures of its evaluation
+    compared_latents: str
+
+    def load(self, store: Store, stage: str, key: str) -> Artifact:
+        """One of its artifacts. Raises WrongInput if the store lacks it."""
+        return _load(store, stage, key, self.version)
+
+    def comparison_set(self, recipe: Recipe, store: Store) -> tuple[Artifact, Artifact] | None:
+        """Images and latents of its evaluation; None if the recipe encodes pictures otherwise.
+
+        A new model is measured on them, so that rows added since do not change the comparison.
+        """
+        images = self.load(store, "download", self.compared_images)
+        latents = self.load(store, "encode", self.compared_latents)
+        if latents.manifest["settings"] != settings_for_key(recipe):
+            return None
+        return images, latents
+
+
+def find_champion(recipe: Recipe, store: Store) -> Champion | None:
+    """The champion of a recipe's model; None without one.
+
+    Raises:
+        WrongInput: the store lacks an artifact that it was made of.
+    """
+    version = registry_of(recipe).champion()
+    if version is None:
+        return None
+
+    def parent(artifact: Artifact, name: str) -> Artifact:
+        at = artifact.manifest["run"]["parents"][name]
+        return _load(store, at["stage"], at["key"], version.name)
+
+    parents = version.manifest["run"]["parents"]
+    trained = _load(store, "train", parents["model"]["key"], version.name)
+    evaluation = _load(store, "evaluate", parents["evaluation"]["key"], version.name)
+    latents = parent(trained, "latents")
+    if "latents" in latents.manifest["run"]["parents"]:  # a selection of select_samples.py
+        latents = parent(latents, "latents")
+    compared = evaluation.manifest["run"]["parents"]
+    return Champion(
+        version=version.name,
+        uri=version.uri,
+        digest=version.manifest["digest"],
+        images=parent(latents, "images").key,
+        latents=latents.key,
+        trained=trained.key,
+        evaluation=evaluation.key,
+        compared_images=compared["images"]["key"],
+        compared_latents=compared["latents"]["key"],
+    )
+
+
+def check_champion(recipe: Recipe, champion: Champion) -> None:
+    """Raise StageFailed if another version is the champion now, for example after a rollback."""
+    now = registry_of(recipe).champion()
+    if now is None or now.name != champion.version:
+        name = "none" if now is None else now.name
+        raise StageFailed(
+            f"retrain: the champion was {champion.version} at the start and is {name} now: "
+            "run again"
+        )
+
+
+def _load(store: Store, stage: str, key: str, version: str) -> Artifact:
+    artifact = store.load(stage, key)
+    if artifact is None:
+        raise WrongInput(
+            f"retrain: {store.url} has no artifact {stage} {key[:12]} of the champion {version}: "
+            "publish a model from this store first (`kiln run`)"
+        )
+    return artifact

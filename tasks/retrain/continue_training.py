@@ -1,0 +1,91 @@
+"""Train from the champion's weights: the settings, the check and the model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Draft
+from configs.recipe import Recipe
+from runtimes.contract import WrongInput
+from tasks import train
+from tasks.progress import Progress
+from tasks.trained_weights import local_weights
+
+#: Settings that the weights of a start fix.
+FIXED = (
+    *("method", "train_text_encoder", "inpainting", "aesthetic_score"),
+    *("prediction_type", "zero_terminal_snr"),
+)
+
+
+def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
+    """The recipe with the steps of a retraining, in proportion to the selected samples."""
+    settings, summary = recipe.retrain, selection.summary
+    planned = recipe.train.model_copy(update={"epochs": settings.epochs})
+    steps = planned.with_steps(summary["new"] + summary["replayed"]).steps
+    changed: dict[str, Any] = {
+        "steps": min(steps, settings.max_steps),
+        "epochs": None,
+        "init": "base",  # the start has the denoiser's weights and its config
+        "denoiser_config": None,
+    }
+    if settings.learning_rate is not None:
+        changed["learning_rate"] = settings.learning_rate
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=changed)})
+
+
+def key_parts(recipe: Recipe, selection: Artifact, base: Path, start: Artifact) -> KeyParts:
+    """The key of the train artifact. Raises WrongInput if training cannot start from `start`."""
+    parts = train.key_parts(recipe, selection, base, start)
+    check_start(recipe, parts, start)
+    return parts
+
+
+def check_start(recipe: Recipe, parts: KeyParts, start: Artifact) -> None:
+    """Raise WrongInput if the weights of `start` are of another base, or trained otherwise."""
+    before = start.manifest["settings"]
+    changed = [f"train.{n}" for n in FIXED if before.get(n) != parts.settings.get(n)]
+    if start.manifest["inputs"]["base"] != parts.inputs["base"]:
+        changed.append("model")
+    if recipe.train.method != "full":
+        changed = ["train.method: lora"]
+    if changed:
+        raise WrongInput(
+            f"retrain.start: champion: training cannot continue from its weights "
+            f"({', '.join(changed)}): set retrain.start: base"
+        )
+
+
+def build(
+    recipe: Recipe,
+    selection: Artifact,
+    base: Path,
+    vae: Path | None,
+    prompts: tuple[str, ...],
+    score: train.Score,
+    start: Artifact,
+    draft: Draft,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Train from the weights of `start`, on the selected samples."""
+    with starting_model(base, start) as folder:
+        return train.build(recipe, selection, folder, vae, prompts, score, draft, progress)
+
+
+@contextmanager
+def starting_model(base: Path, start: Artifact) -> Iterator[Path]:
+    """A pipeline folder: the base, with the trained parts of `start` instead of its own.
+
+    The scheduler stays the base's: the recipe's settings define that of the trained model.
+    """
+    with local_weights(start) as weights, TemporaryDirectory(prefix="kiln-start-") as folder:
+        parts = {path.name: path for path in base.iterdir()}
+        parts |= {name: path for name, path in weights.parts.items() if name != "scheduler"}
+        for name, path in parts.items():
+            (Path(folder) / name).symlink_to(path.resolve())
+        yield Path(folder)

@@ -1,0 +1,65 @@
+"""The decision of a retraining, an artifact: the same data is not tried twice from one champion."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Draft, Store
+from configs.recipe import Recipe
+from tasks import download, train
+from tasks.encode import keys as encode
+from tasks.evaluate import stage as evaluate
+from tasks.publish import stage as publish
+from tasks.retrain.champion import Champion
+from tasks.retrain.changes import Changes
+
+STAGE = "retrain"
+VERSION = 1
+FILE = "decision.json"
+
+
+def key_parts(recipe: Recipe, changes: Changes, champion: Champion | None) -> KeyParts:
+    """The key: source, champion and all settings that affect the model or the verdict."""
+    stages = {"download": download, "encode": encode, "train": train}
+    stages |= {"evaluate": evaluate, "publish": publish}
+    settings = {name: module.settings_for_key(recipe) for name, module in stages.items()}
+    settings["retrain"] = recipe.retrain.model_dump(mode="json")
+    inputs = {"source": changes.source, "champion": "" if champion is None else champion.digest}
+    return KeyParts(STAGE, VERSION, settings, inputs)
+
+
+def why_unchanged(
+    recipe: Recipe, store: Store, changes: Changes, champion: Champion | None
+) -> str | None:
+    """One sentence why there is nothing to train; None if there is."""
+    if champion is not None and changes.new_rows < recipe.retrain.min_new_rows:
+        return _few(changes, champion, recipe.retrain.min_new_rows)
+    artifact = store.find(STAGE, key_parts(recipe, changes, champion).key)
+    if artifact is None:
+        return None
+    before = "the base" if champion is None else champion.version
+    found = artifact.summary
+    if found["status"] == "rejected":
+        return f"the gate rejected a model of these {changes.rows:,} rows and {before} before"
+    return f"{found['version']} of these rows was published before, and {before} is champion again"
+
+
+def _few(changes: Changes, champion: Champion, least: int) -> str:
+    rows = f"{changes.new_rows:,} new rows" if changes.new_rows else "no new rows"
+    enough = f", fewer than {least:,}" if changes.new_rows else ""
+    removed = f"; {changes.removed_rows:,} rows were removed" if changes.removed_rows else ""
+    return f"the source has {rows} since {champion.version}{enough}{removed}"
+
+
+def build(changes: Changes, report: dict[str, Any], draft: Draft) -> dict[str, Any]:
+    """Write the report of a retraining; returns the summary."""
+    draft.write(FILE, json.dumps(report, indent=1).encode())
+    model = report["model"]
+    return {
+        "status": report["status"],
+        "version": None if model is None else model.rpartition("/")[2],
+        "changes": asdict(changes),
+    }

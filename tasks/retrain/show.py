@@ -1,0 +1,99 @@
+"""The summary of a retraining in the Prefect UI."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import fsspec
+
+from artifacts.store import Artifact, Store
+from configs.recipe import Recipe
+from tasks.panels import Facts, Links, Panel, Picture, Table
+from tasks.publish import gate
+from tasks.retrain.champion import Champion
+from tasks.retrain.changes import Changes
+from tasks.show_in_prefect import artifact_key
+
+
+def show_retraining(
+    recipe: Recipe,
+    store: Store,
+    champion: Champion | None,
+    changes: Changes,
+    report: dict[str, Any],
+) -> list[Panel]:
+    """What changed, the samples, the metrics before and after, the verdict, and the pictures."""
+    facts: dict[str, Any] = {"status": report["status"], "start": report["start"] or "the base"}
+    facts |= {"why": report["why"]} if "why" in report else {}
+    facts |= {"model": report["model"]} if report["model"] else {}
+    panels: list[Panel] = [Facts("Retraining", facts), Facts("Source", _source_facts(changes))]
+    if "samples" in report:
+        panels.append(Facts("Training", report["samples"]))
+    stages = report["stages"]
+    if "evaluate" not in stages:
+        return panels
+    evaluated = store.load("evaluate", stages["evaluate"]["key"])
+    if evaluated is not None:
+        panels.append(Table("Metrics on equal held-out pictures", _metrics(evaluated, champion)))
+        panels.append(Picture("Base (above) and new model (below)", evaluated.read(GRID)))
+    if (verdicts := _verdicts(report)) is not None:
+        panels.append(Table("Gate", gate.as_rows(verdicts)))
+    panels += _champions_picture(champion)
+    keys = {name: artifact_key(recipe.publish.name, name) for name in stages}
+    panels.append(Links("Stages", {n: f"/artifacts/key/{key}" for n, key in keys.items()}))
+    return panels
+
+
+GRID = "before_after.png"
+
+
+def _source_facts(changes: Changes) -> dict[str, Any]:
+    return {
+        "rows": changes.rows,
+        "new rows": changes.new_rows,
+        "removed rows": changes.removed_rows,
+        "rows to fetch": changes.rows_to_fetch,
+        "shards reused": changes.kept_shards,
+        "shards to build": changes.new_shards,
+    }
+
+
+def _metrics(evaluated: Artifact, champion: Champion | None) -> list[dict[str, Any]]:
+    """Rows of (metric, base, champion, new); the champion's column only if it is comparable."""
+    before = {} if champion is None else _published(champion.uri)
+    comparable = before.get("fingerprint") == evaluated.summary["fingerprint"]
+    old = before["metrics"] if comparable else {}
+    rows = []
+    for name, models in evaluated.summary["metrics"].items():
+        tuned = old.get(name, {}).get("tuned")
+        rows.append(
+            {
+                "metric": name,
+                "base": models["base"]["value"] if "base" in models else "—",
+                "champion": "—" if tuned is None else tuned["value"],
+                "new": models["tuned"]["value"],
+            }
+        )
+    return rows
+
+
+def _published(uri: str) -> dict[str, Any]:
+    with fsspec.open(f"{uri}/metrics.json", "rb") as stream:
+        return dict(json.load(stream))
+
+
+def _verdicts(report: dict[str, Any]) -> list[gate.Verdict] | None:
+    if "gate" in report:
+        return [gate.Verdict(**verdict) for verdict in report["gate"]]
+    if report["model"] is None:
+        return None
+    with fsspec.open(f"{report['model']}/gate.json", "rb") as stream:
+        return [gate.Verdict(**verdict) for verdict in json.load(stream)]
+
+
+def _champions_picture(champion: Champion | None) -> list[Panel]:
+    if champion is None:
+        return []
+    with fsspec.open(f"{champion.uri}/{GRID}", "rb") as stream:
+        return [Picture(f"Base (above) and {champion.version} (below)", stream.read())]

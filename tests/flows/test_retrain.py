@@ -1,0 +1,92 @@
+"""`kiln retrain`: only new rows are fetched, the gate decides, and no decision is made twice."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.publish.model_registry import Registry
+
+pytestmark = pytest.mark.slow
+Report = dict[str, Any]
+Retrain = Callable[..., Report]
+
+
+@pytest.fixture
+def retrain(
+    here: Callable[..., str], api: str, small: dict[str, Any], first: Report
+) -> Callable[..., Report]:
+    """`retrain(**overrides)` is the report of `kiln retrain digits`; v1 is the champion."""
+
+    def run(overrides: dict[str, Any], code: int = 0) -> Report:
+        given = {**small, "train.sample_every_n_steps": 0, "retrain.max_steps": 2, **overrides}
+        said = here("retrain", "digits", "--json", overrides=given, code=code, api=api)
+        report: Report = json.loads(said.splitlines()[-1])
+        return report
+
+    return run
+
+
+def manifest(report: Report, stage: str) -> dict[str, Any]:
+    path = Path(report["stages"][stage]["uri"]) / "manifest.json"
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
+def names(found: dict[str, Any]) -> set[str]:
+    return {entry["path"] for entry in found["files"] if entry["path"].startswith("../")}
+
+
+def test_a_grown_source_continues_the_champion_on_its_new_rows(
+    retrain: Retrain, first: Report, small: dict[str, Any], here: Callable[..., str]
+) -> None:
+    same = retrain({})
+    assert (same["status"], same["start"], same["stages"]) == ("unchanged", "v1", {})
+    assert same["why"] == "the source has no new rows since v1"
+
+    grown = retrain({"source.count": 90})
+    found = grown["changes"]
+    assert (found["new_rows"], found["removed_rows"], found["rows_to_fetch"]) == (30, 0, 30)
+    for stage in ("download", "encode"):  # all old shards are used as they are
+        assert names(manifest(first, stage)) < names(manifest(grown, stage))
+    assert found["kept_shards"] == len(manifest(first, "download")["summary"]["shards"])
+    assert grown["samples"] == {"new": 25, "replayed": 18, "steps": 2}
+    train = manifest(grown, "train")
+    assert train["inputs"]["start"] == manifest(first, "train")["digest"]
+    assert train["inputs"]["base"] == manifest(first, "train")["inputs"]["base"]
+    # The reference of all metrics stays, so the champion's are comparable without a measurement.
+    assert manifest(grown, "evaluate")["inputs"]["images"] == manifest(first, "download")["digest"]
+    assert manifest(grown, "evaluate")["inputs"]["latents"] == manifest(first, "encode")["digest"]
+    facts = (manifest(one, "evaluate")["summary"]["fingerprint"] for one in (first, grown))
+    assert len(set(facts)) == 1
+    assert (grown["status"], grown["champion"]["version"]) == ("published", "v2")
+    assert retrain({"source.count": 90})["why"] == "the source has no new rows since v2"
+
+    store = str(small["store"])
+    assert "v1 is the champion again" in here("rollback", "digits", "--store", store)
+    back = retrain({"source.count": 90})
+    assert back["status"] == "unchanged" and back["start"] == "v1"
+    assert back["why"] == "v2 of these rows was published before, and v1 is champion again"
+    more = retrain({"source.count": 100})  # the champion's start, with all rows since
+    assert (more["start"], more["changes"]["new_rows"]) == ("v1", 40)
+    assert manifest(more, "train")["inputs"]["start"] == manifest(first, "train")["digest"]
+    assert "damaged" not in here("verify", "--store", store)
+
+
+def test_a_rejected_model_leaves_the_champion_and_is_not_trained_again(
+    retrain: Retrain, small: dict[str, Any]
+) -> None:
+    strict = {"source.count": 90, "publish.gate": ["holdout_loss < champion * 0.1"]}
+    assert retrain(strict, code=3)["status"] == "rejected"
+    registry = Registry(f"{small['store']}/registry", "digits")
+    champion = registry.champion()
+    assert champion is not None and champion.name == "v1"
+    again = retrain(strict)
+    assert again["status"] == "unchanged"
+    assert again["why"] == "the gate rejected a model of these 90 rows and v1 before"
+    easier = retrain({**strict, "publish.gate": []})
+    assert easier["status"] == "published"
+    outcomes = {name: stage["outcome"] for name, stage in easier["stages"].items()}
+    assert outcomes.pop("publish") == "built" and set(outcomes.values()) == {"reused"}
