@@ -155,7 +155,14 @@ def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool
 
 
 def _unchanged(run: Run, changes: Changes, why: str, facts: dict[str, Any]) -> Any:
-    report = {"status": "unchanged", "why": why, "stages": {}, "model": None, "metrics": {}, **facts}
+    report = {
+        "status": "unchanged",
+        "why": why,
+        "stages": {},
+        "model": None,
+        "metrics": {},
+        **facts,
+    }
     _show(run, changes, report)
     return Completed(name="Unchanged", message=why, data=report)
 

@@ -15,9 +15,8 @@ from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from tasks.build_or_reuse import storing
-from tasks.retrain.watch_source import last_stamp, remember, stamp
+from tasks.retrain.watch_source import EVENT, last_stamp, remember, resource_of, stamp
 
-EVENT = "kiln.source.changed"
 log = logging.getLogger("kiln")
 
 
@@ -37,7 +36,7 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
     log_to_prefect()
     with redacted_errors():
         checked = load_recipe(recipe, overrides)
-        resource = f"kiln.source.{checked.publish.name}"
+        resource = resource_of(checked.publish.name)
         with storing(Store(checked.store)):
             found = stamp(checked)
             if last_stamp(checked) == found:

@@ -88,6 +88,15 @@ class Server:
             time.sleep(0.2)
         raise AssertionError(f"{path}: the server responds with 503")
 
+    def update(self, path: str, body: dict[str, Any]) -> None:
+        request = urllib.request.Request(
+            f"{self.api}{path}",
+            data=json.dumps(body).encode(),
+            headers={"content-type": "application/json"},
+            method="PATCH",
+        )
+        urllib.request.urlopen(request, timeout=60).close()
+
     def wait(self, what: str, ready: Any, seconds: float) -> Any:
         until = time.monotonic() + seconds
         while time.monotonic() < until:

@@ -80,9 +80,9 @@ def plan_changes(
 ) -> tuple[download.Plan, Changes]:
     """The shards to train on, and what changed since the champion.
 
-    Rows are compared as a set: neither their order nor repeated rows matter. New rows are cut into
-    shards of their own, so that no old row is fetched or encoded again. The exception are the other
-    rows of a shard that lost one.
+    The order of rows does not matter. New rows are cut into shards of their own, so that no old row
+    is fetched or encoded again, except for the other rows of a shard that lost one. A repetition of
+    an old row may count as new.
 
     Raises:
         SourceError: the source cannot be read, or has no rows.

@@ -15,7 +15,13 @@ from tasks.download.row_hash_cache import CHANGE_MARKERS
 from tasks.download.sources import SOURCES
 from tasks.publish.stage import registry_of
 
+EVENT = "kiln.source.changed"
 FILE = "watched.json"  # in the model's folder of the registry
+
+
+def resource_of(model: str) -> str:
+    """The Prefect resource of the source of a model, by its name in the registry."""
+    return f"kiln.source.{model}"
 
 
 def stamp(recipe: Recipe) -> str:

@@ -5,9 +5,14 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from command import ROOT
+
+from configs.load import load_recipe
+from tasks.retrain.watch_source import EVENT, resource_of
 
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/*.sh"))
@@ -151,6 +156,21 @@ def test_dockerfile_names_existing_files_and_targets(name: str) -> None:
                 assert parses(words[2])
         elif keyword == "ENV":
             assert all(re.fullmatch(r"\w+=\S+", word) for word in rest.split())
+
+
+def test_an_event_of_a_source_starts_the_retraining_of_its_model() -> None:
+    listed = yaml.safe_load((DEPLOY / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    by_flow: dict[str, list[dict[str, Any]]] = {}
+    for entry in listed:
+        by_flow.setdefault(entry["entrypoint"].partition(":")[2], []).append(entry)
+    watched = {entry["parameters"]["recipe"] for entry in by_flow["watch_source"]}
+    assert watched == {entry["parameters"]["recipe"] for entry in by_flow["retrain"]}
+    for entry in by_flow["retrain"]:
+        (trigger,) = entry["triggers"]
+        name = load_recipe(entry["parameters"]["recipe"]).publish.name
+        assert trigger["match"] == {"prefect.resource.id": resource_of(name)}
+        assert trigger["expect"] == [EVENT]
+        assert entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
 
 
 def test_dockerignore_excludes_environments() -> None:

@@ -86,7 +86,7 @@ def test_a_run_up_to_a_stage_ends_there(
 
 
 def test_a_scheduled_run_appears(server: Server) -> None:
-    deployment = server.ask("/deployments/name/finetune/retrain-digits")
+    deployment = server.ask("/deployments/name/retrain/digits")
 
     def scheduled() -> Any:
         runs = {"deployments": {"id": {"any_": [deployment["id"]]}}}
@@ -94,6 +94,35 @@ def test_a_scheduled_run_appears(server: Server) -> None:
 
     found = server.wait("scheduled run", scheduled, PATIENCE)
     assert {run["state"]["type"] for run in found} == {"SCHEDULED"}
+
+
+def test_a_changed_source_starts_the_retraining_and_a_second_run_is_cancelled(
+    server: Server, first: dict[str, Any], small: dict[str, Any]
+) -> None:
+    """The event of the sensor starts it, by the automation that `prefect deploy` has made."""
+    deployment = server.ask("/deployments/name/retrain/digits")
+    parameters = {"recipe": "digits", "overrides": small}
+    server.update(f"/deployments/{deployment['id']}", {"parameters": parameters})
+
+    def triggered() -> list[dict[str, Any]]:
+        runs = {"deployments": {"id": {"any_": [deployment["id"]]}}}
+        found = server.ask("/flow_runs/filter", runs)
+        return [run for run in found if run["created_by"]["type"] == "AUTOMATION"]
+
+    assert triggered() == []
+    for _ in range(2):  # the second one finds no change
+        watch = server.run("watch-source/digits", small)
+        server.wait(
+            "watch", lambda watch=watch: server.state(watch) in (*ENDS, "Unchanged"), PATIENCE
+        )
+    assert server.state(watch) == "Unchanged"
+    (run,) = server.wait("the triggered run", triggered, PATIENCE)
+    second = server.run("retrain/digits", small)
+    server.wait("second", lambda: server.state(second) == "Cancelled", PATIENCE)
+    server.wait("first", lambda: server.state(run["id"]) in (*ENDS, "Unchanged"), PATIENCE)
+    assert server.state(run["id"]) == "Unchanged"
+    shown = server.ask("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
+    assert "no new rows since v1" in {a["key"]: a["data"] for a in shown}["digits-retrain"]
 
 
 def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(

@@ -1,0 +1,136 @@
+"""What changed in a source since the champion: rows as a set, and the shards that are kept."""
+
+import csv
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts.image_shards import write_rows, write_tar
+from artifacts.store import Store
+from configs.load import load_recipe
+from configs.recipe import Recipe
+from tasks import download
+from tasks.download.download_shard import STAGE, shard_key
+from tasks.download.sources import SOURCES
+from tasks.retrain.champion import Champion
+from tasks.retrain.changes import Changes, plan_changes
+
+Rows = list[tuple[str, str]]  # (url, caption)
+ROWS = [(f"http://example.com/{n}.jpg", f"number {n}") for n in range(200)]
+NO_ONE = Champion("v1", "", "d", "", "", "", "", "", "")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return load_recipe(
+        "digits",
+        {
+            "store": str(tmp_path / "store"),
+            "download.shard_size": 20,
+            "source": {"kind": "urls", "format": "csv", "path": str(tmp_path / "list.csv")},
+        },
+    )
+
+
+def write(recipe: Recipe, rows: Rows) -> None:
+    with Path(recipe.source.path).open("w", newline="") as stream:  # type: ignore[union-attr]
+        csv.writer(stream).writerows([("url", "caption"), *rows])
+
+
+def read(recipe: Recipe, spans: Any, scratch: Path) -> list[str]:
+    return [row.hash for row in SOURCES["urls"](recipe.source).read(spans, scratch)]
+
+
+def publish(recipe: Recipe, plan: download.Plan, scratch: Path) -> Champion:
+    """A champion of the plan's shards, whose pictures all failed."""
+    store = Store(recipe.store)
+    parts = download.key_parts(recipe, plan)
+    with store.lock(STAGE, parts.key) as lock:
+        draft = store.draft(parts, lock)
+        for spec in plan.shards:
+            hashes = read(recipe, spec.spans, scratch)
+            assert shard_key(recipe.download, hashes) == spec.key and len(hashes) == spec.rows
+            write_rows(scratch / "shard.parquet", [{"row_hash": one} for one in hashes])
+            write_tar(scratch / "shard.tar", [])
+            files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
+            draft.add_shard(store.commit_shard(STAGE, spec.key, files, {}))
+        shards = [{"key": spec.key, "rows": spec.rows} for spec in plan.shards]
+        artifact = draft.commit({"shards": shards}, {})
+    return replace(NO_ONE, images=artifact.key)
+
+
+@pytest.fixture
+def champion(recipe: Recipe, tmp_path: Path) -> Champion:
+    """The champion of ROWS."""
+    write(recipe, ROWS)
+    return publish(recipe, download.plan(recipe), tmp_path)
+
+
+def changes(recipe: Recipe, champion: Champion, rows: Rows) -> Changes:
+    write(recipe, rows)
+    return plan_changes(recipe, Store(recipe.store), champion)[1]
+
+
+def test_an_equal_list_has_no_changes_in_any_order(recipe: Recipe, champion: Champion) -> None:
+    shards = len(download.plan(recipe).shards)
+    for rows in (ROWS, ROWS[::-1], random.Random(0).sample(ROWS, 200)):
+        found = changes(recipe, champion, rows)
+        assert (found.new_rows, found.removed_rows, found.rows_to_fetch) == (0, 0, 0)
+        assert (found.kept_shards, found.new_shards) == (shards, 0)
+
+
+def test_only_added_rows_are_fetched_wherever_they_are(recipe: Recipe, champion: Champion) -> None:
+    added = [(f"http://example.com/new/{n}.jpg", f"new {n}") for n in range(30)]
+    scattered = random.Random(0).sample(ROWS + added, 230)
+    for rows in (ROWS + added, added + ROWS, scattered):
+        found = changes(recipe, champion, rows)
+        assert (found.new_rows, found.removed_rows, found.rows_to_fetch) == (30, 0, 30)
+
+
+def test_a_removed_row_leaves_the_plan_with_its_shard_alone(
+    recipe: Recipe, champion: Champion
+) -> None:
+    shards = len(download.plan(recipe).shards)
+    found = changes(recipe, champion, ROWS[:100] + ROWS[101:])
+    assert (found.new_rows, found.removed_rows) == (0, 1)
+    assert found.kept_shards == shards - 1 and 0 < found.rows_to_fetch < 40
+
+
+def test_another_caption_is_a_new_row_and_a_removed_one(recipe: Recipe, champion: Champion) -> None:
+    found = changes(recipe, champion, [(ROWS[0][0], "another"), *ROWS[1:]])
+    assert (found.new_rows, found.removed_rows) == (1, 1)
+
+
+def test_other_settings_of_the_download_keep_no_shard_and_add_no_row(
+    recipe: Recipe, champion: Champion
+) -> None:
+    larger = recipe.download.model_copy(update={"image_size": 64})
+    found = changes(recipe.model_copy(update={"download": larger}), champion, ROWS)
+    assert (found.kept_shards, found.new_rows, found.rows_to_fetch) == (0, 0, 200)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_after_random_changes_has_each_row_of_the_list_once(
+    recipe: Recipe, champion: Champion, tmp_path: Path, seed: int
+) -> None:
+    """Each champion is of the plan before, whose shards do not follow from the list alone."""
+    draw, rows, store = random.Random(seed), ROWS, Store(recipe.store)
+    for turn in range(4):
+        before = set(rows)
+        added = [(f"http://example.com/{turn}/{n}.jpg", str(n)) for n in range(draw.randrange(40))]
+        kept = draw.sample(rows, len(rows) - draw.choice([0, 3]))
+        rows = draw.sample(kept + added, len(kept) + len(added))
+        write(recipe, rows)
+        plan, found = plan_changes(recipe, store, champion)
+        assert (found.new_rows, found.removed_rows) == (len(added), len(before - set(rows)))
+        planned = [one for spec in plan.shards for one in read(recipe, spec.spans, tmp_path)]
+        whole = [
+            one
+            for spec in download.plan(recipe).shards
+            for one in read(recipe, spec.spans, tmp_path)
+        ]
+        assert sorted(planned) == sorted(whole)
+        champion = publish(recipe, plan, tmp_path)
