@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from prefect import flow, runtime, task
-from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
@@ -46,7 +45,7 @@ class Compared(NamedTuple):
     unchanged: str | None
 
 
-@task(task_run_name="compare", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=10)
+@task(**stage_task("compare"))
 @redacted_errors()
 def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
@@ -91,7 +90,7 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
     return ended(store, run.model_name, result, train_stage.show)
 
 
-@task(task_run_name="conclude", cache_policy=NO_CACHE)
+@task(**stage_task("conclude"))
 @redacted_errors()
 def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> dict[str, Any]:
     """Record the decision, and show what changed, the metrics and the verdict."""

@@ -48,6 +48,11 @@ def retrain(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> di
 
 def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `watch_source` and print whether the source changed."""
+    if configured_server() is None:
+        raise ServerAway(
+            "watch: an event needs a lasting Prefect server: start it (`make ui`) and set "
+            "PREFECT_API_URL"
+        )
     hidden = hide_secrets(overrides)
     report = _run_flow("watch_source", as_json, overrides=hidden, **arguments)
     line = f"{report['source']}: {'changed' if report['changed'] else 'unchanged'}"
@@ -203,7 +208,7 @@ def _print_changes(report: dict[str, Any], file: Any) -> None:
     found = report["changes"]
     print(
         f"source:    {found['rows']:,} rows, {found['new_rows']:,} new and "
-        f"{found['removed_rows']:,} removed since {report['start'] or 'the base'}; "
+        f"{found['removed_rows']:,} removed since {report['start'] or 'no champion'}; "
         f"{found['kept_shards']:,} shards reused, {found['new_shards']:,} to build",
         file=file,
     )

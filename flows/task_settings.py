@@ -35,11 +35,13 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
+    "compare": Limits(retries=5, wait=10, days=1, tag="registry"),
     "download": Limits(retries=5, wait=15, days=14, tag="network"),
     "encode": Limits(retries=3, wait=30, days=14, tag="accelerator"),
     "train": Limits(retries=5, wait=60, days=30, tag="accelerator"),
     "evaluate": Limits(retries=3, wait=30, days=7, tag="accelerator"),
     "publish": Limits(retries=5, wait=10, days=1, tag="registry"),
+    "conclude": Limits(retries=5, wait=10, days=1, tag="registry"),
     "generate": Limits(retries=3, wait=10, days=1, tag="accelerator"),
 }
 
@@ -56,7 +58,7 @@ def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
 
 
 def stage_task(name: str) -> dict[str, Any]:
-    """Arguments of `@task` for a stage of LIMITS.
+    """Arguments of `@task` for a task of LIMITS.
 
     The store alone decides on reuse, and jitter separates the retries of parallel runs.
     """

@@ -221,11 +221,13 @@ def lineage_of(
     images: Artifact, latents: Artifact, trained: Artifact, evaluated: Artifact
 ) -> dict[str, str]:
     """Digests of all inputs of a model, for its card."""
+    inputs = trained.manifest["inputs"]
     return {
         "source (rows of the list)": images.manifest["inputs"]["source"],
         "images": images.digest,
         "latents": latents.digest,
-        "base": trained.manifest["inputs"]["base"],
+        "base": inputs["base"],
+        **({"start of training": start} if (start := inputs.get("start")) else {}),
         "trained weights": trained.digest,
         "evaluation": evaluated.digest,
     }

@@ -24,7 +24,10 @@ def show_retraining(
     report: dict[str, Any],
 ) -> list[Panel]:
     """What changed, the samples, the metrics before and after, the verdict, and the pictures."""
-    facts: dict[str, Any] = {"status": report["status"], "start": report["start"] or "the base"}
+    facts: dict[str, Any] = {
+        "status": report["status"],
+        "champion before": report["start"] or "none",
+    }
     facts |= {"why": report["why"]} if "why" in report else {}
     facts |= {"model": report["model"]} if report["model"] else {}
     panels: list[Panel] = [Facts("Retraining", facts), Facts("Source", _source_facts(changes))]

@@ -51,6 +51,15 @@ def test_a_dataset_without_the_new_style_has_base_styles_alone(tmp_path: Path) -
     assert len(rows) == 2000 and styles == set(digits.BASE_STYLES)
 
 
+def test_a_larger_count_adds_rows_and_keeps_the_others_in_their_order(tmp_path: Path) -> None:
+    small, large = (
+        rows_of(dataset.write(tmp_path / str(count), count=count, rehearsal=30))
+        for count in (40, 60)
+    )
+    known = [row for row in large if row in small]
+    assert known == small and len(large) == len(small) + 20
+
+
 def test_captions_say_what_the_pictures_show(urls: Path) -> None:
     rows = rows_of(urls)[:500]
     images = np.stack([np.asarray(Image.open(urls.parent / row["url"])) for row in rows])

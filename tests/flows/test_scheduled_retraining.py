@@ -1,0 +1,88 @@
+"""The demo at its true size, retrained by a server and a worker: grown, poisoned, rolled back."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from server import Server
+
+from demo import dataset
+from tasks.publish.model_registry import Registry
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+PATIENCE = 3600  # seconds, for a machine that does much else
+ENDS = ("Completed", "Unchanged", "Rejected", "Failed", "Crashed")
+
+
+@pytest.fixture
+def server(tmp_path: Path, api: str) -> Iterator[Server]:
+    found = Server(tmp_path / "prefect", api)
+    found.folder.mkdir()
+    try:
+        found.cli("work-pool", "create", "kiln", "--type", "process")
+        found.cli("deploy", "--all", "--prefect-file", "deploy/prefect.yaml")
+        found.start("worker", "worker", "start", "--pool", "kiln")
+        yield found
+    finally:
+        found.stop()
+
+
+def write_poisoned(folder: Path, list_file: Path) -> None:
+    """The demo's pictures with the captions of others."""
+    rows = pq.read_table(list_file).to_pylist()
+    shuffled = np.random.default_rng(0).permutation([row["caption"] for row in rows])
+    poisoned = [
+        {"image": (list_file.parent / row["url"]).read_bytes(), "text": str(caption)}
+        for row, caption in zip(rows, shuffled, strict=True)
+    ]
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(poisoned), folder / "train-00000.parquet")
+
+
+def test_scheduled_retrainings_publish_what_is_new_and_better(
+    server: Server, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    registry = Registry(f"{store}/registry", "digits")
+    write_poisoned(tmp_path / "poisoned", dataset.write(tmp_path / "pictures"))
+    poison = {"kind": "dataset", "path": str(tmp_path / "poisoned")}
+
+    def retrain(overrides: dict[str, Any], *states: str) -> str:
+        """The summary in the UI, after a run that ended in one of `states`."""
+        run = server.run("retrain/digits", {"store": str(store), **overrides})
+        server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
+        found = server.ask(f"/flow_runs/{run}")
+        print(found["state"]["name"], found["total_run_time"], "s", found["state"]["message"])
+        assert found["state"]["name"] in states
+        if found["state"]["name"] == "Unchanged":
+            assert found["total_run_time"] < 60
+        asked = {"artifacts": {"flow_run_id": {"any_": [run]}}}
+        shown = {a["key"]: a["data"] for a in server.ask("/artifacts/filter", asked)}
+        summary = str(shown["digits-retrain"])
+        print("\n".join(line for line in summary.splitlines() if "data:image" not in line))
+        return summary
+
+    def champion() -> str:
+        found = registry.champion()
+        assert found is not None
+        return found.name
+
+    retrain({"source.count": 1497}, "Completed")
+    assert champion() == "v1"
+    assert "no new rows since v1" in retrain({"source.count": 1497}, "Unchanged")
+    grown = retrain({}, "Completed")
+    assert "| new rows | 300 |" in grown and "| rows to fetch | 300 |" in grown
+    assert champion() == "v2"
+    retrain({"source": poison}, "Rejected")
+    assert champion() == "v2"
+    assert "rejected a model" in retrain({"source": poison}, "Unchanged")
+    assert registry.rollback().name == "v1"
+    assert "v2 of these rows was published before" in retrain({}, "Unchanged")
+    assert champion() == "v1"
+    moves = json.loads((store / "registry/digits/history.json").read_text())
+    assert [move["version"] for move in moves] == ["v1", "v2", "v1"]

@@ -1,0 +1,142 @@
+"""The champion of a retraining: its artifacts, its comparison set, and the decisions about it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Store
+from configs.load import load_recipe
+from flows.preflight import Run
+from runtimes.contract import WrongInput
+from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
+from tasks.encode.keys import settings_for_key
+from tasks.publish import stage as publish
+from tasks.retrain import decision
+from tasks.retrain.champion import find_champion
+from tasks.retrain.changes import Changes
+
+CHANGES = Changes("source", rows=90, new_rows=30)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    recipe = load_recipe("digits", {"store": str(tmp_path / "store"), "publish.gate": []})
+    base = Path(recipe.model.path)
+    return Run(recipe, Store(recipe.store), base, None, base / "evaluator", "a-run")
+
+
+def commit(run: Run, stage: str, name: str, **parents: Artifact) -> Artifact:
+    """An artifact with the recipe's settings of its stage."""
+    settings = {"encode": settings_for_key(run.recipe)}.get(stage, {})
+    parts = KeyParts(stage, 1, settings, {"name": name})
+
+    def build(draft: Any) -> dict[str, Any]:
+        draft.write("content", name.encode())
+        return {}
+
+    return build_or_reuse(run.store, parts, build, parents=parents).load(run.store)
+
+
+def publish_model(
+    run: Run, name: str, start: dict[str, Artifact] | None = None
+) -> dict[str, Artifact]:
+    """The artifacts of a model that becomes the champion; `start`: those of the model before."""
+    images = commit(run, "download", name)
+    latents = commit(run, "encode", name, images=images)
+    selected, compared = latents, {"images": images, "latents": latents}
+    if start is not None:
+        selected = commit(run, "encode", f"{name} and replay", latents=latents)
+        compared = {"images": start["images"], "latents": start["latents"]}
+    trained = commit(run, "train", name, latents=selected)
+    evaluated = commit(run, "evaluate", name, **compared, model=trained)
+    made = commit(run, "publish", name, model=trained, evaluation=evaluated)
+    registry = publish.registry_of(run.recipe)
+    registry.promote(registry.publish(made).name)
+    return {"images": images, "latents": latents, "train": trained, "evaluate": evaluated}
+
+
+def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) -> None:
+    assert find_champion(run.recipe, run.store) is None
+    first = publish_model(run, "first")
+    second = publish_model(run, "second", start=first)
+    champion = find_champion(run.recipe, run.store)
+    assert champion is not None and champion.version == "v2"
+    assert champion.images == second["images"].key and champion.latents == second["latents"].key
+    assert champion.trained == second["train"].key
+    images, latents = commit(run, "download", "grown"), commit(run, "encode", "grown")
+    given = replace(run, champion=champion).eval_inputs(images, latents)
+    assert (given.images, given.latents) == (first["images"], first["latents"])
+    assert run.eval_inputs(images, latents).images == images
+    encode = run.recipe.encode.model_copy(update={"holdout": 0.5})
+    other = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}), champion=champion)
+    assert other.eval_inputs(images, latents).images == images  # the champion is measured again
+
+
+def test_a_champion_of_another_store_is_refused(run: Run) -> None:
+    trained = publish_model(run, "first")["train"]
+    run.store.fs.rm(trained.path, recursive=True)
+    with pytest.raises(
+        WrongInput, match=r"no artifact train .* of the champion v1: publish a model"
+    ):
+        find_champion(run.recipe, run.store)
+
+
+def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -> None:
+    first = publish_model(run, "first")
+    started = replace(run, champion=find_champion(run.recipe, run.store))
+    started.check_champion()
+    publish_model(run, "second", start=first)
+    with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
+        started.check_champion()
+    results = [
+        StageResult(one.stage, one.key, one.uri, one.digest, "reused", 0.0)
+        for one in (*first.values(), commit(run, "publish", "third"))
+    ]
+    with pytest.raises(TransientError, match="v2 became the champion meanwhile"):
+        publish.register(run.recipe, run.base, run.store, results, {}, "v1")
+    registered = publish.register(run.recipe, run.base, run.store, results, {}, "v2")
+    assert registered["champion"]["version"] == "v3"
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        ({"status": "rejected", "model": None}, "the gate rejected a model of these 90 rows"),
+        ({"status": "published", "model": "r/v2"}, "v2 of these rows was published before, and v1"),
+    ],
+)
+def test_a_decision_is_remembered_for_its_source_champion_and_settings(
+    run: Run, report: dict[str, Any], why: str
+) -> None:
+    publish_model(run, "first")
+    recipe, store, champion = run.recipe, run.store, find_champion(run.recipe, run.store)
+    assert decision.why_unchanged(recipe, store, CHANGES, champion) is None
+    parts = decision.key_parts(recipe, CHANGES, champion)
+    build_or_reuse(store, parts, lambda draft: decision.build(CHANGES, report, draft), parents={})
+    assert why in str(decision.why_unchanged(recipe, store, CHANGES, champion))
+    assert champion is not None
+    gate = recipe.publish.model_copy(update={"gate": ("cmmd < base",)})
+    for other in (
+        (recipe, replace(CHANGES, source="other"), champion),
+        (recipe, CHANGES, replace(champion, digest="other")),
+        (recipe.model_copy(update={"publish": gate}), CHANGES, champion),
+    ):
+        assert decision.why_unchanged(other[0], store, *other[1:]) is None
+
+
+def test_few_new_rows_are_no_reason_to_train(run: Run) -> None:
+    publish_model(run, "first")
+    champion = find_champion(run.recipe, run.store)
+    more = run.recipe.retrain.model_copy(update={"min_new_rows": 40})
+    recipe = run.recipe.model_copy(update={"retrain": more})
+    assert decision.why_unchanged(recipe, run.store, CHANGES, champion) == (
+        "the source has 30 new rows since v1, fewer than 40"
+    )
+    removed = replace(CHANGES, new_rows=0, removed_rows=7)
+    assert decision.why_unchanged(run.recipe, run.store, removed, champion) == (
+        "the source has no new rows since v1; 7 rows were removed"
+    )
+    assert decision.why_unchanged(recipe, run.store, CHANGES, None) is None

@@ -1,0 +1,77 @@
+"""Training continues from the champion's weights, and from nothing else of it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from artifacts.artifact_key import KeyParts
+from artifacts.resolve_model import digest_model
+from artifacts.store import Artifact, Store
+from configs.load import load_recipe
+from configs.recipe import Recipe
+from runtimes.contract import WrongInput
+from tasks import train
+from tasks.retrain.continue_training import check_start, starting_model
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return load_recipe("digits", {"store": str(tmp_path / "store")})
+
+
+def trained(recipe: Recipe, parts: KeyParts, weights: bytes = b"weights") -> Artifact:
+    store = Store(recipe.store)
+    with store.lock(parts.stage, parts.key) as lock:
+        draft = store.draft(parts, lock)
+        draft.write("unet/config.json", b"{}")
+        draft.write("unet/diffusion_pytorch_model.safetensors", weights)
+        draft.write("scheduler/scheduler_config.json", b"{}")
+        return draft.commit({}, {})
+
+
+def parts_of(recipe: Recipe) -> KeyParts:
+    inputs = {"latents": "l", "base": "b"}
+    return KeyParts(train.STAGE, train.VERSION, train.settings_for_key(recipe), inputs)
+
+
+def test_the_start_is_the_base_with_the_trained_parts_but_its_own_scheduler(recipe: Recipe) -> None:
+    base, start = Path(recipe.model.path), trained(recipe, parts_of(recipe))
+    with starting_model(base, start) as folder:
+        read = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+        assert read["unet/diffusion_pytorch_model.safetensors"].read_bytes() == b"weights"
+        for name in ("scheduler/scheduler_config.json", "vae/config.json", "model_index.json"):
+            assert read[name].read_bytes() == (base / name).read_bytes()
+        digest = digest_model(folder)
+    other = trained(recipe, replace(parts_of(recipe), inputs={}), b"others")
+    with starting_model(base, other) as folder:
+        assert digest_model(folder) not in (digest, digest_model(base))
+
+
+def test_the_start_is_an_input_of_the_training(recipe: Recipe) -> None:
+    latents = trained(recipe, KeyParts("encode", 1, {}, {}))
+    starts = [trained(recipe, replace(parts_of(recipe), inputs={"n": n}), n.encode()) for n in "ab"]
+    base = Path(recipe.model.path)
+    keys = [train.key_parts(recipe, latents, base, start) for start in (None, *starts)]
+    assert [key.inputs.get("start") for key in keys] == [None, *(one.digest for one in starts)]
+    assert len({key.inputs["base"] for key in keys}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "base", "named"),
+    [
+        ({"train.prediction_type": "v_prediction"}, "b", "train.prediction_type"),
+        ({"train.train_text_encoder": True}, "b", "train.train_text_encoder"),
+        ({"train.method": "lora"}, "b", "train.method: lora"),
+        ({}, "another", "model"),
+    ],
+)
+def test_a_start_of_another_kind_is_refused(
+    recipe: Recipe, settings: dict[str, object], base: str, named: str
+) -> None:
+    start = trained(recipe, parts_of(recipe))
+    check_start(recipe, parts_of(recipe), start)
+    now = load_recipe("digits", {"store": recipe.store, "train.steps": 5, **settings})
+    parts = replace(parts_of(now), inputs={"latents": "other", "base": base})
+    with pytest.raises(WrongInput, match=f"{named}.*set retrain.start: base"):
+        check_start(now, parts, start)
