@@ -52,11 +52,14 @@ def compare(run: Run) -> Compared:
     with failing("retrain"):
         champion = find_champion(run.recipe, run.store)
         _, changes = plan_changes(run.recipe, run.store, champion)
-    parts = decision.key_parts(run.recipe, changes, champion)
-    why = decision.why_unchanged(run.recipe, run.store, changes, champion)
-    if why is not None:
-        run.begin(parts)  # `kiln gc` keeps what recent runs need
-        log.info("retrain: unchanged: %s", why)
+        why = decision.why_unchanged(run.recipe, run.store, changes, champion)
+        if why is not None:
+            # `kiln gc` keeps what recent runs need.
+            run.begin(decision.key_parts(run.recipe, changes, champion))
+            log.info("retrain: unchanged: %s", why)
+        elif champion is not None and run.recipe.retrain.start == "champion":
+            start = champion.load(run.store, "train", champion.trained)
+            continue_training.check_start(run.recipe, run.base, start)
     return Compared(champion, changes, why)
 
 
@@ -75,7 +78,7 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
         selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
         recipe = continue_training.recipe_of(run.recipe, selected)
         start = champion.load(store, "train", champion.trained)
-        parts = continue_training.key_parts(recipe, selected, run.base, start)
+        parts = train_stage.key_parts(recipe, selected, run.base, start)
     prompts = sample_prompts(recipe)
     score = SampleScorer(recipe.evaluate.judges, run.clip, prompts)
     build = partial(

@@ -60,13 +60,18 @@ def key_parts(
     Args:
         start: train artifact whose weights training continues from; None: the base's.
     """
-    family = detect_family(model_folder)
-    texts = family.clip_encoders if recipe.train.train_text_encoder else ()
-    base = digest_model(model_folder, (family.denoiser, "scheduler", *texts))
+    base = digest_base(recipe, model_folder)
     inputs = {"latents": latents.digest, "base": base}
     if start is not None:
         inputs["start"] = start.digest
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
+
+
+def digest_base(recipe: Recipe, model_folder: Path) -> str:
+    """sha256 (hex) of the base's parts in training, and of its scheduler."""
+    family = detect_family(model_folder)
+    texts = family.clip_encoders if recipe.train.train_text_encoder else ()
+    return digest_model(model_folder, (family.denoiser, "scheduler", *texts))
 
 
 def _denoiser_config(recipe: Recipe) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Draft
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput
@@ -39,18 +38,11 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=changed)})
 
 
-def key_parts(recipe: Recipe, selection: Artifact, base: Path, start: Artifact) -> KeyParts:
-    """The key of the train artifact. Raises WrongInput if training cannot start from `start`."""
-    parts = train.key_parts(recipe, selection, base, start)
-    check_start(recipe, parts, start)
-    return parts
-
-
-def check_start(recipe: Recipe, parts: KeyParts, start: Artifact) -> None:
+def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
     """Raise WrongInput if the weights of `start` are of another base, or trained otherwise."""
-    before = start.manifest["settings"]
-    changed = [f"train.{n}" for n in FIXED if before.get(n) != parts.settings.get(n)]
-    if start.manifest["inputs"]["base"] != parts.inputs["base"]:
+    before, now = start.manifest["settings"], train.settings_for_key(recipe)
+    changed = [f"train.{name}" for name in FIXED if before.get(name) != now.get(name)]
+    if start.manifest["inputs"]["base"] != train.digest_base(recipe, base):
         changed.append("model")
     if recipe.train.method != "full":
         changed = ["train.method: lora"]

@@ -59,8 +59,6 @@ def test_scheduled_retrainings_publish_what_is_new_and_better(
         found = server.ask(f"/flow_runs/{run}")
         print(found["state"]["name"], found["total_run_time"], "s", found["state"]["message"])
         assert found["state"]["name"] in states
-        if found["state"]["name"] == "Unchanged":
-            assert found["total_run_time"] < 60
         asked = {"artifacts": {"flow_run_id": {"any_": [run]}}}
         shown = {a["key"]: a["data"] for a in server.ask("/artifacts/filter", asked)}
         summary = str(shown["digits-retrain"])
