@@ -1,11 +1,14 @@
 """`kiln retrain`: only new rows are fetched, the gate decides, and no decision is made twice."""
 
 import json
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import kill_training
 
 from tasks.publish.model_registry import Registry
 
@@ -93,3 +96,25 @@ def test_a_rejected_model_leaves_the_champion_and_is_not_trained_again(
     assert easier["status"] == "published"
     outcomes = {name: stage["outcome"] for name, stage in easier["stages"].items()}
     assert outcomes.pop("publish") == "built" and set(outcomes.values()) == {"reused"}
+
+
+@pytest.mark.soak
+def test_a_killed_retraining_resumes_with_the_weights_of_an_undisturbed_one(
+    retrain: Retrain,
+    quick: dict[str, Any],
+    tmp_path: Path,
+    here: Callable[..., str],
+    api: str,
+) -> None:
+    longer = {"source.count": 90, "retrain.max_steps": 6, "train.checkpointing_steps": 2}
+    copy = str(tmp_path / "copy")
+    shutil.copytree(quick["store"], copy, symlinks=True)
+    whole = retrain(longer)
+    killed = {**quick, **longer, "store": copy}
+    run = partial(here, "retrain", "digits", overrides=killed, code=1, api=api)
+    kill_training(run, tmp_path, checkpoint=2)
+    resumed = retrain({**longer, "store": copy})
+    assert manifest(resumed, "train")["run"]["resumed_from"] == 2
+    assert manifest(whole, "train")["run"]["resumed_from"] == 0
+    assert manifest(resumed, "train")["digest"] == manifest(whole, "train")["digest"]
+    assert (resumed["status"], resumed["champion"]["version"]) == ("published", "v2")
