@@ -39,11 +39,21 @@ TELLING = {
     "gc": ["gc", "--store", "{place}/store"],
     "plan": ["plan", "digits"],
     "run": ["run", "digits", "-o", "train.stpes=1"],
+    "retrain": ["retrain", "digits", "-o", "retrain.reply=1"],
+    "watch": ["watch", "digits", "-o", "source.counts=1"],
     "generate": ["generate", "digits", "seven", "-o", "n_sample=1"],
     "promote": ["promote", "tiny", "v9", "--store", "{place}/store"],
     "rollback": ["rollback", "tiny", "--store", "{place}/store"],
 }
-WRONG = {"plan", "run", "generate", "promote", "rollback"}  # here: nothing is done
+WRONG = {
+    "plan",
+    "run",
+    "retrain",
+    "watch",
+    "generate",
+    "promote",
+    "rollback",
+}  # here: nothing is done
 
 
 def made(store: Store, stage: str) -> Artifact:
