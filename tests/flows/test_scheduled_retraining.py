@@ -1,6 +1,5 @@
 """The demo at its true size, retrained by a server and a worker: grown, poisoned, rolled back."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,5 +81,4 @@ def test_scheduled_retrainings_publish_what_is_new_and_better(
     assert registry.rollback().name == "v1"
     assert "v2 of these rows was published before" in retrain({}, "Unchanged")
     assert champion() == "v1"
-    moves = json.loads((store / "registry/digits/history.json").read_text())
-    assert [move["version"] for move in moves] == ["v1", "v2", "v1"]
+    assert [move["version"] for move in registry.history()] == ["v1", "v2", "v1"]
