@@ -99,6 +99,18 @@ def test_a_rejected_model_leaves_the_champion_and_is_not_trained_again(
 
 
 @pytest.mark.soak
+def test_after_a_rollback_further_rows_continue_from_the_restored_champion(
+    retrain: Retrain, first: Report, small: dict[str, Any], here: Callable[..., str]
+) -> None:
+    assert retrain({"source.count": 90})["champion"]["version"] == "v2"
+    here("rollback", "digits", "--store", str(small["store"]))
+    more = retrain({"source.count": 100})
+    assert (more["start"], more["changes"]["new_rows"]) == ("v1", 40)
+    assert manifest(more, "train")["inputs"]["start"] == manifest(first, "train")["digest"]
+    assert (more["status"], more["champion"]["version"]) == ("published", "v3")
+
+
+@pytest.mark.soak
 def test_a_killed_retraining_resumes_with_the_weights_of_an_undisturbed_one(
     retrain: Retrain,
     quick: dict[str, Any],
