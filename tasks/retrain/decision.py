@@ -40,11 +40,14 @@ def why_unchanged(
     artifact = store.find(STAGE, key_parts(recipe, changes, champion).key)
     if artifact is None:
         return None
-    before = "the base" if champion is None else champion.version
     found = artifact.summary
     if found["status"] == "rejected":
+        before = "the base" if champion is None else champion.version
         return f"the gate rejected a model of these {changes.rows:,} rows and {before} before"
-    return f"{found['version']} of these rows was published before, and {before} is champion again"
+    if champion is None:  # its registry was deleted
+        return None
+    version, now = found["version"], champion.version
+    return f"{version} of these rows was published before, and {now} is champion again"
 
 
 def _few(changes: Changes, champion: Champion, least: int) -> str:

@@ -1,6 +1,9 @@
 """The champion of a retraining: its artifacts, its comparison set, and the decisions about it."""
 
+import threading
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load import load_recipe
 from flows.preflight import Run
+from flows.retrain import one_at_a_time
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.encode.keys import settings_for_key
@@ -101,6 +105,36 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
     assert registered["champion"]["version"] == "v3"
 
 
+def test_a_published_model_without_its_registry_is_published_again(run: Run) -> None:
+    report = {"status": "published", "model": "r/v1"}
+    parts = decision.key_parts(run.recipe, CHANGES, None)
+    build = partial(decision.build, CHANGES, report)
+    build_or_reuse(run.store, parts, build, parents={})
+    assert decision.why_unchanged(run.recipe, run.store, CHANGES, None) is None
+
+
+def test_a_second_retraining_of_a_model_waits_for_the_first(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kiln")
+    entered = threading.Event()
+
+    def second() -> None:
+        with one_at_a_time(run.recipe):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with one_at_a_time(run.recipe):
+        thread.start()
+        until = time.monotonic() + 60
+        while "retrains digits; waiting" not in caplog.text:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert not entered.is_set()
+    thread.join(60)
+    assert entered.is_set()
+
+
 @pytest.mark.parametrize(
     ("report", "why"),
     [
@@ -122,6 +156,7 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
     for other in (
         (recipe, replace(CHANGES, source="other"), champion),
         (recipe, CHANGES, replace(champion, digest="other")),
+        (recipe, CHANGES, None),
         (recipe.model_copy(update={"publish": gate}), CHANGES, champion),
     ):
         assert decision.why_unchanged(other[0], store, *other[1:]) is None
