@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from configs.sampling import Prompts, Sampling
-from configs.section import StoredUrl
+from configs.section import Fraction, Section, StoredUrl
+
+JudgeName = Literal["digits"]
 
 
 class PromptSet(Prompts):
@@ -18,8 +20,32 @@ class PromptSet(Prompts):
     )
     compare: bool = Field(
         True,
-        description="Include these pictures in cmmd and fd, the comparison with held-out pictures. "
-        "Use false for subjects absent from the held-out pictures.",
+        description="Include these pictures in cmmd, fd, kid, precision and recall, the comparison "
+        "with held-out pictures. Use false for subjects absent from the held-out pictures.",
+    )
+
+
+class PreferenceModel(Section):
+    """A judge: a CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
+
+    name: str = Field(description="Name of the metric.", pattern=r"^[a-z][a-z0-9_]*$")
+    path: StoredUrl = Field(description="CLIPModel folder: hub id, local path or fsspec URL.")
+
+
+class Memorization(Section):
+    """The search for training pictures among the samples."""
+
+    pictures: PositiveInt = Field(
+        5000, description="Maximum number of training pictures to search."
+    )
+    similarity: Fraction = Field(
+        0.95,
+        description="A sample counts in `memorized` from this cosine of features on, to its "
+        "nearest training picture.",
+    )
+    pixel_similarity: Fraction = Field(
+        0.95,
+        description="A sample counts in `memorized_pixels` from this correlation of pixels on.",
     )
 
 
@@ -28,11 +54,17 @@ class Evaluate(Sampling):
 
     prompts: dict[str, PromptSet] = Field(description="Named prompt sets.", min_length=1)
     clip: StoredUrl = Field(
-        description="CLIPModel folder for the CLIP metrics: hub id, local path or fsspec URL."
+        description="CLIPModel folder for clip_score and cmmd: hub id, local path or fsspec URL."
     )
-    judges: tuple[Literal["digits"], ...] = Field(
-        (), description="Additional judges of the pictures."
+    image_encoder: StoredUrl | None = Field(
+        None,
+        description="Vision model of transformers (such as DINOv2) for fd, kid, precision, recall "
+        "and memorized: hub id, local path or fsspec URL; null: `clip`.",
     )
+    judges: tuple[JudgeName | PreferenceModel, ...] = Field(
+        (), description="Additional judges of the pictures: names, or preference models."
+    )
+    memorization: Memorization = Memorization()
     num_inference_steps: PositiveInt = Field(30, description="Denoising steps.")
     guidance_scale: float = Field(
         5.0, ge=0, description="Classifier-free guidance scale; 1 or less turns guidance off."
@@ -41,9 +73,20 @@ class Evaluate(Sampling):
     seed: int = Field(
         0, ge=0, description="Seed of the initial noise, the loss noise and the bootstrap."
     )
-    bootstrap: PositiveInt = Field(200, description="Resamples per confidence interval.")
+    bootstrap: PositiveInt = Field(1000, description="Resamples per confidence interval.")
     holdout_samples: PositiveInt = Field(
-        256, description="Maximum number of held-out samples for the loss."
+        256, description="Maximum number of held-out samples for the loss, at 8 noise levels each."
     )
-    holdout_draws: PositiveInt = Field(4, description="Noise draws per held-out sample.")
     device: str = Field("auto", description="Device: see train.device.")
+
+    @model_validator(mode="after")
+    def _check_judges(self) -> Evaluate:
+        names = [one if isinstance(one, str) else one.name for one in self.judges]
+        if len(set(names)) < len(names):
+            raise ValueError("judges: two judges have the same name")
+        return self
+
+    @property
+    def preference_models(self) -> dict[str, str]:
+        """Name -> folder of each judge that is a preference model."""
+        return {one.name: one.path for one in self.judges if isinstance(one, PreferenceModel)}

@@ -28,8 +28,20 @@ class Publish(Section):
     name: str = Field(description="Model name in the registry.", pattern=f"^{NAME}$")
     gate: tuple[str, ...] = Field(
         (),
-        description="Rules that a model must pass, such as `digit/new >= 0.9`, `cmmd < base` "
-        "or `clip_score >= champion * 0.98`; without rules every model passes.",
+        description="Rules that a model must pass, such as `digit/new >= 0.9`, `cmmd < base`, "
+        "`clip_score >= champion * 0.98` or, for 95% confidence, `kid < champion at 95%`; without "
+        "rules every model passes.",
+    )
+    require_license: bool = Field(
+        False, description="Refuse a model without `license` and without one in the base's card."
+    )
+    smoke_test: bool = Field(
+        True,
+        description="Load the folder by plain diffusers in a process of its own, and draw, before "
+        "it is registered.",
+    )
+    max_bytes: PositiveInt | None = Field(
+        None, description="Maximum size of the published folder, in bytes; null: no limit."
     )
     registry: StoredUrl | None = Field(
         None, description="Registry folder or fsspec URL; null: `registry` in the store."

@@ -82,6 +82,23 @@ def read_digits(images: NDArray[np.uint8]) -> NDArray[np.int64]:
     return _classifier().predict(ink_shape(images))
 
 
+def judge_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
+    """Whether each picture shows the digit of its prompt, bool [N]; see `judge`."""
+    asked = _parse(images, prompts)
+    if not asked:
+        return np.zeros(0, bool)
+    return np.asarray(read_digits(images) == np.array([a.digit for a in asked]))
+
+
+def judge_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
+    """Whether each picture has the colours of its prompt, bool [N]; see `judge`."""
+    asked = _parse(images, prompts)
+    if not asked:
+        return np.zeros(0, bool)
+    styles = zip(nearest_style(images), asked, strict=True)
+    return np.array([style in a.styles() for style, a in styles])
+
+
 def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
     """Verdicts "digit" and "style", bool [N]: whether a picture matches its prompt.
 
@@ -94,14 +111,13 @@ def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArra
     Raises:
         ValueError: the shape is wrong, or `digits.parse` cannot read a prompt.
     """
+    return {"digit": judge_digit(images, prompts), "style": judge_style(images, prompts)}
+
+
+def _parse(images: NDArray[np.uint8], prompts: Sequence[str]) -> list[digits.Asked]:
     shape = (len(prompts), digits.SIZE, digits.SIZE, 3)
     if images.shape != shape or images.dtype != np.uint8:
         raise ValueError(
             f"expected uint8 pictures {shape}, one per prompt; got {images.dtype} {images.shape}"
         )
-    asked = [digits.parse(prompt) for prompt in prompts]
-    if not asked:
-        return {"digit": np.zeros(0, bool), "style": np.zeros(0, bool)}
-    digit = read_digits(images) == np.array([a.digit for a in asked])
-    styles = zip(nearest_style(images), asked, strict=True)
-    return {"digit": digit, "style": np.array([style in a.styles() for style, a in styles])}
+    return [digits.parse(prompt) for prompt in prompts]

@@ -77,6 +77,10 @@ def run(
         bool,
         typer.Option("--retry-failed", help="Fetch rows with transient failures again (timeout)."),
     ] = False,
+    force: Annotated[
+        str | None,
+        typer.Option(help="Reason to publish a model that fails the gate; its card names it."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
     ] = False,
@@ -95,6 +99,7 @@ def run(
         overrides=overrides,
         until=until,
         retry_failed=retry_failed,
+        force=force,
         as_json=as_json,
     )
     if report["status"] == "rejected":

@@ -94,8 +94,8 @@ def evaluate(
     build = partial(evaluate_stage.build, given, tuned, progress=run.begin(parts))
     parents = {"images": given.images, "latents": given.latents, "model": tuned}
     result = build_or_reuse(run.store, parts, build, parents=parents)
-    metrics = result.load(run.store).summary["metrics"]
-    result = replace(result, facts={"metrics": metrics})
+    summary = result.load(run.store).summary
+    result = replace(result, facts={name: summary[name] for name in ("metrics", "differences")})
     return ended(run.store, run.model_name, result, evaluate_stage.show)
 
 
@@ -112,7 +112,7 @@ def publish(
     run.check_champion()
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
-    parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base)
+    parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base, run.force)
     given = run.eval_inputs(pictures, encoded)
     champion_metrics = partial(evaluate_stage.metrics_of_published, given, measured)
     lineage = publish_stage.lineage_of(pictures, encoded, tuned, measured)
@@ -120,6 +120,7 @@ def publish(
         publish_stage.build,
         *(run.recipe, tuned, measured, lineage, run.base, run.vae, champion_metrics),
         progress=run.begin(parts),
+        force=run.force,
     )
     parents = {"model": tuned, "evaluation": measured}
     try:
@@ -141,6 +142,7 @@ def finetune(
     overrides: Overrides = NO_OVERRIDES,
     until: StageName = "publish",
     retry_failed: bool = False,
+    force: str | None = None,
 ) -> Any:
     """Download, encode, train, evaluate, publish; a stage with equal inputs is reused.
 
@@ -149,6 +151,7 @@ def finetune(
         overrides: Dotted settings to change, such as {"train.steps": 100}.
         until: The last stage to run.
         retry_failed: Whether to fetch rows with transient failures again (timeout, 5xx).
+        force: The reason to publish a model that fails the gate. Its card and the history name it.
 
     Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; a published
     model adds the `champion` and its last move, a rejected one the verdicts of the `gate`.
@@ -157,7 +160,7 @@ def finetune(
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, overrides)
-        run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed)
+        run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
     states = list(islice(_stages(run), 1 + STAGES.index(until)))
     report = report_of([state.result() for state in states])
     if report["status"] == "rejected":  # a measured outcome, not a failure

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import Latents
@@ -28,14 +29,16 @@ from tasks import check_targets, download
 from tasks.build_or_reuse import storage_error
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
+from tasks.evaluate import holdout_loss
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.clip_features import check_clip
+from tasks.evaluate.feature_encoders import check_clip, check_image_encoder
 from tasks.evaluate.inputs import EvalInputs
-from tasks.evaluate.metric_suite import metric_names
+from tasks.evaluate.metric_names import metric_names
 from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
 from tasks.publish.assemble_pipeline import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
+from tasks.publish.model_card import UNKNOWN_LICENSE, license_of
 from tasks.publish.sign_model import check_key
 from tasks.retrain.champion import Champion, check_champion
 from tasks.retrain.changes import plan_changes
@@ -52,8 +55,11 @@ class Run:
     vae: Path | None
     clip: Path
     id: str  # of the flow run
+    image_encoder: Path | None = None  # vision model of the metrics; None: clip
+    preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
     retry_failed: bool = False  # fetch rows with transient failures again
     champion: Champion | None = None  # the champion that a retraining starts from
+    force: str | None = None  # the reason to publish a model that fails the gate
 
     @property
     def model_name(self) -> str:
@@ -68,7 +74,8 @@ class Run:
         if self.champion is not None:
             compared = self.champion.comparison_set(self.recipe, self.store)
             images, latents = compared or (images, latents)
-        return EvalInputs(self.recipe, images, latents, self.base, self.vae, self.clip)
+        models = (self.base, self.vae, self.clip, self.image_encoder, self.preference_models)
+        return EvalInputs(self.recipe, images, latents, *models)
 
     def plan(self) -> download.Plan:
         """The shards of the source; a retraining keeps those of the champion."""
@@ -92,13 +99,14 @@ def prepare(
     until: StageName = "publish",
     run_id: str | None = None,
     retry_failed: bool = False,
+    force: str | None = None,
 ) -> Run:
     """Check a recipe's places, models, settings and, for the stages up to `until`, devices.
 
     Raises:
         RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
     """
-    check_rules(recipe.publish.gate, metric_names(recipe))
+    check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
     if recipe.publish.signing_key is not None:
         check_key(recipe.publish.signing_key)
     store = _check_places(recipe)
@@ -117,9 +125,14 @@ def prepare(
     model, vae = _check_models(recipe)
     if "train" in stages:
         _check_memory(recipe, model, vae)
-    clip = resolve_model(recipe.evaluate.clip)
-    check_clip(clip)
-    return Run(recipe, store, model, vae, clip, run_id or str(uuid.uuid4()), retry_failed)
+    _check_license(recipe, model)
+    return Run(
+        *(recipe, store, model, vae),
+        **_check_measuring_models(recipe),
+        id=run_id or str(uuid.uuid4()),
+        retry_failed=retry_failed,
+        force=force,
+    )
 
 
 def check_gate(recipe: Recipe, latents: Latents) -> None:
@@ -127,7 +140,7 @@ def check_gate(recipe: Recipe, latents: Latents) -> None:
     share = f"encode.holdout {recipe.encode.holdout:g}"
     hint = f"{share} selected none of these few pictures: raise it or remove the rule"
     known = metric_names(recipe, held_out=latents.has_holdout)
-    check_rules(recipe.publish.gate, known, hint)
+    check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
 
 
 def _check_places(recipe: Recipe) -> Store:
@@ -186,6 +199,27 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     return model, None if vae is None else vae_path(model, vae)
 
 
+def _check_measuring_models(recipe: Recipe) -> dict[str, Any]:
+    """Check the models that measure pictures; returns their folders."""
+    settings = recipe.evaluate
+    clip, encoder = resolve_model(settings.clip), None
+    check_clip(clip)
+    if settings.image_encoder is not None:
+        encoder = resolve_model(settings.image_encoder)
+        check_image_encoder(encoder)
+    judges = {name: resolve_model(path) for name, path in settings.preference_models.items()}
+    for name, folder in judges.items():
+        check_clip(folder, f"evaluate.judges.{name}")
+    return {"clip": clip, "image_encoder": encoder, "preference_models": judges}
+
+
+def _check_license(recipe: Recipe, base: Path) -> None:
+    if recipe.publish.require_license and license_of(recipe, base) == UNKNOWN_LICENSE:
+        raise RecipeError(
+            "publish.require_license: neither publish.license nor the base's card has a licence"
+        )
+
+
 def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
     """Raise WrongInput if training by runtime torch cannot fit the largest GPU of this machine."""
     settings = recipe.train
@@ -215,7 +249,7 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     else:
         return
     for rule in map(parse_rule, recipe.publish.gate):
-        if (rule.metric, rule.model) == ("holdout_loss", "base"):
+        if rule.metric.startswith(holdout_loss.NAME) and rule.model == "base":
             raise RecipeError(
                 f"publish.gate: {rule.text!r} compares incomparable losses, since {why} "
                 "of the tuned model differ from the base's: remove the rule"

@@ -37,7 +37,7 @@ SAMPLER = {
     "width": None,
     "batch_size": 2,
 }
-HOLDOUT = {"samples": 4, "draws": 2, "seed": 1, "noise_offset": 0.0}
+HOLDOUT = {"samples": 4, "levels": 2, "seed": 1, "noise_offset": 0.0}
 ADAPTERS = {"rank": 3, "alpha": 5.0, "target_modules": "all"}
 
 

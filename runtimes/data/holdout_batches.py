@@ -75,10 +75,20 @@ def sample_losses(
         errors: returns the mean squared error per sample [B] f32 of a batch.
         stopping: polled before each batch.
     """
+    found = draw_losses(holdout, errors, stopping)
+    return None if found is None else [math.fsum(draws) / len(draws) for draws in found]
+
+
+def draw_losses(
+    holdout: Holdout,
+    errors: Callable[[StepBatch], NDArray[np.float32]],
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[list[float]] | None:
+    """The losses of each held-out sample, one per draw; arguments as `sample_losses`."""
     found: dict[int, list[float]] = {}
     for numbers, batch in holdout.batches():
         if stopping():
             return None
         for number, error in zip(numbers, errors(batch).tolist(), strict=True):
             found.setdefault(number, []).append(error)
-    return [math.fsum(found[n]) / len(found[n]) for n in sorted(found)]
+    return [found[n] for n in sorted(found)]

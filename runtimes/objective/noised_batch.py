@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,8 @@ class Objective:
     input_perturbation: float = 0.0
     sampling: TimestepSampling = field(default_factory=TimestepSampling)
     caption_dropout_rate: float = 0.0
+    #: Replace random noise levels: the middles of so many equal bands, by turns of the counter.
+    equidistant_levels: int | None = None
     _bounds: Probabilities | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -110,9 +112,12 @@ class Objective:
 
     def choices(self, counters: Sequence[int]) -> list[Choices]:
         """The random choices for the samples at `counters`."""
-        return draw_choices(
-            self.seed, counters, len(self.schedule), self._bounds, self.caption_dropout_rate
-        )
+        levels, bands = len(self.schedule), self.equidistant_levels
+        found = draw_choices(self.seed, counters, levels, self._bounds, self.caption_dropout_rate)
+        if bands is None:
+            return found
+        middles = [(2 * (counter % bands) + 1) * levels // (2 * bands) for counter in counters]
+        return [replace(one, level=level) for one, level in zip(found, middles, strict=True)]
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
         """eps [B, C, h, w] f32 of the samples at `counters`; shape is (C, h, w)."""

@@ -72,7 +72,7 @@ class GenerateJob(_HasModel):
     latents: str | None = None  # URL of the latents artifact with the held-out split
     holdout: dict[str, Any] = field(
         default_factory=dict
-    )  # samples, draws, seed, objective settings
+    )  # samples, levels (of noise), seed, noise_offset
     vae: str | None = None  # local folder of a VAE that replaces the pipeline's own
     compiled: str | None = None  # as TrainJob.compiled
     flash_attention: bool = True  # as train.mindspore.flash_attention

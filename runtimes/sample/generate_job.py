@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from artifacts.commit import write_atomic
 from runtimes.contract import Pipeline
-from runtimes.data.holdout_batches import Holdout, sample_losses
+from runtimes.data.holdout_batches import Holdout, draw_losses
 from runtimes.data.loader import BatchReader, open_job_latents
 from runtimes.families import detect_family
 from runtimes.objective.latent_scale import LatentScale
@@ -74,7 +74,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
             events.emit("drawn", done=done, total=total)
         if wanted:
             with _holdout(job, drawing, pipeline) as holdout:
-                found = sample_losses(holdout, pipeline.errors)
+                found = draw_losses(holdout, pipeline.errors)
             _write(losses, json.dumps({"losses": found}).encode())
     return {
         "drawn": done - already,
@@ -102,6 +102,7 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
         scale=LatentScale.from_info(latents.info),
         seed=job.holdout["seed"],
         noise_offset=job.holdout.get("noise_offset", 0.0),
+        equidistant_levels=job.holdout["levels"],
     )
     family = detect_family(Path(job.model))
     folder = Path(drawing.parts.get(family.denoiser, f"{job.model}/{family.denoiser}"))
@@ -113,8 +114,8 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
         extras=folder_extras(folder),
     )
     rows = min(LOSS_BATCH, job.sampler["batch_size"])  # the sampling batch fits in memory
-    samples, draws = job.holdout["samples"], job.holdout["draws"]
-    return Holdout(reader, samples=samples, draws=draws, batch_size=rows)
+    samples, levels = job.holdout["samples"], job.holdout["levels"]
+    return Holdout(reader, samples=samples, draws=levels, batch_size=rows)
 
 
 def _save_images(

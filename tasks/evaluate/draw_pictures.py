@@ -33,7 +33,7 @@ from tasks.trained_weights import BASE, TrainedWeights
 
 STAGE = "evaluate"
 #: Increment when the content of the pictures or the definition of a metric changes.
-VERSION = 2
+VERSION = 3
 LOSSES = "losses.json"
 #: The parts of a pipeline folder that affect its pictures.
 DRAWING_PARTS = (
@@ -80,7 +80,7 @@ class SamplingSpec:
     sampler: dict[str, Any]  # seed, num_inference_steps, guidance_scale, height, width, dtype
     latents: str | None  # URL of the latents for the held-out loss; None skips the loss
     latents_digest: str
-    holdout: dict[str, Any]  # samples, draws, seed, noise_offset
+    holdout: dict[str, Any]  # samples, levels, seed, noise_offset
     flash_attention: bool = True  # as train.mindspore.flash_attention
 
     def facts(self) -> dict[str, Any]:
@@ -173,11 +173,11 @@ def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:
 
 
 def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
-    """Held-out losses f64 [N], each a mean over its noise draws; N is 0 if none were computed."""
+    """Held-out losses f64 [N, levels]; N is 0 if none were computed."""
     for name, data in _members(store, shard):
         if name == LOSSES:
             return np.array(json.loads(data)["losses"], np.float64)
-    return np.zeros(0)
+    return np.zeros((0, 0))
 
 
 def digest_pipeline(folder: Path) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from artifacts.resolve_model import digest_model
@@ -22,6 +23,8 @@ class EvalInputs:
     base: Path  # pipeline folder
     vae: Path | None  # None: the VAE of the base
     clip: Path  # CLIPModel folder
+    image_encoder: Path | None = None  # vision model folder; None: clip
+    preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
 
     def digests(self) -> dict[str, str]:
         """Input name -> sha256 of its content."""
@@ -29,9 +32,17 @@ class EvalInputs:
             "images": self.images.digest,
             "latents": self.latents.digest,
             "base": digest_pipeline(self.base),
-            "clip": digest_model(self.clip),
+            **self.measuring_models(),
         }
         return found | ({} if self.vae is None else {"vae": digest_model(self.vae)})
+
+    def measuring_models(self) -> dict[str, str]:
+        """Name -> sha256 of the models that measure pictures."""
+        folders = {"clip": self.clip}
+        if self.image_encoder is not None:
+            folders["image_encoder"] = self.image_encoder
+        folders |= {f"judge {name}": path for name, path in self.preference_models.items()}
+        return {name: digest_model(path) for name, path in folders.items()}
 
     def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
         """The base, or the model with the weights of a train artifact."""

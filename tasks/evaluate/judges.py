@@ -1,34 +1,45 @@
-"""Judges: classifiers that pass or fail each picture on named verdicts."""
+"""Judges: pictures and their prompts in, one score per picture out.
+
+A judge is registered in JUDGES, or is a preference model (`evaluate.judges` with a path).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.evaluate import JudgeName, PreferenceModel
 from runtimes.contract import WrongInput
 
-#: Verdict name -> bool [N], True for each picture that passes.
-Verdicts = dict[str, NDArray[np.bool_]]
+#: Scores [N]: bool for pass or fail, else float. Higher is better.
+Scores = NDArray[Any]
 #: A function of pictures u8 [N, H, W, 3] and their N prompts.
-Judge = Callable[[NDArray[np.uint8], Sequence[str]], Verdicts]
+Judge = Callable[[NDArray[np.uint8], Sequence[str]], Scores]
 
 
 @dataclass(frozen=True)
 class JudgeEntry:
-    """A registered judge. Its functions import their modules when they are called."""
+    """Registered judges of one name. Their functions import their modules when they are called."""
 
-    verdicts: tuple[str, ...]  # names of the verdicts
-    judge: Judge
+    judges: Mapping[str, Judge]  # metric name -> judge
     check: Callable[[Sequence[str]], None]  # raises ValueError for an unsupported prompt
 
 
-def _judge_digits(images: NDArray[np.uint8], prompts: Sequence[str]) -> Verdicts:
-    from demo.judges import judge
+def _shows_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
+    from demo.judges import judge_digit
 
-    return judge(images, prompts)
+    return judge_digit(images, prompts)
+
+
+def _shows_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
+    from demo.judges import judge_style
+
+    return judge_style(images, prompts)
 
 
 def _check_digits(prompts: Sequence[str]) -> None:
@@ -38,30 +49,75 @@ def _check_digits(prompts: Sequence[str]) -> None:
         parse(prompt)
 
 
-JUDGES = {"digits": JudgeEntry(("digit", "style"), _judge_digits, _check_digits)}
+JUDGES: dict[JudgeName, JudgeEntry] = {
+    "digits": JudgeEntry({"digit": _shows_digit, "style": _shows_style}, _check_digits)
+}
 
 
-def check_prompts(names: Sequence[str], prompts: Sequence[str]) -> None:
+def judge_names(settings: Sequence[JudgeName | PreferenceModel]) -> list[str]:
+    """The metric name of every judge of `evaluate.judges`."""
+    found: list[str] = []
+    for one in settings:
+        found += [one.name] if isinstance(one, PreferenceModel) else JUDGES[one].judges
+    return found
+
+
+def open_judges(
+    settings: Sequence[JudgeName | PreferenceModel], models: Mapping[str, Path], device: str
+) -> dict[str, Judge]:
+    """Metric name -> judge.
+
+    Args:
+        models: name of a preference model -> local folder; others are left out.
+
+    Raises:
+        WrongInput: a preference model fails to load.
+    """
+    found: dict[str, Judge] = {}
+    for one in settings:
+        if not isinstance(one, PreferenceModel):
+            found |= JUDGES[one].judges
+        elif one.name in models:
+            found[one.name] = preference_judge(one.name, models[one.name], device)
+    return found
+
+
+def preference_judge(name: str, folder: Path, device: str) -> Judge:
+    """A CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
+    from tasks.evaluate.clip_score import preference_scores
+    from tasks.evaluate.feature_encoders import Clip
+
+    clip = Clip(folder, device, f"evaluate.judges.{name}")
+
+    def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
+        return preference_scores(clip.images(images), clip.texts(prompts), clip.logit_scale)
+
+    return judge
+
+
+def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequence[str]) -> None:
     """Raise WrongInput for the first prompt that a judge does not support."""
-    for name in names:
+    for one in settings:
+        if isinstance(one, PreferenceModel):
+            continue
         try:
-            JUDGES[name].check(prompts)
+            JUDGES[one].check(prompts)
         except ValueError as error:
-            raise WrongInput(f"evaluate.judges: {name}: {error}") from None
+            raise WrongInput(f"evaluate.judges: {one}: {error}") from None
 
 
 def judge_pictures(
-    names: Sequence[str], images: NDArray[np.uint8], prompts: Sequence[str]
-) -> Verdicts:
-    """The verdicts of all named judges on pictures u8 [N, H, W, 3].
+    judges: Mapping[str, Judge], images: NDArray[np.uint8], prompts: Sequence[str]
+) -> dict[str, Scores]:
+    """Metric name -> scores [N] of pictures u8 [N, H, W, 3].
 
     Raises:
         WrongInput: a judge does not support these pictures.
     """
-    found: Verdicts = {}
-    for name in names:
+    found = {}
+    for name, judge in judges.items():
         try:
-            found |= JUDGES[name].judge(images, prompts)
+            found[name] = judge(images, prompts)
         except ValueError as error:
             raise WrongInput(f"evaluate.judges: {name}: {error}") from None
     return found

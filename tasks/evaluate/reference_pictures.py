@@ -1,4 +1,4 @@
-"""Held-out pictures: the reference set of `cmmd` and `fd`."""
+"""Held-out and training pictures of an images artifact, as the VAE received them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.image_shards import read_tar
+from artifacts.image_shards import Sample, read_tar
 from artifacts.store import Artifact
-from tasks.encode.buckets import bucket_sizes
+from tasks.encode.buckets import Size, bucket_sizes
 from tasks.encode.decode_and_crop import BadSample, TransformSettings, transform
 from tasks.encode.holdout_split import is_holdout
+from tasks.evaluate.reference_features import Split
 
 #: More pictures hardly change a distance, while the search through a large dataset is slow.
 LIMIT = 2000
 
 
 def reference_pictures(
-    images: Artifact, settings: TransformSettings, factor: int, limit: int = LIMIT
-) -> Iterator[NDArray[np.uint8]]:
-    """The first `limit` held-out pictures u8 [H, W, 3], as the VAE received them.
+    images: Artifact,
+    settings: TransformSettings,
+    factor: int,
+    split: Split = "holdout",
+    limit: int = LIMIT,
+) -> Iterator[tuple[str, Sample, NDArray[np.uint8]]]:
+    """The first `limit` pictures of a split: (path of the tar, sample, picture u8 [H, W, 3]).
 
-    The predicate and the transform are those of the encode stage, which excludes all training
-    pictures.
+    Predicate and transform are those of the encode stage. A row's hash selects its shard, so the
+    first pictures are a random sample.
 
     Args:
         images: artifact of image shards.
@@ -32,8 +37,7 @@ def reference_pictures(
     Raises:
         Damaged: a tar has another sha256 than the committed one.
     """
-    buckets = bucket_sizes(settings, factor)
-    count = 0
+    buckets, count = bucket_sizes(settings, factor), 0
     for entry in sorted(images.files, key=lambda entry: entry.path):
         if not entry.path.endswith(".tar"):
             continue
@@ -41,14 +45,43 @@ def reference_pictures(
             if count == limit:
                 continue  # only to the end of the tar, which is checked there
             sha256 = sample.source_sha256
-            if not is_holdout(sha256, settings.holdout):
+            if is_holdout(sha256, settings.holdout) != (split == "holdout"):
                 continue
-            try:
-                seen = transform(sample.image, sha256, sample.meta, settings, buckets)
-            except BadSample:
-                continue
-            pixels = seen[0].pixels.transpose(1, 2, 0)
-            yield ((pixels + 1.0) * 127.5).round().astype(np.uint8)
-            count += 1
+            picture = _transformed(sample, settings, buckets)
+            if picture is not None:
+                yield entry.path, sample, picture
+                count += 1
         if count == limit:
             return
+
+
+def find_pictures(
+    images: Artifact,
+    wanted: set[tuple[str, str]],
+    settings: TransformSettings,
+    factor: int,
+) -> dict[tuple[str, str], NDArray[np.uint8]]:
+    """Chosen pictures by (path of the tar, sample key); only their tars are read."""
+    buckets, found = bucket_sizes(settings, factor), {}
+    for entry in images.files:
+        keys = {key for path, key in wanted if path == entry.path}
+        if not keys:
+            continue
+        for sample in read_tar(images.url(entry.path), entry.sha256):
+            if sample.key in keys:
+                picture = _transformed(sample, settings, buckets)
+                if picture is not None:
+                    found[entry.path, sample.key] = picture
+    return found
+
+
+def _transformed(
+    sample: Sample, settings: TransformSettings, buckets: list[Size]
+) -> NDArray[np.uint8] | None:
+    """The picture u8 [H, W, 3] as the VAE received it; None if the encode stage left it out."""
+    try:
+        seen = transform(sample.image, sample.source_sha256, sample.meta, settings, buckets)
+    except BadSample:
+        return None
+    pixels = seen[0].pixels.transpose(1, 2, 0)
+    return np.asarray(((pixels + 1.0) * 127.5).round().astype(np.uint8))

@@ -10,25 +10,31 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tasks.evaluate import metrics
-from tasks.evaluate.clip_features import ClipFeatures, Float32
-from tasks.evaluate.judges import judge_pictures
+from configs.evaluate import JudgeName, PreferenceModel
+from tasks.evaluate.clip_score import clip_scores
+from tasks.evaluate.feature_encoders import Clip, Float32
+from tasks.evaluate.judges import judge_pictures, open_judges
 
 
 class SampleScorer:
     """Scores samples with a recipe's CLIP model and judges, on the CPU: training has the device.
 
     Args:
-        judges: names in JUDGES.
+        judges: of the recipe; preference models are left out, since they are large.
         clip: folder of the CLIP model, loaded at the first call.
         prompts: one per picture.
     """
 
-    def __init__(self, judges: Sequence[str], clip: Path, prompts: Sequence[str]) -> None:
-        self._judges, self._folder, self._prompts = judges, clip, prompts
+    def __init__(
+        self,
+        judges: Sequence[JudgeName | PreferenceModel],
+        clip: Path,
+        prompts: Sequence[str],
+    ) -> None:
+        self._judges, self._folder, self._prompts = open_judges(judges, {}, "cpu"), clip, prompts
 
     def __call__(self, strip: bytes) -> dict[str, float]:
-        """The mean CLIPScore ("clip_score") and the pass rate of each verdict, by name.
+        """The mean CLIPScore ("clip_score") and the mean score of each judge, by name.
 
         Args:
             strip: PNG bytes with one picture per prompt, left to right, all of one width.
@@ -38,14 +44,14 @@ class SampleScorer:
         """
         whole = np.asarray(Image.open(io.BytesIO(strip)).convert("RGB"))
         pictures = np.stack(np.split(whole, len(self._prompts), axis=1))
-        scores = metrics.clip_scores(self._clip.images(pictures), self._texts)
-        verdicts = judge_pictures(self._judges, pictures, self._prompts)
-        shares = {name: float(passed.mean()) for name, passed in verdicts.items()}
-        return {"clip_score": float(scores.mean()), **shares}
+        scores = clip_scores(self._clip.images(pictures), self._texts)
+        judged = judge_pictures(self._judges, pictures, self._prompts)
+        means = {name: float(found.mean()) for name, found in judged.items()}
+        return {"clip_score": float(scores.mean()), **means}
 
     @cached_property
-    def _clip(self) -> ClipFeatures:
-        return ClipFeatures(self._folder, "cpu")
+    def _clip(self) -> Clip:
+        return Clip(self._folder, "cpu")
 
     @cached_property
     def _texts(self) -> Float32:

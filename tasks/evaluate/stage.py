@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.artifact_key import KeyParts
+from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import resolve_model
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.recipe import Recipe
-from runtimes.contract import WrongInput
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.sample import noise_and_components
 from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import run_job
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.evaluate import before_after_grid, draw_pictures, metric_suite
+from tasks.evaluate import before_after_grid, draw_pictures
+from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.compare_pictures import GRID, compare_pictures
 from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, Run
+from tasks.evaluate.fingerprint import fingerprint, loss_facts, sampling_spec
 from tasks.evaluate.inputs import EvalInputs
-from tasks.evaluate.judges import check_prompts
+from tasks.evaluate.judges import check_prompts, judge_names
 from tasks.evaluate.load_published_model import load_published_model
-from tasks.evaluate.metric_suite import MetricSuite, all_prompts, loss_facts
-from tasks.evaluate.metrics import Metric
+from tasks.evaluate.measure_models import Measured, MetricSuite, memorization_facts
+from tasks.evaluate.memorization import closest_pairs, render_pairs
+from tasks.evaluate.metric_names import all_prompts, compared_sets, slices_by_set
+from tasks.evaluate.metric_table import metric_rows
 from tasks.evaluate.prompts import PromptSets, prompt_sets
-from tasks.panels import Chart, Panel, Table
+from tasks.evaluate.reference_pictures import find_pictures
+from tasks.panels import Chart, Panel, Picture, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
 from tasks.trained_weights import local_weights
 
 METRICS = "metrics.json"
+BOOTSTRAP = "bootstrap.npz"  # resampled values of every metric, for paired differences
+PAIRS = "closest_pairs.png"
 MODELS = ("base", "tuned")
 log = logging.getLogger("kiln")
 
@@ -46,12 +54,14 @@ log = logging.getLogger("kiln")
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     """The settings that affect pictures or metrics, with the prompts' text instead of the file."""
     settings = recipe.evaluate.model_dump(
-        mode="json", exclude={"prompts", "clip", "device", "batch_size"}
+        mode="json",
+        exclude={"prompts", "clip", "image_encoder", "judges", "device", "batch_size"},
     )
     return {
         **settings,
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
-        "compared": metric_suite.compared_sets(recipe),
+        "judges": judge_names(recipe.evaluate.judges),
+        "compared": compared_sets(recipe),
         "reference": vars(TransformSettings.of(recipe)),
         "noise_offset": recipe.train.noise_offset,
     }
@@ -79,32 +89,72 @@ def build(
     given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: Run = run_job
 ) -> dict[str, Any]:
     """Sample with both models, and write metrics, pictures and the grid into the draft."""
-    spec, store = metric_suite.sampling_spec(given), draft.store
+    spec, store = sampling_spec(given), draft.store
     with draw_pictures.scratch(draft) as folder, local_weights(trained) as weights:
         models = [given.model(), given.model(trained, weights)]
         shards = draw_pictures.draw(
             models, spec, store, folder, run, draw_pictures.progress_callback(STAGE, progress)
         )
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
-    suite = MetricSuite.of(given)
-    measured = [suite.measure(store, shard) for shard in shards]
-    found = {
-        name: {model: one[name] for model, one in zip(MODELS, measured, strict=True)}
-        for name in measured[0]
-    }
-    facts = {"metrics": found, "fingerprint": metric_suite.fingerprint(given)}
-    for shard in shards:
+    suite = MetricSuite.of(given, store)
+    base, tuned = (suite.measure(store, shard) for shard in shards)
+    for shard in [*shards, *suite.shards]:
         draft.add_shard(shard)
-    draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
+    draft.write(BOOTSTRAP, to_npz({"base": base.metrics, "tuned": tuned.metrics}))
     draft.write(GRID, _grid(store, shards, suite.sets))
+    facts = {
+        "metrics": metrics_by_name({"base": base.metrics, "tuned": tuned.metrics}),
+        "differences": {
+            name: {"base": found}
+            for name, found in differences(tuned.metrics, base.metrics).items()
+        },
+        "memorization": _memorization(given, suite, store, shards[-1], tuned, draft),
+        "fingerprint": fingerprint(given),
+    }
+    draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
     run_facts = runtime_facts(given.recipe.runtime)
     drawn = {model: shard.key for model, shard in zip(MODELS, shards, strict=True)}
     return {"pictures": len(spec.prompts), "drawn": drawn, **facts, "run": run_facts}
 
 
+def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metric]]:
+    """Metric name -> model -> metric, as in metrics.json."""
+    names = dict.fromkeys(name for estimates in models.values() for name in estimates)
+    return {
+        name: {model: found[name].metric() for model, found in models.items() if name in found}
+        for name in names
+    }
+
+
+def read_estimates(evaluated: Artifact) -> dict[str, Estimates]:
+    """Model ("base", "tuned") -> its metrics, from an evaluation."""
+    metrics, resampled = json.loads(evaluated.read(METRICS))["metrics"], evaluated.read(BOOTSTRAP)
+    return {model: from_npz(resampled, metrics, model) for model in MODELS}
+
+
+def _memorization(
+    given: EvalInputs, suite: MetricSuite, store: Store, shard: Shard, tuned: Measured, draft: Draft
+) -> dict[str, Any]:
+    """The facts of the search for training pictures; the closest pairs are drawn as a picture."""
+    facts = memorization_facts(suite)
+    if tuned.nearest is None:
+        return facts
+    pairs = closest_pairs(tuned.nearest, suite.training["image"])
+    settings = TransformSettings.of(given.recipe)
+    factor = open_latents(given.latents.uri).info["size_step"]
+    wanted = {(pair.tar, pair.key) for pair in pairs}
+    training = find_pictures(given.images, wanted, settings, factor)
+    samples = _pictures(store, shard, {pair.sample for pair in pairs})
+    drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
+    draft.write(PAIRS, render_pairs(drawn))
+    prompts = all_prompts(suite.sets)
+    found = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
+    return {**facts, "closest_pairs": found}
+
+
 def metrics_of_published(
     given: EvalInputs, evaluated: Artifact, uri: str, *, run: Run = run_job
-) -> dict[str, dict[str, Metric]]:
+) -> Estimates:
     """A published model's metrics, comparable with the `tuned` ones of an evaluation.
 
     The metrics of its own publication are reused if their fingerprint is equal; its weights are
@@ -115,18 +165,16 @@ def metrics_of_published(
         evaluated: artifact of the evaluation.
         uri: folder or URL of the published model.
     """
-    published = _published_metrics(uri)
-    if published.get("fingerprint") == evaluated.summary["fingerprint"]:
-        found = {name: metric["tuned"] for name, metric in published["metrics"].items()}
-    else:
-        log.info("evaluate: the champion has no comparable metrics: measuring it again")
-        model, spec = load_published_model(resolve_model(uri)), metric_suite.sampling_spec(given)
-        if not _same_loss(given, model):
-            spec = replace(spec, latents=None)  # the model may not even accept our latents
-        with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as folder:
-            (shard,) = draw_pictures.draw([model], spec, evaluated.store, Path(folder), run)
-        found = MetricSuite.of(given).measure(evaluated.store, shard)
-    return {name: {"tuned": metric} for name, metric in found.items()}
+    found = _published_estimates(uri, evaluated.summary["fingerprint"])
+    if found is not None:
+        return found
+    log.info("evaluate: the champion has no comparable metrics: measuring it again")
+    model, spec = load_published_model(resolve_model(uri)), sampling_spec(given)
+    if not _same_loss(given, model):
+        spec = replace(spec, latents=None)  # the model may not even accept our latents
+    with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as folder:
+        (shard,) = draw_pictures.draw([model], spec, evaluated.store, Path(folder), run)
+    return MetricSuite.of(given, evaluated.store).measure(evaluated.store, shard).metrics
 
 
 def _same_loss(given: EvalInputs, model: EvalModel) -> bool:
@@ -139,40 +187,40 @@ def _same_loss(given: EvalInputs, model: EvalModel) -> bool:
 
 
 def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
-    """The pictures of all models side by side, and the metrics.
+    """The pictures of all models side by side, the metrics, and the pairs closest to copies.
 
     Args:
         champion: a comparable evaluation of the champion.
     """
-    shown = artifact.summary["metrics"]
+    summary = artifact.summary
+    metrics, compared = summary["metrics"], summary["differences"]
     if champion is not None:
         own = champion.summary["metrics"]
-        shown = {n: found | {"champion": own[n]["tuned"]} for n, found in shown.items() if n in own}
-    return [
+        metrics = {n: m | {"champion": own[n]["tuned"]} for n, m in metrics.items() if n in own}
+        tuned, theirs = (read_estimates(one)["tuned"] for one in (artifact, champion))
+        found = differences(tuned, theirs)
+        compared = {n: m | {"champion": found[n]} for n, m in compared.items() if n in found}
+    panels: list[Panel] = [
         compare_pictures(artifact, champion),
-        Chart("Metrics", intervals_chart(shown)),
+        Chart("Metrics", intervals_chart(metrics)),
         Table(
-            "Metrics, with 95% confidence intervals",
-            metric_suite.metric_rows(artifact.summary["metrics"]),
+            "Metrics and paired differences, with 95% confidence intervals",
+            metric_rows(metrics, compared),
         ),
     ]
+    if "closest_pairs" in summary["memorization"]:
+        panels.append(Picture("Samples closest to training pictures", artifact.read(PAIRS)))
+    return panels
 
 
 def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
     prompts = all_prompts(sets)
     chosen = {
         name: [part.start + number for number in before_after_grid.choose(prompts[part])]
-        for name, part in metric_suite.slices_by_set(sets).items()
+        for name, part in slices_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
-    drawn: list[dict[int, NDArray[np.uint8]]] = [
-        {
-            n: picture
-            for n, picture in enumerate(draw_pictures.read_pictures(store, shard))
-            if n in wanted
-        }
-        for shard in shards
-    ]
+    drawn = [_pictures(store, shard, wanted) for shard in shards]
     columns = {
         name: [(prompts[n], tuple(model[n] for model in drawn)) for n in numbers]
         for name, numbers in chosen.items()
@@ -180,12 +228,20 @@ def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
     return before_after_grid.render(columns, MODELS)
 
 
-def _published_metrics(uri: str) -> dict[str, Any]:
+def _pictures(store: Store, shard: Shard, wanted: set[int]) -> dict[int, NDArray[np.uint8]]:
+    """Pictures u8 [H, W, 3] by number."""
+    pictures = enumerate(draw_pictures.read_pictures(store, shard))
+    return {number: picture for number, picture in pictures if number in wanted}
+
+
+def _published_estimates(uri: str, fingerprint: str) -> Estimates | None:
+    """The `tuned` metrics of a publication; None if they are missing or not comparable."""
     try:
         with fsspec.open(f"{uri}/{METRICS}", "rb") as stream:
             found = json.load(stream)
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict):
-        raise WrongInput(f"{uri}/{METRICS}: not the metrics of an evaluation")
-    return found
+        if not isinstance(found, dict) or found.get("fingerprint") != fingerprint:
+            return None
+        with fsspec.open(f"{uri}/{BOOTSTRAP}", "rb") as stream:
+            return from_npz(stream.read(), found["metrics"], "tuned")
+    except (OSError, ValueError, KeyError):
+        return None

@@ -9,18 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: metric name -> model ("base", "tuned", "champion") -> value
-Values = Mapping[str, Mapping[str, float]]
+from tasks.evaluate.bootstrap import LEVEL, Estimate, Estimates, Interval, difference
+from tasks.panels import human
 
-#: Groups: metric, operator, number, model, adjustment, amount.
+#: Model ("base", "tuned", "champion") -> its metrics.
+Models = Mapping[str, Estimates]
+
+#: Groups: metric, operator, number, model, adjustment, amount, level.
 _RULE = re.compile(
     r"\s*([A-Za-z_][\w/.-]*)\s*(>=|<=|>|<)\s*"
     r"(?:([-+]?[\d.]+(?:e[-+]?\d+)?)"
-    r"|(base|champion)(?:\s*([*+-])\s*([\d.]+(?:e[-+]?\d+)?))?)\s*",
+    r"|(base|champion)(?:\s*([*+-])\s*([\d.]+(?:e[-+]?\d+)?))?)"
+    r"(?:\s+at\s+([\d.]+)\s*%)?\s*",
     re.IGNORECASE,
 )
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-_ADJUST = {"*": operator.mul, "+": operator.add, "-": operator.sub}
 
 
 class GateError(ValueError):
@@ -29,15 +32,19 @@ class GateError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """`metric op bound`. The bound is a number, or another model's value with an adjustment."""
+    """`metric op bound`. The bound is a number, or factor * another model's value + offset.
+
+    With a level, the whole confidence interval of the difference to the bound must comply.
+    """
 
     text: str
     metric: str
     op: str  # >= | <= | > | <
     number: float | None
     model: str | None  # base | champion
-    how: str | None  # * | + | -
-    by: float
+    factor: float
+    offset: float
+    level: float | None  # of confidence, 0.5 to 1
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,12 @@ class Verdict:
     value: float | None  # of the tuned model; None if it was not measured
     bound: float | None  # None if the other model has no comparable value
     note: str = ""
+    #: Of value - bound, at the rule's level or 95%; None if it is not known.
+    interval: tuple[float, float] | None = None
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse a rule: `digit/new >= 0.9`, `cmmd < base` or `clip_score >= champion * 0.98`.
+    """Parse a rule: `cmmd < base`, `clip_score >= champion * 0.98`, `kid < champion at 95%`.
 
     Raises:
         GateError: the text is no rule.
@@ -61,22 +70,33 @@ def parse_rule(text: str) -> Rule:
     if match is None:
         raise GateError(
             f"gate rule {text!r}: write it as `metric >= number`, `metric < base` or "
-            "`metric >= champion * 0.98`"
+            "`metric >= champion * 0.98`, with ` at 95%` for confidence"
         )
-    metric, op, number, model, how, by = match.groups()
+    metric, op, number, model, how, by, percent = match.groups()
     bound = None if number is None else float(number)
-    return Rule(text, metric, op, bound, model and model.lower(), how, float(by or 0))
+    amount = float(by or 0)
+    factor, offset = (amount, 0.0) if how == "*" else (1.0, -amount if how == "-" else amount)
+    level = None if percent is None else float(percent) / 100
+    if level is not None and not 0.5 <= level < 1:
+        raise GateError(f"gate rule {text!r}: a level is at least 50% and below 100%")
+    return Rule(text, metric, op, bound, model and model.lower(), factor, offset, level)
 
 
-def check_rules(rules: Sequence[str], metrics: Sequence[str], hint: str | None = None) -> None:
-    """Raise GateError for the first rule that cannot be parsed or has an unknown metric.
+def check_rules(
+    rules: Sequence[str], metrics: Sequence[str], resamples: int, hint: str | None = None
+) -> None:
+    """Raise GateError for the first rule that cannot be parsed or measured.
 
     Args:
         metrics: names of the measured metrics.
+        resamples: of the bootstrap; a level needs one beyond each end of its interval.
         hint: reason and remedy of a missing metric; default: the most similar names.
     """
     for text in rules:
         rule = parse_rule(text)
+        if rule.level is not None and resamples * (1 - rule.level) < 1:
+            needed = round(1 / (1 - rule.level))
+            raise GateError(f"gate rule {text!r}: it needs evaluate.bootstrap of {needed} or more")
         if rule.metric not in metrics:
             near = difflib.get_close_matches(rule.metric, metrics, n=1)
             known = f"did you mean {near[0]}?" if near else f"there are: {', '.join(metrics)}"
@@ -88,29 +108,46 @@ def needs_champion(rules: Sequence[str]) -> bool:
     return any(parse_rule(text).model == "champion" for text in rules)
 
 
-def judge(rules: Sequence[str], values: Values, *, champion: bool = False) -> list[Verdict]:
-    """One verdict per rule on the tuned model's values.
+def judge(rules: Sequence[str], models: Models, *, champion: bool = False) -> list[Verdict]:
+    """One verdict per rule on the tuned model's metrics.
 
     Args:
         champion: whether a champion exists. Without one, rules against it pass. With one, they
             fail if the champion has no comparable value.
     """
-    return [_judge_one(parse_rule(text), values, champion) for text in rules]
+    return [_judge_one(parse_rule(text), models, champion) for text in rules]
 
 
-def _judge_one(rule: Rule, values: Values, champion: bool) -> Verdict:
-    found = values.get(rule.metric, {})
-    value = found.get("tuned")
-    if value is None:
+def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
+    tuned = models["tuned"].get(rule.metric)
+    if tuned is None:
         return Verdict(rule.text, False, None, None, f"{rule.metric} was not measured")
-    bound = rule.number if rule.model is None else found.get(rule.model)
-    if bound is None:
+    other = None if rule.model is None else models.get(rule.model, {}).get(rule.metric)
+    if rule.number is None and other is None:
         passed = rule.model == "champion" and not champion
         note = "no champion yet" if passed else f"the {rule.model} has no comparable value"
-        return Verdict(rule.text, passed, value, None, note)
-    if rule.how is not None:
-        bound = _ADJUST[rule.how](bound, rule.by)
-    return Verdict(rule.text, bool(_COMPARE[rule.op](value, bound)), value, bound)
+        return Verdict(rule.text, passed, tuned.value, None, note)
+    bound = rule.number if other is None else rule.factor * other.value + rule.offset
+    assert bound is not None
+    interval = _interval(rule, tuned, other)
+    compare = _COMPARE[rule.op]
+    if rule.level is None:
+        passed = bool(compare(tuned.value, bound))
+    else:
+        passed = interval is not None and all(compare(end, 0.0) for end in interval)
+    return Verdict(rule.text, passed, tuned.value, bound, interval=interval)
+
+
+def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> Interval | None:
+    """The interval of value - bound; None for metrics of different pictures."""
+    level = rule.level or LEVEL
+    if other is None:
+        low, high = tuned.interval(level)
+        return low - (rule.number or 0.0), high - (rule.number or 0.0)
+    try:
+        return difference(tuned, other, factor=rule.factor, offset=rule.offset, level=level)
+    except ValueError:
+        return None
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -120,7 +157,13 @@ def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
             "rule": v.rule,
             "value": "—" if v.value is None else v.value,
             "bound": "—" if v.bound is None else v.bound,
+            "value - bound": "—" if v.interval is None else _shown(v.interval),
             "verdict": ("passed" if v.passed else "failed") + (f" ({v.note})" if v.note else ""),
         }
         for v in verdicts
     ]
+
+
+def _shown(interval: Sequence[float]) -> str:
+    low, high = interval
+    return f"[{human(float(low))}, {human(float(high))}]"

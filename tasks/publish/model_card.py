@@ -13,7 +13,7 @@ import yaml
 from configs.load import dump
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
-from tasks.evaluate.metric_suite import metric_rows
+from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.gate import Verdict, as_rows
 from tasks.trained_weights import TrainedWeights
@@ -65,16 +65,20 @@ def license_of(recipe: Recipe, base: Path) -> str:
 def write_card(
     recipe: Recipe,
     base: Path,
-    metrics: dict[str, Any],
+    measured: dict[str, Any],
     verdicts: list[Verdict],
     lineage: dict[str, Any],
     weights: Weights,
     training: dict[str, Any] | None = None,
+    *,
+    forced: str | None = None,
 ) -> str:
     """README.md of the published folder, with the metadata of the Hugging Face hub.
 
     Args:
+        measured: the content of metrics.json.
         training: facts of the training run for people, as of `training_facts`.
+        forced: the reason to publish a model that failed the gate.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -102,7 +106,7 @@ def write_card(
                 metric_name=name,
                 metric_value=models["tuned"]["value"],
             )
-            for name, models in metrics.items()
+            for name, models in measured["metrics"].items()
         ],
     )
     given = recipe.evaluate
@@ -115,8 +119,9 @@ def write_card(
         prompt=next(iter(_first_prompts(recipe)), "a prompt"),
         training=training,
         scores=[given.negative_aesthetic_score, given.aesthetic_score][given.guidance_scale <= 1 :],
-        metric_table=markdown_table(metric_rows(metrics)),
+        metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
+        forced=forced,
         lineage=lineage,
         escape=escape_markdown,
         repr=repr,

@@ -20,11 +20,12 @@ from configs.publish import Hub
 from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters
 from tasks.build_or_reuse import StageResult, TransientError, failing, storing
-from tasks.evaluate.metric_suite import flatten
+from tasks.evaluate.bootstrap import Estimates, differences
+from tasks.evaluate.stage import BOOTSTRAP, metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress
-from tasks.publish import gate, model_card, push_to_hub, report
+from tasks.publish import gate, model_card, push_to_hub, report, smoke_test
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.lineage import lineage_nodes
 from tasks.publish.model_registry import ChampionChanged, Registry, Version
@@ -34,7 +35,7 @@ from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
 VERSION = 2
-NOT_IN_KEY = {"registry", "hub", "signing_key", "keep_versions"}
+NOT_IN_KEY = {"registry", "smoke_test", "hub", "signing_key", "keep_versions"}
 log = logging.getLogger("kiln")
 
 
@@ -47,15 +48,18 @@ class Rejected(Exception):
         super().__init__("the gate rejected the model: " + "; ".join(failed))
 
 
-def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that affect the published folder."""
-    return recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
+def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]:
+    """The settings that affect the published folder. A forced one is reused by force only."""
+    settings = recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
+    return settings | ({} if force is None else {"force": force})
 
 
-def key_parts(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) -> KeyParts:
+def key_parts(
+    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, force: str | None = None
+) -> KeyParts:
     """The artifact's key, with the champion if a rule names it."""
     inputs = _inputs(recipe, trained, evaluated, base)
-    return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
+    return KeyParts(STAGE, VERSION, settings_for_key(recipe, force), inputs)
 
 
 def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) -> dict[str, str]:
@@ -91,23 +95,32 @@ def build(
     lineage: dict[str, str],
     base: Path,
     vae: Path | None,
-    champion_metrics: Callable[[str], dict[str, Any]],
+    champion_metrics: Callable[[str], Estimates],
     draft: Draft,
     progress: Progress,
+    *,
+    force: str | None = None,
 ) -> dict[str, Any]:
     """Judge the model, then write the published folder into the draft.
 
     Args:
         lineage: input name -> digest, for the card.
         champion_metrics: URL of a published version -> metrics, comparable with `evaluated`.
+        force: the reason to publish a model that fails a rule; the card and the history name it.
 
     Raises:
-        Rejected: a rule failed; the draft is empty.
+        Rejected: a rule or the smoke test failed; the draft is empty.
     """
-    measured = json.loads(evaluated.read("metrics.json"))
     champion = registry_of(recipe).champion()
-    verdicts = _judge(recipe, measured["metrics"], champion, champion_metrics)
-    progress(1, 3, "gate passed")
+    models = _measured(recipe, evaluated, champion, champion_metrics)
+    measured = json.loads(evaluated.read("metrics.json")) | _compared(models)
+    verdicts = gate.judge(recipe.publish.gate, models, champion=champion is not None)
+    passed = all(v.passed for v in verdicts)
+    if not passed and force is None:
+        raise Rejected(verdicts)
+    forced = None if passed else force
+    _check_license(recipe, base)
+    progress(1, 3, "gate passed" if passed else f"gate failed, forced: {forced}")
     with (
         tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch,
         local_weights(trained) as tuned,
@@ -117,13 +130,16 @@ def build(
         facts = model_card.Weights.of(tuned, merged=recipe.publish.merge)
         training = model_card.training_facts(trained.manifest["run"])
         text = model_card.write_card(
-            recipe, base, measured["metrics"], verdicts, lineage, facts, training
+            recipe, base, measured, verdicts, lineage, facts, training, forced=forced
         )
         (out / "README.md").write_text(text, encoding="utf-8")
         (out / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
-        (out / "metrics.json").write_bytes(evaluated.read("metrics.json"))
+        (out / "metrics.json").write_text(json.dumps(measured, indent=1, allow_nan=False))
+        (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
         (out / "before_after.png").write_bytes(evaluated.read("before_after.png"))
         (out / "gate.json").write_text(json.dumps([vars(v) for v in verdicts], indent=1))
+        if recipe.publish.smoke_test:
+            _try_out(recipe, out, base, verdicts)
         progress(2, 3, "copying")
         for path in sorted(p for p in out.rglob("*") if p.is_file()):
             draft.upload(str(path), str(path.relative_to(out)))
@@ -133,6 +149,7 @@ def build(
         "license": model_card.license_of(recipe, base),
         "lineage": lineage,
         "compared_with": champion.name if champion else None,
+        "forced": forced,
     }
 
 
@@ -183,7 +200,9 @@ def register(
             if now.get("champion") != published.manifest["inputs"].get("champion"):
                 raise TransientError("another model became the champion meanwhile: run again")
             try:
-                registry.promote(version.name, "published", expected=expected)
+                forced = published.summary["forced"]
+                why = "published" if forced is None else f"forced: {forced}"
+                registry.promote(version.name, why, expected=expected)
             except ChampionChanged as error:
                 raise TransientError(f"{error}: run again") from None
     registered: dict[str, Any] = {"model": version.uri, "champion": None}
@@ -233,21 +252,42 @@ def lineage_of(
     }
 
 
-def _judge(
+def _measured(
     recipe: Recipe,
-    metrics: dict[str, Any],
+    evaluated: Artifact,
     champion: Version | None,
-    champion_metrics: Callable[[str], dict[str, Any]],
-) -> list[gate.Verdict]:
-    values = flatten(metrics)
+    champion_metrics: Callable[[str], Estimates],
+) -> dict[str, Estimates]:
+    """The metrics of base and tuned model, and of the champion if a rule names it."""
+    models = read_estimates(evaluated)
     if champion is not None and gate.needs_champion(recipe.publish.gate):
-        for name, models in champion_metrics(champion.uri).items():
-            if "tuned" in models:
-                values.setdefault(name, {})["champion"] = models["tuned"]["value"]
-    verdicts = gate.judge(recipe.publish.gate, values, champion=champion is not None)
-    if not all(v.passed for v in verdicts):
-        raise Rejected(verdicts)
-    return verdicts
+        models["champion"] = champion_metrics(champion.uri)
+    return models
+
+
+def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
+    """`metrics` and `differences` of metrics.json, with the champion's if it was measured."""
+    tuned = models["tuned"]
+    found: dict[str, dict[str, Any]] = {name: {} for name in tuned}
+    for model in models.keys() - {"tuned"}:
+        for name, metric in differences(tuned, models[model]).items():
+            found[name][model] = metric
+    return {"metrics": metrics_by_name(models), "differences": found}
+
+
+def _check_license(recipe: Recipe, base: Path) -> None:
+    if model_card.license_of(recipe, base) == model_card.UNKNOWN_LICENSE:
+        log.warning("publish: the licence is unknown: set publish.license")
+
+
+def _try_out(recipe: Recipe, out: Path, base: Path, verdicts: list[gate.Verdict]) -> None:
+    """Raise Rejected unless the folder loads and draws in a process without Kilnworks."""
+    try:
+        smoke_test.check(out, base, recipe)
+    except smoke_test.SmokeTestFailed as failure:
+        raise Rejected(
+            [*verdicts, gate.Verdict("smoke test", False, None, None, str(failure))]
+        ) from None
 
 
 def _write_weights(
@@ -277,6 +317,8 @@ def show(artifact: Artifact) -> list[Panel]:
     summary = artifact.summary
     compared = summary["compared_with"] or "none"
     about = {"where": artifact.uri, "licence": summary["license"], "champion before": compared}
+    if summary["forced"] is not None:
+        about["published in spite of a failed gate"] = summary["forced"]
     return [
         Facts("Model", about),
         Table("Gate", gate.as_rows(verdicts)),

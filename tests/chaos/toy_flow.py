@@ -27,6 +27,8 @@ from configs.load import load_recipe
 from configs.recipe import Recipe
 from runtimes.train.checkpoints import Checkpoints
 from tasks.build_or_reuse import StageResult, build_or_reuse
+from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
+from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import stage as publish_stage
 from tasks.publish.model_registry import Registry
 
@@ -119,7 +121,12 @@ def generate(url: str, seed: int, run_id: str) -> None:
 @cache
 def recipe_of(url: str) -> Recipe:
     """The recipe of the store's registry."""
-    changes = {"store": url, "publish.name": NAME, "publish.gate": [GATE]}
+    changes = {
+        "store": url,
+        "publish.name": NAME,
+        "publish.gate": [GATE],
+        "publish.smoke_test": False,
+    }
     return load_recipe("digits", changes)
 
 
@@ -137,7 +144,8 @@ def without_models() -> None:
     publish_stage.model_card = SimpleNamespace(  # type: ignore[assignment]
         base_card=lambda base: {},
         license_of=lambda recipe, base: "none",
-        write_card=lambda *_: f"# Model {uuid4()}",  # as if each had its date
+        UNKNOWN_LICENSE="other",
+        write_card=lambda *_, **__: f"# Model {uuid4()}",  # as if each had its date
         Weights=SimpleNamespace(of=lambda *_, **__: None),
     )
 
@@ -222,15 +230,21 @@ def _train(toy: ToyRecipe, latents: Artifact, draft: Draft) -> dict[str, Any]:
 def _evaluate(trained: Artifact, draft: Draft) -> dict[str, Any]:
     (entry,) = (entry for entry in trained.files if entry.path == WEIGHTS)
     value = score(_read(trained, entry))
-    metrics = {"score": {"tuned": {"value": value}}}
+    models = {"tuned": _estimates(value)}
+    metrics = metrics_by_name(models)
     draft.write("metrics.json", json.dumps({"metrics": metrics}).encode())
+    draft.write("bootstrap.npz", to_npz(models))
     draft.write("before_after.png", _bytes(value, 5_000))
     return {"metrics": metrics}
 
 
-def _metrics_of(uri: str) -> dict[str, Any]:
+def _metrics_of(uri: str) -> Estimates:
     """The metrics of a published version, measured again."""
-    return {"score": {"tuned": {"value": score(read_published(uri, WEIGHTS))}}}
+    return _estimates(score(read_published(uri, WEIGHTS)))
+
+
+def _estimates(value: float) -> Estimates:
+    return {"score": Estimate(value, 1, np.full(2, value))}
 
 
 def _read(artifact: Artifact, entry: FileEntry) -> bytes:

@@ -7,7 +7,7 @@ import pytest
 from toy_recipes import BASES, toy
 
 from configs.load import load_recipe, recipe_names
-from tasks.evaluate.metric_suite import metric_names
+from tasks.evaluate.metric_names import metric_names
 from tasks.publish.gate import check_rules
 
 
@@ -25,7 +25,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def test_gate_of_a_recipe_uses_its_metrics(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.publish.gate
-    check_rules(recipe.publish.gate, metric_names(recipe))
+    check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
 
 
 def test_every_recipe_with_a_hub_model_has_a_tiny_model() -> None:

@@ -25,7 +25,7 @@ def api(shared: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def smallest() -> dict[str, object]:
-    """Overrides of `digits` for a whole run in seconds, without rules of the gate."""
+    """Overrides of `digits` for a whole run in seconds, without gate and smoke test."""
     return {
         "source.count": 60,
         "source.rehearsal": 0,
@@ -39,8 +39,8 @@ def smallest() -> dict[str, object]:
         "evaluate.prompts.old.images_per_prompt": 1,
         "evaluate.bootstrap": 10,
         "evaluate.holdout_samples": 4,
-        "evaluate.holdout_draws": 1,
         "publish.gate": [],
+        "publish.smoke_test": False,
     }
 
 

@@ -16,6 +16,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from tasks.publish.model_registry import Registry
+
 pytestmark = pytest.mark.slow
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
 Overrides = dict[str, Any]
@@ -98,12 +100,20 @@ def test_a_run_is_published_and_its_repetition_reuses_everything(
     for stage in ("evaluation", "model", "latents", "images", "source"):
         assert f"  {stage} " in shown
     assert "damaged" not in here("verify", "--store", store)
+    here("run", "digits", "--force", "a demonstration", overrides=harder, api=api)
+    (model,) = json.loads(here("ls", "--store", store, "--json"))["models"][2:]
+    card = (Path(model["uri"]) / "README.md").read_text(encoding="utf-8")
+    assert model["champion"] and "in spite of a failed gate:** a demonstration" in card
+    move = Registry(f"{store}/registry", "digits").last_move()
+    assert move is not None and move["why"] == "forced: a demonstration"
 
 
 def drawn(report: Report) -> set[str]:
     """Names of the shards with either model's samples."""
     return {
-        file["path"] for file in manifest(report, "evaluate")["files"] if "/shards/" in file["path"]
+        file["path"]
+        for file in manifest(report, "evaluate")["files"]
+        if file["path"].endswith(".tar")
     }
 
 

@@ -30,7 +30,7 @@ def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Art
     draft.write("metrics.json", json.dumps({"metrics": {}, "number": number}).encode())
     draft.write("model.bin", f"{stage} {number}".encode())
     draft.write(INFO, b"{}")
-    return draft.commit({}, {})
+    return draft.commit({"forced": None}, {})
 
 
 def reused(artifact: Artifact) -> StageResult:

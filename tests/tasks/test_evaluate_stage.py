@@ -19,7 +19,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged
 from artifacts.digests import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, Shard, Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.contract import WrongInput
@@ -31,17 +31,22 @@ from runtimes.sample.generate_job import generate
 from runtimes.torch_models.loading import load_denoiser
 from tasks.child_process import run_job
 from tasks.encode import stage as encode
+from tasks.evaluate import draw_pictures, holdout_loss
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.before_after_grid import MARGIN
+from tasks.evaluate.bootstrap import Estimates, difference
+from tasks.evaluate.distribution_distances import DISTANCES
+from tasks.evaluate.fingerprint import fingerprint
 from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.load_published_model import load_published_model
-from tasks.evaluate.metric_suite import fingerprint, flatten, metric_names
+from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.prompts import sample_prompts
 from tasks.progress import Progress
 
 pytestmark = pytest.mark.slow
 
 NEW = ["a red cat", "a blue dog"]
+LOSSES = {holdout_loss.NAME, *holdout_loss.BANDS}
 
 
 def _recipe(store: Path, model: Path, clip: Path, **settings: Any) -> Recipe:
@@ -54,7 +59,6 @@ def _recipe(store: Path, model: Path, clip: Path, **settings: Any) -> Recipe:
         "num_inference_steps": 2,
         "bootstrap": 20,
         "holdout_samples": 4,
-        "holdout_draws": 2,
         "device": "cpu",
         **settings,
     }
@@ -132,7 +136,7 @@ class World:
     def inputs(self, recipe: Recipe) -> EvalInputs:
         return EvalInputs(recipe, self.images, self.latents, self.model, None, self.clip)
 
-    def metrics_of(self, champion: Path, evaluated: Artifact) -> dict[str, Any]:
+    def metrics_of(self, champion: Path, evaluated: Artifact) -> Estimates:
         """The metrics of a published model, comparable with an evaluation."""
         given = self.inputs(self.recipe)
         return evaluate.metrics_of_published(given, evaluated, str(champion), run=self.run)
@@ -177,8 +181,9 @@ def test_every_named_metric_is_measured_for_both_models(world: World) -> None:
             assert metric["ci"][0] <= metric["ci"][1]
     for name in ("cmmd", "fd", "holdout_loss"):
         assert found[name]["base"]["value"] != found[name]["tuned"]["value"]
-    flat = flatten(found)
-    assert flat["cmmd"] == {m: found["cmmd"][m]["value"] for m in ("base", "tuned")}
+    bands = [found[name]["tuned"]["value"] for name in holdout_loss.BANDS]
+    assert found["holdout_loss"]["tuned"]["value"] == pytest.approx(np.mean(bands))
+    assert len(set(bands)) == 8
     assert not (Path(artifact.path) / "drawing").exists()
 
 
@@ -213,8 +218,45 @@ def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
 
 
 def test_an_untrained_model_has_the_metrics_of_its_base(world: World) -> None:
-    for models in _metrics(world.evaluate(world.trained(1.0))).values():
+    artifact = world.evaluate(world.trained(1.0))
+    for models in _metrics(artifact).values():
         assert models["base"] == models["tuned"]
+    for name, others in artifact.summary["differences"].items():
+        low, high = others["base"]["ci"]
+        assert others["base"]["value"] == 0 and low <= 0 <= high
+        assert (low < high) == name.startswith("memorized")  # a share has a width without change
+
+
+def test_differences_are_paired_by_picture(world: World) -> None:
+    artifact = world.evaluate(world.trained(0.5))
+    models = evaluate.read_estimates(artifact)
+    assert artifact.summary["differences"].keys() == _metrics(artifact).keys()
+    for name, others in artifact.summary["differences"].items():
+        base, tuned = models["base"][name], models["tuned"][name]
+        assert others["base"]["value"] == pytest.approx(tuned.value - base.value)
+        assert others["base"]["ci"] == pytest.approx(difference(tuned, base), abs=1e-4)
+
+
+def test_the_closest_pairs_show_samples_above_training_pictures(world: World) -> None:
+    artifact = world.evaluate(world.trained(0.5))
+    found = artifact.summary["memorization"]
+    assert (found["training_pictures"], found["held_out_pictures"]) == (13, 11)
+    assert len(found["closest_pairs"]) == 8 and found["held_out"]["memorized_pixels"] == 0
+    page = np.asarray(Image.open(io.BytesIO(artifact.read("closest_pairs.png"))))
+    samples = list(draw_pictures.read_pictures(world.store, _drawn_by_the_tuned(world, artifact)))
+    for column, pair in enumerate(found["closest_pairs"]):
+        left, top = 4 + column * 132, 3 * 14 + 4
+        shown = page[top + 2 : top + 128 : 4, left + 2 : left + 128 : 4]
+        np.testing.assert_array_equal(shown, samples[pair["sample"]])
+        training = page[top + 134 : top + 260 : 4, left + 2 : left + 128 : 4]
+        assert training.std() > 60  # noise, as all pictures of this source
+
+
+def _drawn_by_the_tuned(world: World, artifact: Artifact) -> Shard:
+    key = Path(world.jobs[0].drawings[1].out).name
+    shard = world.store.shard("evaluate", key)
+    assert shard is not None
+    return shard
 
 
 def test_another_training_run_reuses_the_bases_pictures(world: World) -> None:
@@ -301,17 +343,20 @@ def test_a_champion_with_another_fingerprint_samples_again(world: World, tmp_pat
     found = world.metrics_of(champion, artifact)
     assert len(world.jobs) == 2 and found.keys() == _metrics(artifact).keys()
     # the champion's folder holds the base: it must measure as the base did
-    for name, models in found.items():
-        assert models["tuned"] == _metrics(artifact)[name]["base"]
+    for name, estimate in found.items():
+        assert estimate.metric() == _metrics(artifact)[name]["base"]
 
 
 def test_a_champion_with_the_same_fingerprint_is_not_fetched(world: World, tmp_path: Path) -> None:
     artifact = world.evaluate(world.trained(0.5))
-    (tmp_path / "metrics.json").write_bytes(artifact.read("metrics.json"))  # and no model
+    for name in ("metrics.json", "bootstrap.npz"):  # and no model
+        (tmp_path / name).write_bytes(artifact.read(name))
     found = world.metrics_of(tmp_path, artifact)
-    assert {name: models["tuned"] for name, models in found.items()} == {
-        name: models["tuned"] for name, models in _metrics(artifact).items()
-    }
+    tuned = evaluate.read_estimates(artifact)["tuned"]
+    assert found.keys() == _metrics(artifact).keys()
+    for name, estimate in found.items():
+        assert estimate.value == _metrics(artifact)[name]["tuned"]["value"]
+        np.testing.assert_array_equal(estimate.resampled, tuned[name].resampled)
 
 
 def test_the_loss_of_another_prediction_is_not_compared(world: World, tmp_path: Path) -> None:
@@ -324,7 +369,7 @@ def test_the_loss_of_another_prediction_is_not_compared(world: World, tmp_path: 
     path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "sample"}))
     artifact = world.evaluate(world.trained(0.5))
     found = world.metrics_of(champion, artifact)
-    assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
+    assert found.keys() == _metrics(artifact).keys() - LOSSES
     assert world.jobs[-1].latents is None
 
 
@@ -336,7 +381,7 @@ def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) 
     load_denoiser(world.model / "unet", config=config).save_pretrained(champion / "unet")
     artifact = world.evaluate(world.trained(0.5))
     found = world.metrics_of(champion, artifact)
-    assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
+    assert found.keys() == _metrics(artifact).keys() - LOSSES
 
 
 def test_a_champion_encodes_with_its_trained_text_encoders(tmp_path: Path) -> None:
@@ -364,7 +409,7 @@ def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
     world.latents = draft.commit({}, {})
     found = _metrics(world.evaluate(world.trained(0.5), recipe))
     assert list(found) == metric_names(recipe)
-    assert set(found) == {"clip_score", "clip_score/new", "clip_score/old"}
+    assert not set(found) & {"cmmd", *DISTANCES, *LOSSES} and "clip_score/new" in found
 
 
 def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None:

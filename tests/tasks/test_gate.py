@@ -1,12 +1,20 @@
 """The rules of the gate, and the errors of invalid ones."""
 
+import numpy as np
 import pytest
 
+from tasks.evaluate.bootstrap import Estimate, mean, share
 from tasks.publish.gate import GateError, check_rules, judge, needs_champion, parse_rule
 
+
+def exactly(value: float) -> Estimate:
+    return Estimate(value, 10, np.full(20, value))
+
+
 VALUES = {
-    "cmmd": {"base": 5.0, "tuned": 0.5, "champion": 0.4},
-    "digit/new": {"base": 0.1, "tuned": 0.93},
+    "base": {"cmmd": exactly(5.0), "digit/new": exactly(0.1)},
+    "tuned": {"cmmd": exactly(0.5), "digit/new": exactly(0.93)},
+    "champion": {"cmmd": exactly(0.4)},
 }
 
 
@@ -37,7 +45,7 @@ def test_a_rule_fails_without_a_value_of_the_champion() -> None:
 
 
 def test_without_rules_everything_passes() -> None:
-    assert judge([], {}) == []
+    assert judge([], {"tuned": {}}) == []
 
 
 def test_a_rule_fails_without_a_value_of_the_model() -> None:
@@ -46,7 +54,9 @@ def test_a_rule_fails_without_a_value_of_the_model() -> None:
     assert "not measured" in verdict.note
 
 
-@pytest.mark.parametrize("text", ["cmmd", "cmmd = 3", "cmmd < tuned", "cmmd < 1 < 2", ""])
+@pytest.mark.parametrize(
+    "text", ["cmmd", "cmmd = 3", "cmmd < tuned", "cmmd < 1 < 2", "cmmd < 1 at 95", ""]
+)
 def test_the_error_of_an_invalid_rule_has_the_syntax(text: str) -> None:
     with pytest.raises(GateError, match="write it as"):
         parse_rule(text)
@@ -54,9 +64,60 @@ def test_the_error_of_an_invalid_rule_has_the_syntax(text: str) -> None:
 
 def test_the_error_of_an_unknown_metric_has_the_nearest_one() -> None:
     with pytest.raises(GateError, match="did you mean cmmd"):
-        check_rules(["cmd < 3"], ["cmmd", "fd"])
+        check_rules(["cmd < 3"], ["cmmd", "fd"], 100)
 
 
 def test_only_rules_with_champion_need_one() -> None:
     assert needs_champion(["cmmd < base", "fd < champion"])
     assert not needs_champion(["cmmd < base", "fd < 3"])
+
+
+def test_with_a_level_the_whole_interval_of_the_paired_difference_complies() -> None:
+    """The tuned model is better by 0.1; 20 pictures leave the sign open, 2,000 do not."""
+    for n, sure in ((20, False), (2000, True)):
+        rng = np.random.default_rng(0)
+        prompt = rng.normal(size=n)
+        champion, tuned = prompt, prompt + rng.normal(0.1, 0.5, n)
+        models = {
+            "champion": {"clip_score": mean(champion, 200, 0)},
+            "tuned": {"clip_score": mean(tuned, 200, 0)},
+        }
+        plain, confident, worse = judge(
+            [
+                "clip_score > champion",
+                "clip_score > champion at 95%",
+                "clip_score < champion at 95%",
+            ],
+            models,
+            champion=True,
+        )
+        assert plain.passed and confident.passed is sure and not worse.passed
+        assert confident.interval is not None
+        assert (confident.interval[0] > 0) is sure
+        (lenient,) = judge(["clip_score >= champion - 1 at 95%"], models, champion=True)
+        assert lenient.passed
+
+
+def test_with_a_level_a_share_is_judged_by_its_interval() -> None:
+    """Nine of nine may be luck."""
+    for n, passed in ((9, False), (200, True)):
+        models = {"tuned": {"digit/new": share(np.ones(n, bool), 100, 0)}}
+        plain, confident = judge(["digit/new >= 0.9", "digit/new >= 0.9 at 95%"], models)
+        assert plain.passed and confident.passed is passed
+
+
+def test_metrics_of_different_pictures_pass_no_rule_with_a_level() -> None:
+    models = {
+        "base": {"fd": mean(np.arange(9.0), 20, 0)},
+        "tuned": {"fd": mean(np.arange(8.0), 20, 0)},
+    }
+    plain, confident = judge(["fd < base", "fd < base at 95%"], models)
+    assert plain.passed and not confident.passed and confident.interval is None
+
+
+def test_a_level_needs_resamples_beyond_its_interval() -> None:
+    check_rules(["fd < base at 95%"], ["fd"], 20)
+    with pytest.raises(GateError, match=r"evaluate\.bootstrap of 100 or more"):
+        check_rules(["fd < base at 99%"], ["fd"], 20)
+    with pytest.raises(GateError, match="at least 50%"):
+        parse_rule("fd < base at 100%")

@@ -9,18 +9,24 @@ import pytest
 from huggingface_hub import ModelCard
 
 from configs.load import load_recipe
-from tasks.evaluate.metric_suite import metric_rows
+from tasks.evaluate.metric_table import metric_rows
 from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card
 
 
-def test_each_model_has_its_own_column() -> None:
+def test_each_model_and_difference_has_its_own_column() -> None:
     measured = {
         "base": {"value": 5.0, "n": 10, "ci": [4.0, 6.0]},
         "tuned": {"value": 1.0, "n": 12, "ci": [0.5, 1.5]},
     }
-    assert metric_rows({"cmmd": measured, "fd": {"tuned": measured["tuned"]}}) == [
-        {"metric": "cmmd", "base": "5 [4, 6]", "tuned": "1 [0.5, 1.5]", "samples": 12},
-        {"metric": "fd", "base": "—", "tuned": "1 [0.5, 1.5]", "samples": 12},
+    differences = {"cmmd": {"base": {"value": -4.0, "ci": [-4.5, -3.5]}}}
+    metrics = {"cmmd": measured, "fd": {"tuned": measured["tuned"]}}
+    names = ("metric", "base", "tuned", "tuned - base", "samples")
+    assert metric_rows(metrics, differences) == [
+        dict(zip(names, row, strict=True))
+        for row in (
+            ("cmmd", "5 [4, 6]", "1 [0.5, 1.5]", "-4 [-4.5, -3.5]", 12),
+            ("fd", "—", "1 [0.5, 1.5]", "—", 12),
+        )
     ]
 
 
@@ -47,7 +53,9 @@ def test_the_code_of_every_kind_of_card_is_python(
     recipe = load_recipe("digits", {"model.vae": "a/vae"})
     train = recipe.train.model_copy(update={"inpainting": inpainting, "aesthetic_score": score})
     recipe = recipe.model_copy(update={"train": train})
-    card = write_card(recipe, tmp_path, {}, [], {"images": "abc"}, weights)
+    card = write_card(
+        recipe, tmp_path, {"metrics": {}, "differences": {}}, [], {"images": "abc"}, weights
+    )
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     ast.parse(code)
     assert ("mask_image=mask" in code) == inpainting
@@ -75,7 +83,8 @@ def test_the_metadata_names_what_the_hub_knows(
         "seconds": 5400.0,
         "versions": {"torch": "2.13.0"},
     }
-    card = write_card(recipe, tmp_path, metrics, [], {}, weights, training_facts(run))
+    measured = {"metrics": metrics, "differences": {}}
+    card = write_card(recipe, tmp_path, measured, [], {}, weights, training_facts(run))
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("some-lab/xl_base-1.0", relation)
     assert data.datasets == ["someone/pictures"] and data.pipeline_tag == "text-to-image"

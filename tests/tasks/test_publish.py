@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
@@ -15,16 +16,18 @@ from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load import load_recipe
 from configs.recipe import Recipe
+from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
+from tasks.evaluate.stage import metrics_by_name
+from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble, cast
 from tasks.publish.model_card import base_card, license_of
-from tasks.publish.stage import Rejected, build, registry_of, show
+from tasks.publish.smoke_test import SmokeTestFailed, check
+from tasks.publish.stage import Rejected, build, registry_of, settings_for_key, show
 from tasks.train import STAGE as TRAIN
 
-METRICS = {
-    "cmmd": {
-        "base": {"value": 5.0, "n": 10, "ci": [4.0, 6.0]},
-        "tuned": {"value": 1.0, "n": 10, "ci": [0.5, 1.5]},
-    }
+MODELS = {
+    "base": {"cmmd": Estimate(5.0, 10, np.linspace(4.0, 6.0, 41))},
+    "tuned": {"cmmd": Estimate(1.0, 10, np.linspace(0.5, 1.5, 41))},
 }
 
 
@@ -49,19 +52,25 @@ def commit(store: Store, stage: str, files: dict[str, bytes]) -> Artifact:
 def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
     store = Store(recipe.store)
     trained = commit(store, TRAIN, {f"unet/{p.name}": p.read_bytes() for p in unet.iterdir()})
-    measured = json.dumps({"metrics": METRICS, "fingerprint": "f"}).encode()
-    evaluated = commit(store, "evaluate", {"metrics.json": measured, "before_after.png": b"png"})
+    facts = {"metrics": metrics_by_name(MODELS), "fingerprint": "f"}
+    files = {
+        "metrics.json": json.dumps(facts).encode(),
+        "bootstrap.npz": to_npz(MODELS),
+        "before_after.png": b"png",
+    }
+    evaluated = commit(store, "evaluate", files)
     draft = store.draft(KeyParts("publish", 1, {}, {}))
     champion = more.get("champion_metrics", lambda url: {})
     lineage = {"images": "abc"}
-    summary = build(
-        recipe, trained, evaluated, lineage, base, None, champion, draft, lambda *a: None
-    )
+    given = (recipe, trained, evaluated, lineage, base, None, champion)
+    summary = build(*given, draft, lambda *a: None, force=more.get("force"))
     return draft.commit(summary, {"parents": {}})
 
 
-def digits(tmp_path: Path, *rules: str) -> Recipe:
-    return load_recipe("digits", {"store": str(tmp_path / "store"), "publish.gate": list(rules)})
+def digits(tmp_path: Path, *rules: str, **publish: Any) -> Recipe:
+    given = {f"publish.{name}": value for name, value in publish.items()}
+    quick = {"publish.smoke_test": False, "publish.gate": list(rules)}
+    return load_recipe("digits", {"store": str(tmp_path / "store"), **quick, **given})
 
 
 def test_the_published_folder_loads_with_the_tuned_unet(
@@ -101,14 +110,87 @@ def test_the_champion_is_measured_only_if_a_rule_names_it(
     registry.promote(registry.publish(publish(tmp_path, tiny_sdxl, tuned, recipe)).name)
     asked: list[str] = []
 
-    def better(url: str) -> dict[str, Any]:
+    def better(url: str) -> Estimates:
         asked.append(url.rpartition("/")[2])
-        return {"cmmd": {"tuned": {"value": 0.5, "n": 1, "ci": [0, 1]}}}
+        return {"cmmd": Estimate(0.5, 10, np.linspace(0.4, 0.6, 41))}
 
     with pytest.raises(Rejected):
         publish(tmp_path, tiny_sdxl, tuned, recipe, champion_metrics=better)
     publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, "cmmd < 2"), champion_metrics=better)
     assert asked == ["v1"]
+
+
+def test_what_is_published_has_the_champions_metrics_and_the_paired_difference(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    recipe = digits(tmp_path, "cmmd < champion + 1 at 95%")
+    registry = registry_of(recipe)
+    registry.promote(registry.publish(publish(tmp_path, tiny_sdxl, tuned, recipe)).name)
+    champion = {"cmmd": Estimate(0.8, 10, np.linspace(0.3, 1.3, 41))}
+    artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, champion_metrics=lambda url: champion)
+    measured = json.loads(artifact.read("metrics.json"))
+    assert measured["metrics"]["cmmd"]["champion"]["value"] == 0.8
+    assert measured["differences"]["cmmd"]["champion"]["ci"] == pytest.approx([0.2, 0.2])
+    (verdict,) = json.loads(artifact.read("gate.json"))
+    assert verdict["bound"] == pytest.approx(1.8)
+    assert verdict["interval"] == pytest.approx([-0.8, -0.8])
+    assert "tuned - champion" in artifact.read("README.md").decode().replace("\\", "")
+
+
+def test_a_forced_model_names_the_reason_in_card_and_history(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    recipe, reason = digits(tmp_path, "cmmd < 0.5"), "the old one leaks"
+    artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, force=reason)
+    assert artifact.summary["forced"] == reason
+    card = artifact.read("README.md").decode()
+    assert f"**Published in spite of a failed gate:** {reason}" in card and "failed" in card
+    assert settings_for_key(recipe, reason) != settings_for_key(recipe)
+    passes = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, "cmmd < base"), force=reason)
+    assert passes.summary["forced"] is None and reason not in passes.read("README.md").decode()
+
+
+def test_the_smoke_test_draws_by_plain_diffusers(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, smoke_test=True))
+    assert artifact.summary["forced"] is None
+
+
+def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_sdxl: Path) -> None:
+    folder = shutil.copytree(tiny_sdxl, tmp_path / "model")
+    unet = UNet2DConditionModel.from_pretrained(folder / "unet")
+    with torch.no_grad():
+        unet.conv_out.weight.fill_(float("nan"))
+    unet.save_pretrained(folder / "unet")
+    job = {"folder": str(folder), "base": str(tiny_sdxl), "device": "cpu"}
+    with pytest.raises(ValueError, match="the picture is not finite"):
+        smoke_test.draw(job)
+
+
+def test_a_folder_that_fails_the_smoke_test_is_rejected(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "fails.py"))
+    (tmp_path / "fails.py").write_text("raise ValueError('no picture')")
+    recipe = digits(tmp_path, "cmmd < base", smoke_test=True)
+    with pytest.raises(Rejected, match=r"smoke test \(ValueError: no picture\)") as caught:
+        publish(tmp_path, tiny_sdxl, tuned, recipe)
+    assert [verdict.passed for verdict in caught.value.verdicts] == [True, False]
+    assert not list((tmp_path / "store").glob("publish/*/manifest.json"))
+
+
+def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "weights.safetensors").write_bytes(bytes(100))
+    with pytest.raises(SmokeTestFailed, match=r"100 bytes exceed publish\.max_bytes \(99\)"):
+        check(folder, tiny_sdxl, digits(tmp_path, max_bytes=99))
+    (folder / "weights.bin").write_bytes(b"")
+    with pytest.raises(SmokeTestFailed, match=r"weights\.bin is no safetensors file"):
+        check(folder, tiny_sdxl, digits(tmp_path))
 
 
 def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
@@ -118,7 +200,10 @@ def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: 
     artifact = publish(tmp_path, base, tuned, digits(tmp_path))
     card = artifact.read("README.md").decode()
     assert base_card(Path(artifact.path))["license"] == "openrail++"
-    assert "| cmmd | 5 [4, 6] | 1 [0.5, 1.5] | 10 |" in card.replace("\\", "")
+    assert (
+        "| cmmd | 5 [4.05, 5.95] | 1 [0.525, 1.475] | -4 [-4.475, -3.525] | 10 |"
+        in card.replace("\\", "")
+    )
     assert "`abc`" in card
     assert license_of(digits(tmp_path), tiny_sdxl) == "other"
 

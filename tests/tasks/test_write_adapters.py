@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -21,13 +22,16 @@ from configs.load import load_recipe
 from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.contract import WrongInput
+from tasks.evaluate.bootstrap import Estimate, to_npz
 from tasks.evaluate.load_published_model import load_published_model
+from tasks.evaluate.stage import metrics_by_name
+from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.stage import build, registry_of, show
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content
 
-METRIC = {"value": 1.0, "n": 10, "ci": [0.5, 1.5]}
+METRICS = {"cmmd": Estimate(1.0, 10, np.linspace(0.5, 1.5, 41))}
 
 
 def digits(folder: Path, base: Path, **more: Any) -> Recipe:
@@ -39,6 +43,7 @@ def digits(folder: Path, base: Path, **more: Any) -> Recipe:
             "train.method": "lora",
             "train.lora.rank": RANK,
             "publish.gate": [],
+            "publish.smoke_test": False,
             **more,
         },
     )
@@ -59,9 +64,14 @@ def train(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
 
 def publish(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
     store = Store(recipe.store)
-    metrics = {"metrics": {"cmmd": {"base": METRIC, "tuned": METRIC}}, "fingerprint": "f"}
-    measured = json.dumps(metrics).encode()
-    evaluated = commit(store, "evaluate", {"metrics.json": measured, "before_after.png": b"png"})
+    models = {"base": METRICS, "tuned": METRICS}
+    measured = {"metrics": metrics_by_name(models), "fingerprint": "f"}
+    written = {
+        "metrics.json": json.dumps(measured).encode(),
+        "bootstrap.npz": to_npz(models),
+        "before_after.png": b"png",
+    }
+    evaluated = commit(store, "evaluate", written)
     draft = store.draft(KeyParts("publish", 1, {}, {}))
     base = Path(recipe.model.path)
     trained = train(folder, recipe, **more)
@@ -81,6 +91,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
     assert files(artifact) == {
         "README.md",
         "before_after.png",
+        "bootstrap.npz",
         "digits_kohya.safetensors",
         "gate.json",
         "metrics.json",
@@ -88,6 +99,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
         "recipe.yaml",
     }
     version = registry_of(recipe).publish(artifact)
+    smoke_test.draw({"folder": version.uri, "base": str(tiny_sdxl), "device": "cpu"})
     pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
     pipe.load_lora_weights(version.uri)
     layer = pipe.unet.conv_in

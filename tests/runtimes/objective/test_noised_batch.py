@@ -177,6 +177,16 @@ def test_what_is_held_out_is_measured_plainly() -> None:
     assert trained.held_out(9) == Objective(trained.schedule, SCALE, 9, noise_offset=0.1)
 
 
+def test_equidistant_levels_have_equal_counts_in_the_middles_of_bands() -> None:
+    schedule = diffusion().schedule
+    assert len(schedule) == 1000
+    random, banded = (Objective(schedule, SCALE, 3, equidistant_levels=n) for n in (None, 8))
+    levels = [choice.level for choice in banded.choices(range(24))]
+    assert levels == [62, 187, 312, 437, 562, 687, 812, 937] * 3
+    for ours, theirs in zip(banded.choices(range(9)), random.choices(range(9)), strict=True):
+        assert (ours.caption, ours.flip, ours.mask) == (theirs.caption, theirs.flip, theirs.mask)
+
+
 def test_a_recipe_says_all_of_it() -> None:
     settings = Train(
         seed=5,

@@ -68,7 +68,7 @@ def pictures(job: TrainJob, *drawings: Drawing) -> None:
         sampler=SAMPLER,
         device="cpu",
         latents=job.latents,
-        holdout={"samples": 4, "draws": 2, "seed": 1, "noise_offset": 0.0},
+        holdout={"samples": 4, "levels": 2, "seed": 1, "noise_offset": 0.0},
     )
     generate(job_to_draw, Quiet())
 

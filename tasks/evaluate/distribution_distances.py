@@ -1,0 +1,191 @@
+"""Metrics of a set of pictures against a reference set: CMMD, KID, Fréchet, precision, recall.
+
+Each function has the features [N, D] of the pictures and [M, D] of the references. Its bootstrap
+draws weights of both sets; one matrix product computes all resamples of a kernel metric.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.evaluate.bootstrap import PICTURES, REFERENCES, Estimate, Float64, weights
+from tasks.evaluate.clip_score import normalise
+
+CMMD_SIGMA = 10.0
+CMMD_SCALE = 1000.0
+NEIGHBOURS = 3  # k of precision and recall
+#: Cost limit of the Fréchet bootstrap, resamples x matrix side cubed. Larger problems get fewer
+#: resamples, MIN_RESAMPLES at least.
+FRECHET_BUDGET = 3e9
+MIN_RESAMPLES = 40
+
+
+def cmmd(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+    """CLIP maximum mean discrepancy.
+
+    Jayasumana et al. 2024 (arXiv 2401.09603): 1000 times the squared MMD with a Gaussian kernel of
+    sigma 10, on unit-length features. The V-statistic is exactly 0 for equal sets.
+    """
+    x, y = normalise(images), normalise(reference)
+    k_xx, k_yy, k_xy = _gaussian(x, x), _gaussian(y, y), _gaussian(x, y)
+
+    def distance(wx: Float64, wy: Float64) -> Float64:
+        """Distances [B] for weights [B, N] and [B, M], whose rows sum to 1."""
+        xx = ((wx @ k_xx) * wx).sum(axis=1)
+        yy = ((wy @ k_yy) * wy).sum(axis=1)
+        return CMMD_SCALE * (xx + yy - 2.0 * ((wx @ k_xy) * wy).sum(axis=1))
+
+    found = _estimate(distance, len(x), len(y), resamples, seed)
+    return Estimate(max(found.value, 0.0), found.n, found.resampled, low=0.0)
+
+
+def kid(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+    """Kernel inception distance: the unbiased squared MMD with the kernel (x.y / D + 1)³.
+
+    Bińkowski et al. 2018 (arXiv 1801.01401), over all pictures instead of random subsets. It may
+    be below 0.
+
+    Raises:
+        ValueError: N or M is below 2.
+    """
+    x, y = images.astype(np.float64), reference.astype(np.float64)
+    if min(len(x), len(y)) < 2:
+        raise ValueError("the kernel distance needs at least two pictures in each set")
+    k_xx, k_yy, k_xy = _cubic(x, x), _cubic(y, y), _cubic(x, y)
+
+    def distance(wx: Float64, wy: Float64) -> Float64:
+        """Distances [B]; a picture is never compared with its own copies in a resample."""
+        cross = ((wx @ k_xy) * wy).sum(axis=1)
+        return _off_diagonal(k_xx, wx) + _off_diagonal(k_yy, wy) - 2.0 * cross
+
+    return _estimate(distance, len(x), len(y), resamples, seed)
+
+
+def frechet(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+    """Fréchet distance between Gaussian fits.
+
+    Heusel et al. 2017 (arXiv 1706.08500), on unnormalised features (Kynkäänniemi et al. 2023, arXiv
+    2203.06026; Stein et al. 2023, arXiv 2306.04675). Its bias depends on the sample count: compare
+    only values of equal n.
+
+    Raises:
+        ValueError: N or M is below 2.
+    """
+    x, y = images.astype(np.float64), reference.astype(np.float64)
+    value = frechet_distance(x, y)
+    size = min(len(x), len(y), x.shape[1])
+    resamples = int(min(resamples, max(MIN_RESAMPLES, FRECHET_BUDGET / max(size, 64) ** 3)))
+    rows_x = _rows(weights(seed, resamples, len(x), PICTURES))
+    rows_y = _rows(weights(seed, resamples, len(y), REFERENCES))
+    pairs = zip(rows_x, rows_y, strict=True)
+    resampled = np.array([frechet_distance(x[a], y[b]) for a, b in pairs])
+    return Estimate(value, len(x), resampled, low=0.0)
+
+
+def frechet_distance(x: Float64, y: Float64) -> float:
+    """|mean(x) - mean(y)|² + tr(Cx + Cy - 2 (Cx Cy)^½) for samples [N, D] and [M, D].
+
+    With Cx = A'A and Cy = B'B, tr (Cx Cy)^½ is the sum of the singular values of AB'. This avoids
+    the square root of a possibly singular matrix.
+
+    Raises:
+        ValueError: N or M is below 2.
+    """
+    if min(len(x), len(y)) < 2:
+        raise ValueError("the Fréchet distance needs at least two pictures in each set")
+    a = (x - x.mean(axis=0)) / math.sqrt(len(x) - 1)
+    b = (y - y.mean(axis=0)) / math.sqrt(len(y) - 1)
+    root = np.linalg.svd(_compact(a) @ _compact(b).T, compute_uv=False).sum()
+    shift = ((x.mean(axis=0) - y.mean(axis=0)) ** 2).sum()
+    return max(float(shift + (a**2).sum() + (b**2).sum() - 2.0 * root), 0.0)
+
+
+def precision(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+    """Share of the pictures within the references' manifold: are they realistic.
+
+    Kynkäänniemi et al. 2019 (arXiv 1904.06991): the manifold is the union of balls, one around each
+    picture, that reach its third nearest neighbour in the same set.
+    """
+    inside = _within(images, reference)
+
+    def value(wx: Float64, wy: Float64) -> Float64:
+        return np.asarray(((wy > 0) @ inside.T.astype(np.float64) > 0.5) * wx).sum(axis=1)
+
+    found = _estimate(value, len(images), len(reference), resamples, seed)
+    return Estimate(found.value, found.n, found.resampled, low=0.0, high=1.0)
+
+
+def recall(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+    """Share of the references within the pictures' manifold: are they as diverse. See precision."""
+    inside = _within(reference, images)
+
+    def value(wx: Float64, wy: Float64) -> Float64:
+        return np.asarray(((wx > 0) @ inside.T.astype(np.float64) > 0.5) * wy).sum(axis=1)
+
+    found = _estimate(value, len(images), len(reference), resamples, seed)
+    return Estimate(found.value, found.n, found.resampled, low=0.0, high=1.0)
+
+
+#: A metric: (image features, reference features, resamples, seed) -> estimate.
+Distance = Callable[[NDArray[Any], NDArray[Any], int, int], Estimate]
+#: By features of evaluate.image_encoder. CMMD has those of evaluate.clip, by its definition.
+DISTANCES: dict[str, Distance] = {
+    "fd": frechet,
+    "kid": kid,
+    "precision": precision,
+    "recall": recall,
+}
+
+
+def _estimate(
+    value: Callable[[Float64, Float64], Float64], n: int, m: int, resamples: int, seed: int
+) -> Estimate:
+    """The estimate of a function of weights [B, N] and [B, M]."""
+    all_equal = value(np.full((1, n), 1 / n), np.full((1, m), 1 / m))
+    wx, wy = weights(seed, resamples, n, PICTURES), weights(seed, resamples, m, REFERENCES)
+    return Estimate(float(all_equal[0]), n, value(wx, wy))
+
+
+def _within(points: NDArray[Any], manifold: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether each of points [N, D] lies in the ball of each of manifold [M, D]: bool [N, M]."""
+    x, y = points.astype(np.float64), manifold.astype(np.float64)
+    k = min(NEIGHBOURS, len(y) - 1)
+    radii = np.partition(_squared_distances(y, y), k, axis=1)[:, k]  # column 0 is the point itself
+    return np.asarray(_squared_distances(x, y) <= radii)
+
+
+def _off_diagonal(kernel: Float64, w: Float64) -> Float64:
+    """Mean [B] of the kernel over pairs of different rows, for weights [B, N]."""
+    squares = w**2
+    total = ((w @ kernel) * w).sum(axis=1) - squares @ np.diag(kernel)
+    pairs = 1.0 - squares.sum(axis=1)  # 0 for a resample of one picture only
+    return np.divide(total, pairs, out=np.zeros_like(total), where=pairs > 1e-12)
+
+
+def _rows(w: Float64) -> list[NDArray[np.intp]]:
+    """Row numbers [N] of each resample with weights [B, N]."""
+    counts = np.rint(w * w.shape[1]).astype(int)
+    return [np.repeat(np.arange(w.shape[1]), count) for count in counts]
+
+
+def _compact(a: Float64) -> Float64:
+    """A matrix with equal A'A and at most as many rows as columns."""
+    return np.asarray(np.linalg.qr(a, mode="r")) if a.shape[0] > a.shape[1] else a
+
+
+def _gaussian(x: Float64, y: Float64) -> Float64:
+    return np.asarray(np.exp(-_squared_distances(x, y) / (2.0 * CMMD_SIGMA**2)))
+
+
+def _cubic(x: Float64, y: Float64) -> Float64:
+    return np.asarray((x @ y.T / x.shape[1] + 1.0) ** 3)
+
+
+def _squared_distances(x: Float64, y: Float64) -> Float64:
+    squared = (x**2).sum(axis=1)[:, None] + (y**2).sum(axis=1) - 2.0 * x @ y.T
+    return np.asarray(np.maximum(squared, 0.0))

@@ -1,0 +1,223 @@
+"""Models that turn pictures into feature vectors: CLIP, any `transformers` vision model, pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from configs.redact_errors_and_logs import one_line
+from runtimes.contract import WrongInput
+from runtimes.pipeline_folder.describe_encoders import read_config
+
+Picture = NDArray[np.uint8]  # [H, W, 3]
+Float32 = NDArray[np.float32]
+BATCH = 64
+PIXEL_SIDE = 32
+Item = TypeVar("Item")
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER = ("tokenizer.json", "vocab.json")
+
+
+class ImageEncoder(Protocol):
+    """Features of pictures."""
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Features f32 [N, D], not normalised. Picture sizes may differ."""
+        ...
+
+
+def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
+    """Raise WrongInput unless a folder has a CLIPModel's files; no weights are loaded."""
+    kind = _model_type(folder, setting, "CLIPModel")
+    if kind != "clip":
+        raise WrongInput(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
+    parts = {"weights": WEIGHTS, "a tokenizer": TOKENIZER, "an image processor": PROCESSOR}
+    _check_parts(folder, setting, parts)
+
+
+def check_image_encoder(folder: Path) -> None:
+    """Raise WrongInput unless a folder has a vision model's files; no weights are loaded."""
+    _model_type(folder, "evaluate.image_encoder", "vision model")
+    parts = {"weights": WEIGHTS, "an image processor": PROCESSOR}
+    _check_parts(folder, "evaluate.image_encoder", parts)
+
+
+def open_image_encoder(folder: Path, device: str = "auto") -> ImageEncoder:
+    """The CLIP model or vision model of a folder. Raises WrongInput if it fails to load."""
+    if read_config(folder / "config.json").get("model_type") == "clip":
+        return Clip(folder, device, "evaluate.image_encoder")
+    return VisionModel(folder, device)
+
+
+class Clip:
+    """A CLIPModel with its image processor and tokenizer, in float32 and inference mode.
+
+    Args:
+        folder: local `transformers` folder that holds all three.
+        device: torch device; "auto" selects the best one. Gaudi ("hpu") falls back to "auto".
+        setting: named in errors.
+
+    Raises:
+        WrongInput: a part is missing or fails to load.
+    """
+
+    def __init__(self, folder: Path, device: str = "auto", setting: str = "evaluate.clip") -> None:
+        from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+        self._device = _device(device)
+        try:
+            model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+            self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WrongInput(
+                f"{setting}: {folder} does not load as a CLIPModel: {one_line(error)}"
+            ) from None
+        tokens, rows = len(self._tokenizer), model.config.text_config.vocab_size
+        if not 256 < tokens <= rows:
+            raise WrongInput(
+                f"{setting}: {folder}: the tokenizer has {tokens} tokens only,"
+                f" it needs 257 to {rows}"
+            )
+        self.logit_scale = float(model.logit_scale.detach())
+        self._width = int(model.config.projection_dim)
+        self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Projected image features, f32 [N, D], not normalised. Picture sizes may differ."""
+        rows = list(self._image_batches(pictures))
+        return np.concatenate(rows) if rows else np.zeros((0, self._width), np.float32)
+
+    def _image_batches(self, pictures: Iterable[Picture]) -> Iterator[Float32]:
+        import torch
+
+        for batch in batches(pictures, BATCH):
+            with torch.inference_mode():
+                pixels = self._processor(images=batch, return_tensors="pt").pixel_values
+                output = self._model.get_image_features(pixel_values=pixels.to(self._device))
+            yield output.pooler_output.cpu().numpy()
+
+    def texts(self, prompts: Sequence[str]) -> Float32:
+        """Projected text features, f32 [N, D], not normalised.
+
+        Prompts are truncated to the text encoder's maximum length.
+        """
+        import torch
+
+        distinct = list(dict.fromkeys(prompts))
+        rows: list[Float32] = []
+        with torch.inference_mode():
+            for batch in batches(distinct, BATCH):
+                inputs = self._tokenizer(
+                    batch,
+                    padding="max_length",
+                    max_length=self._model.config.text_config.max_position_embeddings,
+                    truncation=True,
+                    return_tensors="pt",
+                ).to(self._device)
+                output = self._model.get_text_features(**inputs)
+                rows.append(output.pooler_output.cpu().numpy())
+        features = dict(zip(distinct, np.concatenate(rows), strict=True))
+        return np.stack([features[prompt] for prompt in prompts])
+
+
+class VisionModel:
+    """Any vision model of `transformers`, such as Dinov2Model, in float32 and inference mode.
+
+    Its features are the `pooler_output`; DINOv2's is the normalised class token, as FD-DINOv2 uses
+    it (Stein et al. 2023, arXiv 2306.04675). A model without one has the mean of its last states.
+
+    Args:
+        folder: local `transformers` folder with model and image processor.
+        device: as for Clip.
+
+    Raises:
+        WrongInput: a part is missing or fails to load.
+    """
+
+    def __init__(self, folder: Path, device: str = "auto") -> None:
+        from transformers import AutoImageProcessor, AutoModel
+
+        self._device = _device(device)
+        try:
+            model = AutoModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+            self._processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WrongInput(
+                f"evaluate.image_encoder: {folder} does not load as a vision model:"
+                f" {one_line(error)}"
+            ) from None
+        self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Pooled features, f32 [N, D], not normalised. Picture sizes may differ."""
+        import torch
+
+        rows: list[Float32] = []
+        with torch.inference_mode():
+            for batch in batches(pictures, BATCH):
+                pixels = self._processor(images=batch, return_tensors="pt").pixel_values
+                output = self._model(pixel_values=pixels.to(self._device))
+                pooled = getattr(output, "pooler_output", None)
+                if pooled is None:
+                    pooled = output.last_hidden_state.mean(dim=1)
+                rows.append(pooled.flatten(1).cpu().numpy())
+        return np.concatenate(rows) if rows else np.zeros((0, 0), np.float32)
+
+
+class Pixels:
+    """The pixels themselves, reduced to 32 x 32, without the mean of each channel.
+
+    The cosine of two such vectors is their normalised cross-correlation: brightness and contrast
+    do not count.
+    """
+
+    digest = f"pixels {PIXEL_SIDE}"  # in keys of stored features
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Features f32 [N, 32 * 32 * 3]."""
+        size, box = (PIXEL_SIDE, PIXEL_SIDE), Image.Resampling.BOX
+        small = [np.asarray(Image.fromarray(p).resize(size, box), np.float32) for p in pictures]
+        stacked = np.stack(small) if small else np.zeros((0, *size, 3), np.float32)
+        centred = stacked - stacked.mean(axis=(1, 2), keepdims=True)
+        return centred.reshape(len(stacked), -1)
+
+
+def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Lists of up to `size` items, in order."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _device(name: str) -> Any:
+    """The torch device of a name.
+
+    One process owns a Gaudi. The sampling processes need it, so this one must not open it.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from runtimes.torch.device import choose_device
+
+    disable_progress_bar()
+    return choose_device("auto" if name.startswith("hpu") else name)
+
+
+def _model_type(folder: Path, setting: str, kind: str) -> Any:
+    if not (folder / "config.json").is_file():
+        raise WrongInput(f"{setting}: {folder} has no config.json: it is no {kind} folder")
+    return read_config(folder / "config.json").get("model_type")
+
+
+def _check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]]) -> None:
+    for part, files in parts.items():
+        if not any((folder / name).is_file() for name in files):
+            raise WrongInput(f"{setting}: {folder} has no {' or '.join(files)} ({part})")

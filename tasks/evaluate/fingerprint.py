@@ -1,0 +1,77 @@
+"""What two evaluations must share for comparable metrics: sampling settings, data and models."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from artifacts.digests import digest_json
+from artifacts.latent_shards import open_latents
+from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.objective.noise_schedule import Schedule, schedule_facts
+from runtimes.objective.scheduler_config import read_schedule
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from tasks.encode.decode_and_crop import TransformSettings
+from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS, VERSION, SamplingSpec
+from tasks.evaluate.holdout_loss import LEVELS
+from tasks.evaluate.inputs import EvalInputs
+from tasks.evaluate.judges import judge_names
+from tasks.evaluate.metric_names import all_prompts, compared_sets
+from tasks.evaluate.prompts import prompt_sets
+
+log = logging.getLogger("kiln")
+
+
+def sampling_spec(given: EvalInputs) -> SamplingSpec:
+    """The sampling settings of an evaluation, equal for all models."""
+    recipe, latents, settings = given.recipe, given.latents, given.recipe.evaluate
+    has_holdout = open_latents(latents.uri).has_holdout
+    if not has_holdout:
+        log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
+    return SamplingSpec(
+        runtime=recipe.runtime,
+        device=settings.device,
+        batch_size=settings.batch_size,
+        prompts=tuple(all_prompts(prompt_sets(recipe))),
+        sampler=settings.model_dump(mode="json", include=SAMPLER_SETTINGS | {"dtype"}),
+        latents=latents.uri if has_holdout else None,
+        latents_digest=latents.digest,
+        holdout={
+            "samples": settings.holdout_samples,
+            "levels": LEVELS,
+            "seed": settings.seed,
+            "noise_offset": recipe.train.noise_offset,
+        },
+        flash_attention=recipe.train.mindspore.flash_attention,
+    )
+
+
+def loss_facts(
+    schedule: Schedule, folder: Path, vae: Path | None, extras: ExtraInputs
+) -> dict[str, Any]:
+    """The facts that define a held-out loss; losses are comparable only if they are equal."""
+    encoders = describe_encoders(folder, vae)
+    return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
+
+
+def fingerprint(given: EvalInputs) -> str:
+    """sha256 of all facts that two evaluations must share for comparable metrics."""
+    recipe = given.recipe
+    schedule = read_schedule(given.base / "scheduler", recipe.train)
+    extras = ExtraInputs.from_settings(recipe.train)
+    return digest_json(
+        {
+            "version": VERSION,
+            "sampling": sampling_spec(given).facts(),
+            "sets": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
+            "compared": list(compared_sets(recipe)),
+            "models": given.measuring_models(),
+            "reference": given.images.digest,
+            "transform": vars(TransformSettings.of(recipe)),
+            "judges": judge_names(recipe.evaluate.judges),
+            "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
+            "bootstrap": recipe.evaluate.bootstrap,
+            "loss": loss_facts(schedule, given.base, given.vae, extras),
+        }
+    )

@@ -1,0 +1,211 @@
+"""Measure a model's pictures and losses, alike for the base, the tuned model and the champion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from artifacts.latent_shards import open_latents
+from artifacts.store import Shard, Store
+from configs.evaluate import Memorization
+from tasks.encode.decode_and_crop import TransformSettings
+from tasks.evaluate import bootstrap, memorization
+from tasks.evaluate.bootstrap import Estimate
+from tasks.evaluate.clip_score import clip_scores
+from tasks.evaluate.distribution_distances import DISTANCES, cmmd
+from tasks.evaluate.draw_pictures import read_losses, read_pictures
+from tasks.evaluate.feature_encoders import (
+    Clip,
+    Float32,
+    ImageEncoder,
+    Pixels,
+    batches,
+    open_image_encoder,
+)
+from tasks.evaluate.holdout_loss import holdout_losses
+from tasks.evaluate.inputs import EvalInputs
+from tasks.evaluate.judges import Judge, Scores, judge_pictures, open_judges
+from tasks.evaluate.memorization import NearestTraining, nearest
+from tasks.evaluate.metric_names import CLIP_SCORE, CMMD, all_prompts, compared_sets, slices_by_set
+from tasks.evaluate.prompts import PromptSets, prompt_sets
+from tasks.evaluate.reference_features import Encoder, ReferenceFeatures, Split, reference_features
+from tasks.evaluate.reference_pictures import LIMIT, reference_pictures
+
+BATCH = 256  # pictures in memory
+#: Names of the encoders of pictures. IMAGE may be the same model as CLIP.
+CLIP, IMAGE, PIXELS = "clip", "image", "pixels"
+References = Mapping[str, ReferenceFeatures]  # by encoder
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model's metrics, and the training pictures nearest to its own."""
+
+    metrics: dict[str, Estimate]
+    nearest: NearestTraining | None  # None without training pictures
+
+
+@dataclass(frozen=True)
+class MetricSuite:
+    """The metrics of an evaluation, with the references that comparable measurements share."""
+
+    sets: PromptSets
+    compared: tuple[str, ...]  # prompt sets whose pictures are compared with the held-out ones
+    judges: Mapping[str, Judge]  # by metric name
+    resamples: int  # bootstrap resamples per interval
+    seed: int  # of the bootstrap
+    encoders: Mapping[str, ImageEncoder]
+    text_features: Float32  # [N, D] of CLIP, one row per picture
+    held_out: References
+    training: References
+    memorization: Memorization
+
+    @classmethod
+    def of(cls, given: EvalInputs, store: Store) -> MetricSuite:
+        """The metrics of a recipe. Raises WrongInput if a model fails to load."""
+        recipe, settings, sets = given.recipe, given.recipe.evaluate, prompt_sets(given.recipe)
+        clip = Clip(given.clip, settings.device)
+        encoders: dict[str, ImageEncoder] = {CLIP: clip, IMAGE: clip, PIXELS: Pixels()}
+        if given.image_encoder is not None:
+            encoders[IMAGE] = open_image_encoder(given.image_encoder, settings.device)
+        return cls(
+            sets=sets,
+            compared=compared_sets(recipe),
+            judges=open_judges(settings.judges, given.preference_models, settings.device),
+            resamples=settings.bootstrap,
+            seed=settings.seed,
+            encoders=encoders,
+            text_features=clip.texts(all_prompts(sets)),
+            held_out=_references(given, store, encoders, "holdout", LIMIT),
+            training=_references(given, store, encoders, "train", settings.memorization.pictures),
+            memorization=settings.memorization,
+        )
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The stored features of the references."""
+        found = [one.shard for one in [*self.held_out.values(), *self.training.values()]]
+        return list({shard.key: shard for shard in found}.values())
+
+    def measure(self, store: Store, drawn: Shard) -> Measured:
+        """The metrics of the pictures in a shard of `draw`."""
+        features, scores = self._look(store, drawn)
+        found = self._clip_scores(features[CLIP]) | self._distances(features)
+        found |= holdout_losses(read_losses(store, drawn), self.resamples, self.seed)
+        closest = self._nearest(features)
+        if closest is not None:
+            found |= closest.metrics(self.memorization, self.resamples, self.seed)
+        return Measured(found | self._judged(scores), closest)
+
+    def _look(self, store: Store, drawn: Shard) -> tuple[dict[str, Float32], dict[str, Scores]]:
+        """Features by each encoder and scores by each judge, one row per picture."""
+        distinct = {id(one): one for one in self.encoders.values()}
+        features: dict[int, list[Float32]] = {key: [] for key in distinct}
+        scores: dict[str, list[Scores]] = {name: [] for name in self.judges}
+        prompts, start = all_prompts(self.sets), 0
+        for pictures in batches(read_pictures(store, drawn), BATCH):
+            for key, encoder in distinct.items():
+                features[key].append(encoder.images(pictures))
+            if self.judges:
+                asked = prompts[start : start + len(pictures)]
+                judged = judge_pictures(self.judges, np.stack(pictures), asked)
+                for name, batch in judged.items():
+                    scores[name].append(batch)
+            start += len(pictures)
+        by_encoder = {n: np.concatenate(features[id(one)]) for n, one in self.encoders.items()}
+        return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}
+
+    def _clip_scores(self, features: Float32) -> dict[str, Estimate]:
+        return self._whole_and_by_set(CLIP_SCORE, clip_scores(features, self.text_features))
+
+    def _whole_and_by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
+        whole = {name: bootstrap.mean(scores, self.resamples, self.seed)}
+        return whole | self._by_set(name, scores)
+
+    def _by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
+        summary = bootstrap.share if scores.dtype == bool else bootstrap.mean
+        return {
+            f"{name}/{which}": summary(scores[part], self.resamples, self.seed)
+            for which, part in slices_by_set(self.sets).items()
+        }
+
+    def _distances(self, features: Mapping[str, Float32]) -> dict[str, Estimate]:
+        parts = slices_by_set(self.sets)
+        chosen = np.array([n for name in self.compared for n in _numbers(parts[name])], int)
+        if min(len(self.held_out[CLIP].features), len(chosen)) < 2:
+            return {}
+        by_clip, by_image = features[CLIP][chosen], features[IMAGE][chosen]
+        reference = self.held_out[IMAGE].features
+        found = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, self.resamples, self.seed)}
+        for name, distance in DISTANCES.items():
+            found[name] = distance(by_image, reference, self.resamples, self.seed)
+        return found
+
+    def _nearest(self, features: Mapping[str, Float32]) -> NearestTraining | None:
+        if not len(self.training[IMAGE].features):
+            return None
+        return NearestTraining(
+            nearest(features[IMAGE], self.training[IMAGE].features),
+            nearest(features[PIXELS], self.training[PIXELS].features),
+        )
+
+    def _judged(self, scores: Mapping[str, Scores]) -> dict[str, Estimate]:
+        found: dict[str, Estimate] = {}
+        for name, values in scores.items():
+            found |= self._by_set(name, values)
+        return found
+
+
+def memorization_facts(suite: MetricSuite) -> dict[str, object]:
+    """Thresholds, sizes, and the share of held-out pictures over each threshold.
+
+    Held-out pictures are no copies: their share shows what a threshold counts by chance.
+    """
+    facts: dict[str, object] = {
+        "thresholds": suite.memorization.model_dump(mode="json"),
+        "training_pictures": len(suite.training[IMAGE].features),
+        "held_out_pictures": len(suite.held_out[IMAGE].features),
+    }
+    if min(len(suite.training[IMAGE].features), len(suite.held_out[IMAGE].features)) > 0:
+        held_out = NearestTraining(
+            nearest(suite.held_out[IMAGE].features, suite.training[IMAGE].features),
+            nearest(suite.held_out[PIXELS].features, suite.training[PIXELS].features),
+        ).metrics(suite.memorization, 1, suite.seed)
+        facts["held_out"] = {
+            memorization.FEATURES: held_out[memorization.FEATURES].value,
+            memorization.PIXELS: held_out[memorization.PIXELS].value,
+        }
+    return facts
+
+
+def _numbers(part: slice) -> range:
+    return range(part.start, part.stop)
+
+
+def _references(
+    given: EvalInputs,
+    store: Store,
+    models: Mapping[str, ImageEncoder],
+    split: Split,
+    limit: int,
+) -> References:
+    settings = TransformSettings.of(given.recipe)
+    factor = open_latents(given.latents.uri).info["size_step"]
+    digests = given.measuring_models()
+    identities = {
+        CLIP: digests["clip"],
+        IMAGE: digests.get("image_encoder", digests["clip"]),
+        PIXELS: Pixels.digest,
+    }
+    facts = {
+        "images": given.images.digest,
+        "transform": vars(settings),
+        "factor": factor,
+        "split": split,
+        "limit": limit,
+    }
+    pictures = reference_pictures(given.images, settings, factor, split, limit)
+    encoders = {name: Encoder(identities[name], model) for name, model in models.items()}
+    return reference_features(store, encoders, facts, pictures)

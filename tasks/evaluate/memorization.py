@@ -1,0 +1,105 @@
+"""Memorisation: the nearest training picture of each sample, by features and by pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from configs.evaluate import Memorization
+from tasks.evaluate.bootstrap import Estimate, share
+from tasks.evaluate.clip_score import normalise
+from tasks.evaluate.reference_features import ReferenceFeatures
+from tasks.picture_grid import picture_grid, to_png
+
+FEATURES, PIXELS = "memorized", "memorized_pixels"  # names of the metrics
+PAIRS = 8  # closest pairs that are shown
+BLOCK = 512  # samples per matrix product
+SIDE, GAP, LINE = 128, 4, 14  # of a picture in the strip of pairs, pixels
+INK, PAPER = (40, 30, 25), (250, 246, 240)
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The most similar training picture of each of N samples."""
+
+    index: NDArray[np.intp]  # [N], a row of the training features
+    similarity: NDArray[np.float64]  # [N], cosine
+
+
+@dataclass(frozen=True)
+class NearestTraining:
+    """The nearest training pictures by the image encoder and by pixels."""
+
+    features: Nearest
+    pixels: Nearest
+
+    def metrics(self, given: Memorization, resamples: int, seed: int) -> dict[str, Estimate]:
+        """The share of samples over each threshold."""
+        features = self.features.similarity >= given.similarity
+        pixels = self.pixels.similarity >= given.pixel_similarity
+        return {
+            FEATURES: share(features, resamples, seed),
+            PIXELS: share(pixels, resamples, seed),
+        }
+
+
+def nearest(samples: NDArray[Any], training: NDArray[Any]) -> Nearest:
+    """The row of training [K, D] with the largest cosine to each of samples [N, D]; K is over 0."""
+    x, y = normalise(samples), normalise(training)
+    index, similarity = np.zeros(len(x), np.intp), np.zeros(len(x))
+    for start in range(0, len(x), BLOCK):
+        cosine = x[start : start + BLOCK] @ y.T
+        best = cosine.argmax(axis=1)
+        index[start : start + BLOCK] = best
+        similarity[start : start + BLOCK] = cosine[np.arange(len(best)), best]
+    return Nearest(index, similarity)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A sample and its nearest training picture."""
+
+    sample: int  # number of the picture
+    by: str  # features | pixels
+    similarity: float
+    tar: str  # path in the images artifact
+    key: str  # of the sample in that tar
+
+
+def closest_pairs(found: NearestTraining, training: ReferenceFeatures) -> list[Pair]:
+    """The PAIRS most similar pairs: half of them by features, half by pixels, best first."""
+    pairs = []
+    for by, one in (("features", found.features), ("pixels", found.pixels)):
+        for number in np.argsort(-one.similarity, kind="stable")[: PAIRS // 2].tolist():
+            tar, key = training.pictures[int(one.index[number])]
+            pairs.append(Pair(number, by, float(one.similarity[number]), tar, key))
+    return pairs
+
+
+def render_pairs(pairs: Sequence[tuple[Pair, NDArray[np.uint8], NDArray[np.uint8]]]) -> bytes:
+    """PNG bytes: samples above, their nearest training pictures below, with the similarity.
+
+    Args:
+        pairs: pair, sample u8 [H, W, 3], training picture u8 [H, W, 3].
+    """
+    cells = [_fit(sample) for _, sample, _ in pairs] + [_fit(training) for *_, training in pairs]
+    grid = picture_grid(cells, len(cells), len(pairs), gap=GAP, paper=PAPER)
+    page = Image.new("RGB", (grid.width + 2 * GAP, grid.height + 3 * LINE + 2 * GAP), PAPER)
+    page.paste(grid, (GAP, 3 * LINE + GAP))
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(11)
+    pen.text((GAP, 2), "samples above, nearest training pictures below", INK, font)
+    for column, (pair, *_) in enumerate(pairs):
+        text = f"{pair.by} {pair.similarity:.3f}"
+        pen.text((GAP + column * (SIDE + GAP), LINE + 4), text, INK, font)
+    return to_png(page)
+
+
+def _fit(picture: NDArray[np.uint8]) -> Image.Image:
+    image = Image.fromarray(picture)
+    grows = image.width < SIDE
+    return image.resize((SIDE, SIDE), Image.Resampling.NEAREST if grows else Image.Resampling.BOX)

@@ -1,0 +1,53 @@
+"""Names of the metrics that an evaluation computes, and the pictures that each one is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from configs.recipe import Recipe
+from tasks.evaluate import holdout_loss, memorization
+from tasks.evaluate.distribution_distances import DISTANCES
+from tasks.evaluate.judges import judge_names
+from tasks.evaluate.prompts import PromptSets
+
+CLIP_SCORE, CMMD = "clip_score", "cmmd"
+
+
+def metric_names(recipe: Recipe, *, held_out: bool = True) -> list[str]:
+    """Names of the metrics that this recipe's evaluation computes.
+
+    Args:
+        held_out: whether a nonzero `encode.holdout` selects at least one picture.
+    """
+    sets = list(recipe.evaluate.prompts)
+    names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
+    if recipe.encode.holdout > 0 and held_out:
+        names += [CMMD, *DISTANCES] if compared_sets(recipe) else []
+        names += [holdout_loss.NAME, *holdout_loss.BANDS]
+    names += [memorization.FEATURES, memorization.PIXELS]
+    judges = judge_names(recipe.evaluate.judges)
+    return names + [name for judge in judges for name in by_set(judge, sets)]
+
+
+def by_set(metric: str, sets: Iterable[str]) -> list[str]:
+    """The names of a metric of each prompt set."""
+    return [f"{metric}/{name}" for name in sets]
+
+
+def compared_sets(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the prompt sets whose pictures are compared with held-out ones."""
+    return tuple(name for name, given in recipe.evaluate.prompts.items() if given.compare)
+
+
+def all_prompts(sets: PromptSets) -> list[str]:
+    """The prompt of every picture, in the order of the sets."""
+    return [prompt for prompts in sets.values() for prompt in prompts]
+
+
+def slices_by_set(sets: PromptSets) -> dict[str, slice]:
+    """Prompt set name -> the slice of its pictures in `all_prompts`."""
+    found, start = {}, 0
+    for name, prompts in sets.items():
+        found[name] = slice(start, start + len(prompts))
+        start += len(prompts)
+    return found

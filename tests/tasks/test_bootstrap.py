@@ -1,0 +1,164 @@
+"""Intervals cover a known truth at their level, for values and for paired differences."""
+
+import numpy as np
+import pytest
+
+from tasks.evaluate import bootstrap
+from tasks.evaluate.bootstrap import (
+    Estimate,
+    difference,
+    differences,
+    from_npz,
+    mean,
+    share,
+    to_npz,
+)
+from tasks.evaluate.distribution_distances import DISTANCES, Distance, cmmd
+
+DRAWS = 1000
+SEEDS = 4  # of the bootstrap: its weights are drawn once for each
+
+
+def binomial_bounds(level: float) -> tuple[float, float]:
+    """Four standard errors of a share of DRAWS around a level."""
+    error = 4 * (level * (1 - level) / DRAWS) ** 0.5
+    return level - error, level + error
+
+
+def test_the_interval_of_a_mean_covers_the_truth_at_its_level() -> None:
+    rng = np.random.default_rng(0)
+    for level in (0.8, 0.95):
+        found = [mean(rng.normal(size=80), 300, n % SEEDS).interval(level) for n in range(DRAWS)]
+        covered = np.mean([low <= 0.0 <= high for low, high in found])
+        low, high = binomial_bounds(level)
+        assert low - 0.015 < covered < high  # percentiles are a little narrow at n = 80
+
+
+def test_the_interval_of_a_paired_difference_covers_the_truth_and_is_the_narrower_one() -> None:
+    """Two models on equal prompts: a prompt is hard for both."""
+    rng = np.random.default_rng(1)
+    covered, widths, apart = 0, [], []
+    for number in range(DRAWS):
+        seed = number % SEEDS
+        prompt = rng.normal(size=100)
+        tuned, base = (prompt + 0.3 * rng.normal(size=100) + shift for shift in (0.1, 0.0))
+        a, b = mean(tuned, 300, seed), mean(base, 300, seed)
+        low, high = difference(a, b)
+        covered += low <= 0.1 <= high
+        widths.append(high - low)
+        alone = [np.subtract(*one.interval()[::-1]) for one in (a, b)]
+        apart.append(np.hypot(*alone))
+    low, high = binomial_bounds(0.95)
+    assert low - 0.015 < covered / DRAWS < high
+    assert np.mean(widths) < 0.4 * np.mean(apart)
+
+
+def test_the_interval_of_two_shares_covers_the_truth_and_has_a_width_at_one() -> None:
+    rng = np.random.default_rng(2)
+    covered = 0
+    for number in range(DRAWS):
+        seed = number % SEEDS
+        hard = rng.random(200)
+        tuned, base = hard < 0.95, np.where(rng.random(200) < 0.8, hard, rng.random(200)) < 0.9
+        low, high = difference(share(tuned, 200, seed), share(base, 200, seed))
+        covered += low <= 0.05 <= high
+    low, high = binomial_bounds(0.95)
+    assert low - 0.01 < covered / DRAWS < high + 0.02
+    perfect = share(np.ones(200, bool), 200, 0)
+    low, high = difference(perfect, perfect)
+    assert low < -0.01 and high > 0.01
+
+
+POINTS = np.array([[2.0, 0, 0], [0, 2, 0], [0, 0, 2], [1, 1, 0], [0, 1, 1], [1, 0, 1.5]])
+#: Probabilities of the points for the references, the tuned model and the base.
+REFERENCE, TUNED, BASE = (
+    np.array(weights) / sum(weights)
+    for weights in ([1, 1, 1, 1, 1, 1], [2, 1, 1, 1, 1, 1], [4, 1, 2, 1, 1, 3])
+)
+
+
+def truth(name: str, probabilities: np.ndarray) -> float:
+    """The distance of two distributions over POINTS, by the kernel's expectations."""
+    if name == "kid":
+        kernel = (POINTS @ POINTS.T / 3 + 1) ** 3
+    else:
+        unit = POINTS / np.linalg.norm(POINTS, axis=1, keepdims=True)
+        squared = ((unit[:, None] - unit[None]) ** 2).sum(-1)
+        kernel = 1000 * np.exp(-squared / 200)
+    gap = probabilities - REFERENCE
+    return float(gap @ kernel @ gap)
+
+
+@pytest.mark.parametrize(("name", "distance"), [("cmmd", cmmd), ("kid", DISTANCES["kid"])])
+def test_the_interval_of_a_difference_of_distances_covers_the_truth(
+    name: str, distance: Distance
+) -> None:
+    rng = np.random.default_rng(3)
+    expected = truth(name, TUNED) - truth(name, BASE)
+    covered = []
+    for number in range(DRAWS):
+        reference, tuned, base = (
+            POINTS[rng.choice(6, size=n, p=p)]
+            for n, p in ((150, REFERENCE), (120, TUNED), (120, BASE))
+        )
+        a, b = (distance(one, reference, 200, number % SEEDS) for one in (tuned, base))
+        low, high = difference(a, b)
+        covered.append(low <= expected <= high)
+    low, high = binomial_bounds(0.95)
+    assert low - 0.02 < np.mean(covered) < high + 0.01
+
+
+def test_a_resample_has_the_same_pictures_for_every_metric_and_model() -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    a, b = mean(values, 100, 7), mean(values + 2, 100, 7)
+    np.testing.assert_allclose(b.resampled - a.resampled, 2.0)
+    assert difference(b, a) == pytest.approx((2.0, 2.0))
+    assert difference(b, a, factor=2.0, offset=1.0)[0] < 2 - values.mean() - 1
+    assert not np.allclose(mean(values, 100, 8).resampled, a.resampled)
+
+
+def test_metrics_of_different_pictures_have_no_difference() -> None:
+    a, b = mean(np.arange(5.0), 20, 0), mean(np.arange(6.0), 20, 0)
+    with pytest.raises(ValueError, match="different pictures"):
+        difference(a, b)
+    assert differences({"x": a, "y": a}, {"x": b, "y": a, "z": a}).keys() == {"y"}
+
+
+def test_resampled_values_survive_the_file() -> None:
+    models = {
+        "base": {"clip_score/new": mean(np.arange(9.0), 30, 0)},
+        "tuned": {"clip_score/new": mean(np.arange(9.0) ** 2, 30, 0)},
+    }
+    models["tuned"]["digit/new"] = share(np.array([True, False, True]), 30, 0)
+    metrics: dict[str, dict[str, bootstrap.Metric]] = {}
+    for model, estimates in models.items():
+        for name, one in estimates.items():
+            metrics.setdefault(name, {})[model] = one.metric()
+    data = to_npz(models)
+    assert data == to_npz(models)
+    for model, estimates in models.items():
+        read = from_npz(data, metrics, model)
+        assert read.keys() == estimates.keys()
+        for name, one in estimates.items():
+            assert (read[name].value, read[name].n) == (one.value, one.n)
+            assert read[name].interval() == pytest.approx(one.interval(), rel=1e-5)
+
+
+def test_a_share_has_wilsons_interval() -> None:
+    found = share(np.array([True] * 8 + [False] * 2), 20, 0).metric()
+    assert found["value"] == 0.8 and found["n"] == 10
+    assert found["ci"] == pytest.approx([0.4902, 0.9433], abs=1e-4)
+    assert share(np.ones(200, bool), 20, 0).metric()["ci"] == pytest.approx([0.9812, 1], abs=1e-4)
+    assert share(np.zeros(200, bool), 20, 0).interval()[0] == 0.0
+
+
+def test_an_interval_stays_in_the_range_of_its_metric() -> None:
+    spread = np.linspace(-1, 3, 41)
+    assert Estimate(1.0, 9, spread, low=0.0, high=2.0).interval() == (0.0, 2.0)
+
+
+def test_empty_input_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one value"):
+        mean(np.zeros(0), 10, 0)
+    with pytest.raises(ValueError, match="no pictures"):
+        share(np.zeros(0, bool), 10, 0)

@@ -1,0 +1,224 @@
+"""CLIP features and judges equal those of the models."""
+
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchmetrics.multimodal.clip_score import CLIPScore
+from transformers import (
+    BitImageProcessor,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
+    Dinov2Config,
+    Dinov2Model,
+)
+
+from configs.evaluate import PreferenceModel
+from demo import digits
+from runtimes.contract import WrongInput
+from tasks.evaluate.clip_score import clip_scores, cosine
+from tasks.evaluate.feature_encoders import (
+    Clip,
+    Pixels,
+    VisionModel,
+    check_clip,
+    check_image_encoder,
+    open_image_encoder,
+)
+from tasks.evaluate.judges import check_prompts, judge_names, judge_pictures, open_judges
+from tasks.evaluate.score_training_samples import SampleScorer
+
+PROMPTS = ["a cat", "two dogs", "a cat", "words " * 40]
+
+
+@pytest.fixture
+def pictures() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    sizes = [(32, 32), (40, 50), (64, 32), (32, 32)]
+    return [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+
+
+def test_clip_score_equals_that_of_transformers(
+    tiny_clip: Path, pictures: list[np.ndarray]
+) -> None:
+    clip = Clip(tiny_clip, "cpu")
+    ours = clip_scores(clip.images(pictures), clip.texts(PROMPTS))
+    model = CLIPModel.from_pretrained(tiny_clip).eval()
+    tokens = CLIPTokenizer.from_pretrained(tiny_clip)(
+        PROMPTS, padding=True, truncation=True, max_length=77, return_tensors="pt"
+    )
+    processor = CLIPImageProcessor.from_pretrained(tiny_clip)
+    pixels = processor([Image.fromarray(p) for p in pictures], return_tensors="pt").pixel_values
+    with torch.no_grad():
+        logits = model(pixel_values=pixels, **tokens).logits_per_image
+        cosine = (logits / model.logit_scale.exp()).diag().numpy()
+    np.testing.assert_allclose(ours, 100 * np.maximum(cosine, 0), atol=2e-4)
+    assert np.abs(cosine).max() > 0.01
+
+
+class _FeatureTensors(CLIPModel):
+    """Transformers 5 returns an object with the features, and torchmetrics expects a tensor."""
+
+    def get_image_features(self, *args: Any, **kwargs: Any) -> Any:
+        return super().get_image_features(*args, **kwargs).pooler_output
+
+    def get_text_features(self, *args: Any, **kwargs: Any) -> Any:
+        return super().get_text_features(*args, **kwargs).pooler_output
+
+
+def test_clip_score_equals_that_of_torchmetrics(
+    tiny_clip: Path, pictures: list[np.ndarray]
+) -> None:
+    def model_and_processor() -> tuple[CLIPModel, CLIPProcessor]:
+        image, text = CLIPImageProcessor, CLIPTokenizer
+        parts = (one.from_pretrained(tiny_clip) for one in (image, text))
+        return _FeatureTensors.from_pretrained(tiny_clip), CLIPProcessor(*parts)
+
+    theirs = CLIPScore(model_and_processor)
+    tensors = [torch.from_numpy(one.copy()).permute(2, 0, 1) for one in pictures]
+    theirs.update(tensors[:3], PROMPTS[:3])
+    clip = Clip(tiny_clip, "cpu")
+    ours = 100 * cosine(clip.images(pictures[:3]), clip.texts(PROMPTS[:3]))
+    assert max(ours.mean(), 0.0) == pytest.approx(float(theirs.compute()), rel=1e-3)
+
+
+def test_preference_is_the_scaled_cosine_of_the_model_itself(
+    tiny_clip: Path, pictures: list[np.ndarray]
+) -> None:
+    given = [PreferenceModel(name="pick_score", path="unused")]
+    assert judge_names(["digits", *given]) == ["digit", "style", "pick_score"]
+    judges = open_judges(given, {"pick_score": tiny_clip}, "cpu")
+    scores = judge_pictures(judges, np.stack(pictures[::3]), PROMPTS[:2])["pick_score"]
+    model = CLIPModel.from_pretrained(tiny_clip).eval()
+    processor = CLIPImageProcessor.from_pretrained(tiny_clip)
+    tokens = CLIPTokenizer.from_pretrained(tiny_clip)(
+        PROMPTS[:2], padding=True, return_tensors="pt"
+    )
+    pixels = processor(pictures[::3], return_tensors="pt").pixel_values
+    with torch.no_grad():
+        expected = model(pixel_values=pixels, **tokens).logits_per_image.diag().numpy()
+    np.testing.assert_allclose(scores, expected, rtol=1e-3)
+
+
+@pytest.fixture
+def tiny_dino(tmp_path: Path) -> Path:
+    """A Dinov2Model folder with image processor: 28 x 28 pictures, 16 features."""
+    config = Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    torch.manual_seed(0)
+    Dinov2Model(config).save_pretrained(tmp_path / "dino")
+    sizes = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+    BitImageProcessor(**sizes).save_pretrained(tmp_path / "dino")
+    return tmp_path / "dino"
+
+
+def test_dinov2_features_are_the_normalised_class_token(
+    tiny_dino: Path, pictures: list[np.ndarray]
+) -> None:
+    check_image_encoder(tiny_dino)
+    found = open_image_encoder(tiny_dino, "cpu").images(pictures)
+    model = Dinov2Model.from_pretrained(tiny_dino).eval()
+    processor = BitImageProcessor.from_pretrained(tiny_dino)
+    pixels = processor([Image.fromarray(p) for p in pictures], return_tensors="pt").pixel_values
+    with torch.no_grad():
+        states = model(pixel_values=pixels).last_hidden_state
+    np.testing.assert_allclose(found, states[:, 0].numpy(), atol=1e-5)
+    assert found.shape == (4, 16)
+    assert isinstance(open_image_encoder(tiny_dino, "cpu"), VisionModel)
+
+
+def test_a_clip_folder_is_an_image_encoder_by_its_projected_features(
+    tiny_clip: Path, pictures: list[np.ndarray]
+) -> None:
+    found = open_image_encoder(tiny_clip, "cpu").images(pictures)
+    np.testing.assert_array_equal(found, Clip(tiny_clip, "cpu").images(pictures))
+
+
+def test_pixels_do_not_depend_on_brightness_and_contrast(pictures: list[np.ndarray]) -> None:
+    picture = pictures[0] // 4
+    x = Pixels().images([picture, picture * 2 + 40, pictures[3]])
+    assert cosine(x[:1], x[1:2])[0] == pytest.approx(1.0)
+    assert abs(cosine(x[:1], x[2:])[0]) < 0.2
+
+
+def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_clip: Path) -> None:
+    x8, labels = digits.load("test")
+    drawn = digits.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
+    prompts = [digits.captions(int(label), 2)[0] for label in labels[:4]]
+    strip = io.BytesIO()
+    Image.fromarray(np.concatenate(list(drawn), axis=1)).save(strip, "png")
+    found = SampleScorer(["digits"], tiny_clip, prompts)(strip.getvalue())
+    clip = Clip(tiny_clip, "cpu")
+    scores = clip_scores(clip.images(drawn), clip.texts(prompts))
+    said = judge_pictures(open_judges(["digits"], {}, "cpu"), drawn, prompts)
+    assert found["clip_score"] == pytest.approx(scores.mean())
+    assert {name: found[name] for name in said} == {n: p.mean() for n, p in said.items()}
+
+
+def test_no_pictures_have_no_features(tiny_clip: Path) -> None:
+    assert Clip(tiny_clip, "cpu").images([]).shape == (0, 24)
+
+
+def test_the_error_of_a_folder_without_a_clip_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        WrongInput, match=r"evaluate\.clip: .* does not load as a CLIPModel"
+    ) as caught:
+        Clip(tmp_path, "cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no model.safetensors .*weights"),
+        ("tokenizer.json vocab.json", "tokenizer"),
+        ("preprocessor_config.json processor_config.json", "image processor"),
+    ],
+)
+def test_a_missing_part_is_reported_before_any_work(
+    tiny_clip: Path, tmp_path: Path, without: str, words: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
+    check_clip(folder)
+    for name in without.split():
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(WrongInput, match=words):
+        check_clip(folder)
+
+
+def test_a_text_encoder_alone_is_not_a_clip(tiny_sdxl: Path) -> None:
+    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* model_type is clip_text_model"):
+        check_clip(tiny_sdxl / "text_encoder")
+
+
+def test_the_digits_judge_recognises_real_digits() -> None:
+    x8, labels = digits.load("test")
+    style = digits.style_index(digits.NEW_STYLE)
+    rng = np.random.default_rng(0)
+    images = digits.render(x8[:40], np.full(40, style), rng)
+    right = [digits.captions(int(label), style)[0] for label in labels[:40]]
+    wrong = [digits.captions(int(label + 1) % 10, style)[0] for label in labels[:40]]
+    said = judge_pictures(open_judges(["digits"], {}, "cpu"), images, right)
+    assert said["digit"].mean() > 0.9 and said["style"].mean() > 0.9
+    assert judge_pictures(open_judges(["digits"], {}, "cpu"), images, wrong)["digit"].mean() < 0.1
+
+
+def test_unsupported_prompts_of_a_judge_are_reported_before_any_work() -> None:
+    check_prompts(("digits",), ["a handwritten seven in white chalk on a green board"])
+    with pytest.raises(WrongInput, match=r"evaluate\.judges: digits: .*a cat"):
+        check_prompts(("digits",), ["a cat"])
+
+
+def test_clip_score_is_a_hundredfold_cosine_and_never_negative() -> None:
+    images = np.array([[1.0, 0.0], [3.0, 3.0], [1.0, 0.0]])
+    texts = np.array([[2.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    np.testing.assert_allclose(clip_scores(images, texts), [100.0, 50 * 2**0.5, 0.0])

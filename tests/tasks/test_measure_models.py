@@ -1,0 +1,204 @@
+"""A metric uses the pictures of its set, its model and its reference; copies are found."""
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from artifacts.artifact_key import KeyParts
+from artifacts.commit import Damaged
+from artifacts.digests import digest_bytes
+from artifacts.image_shards import Sample, write_tar
+from artifacts.store import Artifact, Shard, Store
+from configs.evaluate import Memorization
+from tasks.encode.decode_and_crop import TransformSettings
+from tasks.encode.holdout_split import is_holdout
+from tasks.evaluate import before_after_grid
+from tasks.evaluate.clip_score import clip_scores
+from tasks.evaluate.distribution_distances import cmmd, frechet
+from tasks.evaluate.draw_pictures import _commit
+from tasks.evaluate.feature_encoders import Clip, Float32, Pixels
+from tasks.evaluate.measure_models import MetricSuite
+from tasks.evaluate.memorization import closest_pairs
+from tasks.evaluate.reference_features import Encoder, ReferenceFeatures, reference_features
+from tasks.evaluate.reference_pictures import find_pictures, reference_pictures
+from tasks.evaluate.stage import _grid
+
+Picture = NDArray[np.uint8]
+SETS = {"new": ("a red cat", "a blue dog"), "old": ("a house", "a tree", "a hill")}
+TRANSFORM = TransformSettings(32, False, 8, 2.0, "center", False, 0, 0.4, 10**6)
+
+
+def noise(*numbers: int) -> list[Picture]:
+    return [np.random.default_rng(n).integers(0, 256, (32, 32, 3), np.uint8) for n in numbers]
+
+
+def plain(red: int, blue: int) -> list[Picture]:
+    return [np.full((32, 32, 3), (red, 0, blue), np.uint8)] * 5
+
+
+def drawn(store: Store, key: str, pictures: list[Picture], out: Path) -> Shard:
+    out.mkdir()
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(out / f"{number:05d}.png")
+    return _commit(store, key, out, len(pictures))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+class OtherEncoder:
+    """An image encoder whose features are not those of CLIP."""
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        return np.stack([p[:2, :2].reshape(-1).astype(np.float32) for p in pictures])
+
+
+TRAINING = range(70, 80)
+
+
+@pytest.fixture
+def suite(tiny_clip: Path) -> MetricSuite:
+    """With random weights, texts resemble no picture: the prompts have features of pictures."""
+    clip = Clip(tiny_clip, "cpu")
+    encoders = {"clip": clip, "image": OtherEncoder(), "pixels": Pixels()}
+
+    def references(pictures: list[Picture]) -> dict[str, ReferenceFeatures]:
+        names = tuple(("a.tar", f"{number:03}") for number in range(len(pictures)))
+        return {
+            name: ReferenceFeatures(encoder.images(pictures), names, Shard(name, [], {}))
+            for name, encoder in encoders.items()
+        }
+
+    return MetricSuite(
+        sets=SETS,
+        compared=("new",),
+        judges={},
+        resamples=20,
+        seed=0,
+        encoders=encoders,
+        text_features=clip.images(noise(*range(80, 85))),
+        held_out=references(noise(*range(90, 98))),
+        training=references(noise(*TRAINING)),
+        memorization=Memorization(),
+    )
+
+
+def test_the_metric_of_a_set_uses_its_pictures_and_encoder(
+    store: Store, suite: MetricSuite, tmp_path: Path
+) -> None:
+    pictures = noise(*range(5))
+    found = suite.measure(store, drawn(store, "k", pictures, tmp_path / "out")).metrics
+    by_clip, by_image = (suite.encoders[name].images(pictures) for name in ("clip", "image"))
+    scores = clip_scores(by_clip, suite.text_features)
+    assert min(scores) > 0 and len(set(scores)) == 5
+    assert found["clip_score/new"].value == pytest.approx(scores[:2].mean())
+    assert found["clip_score/old"].value == pytest.approx(scores[2:].mean())
+    held_out = {name: one.features for name, one in suite.held_out.items()}
+    assert found["cmmd"].value == pytest.approx(cmmd(by_clip[:2], held_out["clip"], 20, 0).value)
+    assert found["fd"].value == pytest.approx(frechet(by_image[:2], held_out["image"], 20, 0).value)
+
+
+def test_a_copy_of_a_training_picture_among_the_samples_is_found(
+    store: Store, suite: MetricSuite, tmp_path: Path
+) -> None:
+    """The copy is brighter and has less contrast, as a sampler would draw it."""
+    pictures = noise(*range(5))
+    clean = suite.measure(store, drawn(store, "clean", pictures, tmp_path / "clean"))
+    (copied,) = noise(TRAINING[6])
+    pictures[3] = (copied * 0.8 + 20).astype(np.uint8)
+    planted = suite.measure(store, drawn(store, "planted", pictures, tmp_path / "planted"))
+    for name in ("memorized", "memorized_pixels"):
+        assert clean.metrics[name].value == 0.0 and planted.metrics[name].value == 0.2
+    assert clean.nearest is not None and planted.nearest is not None
+    pairs = closest_pairs(planted.nearest, suite.training["pixels"])
+    best = {pair.by: pair for pair in reversed(pairs)}
+    for pair in best.values():
+        assert (pair.sample, pair.tar, pair.key) == (3, "a.tar", "006")
+        assert pair.similarity > 0.98
+
+
+def test_the_base_is_above_the_tuned_model(store: Store, tmp_path: Path) -> None:
+    base = drawn(store, "base", plain(red=200, blue=0), tmp_path / "base")
+    tuned = drawn(store, "tuned", plain(red=0, blue=200), tmp_path / "tuned")
+    page = np.asarray(Image.open(io.BytesIO(_grid(store, [base, tuned], SETS))))
+    column = page[:, before_after_grid.LABEL + 5].astype(int)
+    rows = {"base": [200, 0, 0], "tuned": [0, 0, 200]}
+    where = {name: np.flatnonzero((column == rgb).all(axis=1)) for name, rgb in rows.items()}
+    block = len(page) // 2
+    assert where["base"][0] < where["tuned"][0] < block < where["base"][-1] < where["tuned"][-1]
+
+
+def images(store: Store, path: Path) -> tuple[Artifact, list[Sample]]:
+    samples = []
+    for number, picture in enumerate(noise(*range(30))):
+        buffer = io.BytesIO()
+        Image.fromarray(picture).save(buffer, "png")
+        meta = {"sha256": digest_bytes(b"downloaded: " + buffer.getvalue())}
+        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", ("a thing",), meta))
+    write_tar(path, samples)
+    draft = store.draft(KeyParts("download", 1, {}, {}))
+    draft.add_shard(store.commit_shard("download", "0" * 64, {".tar": str(path)}, {}))
+    return draft.commit({}, {}), samples
+
+
+def test_the_reference_pictures_are_those_of_the_split(store: Store, tmp_path: Path) -> None:
+    artifact, samples = images(store, tmp_path / "a.tar")
+    held = [s for s in samples if is_holdout(bytes.fromhex(s.meta["sha256"]), 0.4)]
+    trained = [s for s in samples if s not in held]
+    assert held and trained
+    for split, wanted in (("holdout", held), ("train", trained)):
+        expected: list[Any] = [np.asarray(Image.open(io.BytesIO(s.image))) for s in wanted]
+        found = list(reference_pictures(artifact, TRANSFORM, 4, split))
+        np.testing.assert_array_equal([picture for *_, picture in found], expected)
+        assert [sample.key for _, sample, _ in found] == [s.key for s in wanted]
+        assert len(list(reference_pictures(artifact, TRANSFORM, 4, split, limit=2))) == 2
+    chosen = {(path, sample.key) for path, sample, _ in found[1:3]}
+    again = find_pictures(artifact, chosen, TRANSFORM, 4)
+    assert again.keys() == chosen
+    for path, sample, picture in found[1:3]:
+        np.testing.assert_array_equal(again[path, sample.key], picture)
+
+
+def test_a_replaced_tar_is_no_reference(store: Store, tmp_path: Path) -> None:
+    artifact, _ = images(store, tmp_path / "a.tar")
+    (tar,) = Path(store.shards_path("download")).glob("*.tar")
+    tar.write_bytes(tar.read_bytes()[:-1] + b"!")  # in the padding, which nothing else reads
+    with pytest.raises(Damaged):
+        list(reference_pictures(artifact, TRANSFORM, 4))
+
+
+def test_features_of_references_are_computed_once_for_their_content(
+    store: Store, tmp_path: Path
+) -> None:
+    artifact, _ = images(store, tmp_path / "a.tar")
+    seen: list[int] = []
+
+    class Counting(OtherEncoder):
+        def images(self, pictures: Iterable[Picture]) -> Float32:
+            batch = list(pictures)
+            seen.append(len(batch))
+            return super().images(batch)
+
+    def features(encoders: dict[str, str], **facts: Any) -> dict[str, ReferenceFeatures]:
+        pictures = reference_pictures(artifact, TRANSFORM, 4, "train")
+        given = {name: Encoder(digest, Counting()) for name, digest in encoders.items()}
+        return reference_features(store, given, {"images": artifact.digest, **facts}, pictures)
+
+    first = features({"clip": "a", "image": "a", "pixels": "p"})
+    count = len(first["clip"].pictures)
+    assert seen == [count, count] and first["clip"].shard == first["image"].shard
+    again = features({"clip": "a", "pixels": "p"})
+    assert len(seen) == 2
+    np.testing.assert_array_equal(again["clip"].features, first["clip"].features)
+    assert again["clip"].pictures == first["clip"].pictures
+    features({"clip": "b"})
+    features({"clip": "a"}, limit=9)
+    assert len(seen) == 4
