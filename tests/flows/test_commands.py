@@ -44,6 +44,9 @@ TELLING = {
     "generate": ["generate", "digits", "seven", "-o", "n_sample=1"],
     "promote": ["promote", "tiny", "v9", "--store", "{place}/store"],
     "rollback": ["rollback", "tiny", "--store", "{place}/store"],
+    "history": ["history", "tiny", "--store", "{place}/store"],
+    "push": ["push", "tiny@v9", "me/tiny", "--store", "{place}/store"],
+    "sign": ["sign", "tiny@v9", "--key", "{place}/key", "--store", "{place}/store"],
 }
 WRONG = {
     "plan",
@@ -53,6 +56,8 @@ WRONG = {
     "generate",
     "promote",
     "rollback",
+    "push",
+    "sign",
 }  # here: nothing is done
 
 
