@@ -15,12 +15,14 @@ AestheticColumn = Annotated[
 
 
 class UrlSource(Section):
-    """Lists of image URLs: parquet, csv or jsonl files with one row per image."""
+    """Lists of image URLs, with one row per image."""
 
     kind: Literal["urls"]
     path: ReadUrl = Field(description="File, folder or glob of lists: local path or fsspec URL.")
-    format: Literal["parquet", "csv", "jsonl"] = Field(
-        "parquet", description="Format of the lists."
+    format: Literal["parquet", "csv", "tsv", "jsonl", "json", "txt"] = Field(
+        "parquet",
+        description="Format of the lists. json is an array of objects; txt has one URL per line, "
+        "in a column `url`. Text may be packed: .gz, .zst.",
     )
     url_column: str = Field("url", description="Column with the image URL.")
     caption_column: str | None = Field(

@@ -41,12 +41,13 @@ SHOWS = {
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
     plan = run.plan()
+    run.begin(plan.parts)
     again = run.retry_failed
     retry = download_stage.choose_retry(run.recipe, plan, run.store, retry_failed=again)
     parts = download_stage.key_parts(run.recipe, plan, retry)
     progress = run.begin(parts)
     build = partial(download_stage.build, run.recipe, plan, progress=progress, retry_failed=again)
-    result = build_or_reuse(run.store, parts, build, parents={})
+    result = build_or_reuse(run.store, parts, build, parents={"plan": plan.artifact})
     return ended(run.store, run.model_name, result, download_stage.show)
 
 

@@ -1,9 +1,9 @@
 """The download stage: fetch the pictures of a source's rows into image shards."""
 
-from tasks.download.download_shard import STAGE, VERSION, ShardSpec
+from tasks.download.download_shard import STAGE, VERSION
 from tasks.download.errors import SourceError, TooManyFailed
+from tasks.download.plan_source import Plan, ShardSpec
 from tasks.download.stage import (
-    Plan,
     build,
     check,
     choose_retry,

@@ -16,10 +16,10 @@ from tasks.download.download_shard import (
     STAGE,
     Deferred,
     DownloadContext,
-    ShardSpec,
     download_shard,
 )
 from tasks.download.errors import SourceError
+from tasks.download.plan_source import ShardSpec
 
 #: Threads overlap well: fetching waits for the network, and decoding releases the GIL.
 THREADS = min(4, os.cpu_count() or 1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from artifacts.digests import digest_json
+from artifacts.digests import digest_bytes, digest_json
 from artifacts.image_shards import Sample, read_rows, read_tar, write_rows, write_tar
 from artifacts.store import SHARDS, Shard, Store
 from configs.download import Download
@@ -19,12 +19,12 @@ from tasks.download.dead_hosts import is_outage
 from tasks.download.download_and_resize_row import RowDownloader
 from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
-from tasks.download.parquet_csv_jsonl import Span
+from tasks.download.plan_source import ShardSpec, read_spans, rows_digest
 from tasks.download.rows import Row
-from tasks.download.sources import SOURCES, ServedAt
+from tasks.download.sources import SOURCES, Place, ServedAt
 
 STAGE = "download"
-VERSION = 4
+VERSION = 5
 #: Settings that affect how a download runs, not its result: not part of a shard's key.
 NOT_IN_KEY = {
     "threads",
@@ -40,15 +40,6 @@ NOT_IN_KEY = {
 
 
 @dataclass(frozen=True)
-class ShardSpec:
-    """One shard to download: its key, its row count and the spans of its rows."""
-
-    key: str
-    rows: int
-    spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True)
 class DownloadContext:
     """The inputs that all shards of a run share; pickled to the workers."""
 
@@ -57,6 +48,7 @@ class DownloadContext:
     source: Any  # the recipe's source section
     settings: Download
     served_at: ServedAt
+    plan_key: str = field(repr=False)  # of plan_file.plan_key
     retry_failed: bool = False  # fetch rows with transient failures again
 
 
@@ -73,15 +65,11 @@ def shard_settings(settings: Download) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude={*NOT_IN_KEY, "shard_size"})
 
 
-def shard_key(settings: Download, row_hashes: Iterable[str]) -> str:
-    """Key (sha256 hex) of a shard: a digest of its row hashes and `shard_settings`."""
-    parts = {
-        "stage": STAGE,
-        "version": VERSION,
-        "settings": shard_settings(settings),
-        "rows": list(row_hashes),
-    }
-    return digest_json(parts)
+def shard_key(settings: Download) -> Callable[[str], str]:
+    """Function from the digest (sha256 hex) of a shard's row hashes to its key (sha256 hex)."""
+    parts = {"stage": STAGE, "version": VERSION, "settings": shard_settings(settings)}
+    common = digest_json(parts)
+    return lambda rows: digest_bytes(f"{common} {rows}".encode())
 
 
 def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferred:
@@ -110,9 +98,7 @@ def _download(
     spec: ShardSpec, context: DownloadContext, store: Store, present: Shard | None, scratch: Path
 ) -> Shard | Deferred:
     earlier = [] if present is None else _outcomes(store, present, scratch)
-    rows = list(SOURCES[context.source.kind](context.source).read(spec.spans, scratch))
-    if shard_key(context.settings, (row.hash for row in rows)) != spec.key:
-        raise SourceError("source: it changed while it was being read: run again")
+    rows = planned_rows(spec, context, scratch)
     outcomes = _download_rows(rows, earlier, context, scratch)
     failures = [outcome.get("error_message") for outcome in outcomes]
     reasons = Counter(failures)
@@ -139,6 +125,36 @@ def _download(
     }
     files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
     return store.commit_shard(STAGE, spec.key, files, meta)
+
+
+def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> list[Row]:
+    """The planned rows of a shard; their embedded pictures are copied to `scratch`."""
+    planned = read_spans(spec.spans, context.plan_key).to_pylist()
+    if shard_key(context.settings)(rows_digest(row["hash"] for row in planned)) != spec.key:
+        raise SourceError(f"source: its plan {spec.spans[0].file} is damaged: run again")
+    source = SOURCES[context.source.kind](context.source)
+    places = (Place(row["file"], row["row"]) for row in planned if row["file"] is not None)
+    pictures = source.pictures(places)
+    return [
+        Row(
+            row["url"],
+            tuple(row["captions"]),
+            row["sha256"],
+            row["aesthetic_score"],
+            row["file"] and _copied(next(pictures, None), row["sha256"], scratch, number),
+            row["hash"].hex(),
+        )
+        for number, row in enumerate(planned)
+    ]
+
+
+def _copied(picture: bytes | None, sha256: str, scratch: Path, number: int) -> str:
+    """The copy of an embedded picture, which must be the planned one."""
+    if picture is None or digest_bytes(picture) != sha256:
+        raise SourceError("source: it changed while it was being read: run again")
+    file = scratch / f"source-{number}"
+    file.write_bytes(picture)
+    return str(file)
 
 
 def _download_rows(

@@ -1,15 +1,28 @@
-"""One row of a source: its captions, its identity and the location of its picture."""
+"""One row of a source: its captions, its picture's location, and its identity."""
 
 from __future__ import annotations
 
 import math
 import urllib.parse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from artifacts.digests import digest_bytes, digest_json
+import pyarrow as pa
+
+#: Columns of rows. A picture embedded in the source has a `file`, and a row number in it or null.
+COLUMNS = pa.schema(
+    [
+        ("url", pa.string()),
+        ("captions", pa.list_(pa.string())),
+        ("sha256", pa.string()),
+        ("aesthetic_score", pa.float64()),
+        ("file", pa.string()),
+        ("row", pa.int64()),
+    ]
+)
+HASHED = COLUMNS.append(pa.field("hash", pa.binary()))  # of row_hash
+HASH_SIZE = 32  # bytes
 
 
 @dataclass(frozen=True)
@@ -19,62 +32,40 @@ class Row:
     url: str  # as listed; sha256:<hex> for a picture embedded in the source
     captions: tuple[str, ...]
     sha256: str | None = None  # of the picture's bytes, hex
-    file: str | None = None  # local copy of an embedded picture
-    base_url: str | None = None  # base of the list's relative URLs
     aesthetic_score: float | None = None
-
-    @property
-    def hash(self) -> str:
-        """sha256 (hex) of the row's captions, its picture and its score.
-
-        The picture's digest identifies it, or without a digest its absolute URL: a URL that is
-        signed again leads to the same picture.
-        """
-        named = {"url": self._absolute()} if self.sha256 is None else {"sha256": self.sha256}
-        if self.aesthetic_score is not None:
-            named["aesthetic_score"] = repr(self.aesthetic_score)
-        return digest_json({"captions": list(self.captions), **named})
-
-    def _absolute(self) -> str:
-        try:
-            return absolute(self.url, self.base_url)
-        except ValueError:
-            return self.url  # an invalid URL fails at any base
+    file: str | None = None  # local copy of an embedded picture
+    hash: str = field(default="", compare=False)  # of row_hash, hex
 
 
-class ScratchFiles:
-    """Writes pictures to numbered files of a folder and returns their paths."""
+def row_hash(base_url: str | None) -> str:
+    """SQL expression: sha256 of a row's captions, its picture and its score, as 32 bytes.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count = folder, 0
+    The picture's digest identifies it, or without a digest its absolute URL: a URL that is signed
+    again leads to the same picture. Each text has its length in bytes in front, so that no two
+    rows are one text.
+    """
+    url = "url"
+    if base_url is not None:
+        base = literal(f"{base_url.rstrip('/')}/")
+        url = f"if(regexp_matches(url, '^[A-Za-z][A-Za-z0-9+.-]*:'), url, {base} || url)"
+    picture = f"if(sha256 is null, 'url ' || {_measured(url)}, 'sha256 ' || {_measured('sha256')})"
+    captions = f"array_to_string(list_transform(captions, lambda c: {_measured('c')}), ' ')"
+    score = "if(aesthetic_score is null, '', printf(' score %.17g', aesthetic_score))"
+    return f"unhex(sha256({picture} || ' captions ' || {captions} || {score}))"
 
-    def __call__(self, picture: bytes) -> str:
-        path = self.folder / f"source-{self.count}"
-        path.write_bytes(picture)
-        self.count += 1
-        return str(path)
+
+def _measured(text: str) -> str:
+    return f"(strlen({text}) || ':' || {text})"
+
+
+def literal(text: str) -> str:
+    """A text as SQL."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def absolute(url: str, base_url: str | None) -> str:
     """A listed URL, joined to `base_url` if there is one. Raises ValueError if it is invalid."""
     return url if base_url is None else urllib.parse.urljoin(f"{base_url.rstrip('/')}/", url)
-
-
-def embedded_row(
-    picture: bytes | None,
-    captions: tuple[str, ...],
-    save: Callable[[bytes], str] | None,
-    score: float | None = None,
-) -> Row:
-    """The row of a picture embedded in the source, identified by its content.
-
-    `save` writes the picture to a file and returns its path; without it the row has no file.
-    """
-    if picture is None:
-        return Row("", captions, aesthetic_score=score)
-    sha256 = digest_bytes(picture)
-    file = save(picture) if save else None
-    return Row(f"sha256:{sha256}", captions, sha256, file, aesthetic_score=score)
 
 
 def captions_of(value: Any) -> tuple[str, ...]:

@@ -5,31 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
+from artifacts.digests import digest_bytes, digest_json
 from artifacts.resolve_model import cache_folder
+from configs.section import Section
 from configs.source import DatasetSource, DigitsSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
-from tasks.download.parquet_csv_jsonl import (
-    FORMATS,
-    JsonlList,
-    ParquetList,
-    Span,
+from tasks.download.list_files import (
+    ListedFile,
     check_absent,
     is_glob,
     list_files,
     reading,
     require_columns,
 )
-from tasks.download.row_hash_cache import cached_row_hashes
-from tasks.download.rows import Row, ScratchFiles, captions_of, embedded_row, score_of, text_of
+from tasks.download.read_lists import FORMATS, hash_rows, read_list
+from tasks.download.read_text_lists import json_rows
+from tasks.download.rows import captions_of, score_of, text_of
 from tasks.download.serve_folder import check_port, serve_folder
+from tasks.download.shard_boundaries import shard_ends
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+FOLDER_PIECE = 1000  # files: the average of a piece of a folder
+PICTURES_AT_ONCE = 32  # in memory, of a parquet file
 
 
 class ServedAt(NamedTuple):
@@ -39,20 +46,34 @@ class ServedAt(NamedTuple):
     allow_hosts: tuple[str, ...] = ()  # host or host:port with a private address
 
 
+class Piece(NamedTuple):
+    """Consecutive rows of a source, such as a file: read again only if it changed."""
+
+    identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
+    read: Callable[[], Iterator[pa.Table]]  # tables of rows.HASHED; SourceError
+
+
+class Place(NamedTuple):
+    """Where a source has a picture: a file, or a row of a parquet file."""
+
+    file: str
+    row: int | None
+
+
 class Source(Protocol):
     """One kind of source."""
 
     def check(self) -> None:
         """Raise SourceError if the source is unusable. Runs before the first stage, so cheap."""
 
-    def scan(self) -> Iterator[tuple[str, Span]]:
-        """(row hash, span) of every row, in order, with few rows in memory. Raises SourceError."""
+    def pieces(self) -> Iterator[Piece]:
+        """All rows, in order; nothing is read before `Piece.read`. Raises SourceError."""
 
-    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
-        """The rows of `spans`; embedded pictures are copied to `scratch`. Raises SourceError."""
+    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+        """The pictures embedded at `places`, in the source's order; None for one that is gone.
 
-    def files(self) -> list[str]:
-        """The files whose changes are changes of the source. Raises SourceError."""
+        Raises SourceError.
+        """
 
     def open(self) -> AbstractContextManager[ServedAt]:
         """Make the rows' URLs reachable, by a local server if one is needed. Raises SourceError."""
@@ -64,37 +85,31 @@ class UrlList:
     def __init__(self, settings: UrlSource) -> None:
         self.settings = settings
         self.format = FORMATS[settings.format]
-        self.columns = _columns(settings)
 
     def check(self) -> None:
-        file = self.files()[0]
-        require_columns(self.columns, self.format.columns(file), file)
+        file = self._files()[0].name
+        require_columns(_columns(self.settings), self.format.columns(file), file)
 
-    def scan(self) -> Iterator[tuple[str, Span]]:
-        for file in self.files():
-            for start, stop, values in self.format.rows(file, self.columns.values()):
-                yield self._row(values).hash, Span(file, start, stop)
+    def pieces(self) -> Iterator[Piece]:
+        s = self.settings
+        columns = {
+            "url": s.url_column,
+            "captions": s.caption_column,
+            "sha256": s.sha256_column,
+            "aesthetic_score": s.aesthetic_column,
+        }
+        for file in self._files():
+            read = partial(read_list, file.name, self.format, columns, s.base_url)
+            yield Piece(_identity(s, [file]), read)
 
-    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
-        for file, start, stop in spans:
-            for _, _, values in self.format.rows(file, self.columns.values(), start, stop):
-                yield self._row(values)
+    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+        return iter(())
 
     def open(self) -> AbstractContextManager[ServedAt]:
         return nullcontext(ServedAt(self.settings.base_url))
 
-    def files(self) -> list[str]:
+    def _files(self) -> list[ListedFile]:
         return list_files(self.settings.path, self.format.suffixes)
-
-    def _row(self, values: dict[str, Any]) -> Row:
-        s = self.settings
-        return Row(
-            text_of(values[s.url_column]),
-            captions_of(values.get(s.caption_column or "")),
-            text_of(values.get(s.sha256_column or "")).lower() or None,
-            base_url=s.base_url,
-            aesthetic_score=_score(values, s),
-        )
 
 
 class Folder:
@@ -108,44 +123,39 @@ class Folder:
     def __init__(self, settings: FolderSource) -> None:
         self.settings = settings
         self.columns = {"source.path": "file_name", **_columns(settings)}
-        self.list = JsonlList()
 
     def check(self) -> None:
         metadata = self._metadata()
-        if metadata is None:
-            if self.settings.aesthetic_column is not None:
-                folder = self.settings.path
-                raise SourceError(f"source.aesthetic_column: {folder} has no {self.METADATA}")
+        if metadata is not None:
+            columns = FORMATS["jsonl"].columns(metadata)
+            require_columns(self.columns, columns, metadata)
+        elif self.settings.aesthetic_column is not None:
+            folder = self.settings.path
+            raise SourceError(f"source.aesthetic_column: {folder} has no {self.METADATA}")
+        else:
             list_files(self.settings.path, PICTURES)
-            return
-        require_columns(self.columns, self.list.columns(metadata), metadata)
 
-    def scan(self) -> Iterator[tuple[str, Span]]:
+    def pieces(self) -> Iterator[Piece]:
         metadata = self._metadata()
-        if metadata is None:
-            for file in list_files(self.settings.path, PICTURES):
-                yield self._sidecar_row(file, None).hash, Span(file, 0, 0)
+        files = sorted(list_files(self.settings.path, ("",)), key=lambda file: _stem(file.name))
+        if metadata is not None:
+            yield Piece(_identity(self.settings, files), partial(self._listed, metadata))
             return
-        for start, stop, values in self.list.rows(metadata, self.columns.values()):
-            yield self._listed_row(metadata, values, None).hash, Span(metadata, start, stop)
+        # A picture and its text have one stem; a piece has all files of its stems.
+        stems = [list(found) for _, found in groupby(files, lambda file: _stem(file.name))]
+        prefixes = [int(digest_bytes(_stem(found[0].name).encode())[:8], 16) for found in stems]
+        ends = [*shard_ends(np.array(prefixes, np.uint32), FOLDER_PIECE), len(stems)]
+        for start, end in zip([0, *ends], ends, strict=False):
+            part = [file for found in stems[start:end] for file in found]
+            names = [file.name for file in part if file.name.lower().endswith(PICTURES)]
+            if names:
+                yield Piece(_identity(self.settings, part), partial(self._captioned, names))
 
-    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
-        save = ScratchFiles(scratch)
-        for file, start, stop in spans:
-            if not file.endswith(f"/{self.METADATA}"):
-                yield self._sidecar_row(file, save)
-                continue
-            for _, _, values in self.list.rows(file, self.columns.values(), start, stop):
-                yield self._listed_row(file, values, save)
+    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+        return (_bytes_at(place.file) for place in places)
 
     def open(self) -> AbstractContextManager[ServedAt]:
         return nullcontext(ServedAt())
-
-    def files(self) -> list[str]:
-        metadata = self._metadata()
-        if metadata is not None:
-            return [metadata]
-        return list_files(self.settings.path, (*PICTURES, ".txt"))
 
     def _metadata(self) -> str | None:
         with reading(self.settings.path):
@@ -158,20 +168,31 @@ class Folder:
                 return None
             return name if "file" in fs.protocol else str(fs.unstrip_protocol(name))
 
-    def _sidecar_row(self, file: str, save: Callable[[bytes], str] | None) -> Row:
-        text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
-        caption = text.decode(errors="replace").removeprefix("\ufeff").strip()
-        return embedded_row(_bytes_at(file), (caption,), save)
+    def _captioned(self, files: list[str]) -> Iterator[pa.Table]:
+        def rows() -> Iterator[dict[str, Any]]:
+            for file in files:
+                text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
+                caption = text.decode(errors="replace").removeprefix("\ufeff").strip()
+                yield _embedded(_bytes_at(file), Place(file, None), (caption,), None)
 
-    def _listed_row(
-        self, metadata: str, values: dict[str, Any], save: Callable[[bytes], str] | None
-    ) -> Row:
-        name = text_of(values["file_name"])
-        if name.startswith("/") or ".." in name.split("/") or "://" in name:
-            raise SourceError(f"source: {metadata}: file_name {name!r} leads out of the folder")
-        picture = _bytes_at(f"{metadata.rpartition('/')[0]}/{name}") if name else None
-        captions = captions_of(values[self.settings.caption_column])
-        return embedded_row(picture, captions, save, _score(values, self.settings))
+        return hash_rows(rows())
+
+    def _listed(self, metadata: str) -> Iterator[pa.Table]:
+        def rows() -> Iterator[dict[str, Any]]:
+            for values in json_rows(metadata):
+                name = text_of(values.get("file_name"))
+                if name.startswith("/") or ".." in name.split("/") or "://" in name:
+                    raise SourceError(
+                        f"source: {metadata}: file_name {name!r} leads out of the folder"
+                    )
+                file = f"{metadata.rpartition('/')[0]}/{name}"
+                picture = _bytes_at(file) if name else None
+                captions = captions_of(values.get(self.settings.caption_column))
+                score = score_of(values.get(self.settings.aesthetic_column or ""))
+                yield _embedded(picture, Place(file, None), captions, score)
+
+        with reading(metadata):
+            yield from hash_rows(rows())
 
 
 class Dataset:
@@ -179,59 +200,61 @@ class Dataset:
 
     def __init__(self, settings: DatasetSource) -> None:
         self.settings = settings
-        self.columns = _columns(settings)
-        self.list = ParquetList(batch_size=32)  # pictures in memory at a time
 
     def check(self) -> None:
-        file = self.files()[0]
-        require_columns(self.columns, self.list.columns(file), file)
+        file = self._files()[0].name
+        require_columns(_columns(self.settings), FORMATS["parquet"].columns(file), file)
 
-    def scan(self) -> Iterator[tuple[str, Span]]:
-        for file in self.files():
-            hashes = cached_row_hashes(
-                file, list(self.columns.values()), partial(self._hashes, file)
-            )
-            for number, row_hash in enumerate(hashes):
-                yield row_hash, Span(file, number, number + 1)
+    def pieces(self) -> Iterator[Piece]:
+        for file in self._files():
+            yield Piece(_identity(self.settings, [file]), partial(self._rows, file.name))
 
-    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
-        save = ScratchFiles(scratch)
-        for file, start, stop in spans:
-            for _, _, values in self.list.rows(file, self.columns.values(), start, stop):
-                yield self._row(values, save)
+    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+        for file, found in groupby(places, lambda place: place.file):
+            wanted = {int(place.row or 0) for place in found}
+            image = self.settings.image_column
+            for number, values in _parquet_rows(file, [image], min(wanted), max(wanted) + 1):
+                if number in wanted:
+                    yield self._picture(values[image])
 
     def open(self) -> AbstractContextManager[ServedAt]:
         return nullcontext(ServedAt())
 
-    def _hashes(self, file: str) -> Iterator[str]:
-        for _, _, values in self.list.rows(file, self.columns.values()):
-            yield self._row(values, None).hash
+    def _rows(self, file: str) -> Iterator[pa.Table]:
+        s = self.settings
 
-    def files(self) -> list[str]:
+        def rows() -> Iterator[dict[str, Any]]:
+            for number, values in _parquet_rows(file, list(_columns(s).values())):
+                captions = captions_of(values[s.caption_column])
+                score = score_of(values.get(s.aesthetic_column or ""))
+                picture = self._picture(values[s.image_column])
+                yield _embedded(picture, Place(file, number), captions, score)
+
+        return hash_rows(rows())
+
+    def _files(self) -> list[ListedFile]:
         path, split = self.settings.path, self.settings.split
         if "://" not in path and path.count("/") == 1 and not Path(path).exists():
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
             path = f"hf://datasets/{path}{revision}"
-        found = list_files(path, self.list.suffixes)
-        if found == [path] or is_glob(path):
+        found = list_files(path, FORMATS["parquet"].suffixes)
+        if [file.name for file in found] == [path] or is_glob(path):
             return found
         # <split>-00000-of-00001.parquet, or <split>/0000.parquet in the hub's conversions
-        chosen = [f for f in found if any(part.startswith(split) for part in f.split("/")[-2:])]
+        chosen = [f for f in found if any(p.startswith(split) for p in f.name.split("/")[-2:])]
         if not chosen:
-            names = ", ".join(f.rpartition("/")[2] for f in found[:5])
+            names = ", ".join(f.name.rpartition("/")[2] for f in found[:5])
             raise SourceError(f"source.split: {path} has no files of split {split!r} ({names})")
         return chosen
 
-    def _row(self, values: dict[str, Any], save: Callable[[bytes], str] | None) -> Row:
-        image = values[self.settings.image_column]
+    def _picture(self, image: Any) -> bytes | None:
         picture = image.get("bytes") if isinstance(image, dict) else image
         if not isinstance(picture, bytes | None):
             raise SourceError(
                 f"source.image_column: {self.settings.image_column} holds "
                 f"{type(picture).__name__}, not encoded pictures (bytes, or a struct with bytes)"
             )
-        captions = captions_of(values[self.settings.caption_column])
-        return embedded_row(picture, captions, save, _score(values, self.settings))
+        return picture
 
 
 class Digits:
@@ -248,19 +271,22 @@ class Digits:
     def check(self) -> None:
         check_port(self.settings.port)
 
-    def scan(self) -> Iterator[tuple[str, Span]]:
-        self._draw()
-        return self.list.scan()
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece(
+            digest_json(self.settings.model_dump(mode="json", exclude={"port"})), self._rows
+        )
 
-    def read(self, spans: Iterable[Span], scratch: Path) -> Iterator[Row]:
-        return self.list.read(spans, scratch)
+    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+        return self.list.pictures(places)
 
     def open(self) -> AbstractContextManager[ServedAt]:
         self._draw()
         return serve_folder(self.folder, self.settings.port, ServedAt)
 
-    def files(self) -> list[str]:
-        return []  # the settings are the source
+    def _rows(self) -> Iterator[pa.Table]:
+        self._draw()
+        for piece in self.list.pieces():
+            yield from piece.read()
 
     def _draw(self) -> None:
         from demo import dataset
@@ -294,10 +320,43 @@ def _columns(settings: UrlSource | FolderSource | DatasetSource) -> dict[str, st
     return {setting: column for setting, column in named.items() if column is not None}
 
 
-def _score(
-    values: dict[str, Any], settings: UrlSource | FolderSource | DatasetSource
-) -> float | None:
-    return score_of(values.get(settings.aesthetic_column or ""))
+def _identity(settings: Section, files: list[ListedFile]) -> str:
+    meaning = settings.model_dump(mode="json", exclude={"path", "port"})
+    return digest_json([meaning, *(file.stamp for file in files)])
+
+
+def _stem(name: str) -> str:
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + file.rpartition(".")[0]
+
+
+def _embedded(
+    picture: bytes | None, place: Place, captions: tuple[str, ...], score: float | None
+) -> dict[str, Any]:
+    """The row of rows.COLUMNS of a picture in the source, identified by its content."""
+    row: dict[str, Any] = {"url": "", "captions": captions, "aesthetic_score": score}
+    if picture is None:
+        return row
+    sha256 = digest_bytes(picture)
+    return {**row, "url": f"sha256:{sha256}", "sha256": sha256, **place._asdict()}
+
+
+def _parquet_rows(
+    file: str, columns: list[str], start: int = 0, stop: int | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, values) of the rows in [start, stop), of which few are in memory at a time."""
+    with reading(file), fsspec.open(file, "rb") as stream:
+        table = pq.ParquetFile(stream, buffer_size=2**20)
+        counts = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
+        ends = np.cumsum(counts, dtype=int)
+        stop = int(sum(counts)) if stop is None else stop
+        groups = [n for n, end in enumerate(ends) if end > start and end - counts[n] < stop]
+        number = int(ends[groups[0]]) - counts[groups[0]] if groups else 0
+        for batch in table.iter_batches(PICTURES_AT_ONCE, row_groups=groups, columns=columns):
+            for values in batch.to_pylist() if number < stop else []:
+                if start <= number < stop:
+                    yield number, values
+                number += 1
 
 
 def _bytes_at(file: str) -> bytes | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from io import BytesIO
 from itertools import chain, islice
 from typing import Any
@@ -25,15 +23,14 @@ from tasks.download.download_shard import (
     VERSION,
     Deferred,
     DownloadContext,
-    ShardSpec,
     may_retry,
     shard_key,
     shard_settings,
 )
 from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.failure_reasons import is_transient
-from tasks.download.parquet_csv_jsonl import Span, join_spans
-from tasks.download.shard_boundaries import cut_shards
+from tasks.download.plan_file import plan_key
+from tasks.download.plan_source import Plan, ShardSpec, make_plan
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.picture_grid import picture_grid, to_png
@@ -43,16 +40,6 @@ NOTES = "deferred"  # folder in the draft with a note for each deferred shard
 GRID = (8, 3)  # columns, rows
 THUMBNAIL = 96  # pixels
 log = logging.getLogger("kiln")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A source's rows, cut into shards; it holds the rows' locations only."""
-
-    source_digest: str  # sha256 (hex) over the hashes of all rows, in order
-    rows: int
-    shards: tuple[ShardSpec, ...]  # each key once
-    layout: str | None = None  # sha256 over the shards' keys, if they do not follow from the rows
 
 
 def settings_for_key(recipe: Recipe, retry: int = 0) -> dict[str, Any]:
@@ -73,25 +60,11 @@ def check(recipe: Recipe) -> None:
 
 
 def plan(recipe: Recipe) -> Plan:
-    """Read the source once and cut its rows into shards. Raises SourceError."""
+    """The source's rows, cut into shards: from the store unless it changed. Raises SourceError."""
     check(recipe)
-    digest, rows, shards = hashlib.sha256(), 0, dict[str, ShardSpec]()
-
-    def scanned() -> Iterator[tuple[str, Span]]:
-        for row_hash, span in _source(recipe).scan():
-            digest.update(bytes.fromhex(row_hash))
-            yield row_hash, span
-
-    for shard in cut_shards(scanned(), recipe.download.shard_size):
-        key = shard_key(recipe.download, (row_hash for row_hash, _ in shard))
-        if key in shards:
-            log.warning("download: %d rows repeat an earlier shard and are skipped", len(shard))
-            continue
-        rows += len(shard)
-        shards[key] = ShardSpec(key, len(shard), tuple(join_spans(span for _, span in shard)))
-    if not shards:
-        raise SourceError("source: it has no rows")
-    return Plan(digest.hexdigest(), rows, tuple(shards.values()))
+    download = recipe.download
+    key = shard_key(download)
+    return make_plan(_source(recipe), Store(recipe.store), download.shard_size, key)
 
 
 def key_parts(recipe: Recipe, plan: Plan, retry: int = 0) -> KeyParts:
@@ -148,7 +121,7 @@ def build(
     with _source(recipe).open() as served_at:
         notes = f"{draft.path}/{NOTES}"
         context = DownloadContext(
-            store.url, notes, recipe.source, recipe.download, served_at, retry_failed
+            store.url, notes, recipe.source, recipe.download, served_at, plan_key(), retry_failed
         )
         deferred = run_pipeline(plan.shards, context, recipe.beam, progress)
     if deferred:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from artifacts.digests import digest_json
 from artifacts.image_shards import read_rows
 from artifacts.store import SHARDS, Artifact, Store
 from configs.recipe import Recipe
 from tasks.download import stage as download
-from tasks.download.download_shard import STAGE, ShardSpec, shard_key
-from tasks.download.errors import SourceError
-from tasks.download.parquet_csv_jsonl import Span, join_spans
-from tasks.download.shard_boundaries import cut_shards
-from tasks.download.sources import SOURCES
+from tasks.download.download_shard import STAGE, shard_key
+from tasks.download.plan_source import (
+    Plan,
+    ShardSpec,
+    Span,
+    join_spans,
+    planned_hashes,
+    rows_digest,
+)
+from tasks.download.shard_boundaries import shard_ends
 from tasks.retrain.champion import Champion
 
-Rows = dict[str, Span]  # row hash -> its place in the source
+Rows = dict[bytes, Span]  # row hash -> its place in the source
 
 
 @dataclass(frozen=True)
@@ -36,48 +41,24 @@ class Changes:
 
 @dataclass
 class _Compared:
-    """A source beside the champion's shards, during one pass over its rows."""
+    """A source beside the champion's shards."""
 
     recipe: Recipe
-    old: set[str]  # keys of the champion's shards
-    kept: dict[str, ShardSpec] = field(default_factory=dict)
-    rest: Rows = field(default_factory=dict)  # rows outside the kept shards
-    digest: str = ""
-    rows: int = 0
+    kept: dict[str, ShardSpec]  # key -> a shard that the champion has, too
+    rest: Rows  # rows outside the kept shards
 
-    def scan(self) -> None:
-        """Read the source: shards that the champion has, too, are kept."""
-        for shard in cut_shards(self._rows(), self.recipe.download.shard_size):
-            key = shard_key(self.recipe.download, (row_hash for row_hash, _ in shard))
-            if key in self.old:
-                self._keep(key, (span for _, span in shard), len(shard))
-            else:
-                self.rest.update(shard)
-
-    def _rows(self) -> Iterator[tuple[str, Span]]:
-        digest = hashlib.sha256()
-        for row_hash, span in SOURCES[self.recipe.source.kind](self.recipe.source).scan():
-            digest.update(bytes.fromhex(row_hash))
-            self.rows += 1
-            yield row_hash, span
-        self.digest = digest.hexdigest()
-
-    def match(self, key: str, hashes: list[str]) -> bool:
+    def match(self, key: str, hashes: list[bytes]) -> bool:
         """Keep an old shard with other neighbours now, if the source has all of its rows."""
         if not hashes or not all(row_hash in self.rest for row_hash in hashes):
             return False
-        if shard_key(self.recipe.download, hashes) != key:  # other settings
+        spec = _spec(self.recipe, [(row_hash, self.rest[row_hash]) for row_hash in hashes])
+        if spec.key != key:  # other settings
             return False
-        self._keep(key, (self.rest[row_hash] for row_hash in hashes), len(hashes))
+        self.kept[key] = spec
         return True
 
-    def _keep(self, key: str, spans: Iterable[Span], rows: int) -> None:
-        self.kept[key] = ShardSpec(key, rows, tuple(join_spans(spans)))
 
-
-def plan_changes(
-    recipe: Recipe, store: Store, champion: Champion | None
-) -> tuple[download.Plan, Changes]:
+def plan_changes(recipe: Recipe, store: Store, champion: Champion | None) -> tuple[Plan, Changes]:
     """The shards to train on, and what changed since the champion.
 
     The order of rows does not matter. New rows are cut into shards of their own, so that no old row
@@ -88,44 +69,51 @@ def plan_changes(
         SourceError: the source cannot be read, or has no rows.
         WrongInput: the store lacks the champion's images.
     """
-    download.check(recipe)
+    plan = download.plan(recipe)
     if champion is None:
-        plan = download.plan(recipe)
         count = len(plan.shards)
         fetched = Changes(plan.source_digest, plan.rows, plan.rows, 0, plan.rows, 0, count)
         return plan, fetched
     images = champion.load(store, STAGE, champion.images)
     old = {shard["key"]: shard["rows"] for shard in images.summary["shards"]}
-    found = _Compared(recipe, set(old))
-    found.scan()
-    matched, lost = set[str](), set[str]()
-    for key in sorted(old.keys() - found.kept.keys()):
+    kept = {spec.key: spec for spec in plan.shards if spec.key in old}
+    rest = dict(planned_hashes(spec for spec in plan.shards if spec.key not in old))
+    found = _Compared(recipe, kept, rest)
+    matched, lost = set[bytes](), set[bytes]()
+    for key in sorted(old.keys() - kept.keys()):
         hashes = _row_hashes(images, key)
         (matched if found.match(key, hashes) else lost).update(hashes)
-    fetch = {row_hash: span for row_hash, span in found.rest.items() if row_hash not in matched}
-    cut = [_spec(recipe, shard) for shard in cut_shards(fetch.items(), recipe.download.shard_size)]
+    fetch = {row_hash: span for row_hash, span in rest.items() if row_hash not in matched}
+    cut = _cut(recipe, fetch)
     shards = (*found.kept.values(), *cut)
-    if not shards:
-        raise SourceError("source: it has no rows")
     layout = digest_json(sorted(shard.key for shard in shards))
-    plan = download.Plan(found.digest, sum(shard.rows for shard in shards), shards, layout)
-    return plan, Changes(
-        source=found.digest,
-        rows=found.rows,
+    count = sum(shard.rows for shard in shards)
+    return replace(plan, rows=count, shards=shards, layout=layout), Changes(
+        source=plan.source_digest,
+        rows=plan.rows,
         new_rows=len(fetch.keys() - lost),
-        removed_rows=len(lost - found.rest.keys()),
+        removed_rows=len(lost - rest.keys()),
         rows_to_fetch=len(fetch),
         kept_shards=len(found.kept),
         new_shards=len(cut),
     )
 
 
-def _spec(recipe: Recipe, shard: list[tuple[str, Span]]) -> ShardSpec:
-    key = shard_key(recipe.download, (row_hash for row_hash, _ in shard))
-    return ShardSpec(key, len(shard), tuple(join_spans(span for _, span in shard)))
+def _cut(recipe: Recipe, rows: Rows) -> list[ShardSpec]:
+    """Shards of rows, the last of which may be small."""
+    prefixes = [int.from_bytes(row_hash[:4], "big") for row_hash in rows]
+    ends = shard_ends(np.array(prefixes, np.uint32), recipe.download.shard_size)
+    items, starts = list(rows.items()), [0, *ends]
+    parts = [items[a:b] for a, b in zip(starts, [*ends, len(items)], strict=True)]
+    return [_spec(recipe, part) for part in parts if part]
 
 
-def _row_hashes(images: Artifact, key: str) -> list[str]:
+def _spec(recipe: Recipe, rows: list[tuple[bytes, Span]]) -> ShardSpec:
+    key = shard_key(recipe.download)(rows_digest(row_hash for row_hash, _ in rows))
+    return ShardSpec(key, len(rows), join_spans(span for _, span in rows))
+
+
+def _row_hashes(images: Artifact, key: str) -> list[bytes]:
     """The hashes of a shard's rows, in order."""
     prefix = f"../{SHARDS}/{key}."
     (path,) = (
@@ -134,4 +122,4 @@ def _row_hashes(images: Artifact, key: str) -> list[str]:
         if entry.path.startswith(prefix) and entry.path.endswith(".parquet")
     )
     place = f"{images.store.root}/{STAGE}/{path.removeprefix('../')}"
-    return [row["row_hash"] for row in read_rows(images.store.fs.cat_file(place))]
+    return [bytes.fromhex(row["row_hash"]) for row in read_rows(images.store.fs.cat_file(place))]

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-
-from fsspec.core import url_to_fs
 
 from artifacts.compare_and_swap import read, swap
 from artifacts.digests import digest_json
 from configs.recipe import Recipe
-from tasks.download.parquet_csv_jsonl import reading
-from tasks.download.row_hash_cache import CHANGE_MARKERS
 from tasks.download.sources import SOURCES
 from tasks.publish.stage import registry_of
 
@@ -29,8 +24,9 @@ def stamp(recipe: Recipe) -> str:
 
     Raises SourceError if the files cannot be listed.
     """
-    files = SOURCES[recipe.source.kind](recipe.source).files()
-    return digest_json([recipe.source.model_dump(mode="json"), [_marks(file) for file in files]])
+    pieces = SOURCES[recipe.source.kind](recipe.source).pieces()
+    identities = [piece.identity for piece in pieces]
+    return digest_json([recipe.source.model_dump(mode="json"), identities])
 
 
 def last_stamp(recipe: Recipe) -> str | None:
@@ -47,12 +43,3 @@ def remember(recipe: Recipe, found: str) -> None:
     registry.fs.makedirs(registry.root, exist_ok=True)
     while not swap(registry.fs, path, read(registry.fs, path), data):
         pass  # another watcher stored its stamp at this moment
-
-
-def _marks(file: str) -> dict[str, Any]:
-    with reading(file):
-        fs, name = url_to_fs(file)
-        fs.invalidate_cache()
-        info = fs.info(name)
-    marks = {mark: str(info[mark]) for mark in CHANGE_MARKERS if info.get(mark) is not None}
-    return {"file": file, "size": info.get("size"), **marks}

@@ -8,12 +8,12 @@ from typing import Any
 
 import fsspec
 import pytest
+from cut_rows import cut_shards
 from drawn import JSON, holds_for
 from hypothesis import strategies as st
 
 from artifacts.commit import FileEntry, read_record, write_record
 from artifacts.digests import canonical_json, digest_json
-from tasks.download.shard_boundaries import cut_shards
 
 ROWS = st.integers(0, 400)
 AVERAGE = st.integers(1, 40)

@@ -76,7 +76,9 @@ def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPat
     }
     images, latents, trained, evaluated = made.values()
     inputs, parents = asked(finetune.download, run)
-    assert inputs == {"source": download.plan(run.recipe).source_digest} and parents == {}
+    plan = download.plan(run.recipe)
+    assert inputs == {"source": plan.source_digest}
+    assert {name: one.uri for name, one in parents.items()} == {"plan": plan.artifact.uri}
     inputs, parents = asked(finetune.encode, run, reused(images))
     assert inputs["images"] == images.digest and "encoders" in inputs
     assert parents == {"images": images}
@@ -110,7 +112,7 @@ def test_a_run_records_its_stages_before_their_builds(
         finetune.download.fn(run)
     with pytest.raises(KeyboardInterrupt):
         finetune.encode.fn(run, reused(images))
-    assert kept == [{"download"}, {"download", "encode"}]
+    assert kept == [{"plan", "download"}, {"plan", "download", "encode"}]
 
 
 def test_generate_records_its_run_before_the_build(

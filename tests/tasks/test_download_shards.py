@@ -394,7 +394,7 @@ def test_one_changed_caption_or_picture_fetches_one_shard(tmp_path: Path, web: W
     first = build(make_recipe(tmp_path, web, listed))
     for change in ({"caption": "edited"}, {"sha256": hashlib.sha256(b"").hexdigest()}):
         web.requests.clear()
-        edited = [*listed[:9], {**listed[9], **change}, *listed[10:]]
+        edited = [*listed[:10], {**listed[10], **change}, *listed[11:]]
         changed = build(make_recipe(tmp_path, web, edited))
         keys = {s["key"]: s["rows"] for s in changed.summary["shards"]}
         fresh = set(keys) - {s["key"] for s in first.summary["shards"]}

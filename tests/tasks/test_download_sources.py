@@ -8,11 +8,13 @@ import random
 import socket
 import tracemalloc
 from collections.abc import Iterable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import duckdb
 import fsspec
 import gcsfs.retry
 import google.auth.exceptions
@@ -27,9 +29,12 @@ from stores import REMOTE, UrlOf
 
 from configs.recipe import Recipe
 from tasks import download
-from tasks.download.parquet_csv_jsonl import FORMATS, ParquetList, Span, join_spans, reading
+from tasks.download import plan_file, read_lists, sources
+from tasks.download.download_shard import DownloadContext, download_shard, planned_rows
+from tasks.download.list_files import reading
+from tasks.download.read_lists import FORMATS, read_list
 from tasks.download.rows import Row
-from tasks.download.sources import SOURCES
+from tasks.download.sources import ServedAt
 
 CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
 ROWS = [{"url": f"http://example.org/{n}.jpg", "caption": c} for n, c in enumerate(CAPTIONS)]
@@ -61,8 +66,10 @@ def write_list(path: Path, rows: list[dict[str, Any]]) -> str:
         return str(path)
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8", newline="") as stream:
-        if kind == "csv":
-            writer = csv.DictWriter(stream, list(rows[0]))
+        if kind == "json":
+            json.dump(rows, stream)
+        elif kind in ("csv", "tsv"):
+            writer = csv.DictWriter(stream, list(rows[0]), delimiter="," if kind == "csv" else "\t")
             writer.writeheader()
             writer.writerows(rows)
         else:
@@ -76,59 +83,147 @@ def png(number: int) -> bytes:
     return buffer.getvalue()
 
 
+def context(recipe: Recipe) -> DownloadContext:
+    key = plan_file.plan_key()
+    return DownloadContext(recipe.store, "", recipe.source, recipe.download, ServedAt(), key)
+
+
 def rows_of(recipe: Recipe, scratch: Path) -> list[Row]:
     """All rows, read shard by shard as the workers do."""
-    source = SOURCES[recipe.source.kind](recipe.source)
-    spans = [span for shard in download.plan(recipe).shards for span in shard.spans]
-    return list(source.read(spans, scratch))
+    rows = []
+    for number, shard in enumerate(download.plan(recipe).shards):
+        folder = scratch / f"{recipe.source.kind}-{number}"
+        folder.mkdir(exist_ok=True)
+        rows += planned_rows(shard, context(recipe), folder)
+    return rows
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl", "a.csv.gz", "a.jsonl.gz"])
-def test_any_span_of_a_list_can_be_read_again(tmp_path: Path, name: str) -> None:
-    file = write_list(tmp_path / name, ROWS)
-    form = FORMATS[name.split(".")[1]]
-    assert form.columns(file) == ["url", "caption"]
-    found = list(form.rows(file, ["caption", "url"]))
-    assert [values for _, _, values in found] == ROWS
-    for first in range(len(ROWS)):
-        for last in range(first, len(ROWS)):
-            again = form.rows(file, ["url", "caption"], found[first][0], found[last][1])
-            assert [values for _, _, values in again] == ROWS[first : last + 1]
+FORMAT_NAMES = [
+    *("parquet", "csv", "tsv", "jsonl", "json"),
+    *("csv.gz", "tsv.gz", "jsonl.gz", "json.gz"),
+]
 
 
-def test_a_parquet_span_reads_only_the_row_groups_it_touches(tmp_path: Path) -> None:
-    file = Path(write_list(tmp_path / "a.parquet", ROWS))
-    group = pq.ParquetFile(file).metadata.row_group(1).column(0)
-    data = bytearray(file.read_bytes())
-    start = group.dictionary_page_offset or group.data_page_offset
-    data[start : start + group.total_compressed_size] = bytes(group.total_compressed_size)
-    file.write_bytes(data)
-    rows = FORMATS["parquet"].rows(str(file), ["url"], 1, 3)
-    assert [values["url"] for _, _, values in rows] == [row["url"] for row in ROWS[1:3]]
-    with pytest.raises(download.SourceError, match=r"a\.parquet: cannot be read"):
-        list(FORMATS["parquet"].rows(str(file), ["url"], 3, 5))
-
-
-def test_adjacent_spans_are_joined() -> None:
-    spans = [Span("a", 0, 2), Span("a", 2, 3), Span("b", 3, 4), Span("a", 3, 4), Span("a", 5, 6)]
-    assert join_spans(spans) == [
-        Span("a", 0, 3), Span("b", 3, 4), Span("a", 3, 4), Span("a", 5, 6),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
-def test_lists_of_every_format_have_the_same_rows_and_keys(tmp_path: Path, kind: str) -> None:
-    write_list(tmp_path / f"1.{kind}", ROWS[:4])
-    write_list(tmp_path / f"2.{kind}", ROWS[4:])
+def test_lists_of_every_format_have_the_same_rows_and_keys(tmp_path: Path) -> None:
     keys = set()
-    for path in (tmp_path, tmp_path / f"*.{kind}"):
-        recipe = make_recipe({"kind": "urls", "path": str(path), "format": kind})
-        assert rows_of(recipe, tmp_path) == [Row(r["url"], (r["caption"],)) for r in ROWS]
-        keys.add(download.plan(recipe).source_digest)
-    expected = hashlib.sha256()
-    for row in ROWS:
-        expected.update(bytes.fromhex(Row(row["url"], (row["caption"],)).hash))
-    assert keys == {expected.hexdigest()}
+    for name in FORMAT_NAMES:
+        (tmp_path / name).mkdir()
+        write_list(tmp_path / name / f"1.{name}", ROWS[:4])
+        write_list(tmp_path / name / f"2.{name}", ROWS[4:])
+        for path in (tmp_path / name, tmp_path / name / f"*.{name}"):
+            kind = name.partition(".")[0]
+            recipe = make_recipe({"kind": "urls", "path": str(path), "format": kind})
+            assert rows_of(recipe, tmp_path) == [Row(r["url"], (r["caption"],)) for r in ROWS]
+            plan = download.plan(recipe)
+            keys.add((plan.source_digest, *(shard.key for shard in plan.shards)))
+    assert len(keys) == 1
+
+
+def test_a_text_file_has_one_url_for_each_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("http://a/1.jpg?x=1,2\n\nhttp://a/2.jpg\r\n")
+    source = {"kind": "urls", "path": str(tmp_path), "format": "txt", "caption_column": None}
+    found = rows_of(make_recipe(source), tmp_path)
+    assert found == [Row("http://a/1.jpg?x=1,2", ("",)), Row("http://a/2.jpg", ("",))]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl.gz"])
+def test_rows_and_their_order_do_not_depend_on_threads(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_list(tmp_path / name, _many(50_000))
+    columns = dict.fromkeys(["sha256", "aesthetic_score"]) | {"url": "url", "captions": "caption"}
+    tables = []
+    for threads in (1, 2, 5):
+        with duckdb.connect(config={"threads": threads}) as db, monkeypatch.context() as patch:
+            patch.setattr(read_lists, "_database", lambda db=db: db)
+            read = read_list(file, FORMATS[name.split(".")[1]], columns, None)
+            tables.append(pa.concat_tables(read))
+    assert [row["url"] for row in _many(50_000)] == tables[0]["url"].to_pylist()
+    assert tables[0].equals(tables[1]) and tables[0].equals(tables[2])
+
+
+def test_of_a_grown_source_only_what_is_new_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, read = _many(900), list[str]()
+    for number in range(3):
+        write_list(tmp_path / f"{number}.parquet", rows[300 * number :][:300])
+    recipe = make_recipe({"kind": "urls", "path": str(tmp_path / "*.parquet")}, shard_size=40)
+    monkeypatch.setattr(sources, "read_list", lambda f, *a: read.append(f) or read_list(f, *a))
+
+    def plan() -> tuple[download.Plan, list[str]]:
+        read.clear()
+        planned = download.plan(recipe)
+        return planned, [Path(file).name for file in read]
+
+    first, files = plan()
+    assert files == ["0.parquet", "1.parquet", "2.parquet"]
+    assert plan() == (first, [])
+    write_list(tmp_path / "3.parquet", _many(100, seed=1))
+    grown, files = plan()
+    assert files == ["3.parquet"]
+    assert grown.shards[: len(first.shards) - 1] == first.shards[:-1]
+    write_list(tmp_path / "1.parquet", [*rows[300:450], *rows[451:600]])
+    edited, files = plan()
+    assert files == ["1.parquet"], "the rows behind its last shard are as before"
+    elsewhere = recipe.model_copy(update={"store": "memory://elsewhere"})
+    afresh = download.plan(elsewhere)
+    assert [s.key for s in afresh.shards] == [s.key for s in edited.shards]
+    assert afresh.source_digest == edited.source_digest
+    (tmp_path / "3.parquet").unlink()
+    write_list(tmp_path / "1.parquet", rows[300:600])
+    again, files = plan()
+    assert (again.source_digest, files) == (first.source_digest, ["1.parquet"])
+
+
+def test_rows_of_another_shard_are_not_committed(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "a.parquet", _many(40))
+    recipe = make_recipe({"kind": "urls", "path": path}, tmp_path / "store")
+    first, second, *_ = download.plan(recipe).shards
+    with pytest.raises(download.SourceError, match=r"plan .* is damaged: run again"):
+        download_shard(replace(first, spans=second.spans), context(recipe))
+    assert not (tmp_path / "store/download").exists()
+
+
+def test_a_piece_is_read_again_if_other_rows_come_before_it(tmp_path: Path) -> None:
+    rows = [{**row, "sha256": f"{n:064x}"} for n, row in enumerate(_many(60))]
+    source = {"kind": "urls", "path": str(tmp_path / "*.parquet"), "sha256_column": "sha256"}
+    recipe = make_recipe(source, tmp_path / "store", shard_size=100)
+    write_list(tmp_path / "1.parquet", rows[30:])
+    for change in ({}, {"url": "http://signed.again/"}, {"sha256": "f" * 64}):
+        changed = [{**row, **change} for row in rows[:30]]
+        write_list(tmp_path / "0.parquet", changed)
+        read = [(row.url, row.sha256) for row in rows_of(recipe, tmp_path)]
+        assert read == [(row["url"], row["sha256"]) for row in [*changed, *rows[30:]]]
+
+
+def test_urls_of_a_plan_are_read_with_the_key_alone(tmp_path: Path) -> None:
+    rows = [{"url": f"http://h/{n}.jpg?sig=sesame{n}", "caption": "a cat"} for n in range(20)]
+    listed = {"kind": "urls", "path": write_list(tmp_path / "a.parquet", rows)}
+    recipe = make_recipe(listed, tmp_path / "store")
+    assert [row.url for row in rows_of(recipe, tmp_path)] == [row["url"] for row in rows]
+    stored = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    for path in stored:
+        assert b"sesame" not in path.read_bytes()
+        if path.suffix == ".parquet":
+            assert "sesame" not in str(pq.read_table(path).to_pylist())
+    (key,) = (tmp_path / "cache").rglob("plan.key")
+    assert key.stat().st_mode & 0o777 == 0o600
+    before = download.plan(recipe)
+    key.unlink()
+    assert download.plan(recipe).source_digest == before.source_digest
+    assert [row.url for row in rows_of(recipe, tmp_path)] == [row["url"] for row in rows]
+
+
+def test_a_picture_that_changes_after_it_was_planned_is_not_committed(tmp_path: Path) -> None:
+    file = Path(write_list(tmp_path / "a.parquet", [{"image": png(1), "text": ""}] * 9))
+    recipe = make_recipe({"kind": "dataset", "path": str(file)}, tmp_path / "store")
+    shard = download.plan(recipe).shards[0]
+    for changed in ([{"image": png(2), "text": ""}] * 9, [{"image": png(1), "text": ""}]):
+        write_list(file, changed)
+        with pytest.raises(download.SourceError, match="it changed while it was being read"):
+            download_shard(shard, context(recipe))
+    assert not (tmp_path / "store/download").exists()
 
 
 def test_another_base_url_is_another_picture_unless_its_sha256_is_listed(tmp_path: Path) -> None:
@@ -223,16 +318,16 @@ def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     file = Path(
         write_list(tmp_path / "a.parquet", [{"image": png(n), "text": ""} for n in range(6)])
     )
-    recipe = make_recipe({"kind": "dataset", "path": str(file)})
+    recipe = make_recipe({"kind": "dataset", "path": str(file)}, tmp_path / "store")
     first = download.plan(recipe)
     reads: list[str] = []
-    read = ParquetList.rows
-    monkeypatch.setattr(ParquetList, "rows", lambda *a: reads.append(a[1]) or read(*a))
+    read = sources._parquet_rows
+    monkeypatch.setattr(sources, "_parquet_rows", lambda *a: reads.append(a[0]) or read(*a))
     assert download.plan(recipe) == first
     assert reads == []
-    (kept,) = (tmp_path / "cache/kilnworks/scans").iterdir()
-    kept.write_bytes(kept.read_bytes()[:-1] + b"?")  # a damaged entry is not used
-    assert download.plan(recipe) == first
+    for damaged in (tmp_path / "store/plan/shards").iterdir():  # is not used
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert download.plan(recipe).source_digest == first.source_digest
     assert reads == [str(file)]
     write_list(file, [{"image": png(n), "text": ""} for n in range(1, 7)])
     assert download.plan(recipe).source_digest != first.source_digest
@@ -387,10 +482,15 @@ def test_a_malformed_line_is_a_row_without_a_picture(tmp_path: Path, kind: str, 
     urls = [row["url"] for row in ROWS]
     position = 2 if kind == "jsonl" else 1
     assert [row.url for row in found] == [*urls[:position], "", *urls[position:]]
-    form = FORMATS[kind]
-    spans = [(start, stop) for start, stop, _ in form.rows(source["path"], ["url"])]
-    again = [next(form.rows(source["path"], ["url"], *span))[2]["url"] or "" for span in spans]
-    assert again == [row.url for row in found]
+
+
+def test_a_malformed_line_of_a_remote_list_is_a_row_without_a_picture(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in _many(30)]
+    data = "\n".join([*lines, '{"url": "cut off']).encode()
+    fsspec.filesystem("memory").pipe_file("/lists/a.jsonl", data)
+    source = {"kind": "urls", "path": "memory://lists/a.jsonl", "format": "jsonl"}
+    found = rows_of(make_recipe(source), tmp_path)
+    assert [row.url for row in found] == [*(row["url"] for row in _many(30)), ""]
 
 
 def test_an_unusable_source_is_a_one_line_error(tmp_path: Path) -> None:

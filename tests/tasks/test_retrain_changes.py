@@ -4,7 +4,6 @@ import csv
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,8 @@ from configs.load import load_recipe
 from configs.recipe import Recipe
 from tasks import download
 from tasks.download.download_shard import STAGE, shard_key
-from tasks.download.sources import SOURCES
+from tasks.download.plan_file import plan_key
+from tasks.download.plan_source import ShardSpec, read_spans, rows_digest
 from tasks.retrain.champion import Champion
 from tasks.retrain.changes import Changes, plan_changes
 
@@ -24,7 +24,8 @@ NO_ONE = Champion("v1", "", "d", "", "", "", "", "", "")
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     return load_recipe(
         "digits",
         {
@@ -40,8 +41,9 @@ def write(recipe: Recipe, rows: Rows) -> None:
         csv.writer(stream).writerows([("url", "caption"), *rows])
 
 
-def read(recipe: Recipe, spans: Any, scratch: Path) -> list[str]:
-    return [row.hash for row in SOURCES["urls"](recipe.source).read(spans, scratch)]
+def read(spec: ShardSpec) -> list[bytes]:
+    table = read_spans(spec.spans, plan_key())
+    return table["hash"].to_pylist()
 
 
 def publish(recipe: Recipe, plan: download.Plan, scratch: Path) -> Champion:
@@ -51,9 +53,10 @@ def publish(recipe: Recipe, plan: download.Plan, scratch: Path) -> Champion:
     with store.lock(STAGE, parts.key) as lock:
         draft = store.draft(parts, lock)
         for spec in plan.shards:
-            hashes = read(recipe, spec.spans, scratch)
-            assert shard_key(recipe.download, hashes) == spec.key and len(hashes) == spec.rows
-            write_rows(scratch / "shard.parquet", [{"row_hash": one} for one in hashes])
+            hashes = read(spec)
+            digest = rows_digest(hashes)
+            assert shard_key(recipe.download)(digest) == spec.key and len(hashes) == spec.rows
+            write_rows(scratch / "shard.parquet", [{"row_hash": one.hex()} for one in hashes])
             write_tar(scratch / "shard.tar", [])
             files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
             draft.add_shard(store.commit_shard(STAGE, spec.key, files, {}))
@@ -126,11 +129,7 @@ def test_a_plan_after_random_changes_has_each_row_of_the_list_once(
         write(recipe, rows)
         plan, found = plan_changes(recipe, store, champion)
         assert (found.new_rows, found.removed_rows) == (len(added), len(before - set(rows)))
-        planned = [one for spec in plan.shards for one in read(recipe, spec.spans, tmp_path)]
-        whole = [
-            one
-            for spec in download.plan(recipe).shards
-            for one in read(recipe, spec.spans, tmp_path)
-        ]
+        planned = [one for spec in plan.shards for one in read(spec)]
+        whole = [one for spec in download.plan(recipe).shards for one in read(spec)]
         assert sorted(planned) == sorted(whole)
         champion = publish(recipe, plan, tmp_path)

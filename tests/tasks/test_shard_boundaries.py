@@ -3,8 +3,7 @@
 import hashlib
 
 import pytest
-
-from tasks.download.shard_boundaries import cut_shards
+from cut_rows import cut_shards
 
 
 def rows(count: int) -> list[tuple[str, int]]:

@@ -1,0 +1,128 @@
+"""Files of a source: find them, know whether they changed, and convert errors of reading them."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import duckdb
+import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+from artifacts.digests import digest_json, digest_stream
+from artifacts.remote_clients import is_of_client
+from configs.redact_errors_and_logs import one_line
+from tasks.download.errors import SourceError
+
+#: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.
+_UNREADABLE = (OSError, ValueError, ImportError, EOFError, csv.Error, zlib.error, duckdb.Error)
+#: Names, in fsspec's file info, of values that change when the file changes.
+CHANGE_MARKERS = (
+    "mtime",
+    "ino",
+    "created",
+    "oid",
+    "blob_id",  # the hub's
+    "etag",
+    "ETag",
+    "generation",
+    "md5Hash",
+    "crc32c",
+    "LastModified",
+    "Last-Modified",
+)
+
+
+class ListedFile(NamedTuple):
+    """A file of a source."""
+
+    name: str  # local path or fsspec URL
+    info: dict[str, Any]  # as fsspec describes it
+
+    @property
+    def stamp(self) -> str:
+        """A digest (sha256 hex) of name, size and change markers, or of the bytes without any.
+
+        Raises:
+            SourceError: the file cannot be read.
+        """
+        marks = [str(self.info[name]) for name in CHANGE_MARKERS if self.info.get(name) is not None]
+        if not marks:
+            with reading(self.name), fsspec.open(self.name, "rb") as stream:
+                marks = [digest_stream(stream)[0]]
+        return digest_json([self.name, self.info.get("size"), *marks])
+
+
+def list_files(
+    path: str, suffixes: tuple[str, ...], setting: str = "source.path"
+) -> list[ListedFile]:
+    """Files at `path`, sorted by name: a file, a folder or a glob, local or at an fsspec URL.
+
+    Raises:
+        SourceError: no file matches, or the location cannot be listed.
+    """
+    with reading(path):
+        fs, root = url_to_fs(path)
+        fs.invalidate_cache()
+        if is_glob(root):
+            globbed = fs.glob(root, detail=True)
+            found = {name: info for name, info in globbed.items() if info["type"] != "directory"}
+        elif fs.isdir(root):
+            files = fs.find(root, detail=True)
+            found = {name: i for name, i in files.items() if name.lower().endswith(suffixes)}
+        else:
+            found = {root: fs.info(root)} if fs.exists(root) else {}
+        if not found:
+            check_absent(fs, root)
+            kinds = ", ".join(suffixes)
+            raise SourceError(f"{setting}: {path}: no such file, or no {kinds} files in the folder")
+        is_local = "file" in fs.protocol
+        named = {
+            name if is_local else str(fs.unstrip_protocol(name)): found[name] for name in found
+        }
+        return [ListedFile(name, named[name]) for name in sorted(named)]
+
+
+def check_absent(fs: AbstractFileSystem, path: str) -> None:
+    """Raise the error that `isdir` and `exists` hide, unless `path` does not exist."""
+    with suppress(FileNotFoundError):
+        fs.info(path)
+
+
+def is_glob(path: str) -> bool:
+    """Whether `path` is a pattern. In an http URL a question mark starts the query."""
+    wildcards = "*" if path.startswith(("http://", "https://")) else "*?["
+    return any(wildcard in path for wildcard in wildcards)
+
+
+def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -> None:
+    """Raise SourceError unless every column of {setting: column} is present in `file`."""
+    for setting, column in wanted.items():
+        if column not in present:
+            near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(present)}"
+            raise SourceError(f"{setting}: {file} has no column {column!r} ({hint})")
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Convert the errors of reading `path` to a one-line SourceError."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except SourceError:
+        raise
+    except FileNotFoundError:
+        raise SourceError(f"source: {path}: no such file or folder") from None
+    except (*_UNREADABLE, ArrowException) as error:
+        raise SourceError(f"source: {path}: cannot be read: {one_line(error)}") from None
+    except Exception as error:
+        if not is_of_client(error):
+            raise
+        raise SourceError(f"source: {path}: cannot be reached: {one_line(error)}") from None

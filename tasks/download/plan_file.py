@@ -1,0 +1,129 @@
+"""Files of a plan: parquet with one row group for each shard, whose URLs only a key can read.
+
+A listed URL may have a signature or a password, and stores hold no secrets: the columns `url` and
+`file` of a shard are encrypted (AES-GCM) with a key that stays in the local cache.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from artifacts.digests import digest_bytes
+from artifacts.resolve_model import cache_folder
+from tasks.download.errors import SourceError
+from tasks.download.list_files import reading
+from tasks.download.rows import HASHED
+
+SECRET = ["url", "file"]
+#: The column of the encrypted ones: their Arrow stream is in the first row of a shard.
+SEALED = pa.field("sealed", pa.binary())
+#: Row groups of a file: a reader of one parses the description of all.
+GROUPS = 128
+NONCE = 12  # bytes
+
+
+class PlanWriter:
+    """Writes row groups to the files `0.parquet`, `1.parquet`... of a folder."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        self.files: list[str] = []
+        self._writer: Any = None
+        self._groups = 0
+
+    def write(self, shard: pa.Table) -> tuple[str, int]:
+        """Write a shard's rows of HASHED; returns the name of its file and the row group."""
+        sealed = pa.array([_sealed(shard.select(SECRET), self.key)], SEALED.type)
+        rest = pa.nulls(len(shard) - 1, SEALED.type)
+        table = shard.drop_columns(SECRET).append_column(SEALED, pa.chunked_array([sealed, rest]))
+        if self._writer is None or self._groups == GROUPS:
+            self._open(table.schema)
+        self._writer.write_table(table, row_group_size=len(shard))
+        self._groups += 1
+        return Path(self.files[-1]).name, self._groups - 1
+
+    def close(self) -> None:
+        """Finish the last file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, schema: pa.Schema) -> None:
+        self.close()
+        path = str(self.folder / f"{len(self.files)}.parquet")
+        self._writer = pq.ParquetWriter(
+            path,
+            schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=False,
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+        self.files.append(path)
+        self._groups = 0
+
+
+def read_group(file: str, group: int, key: str) -> pa.Table:
+    """The rows of HASHED of one row group. Raises SourceError if it cannot be read."""
+    with reading(file), fsspec.open(file, "rb") as stream:
+        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+        table = parquet.read_row_group(group, use_threads=False)
+    try:
+        opened = _opened(table[SEALED.name][0].as_py(), key)
+    except InvalidTag:
+        raise SourceError(f"source: {file} has another machine's key: run again") from None
+    for name in SECRET:
+        table = table.append_column(name, opened[name])
+    return table.select(HASHED.names)
+
+
+def read_hashes(file: str, group: int) -> list[bytes]:
+    """The hash of each row of one row group, which needs no key. Raises SourceError."""
+    with reading(file), fsspec.open(file, "rb") as stream:
+        table = pq.ParquetFile(stream).read_row_group(group, columns=["hash"], use_threads=False)
+    return list(table["hash"].to_pylist())
+
+
+def plan_key() -> str:
+    """The key (base64) of this machine's plans; made once, and readable by its owner only."""
+    path = cache_folder() / "plan.key"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.touch(mode=0o600)
+        beside.write_bytes(base64.b64encode(AESGCM.generate_key(256)))
+        with suppress(FileExistsError):  # another process was first
+            os.link(beside, path)
+        beside.unlink()
+    return path.read_text()
+
+
+def key_id(key: str) -> str:
+    """A name of a key that does not disclose it."""
+    return digest_bytes(f"plan {key}".encode())[:16]
+
+
+def _sealed(table: pa.Table, key: str) -> bytes:
+    sink, packed = pa.BufferOutputStream(), pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, table.schema, options=packed) as stream:
+        stream.write_table(table.combine_chunks())
+    nonce = os.urandom(NONCE)
+    return nonce + _cipher(key).encrypt(nonce, sink.getvalue().to_pybytes(), None)
+
+
+def _opened(data: bytes, key: str) -> pa.Table:
+    return pa.ipc.open_stream(_cipher(key).decrypt(data[:NONCE], data[NONCE:], None)).read_all()
+
+
+def _cipher(key: str) -> AESGCM:
+    return AESGCM(base64.b64decode(key))

@@ -1,0 +1,279 @@
+"""Read lists of rows with DuckDB, as Arrow batches with a hash of each row, in the lists' order."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache, partial
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import duckdb
+import fsspec
+import pyarrow as pa
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+from tasks.download.errors import SourceError
+from tasks.download.list_files import reading
+from tasks.download.read_text_lists import csv_header, csv_rows, json_rows, text_rows
+from tasks.download.rows import COLUMNS, HASHED, captions_of, literal, row_hash, score_of, text_of
+
+BATCH = 50_000  # rows
+MEMORY = "400MB"  # of DuckDB's buffers
+#: The largest row of a csv file in bytes: Python's limit of a field.
+MAX_CSV_ROW = 131_072
+COMPRESSIONS = ("", ".gz", ".zst")
+NUMBERS = {f"{u}{n}INT" for u in ("", "U") for n in ("TINY", "SMALL", "BIG", "HUGE")} | {
+    *("INTEGER", "UINTEGER", "FLOAT", "DOUBLE", "BOOLEAN")
+}
+
+
+class ListFormat(NamedTuple):
+    """One file format of lists."""
+
+    suffixes: tuple[str, ...]
+    columns: Callable[[str], list[str]]  # names, of a file
+    table: Callable[[str, str], str]  # SQL of all rows, of a file and of its path for DuckDB
+    is_json: bool = False  # whether the table's one column `json` has the rows as objects
+    #: Reads the rows of a file that DuckDB refuses.
+    tolerant: Callable[[str], Iterator[dict[str, Any]]] | None = None
+
+
+def read_list(
+    file: str,
+    format: ListFormat,
+    columns: Mapping[str, str | None],
+    base_url: str | None,
+) -> Iterator[pa.Table]:
+    """Tables of HASHED, in the order of the file.
+
+    A malformed line of a text file is a row whose values are empty.
+
+    Args:
+        columns: `url`, `captions`, `sha256` and `aesthetic_score` -> the file's column or None.
+
+    Raises:
+        SourceError: the file cannot be read.
+    """
+    done = 0
+    with reading(file), connection(file) as (db, path):
+        try:
+            selected = _selected(db, format, format.table(file, path), columns)
+            for table in _hashed(db, selected, base_url):
+                yield table
+                done += len(table)
+            return
+        except (duckdb.Error, pa.ArrowException, OSError):  # also by an Arrow stream of DuckDB
+            if format.tolerant is None:
+                raise
+    with reading(file):
+        rows = map(partial(_row, columns), format.tolerant(file))
+        yield from hash_rows(islice(rows, done, None), base_url)
+
+
+def hash_rows(rows: Iterable[Mapping[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
+    """Tables of HASHED, of rows of COLUMNS; missing values are null."""
+    rows = iter(rows)
+    with _database().cursor() as db:
+        while batch := list(islice(rows, BATCH // 10)):
+            db.register("given", pa.Table.from_pylist(batch, schema=COLUMNS))
+            yield from _hashed(db, "select * from given", base_url)
+
+
+@contextmanager
+def connection(file: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
+    """DuckDB, and the path by which it opens `file`, also a remote one or one with wildcards."""
+    fs, path = url_to_fs(file)
+    with _database().cursor() as db:
+        if "file" in fs.protocol and not set("*?[") & set(path):
+            yield db, path
+            return
+        one = _OneFile(fs, path)
+        db.register_filesystem(one)
+        try:
+            suffix = next((end for end in COMPRESSIONS[1:] if path.endswith(end)), "")
+            yield db, f"{one.protocol}://list{suffix}"
+        finally:
+            db.unregister_filesystem(one.protocol)
+
+
+@cache
+def _database() -> duckdb.DuckDBPyConnection:
+    """The database of this process, which has no tables: opening one takes 20 ms."""
+
+    @atexit.register
+    def close() -> None:
+        _database().close()
+        _database.cache_clear()
+
+    return duckdb.connect(config={"memory_limit": MEMORY})
+
+
+class _OneFile(AbstractFileSystem):
+    """One file of any filesystem under a name without secrets and wildcards."""
+
+    cachable = False
+    numbers = count()
+
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        super().__init__()
+        self.protocol = f"kilnlist{next(self.numbers)}"
+        self.fs, self.file = fs, path
+
+    def glob(self, path: str, **_: Any) -> list[str]:
+        return [path]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {**self.fs.info(self.file), "name": path}
+
+    def modified(self, path: str) -> datetime:
+        return datetime.fromtimestamp(0, UTC)  # DuckDB asks, to cache what it never reads again
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        return self.fs.open(self.file, mode)
+
+
+def _hashed(
+    db: duckdb.DuckDBPyConnection, selected: str, base_url: str | None
+) -> Iterator[pa.Table]:
+    query = f"select *, {row_hash(base_url)} as hash from ({selected})"
+    for batch in db.sql(query).to_arrow_reader(BATCH):
+        yield pa.Table.from_batches([batch]).cast(HASHED)
+
+
+def _selected(
+    db: duckdb.DuckDBPyConnection, format: ListFormat, table: str, columns: Mapping[str, str | None]
+) -> str:
+    """SQL of the rows of COLUMNS in a table of any types."""
+    named = {name: column for name, column in columns.items() if column is not None}
+    if format.is_json:
+        values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
+        if "captions" in named:
+            path = _path(named["captions"])
+            is_list = f"json_type(json, {literal(path)}) = 'ARRAY'"
+            one, many = values["captions"], f"json ->> {literal(f'{path}[*]')}"
+            values["captions"] = f"if({is_list}, {many}, [{one}])"
+    else:
+        types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
+        values = {name: _quoted(column) for name, column in named.items()}
+        if "captions" in named and not types[named["captions"]].endswith("]"):
+            values["captions"] = f"[{values['captions']}]"
+        if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
+            values["aesthetic_score"] += "::varchar"
+    listed = {name: values.get(name, "null") for name in columns}
+    captions = f"list_transform({values.get('captions', '[null]')}, lambda c: {_text('c')})"
+    return f"""
+        select url, if(coalesce(len(captions), 0) = 0, [''], captions) as captions,
+            nullif(sha256, '') as sha256,
+            if(isfinite(score), score, null) as aesthetic_score,
+            null::varchar as file, null::bigint as row
+        from (
+            select {_text(listed["url"])} as url, {captions} as captions,
+                lower({_text(listed["sha256"])}) as sha256,
+                try_cast({listed["aesthetic_score"]} as double) as score
+            from {table}
+        )
+    """
+
+
+def _quoted(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'
+
+
+def _path(column: str) -> str:
+    return f"$.{_quoted(column)}"
+
+
+def _text(value: str) -> str:
+    return f"coalesce(({value})::varchar, '')"
+
+
+def _row(columns: Mapping[str, str | None], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of COLUMNS of a line's values."""
+    found = {name: values.get(column or "") for name, column in columns.items()}
+    return {
+        "url": text_of(found["url"]),
+        "captions": captions_of(found["captions"]),
+        "sha256": text_of(found["sha256"]).lower() or None,
+        "aesthetic_score": score_of(found["aesthetic_score"]),
+    }
+
+
+def _packed(*suffixes: str) -> tuple[str, ...]:
+    return tuple(suffix + end for suffix in suffixes for end in COMPRESSIONS)
+
+
+def _parquet_columns(file: str) -> list[str]:
+    import pyarrow.parquet as pq
+
+    with reading(file), fsspec.open(file, "rb") as stream:
+        return list(pq.ParquetFile(stream).schema_arrow.names)
+
+
+def _parquet_table(file: str, path: str) -> str:
+    return f"read_parquet({literal(path)})"
+
+
+def _csv(delimiter: str, *suffixes: str) -> ListFormat:
+    """Separated values with a header line, UTF-8."""
+
+    def columns(file: str) -> list[str]:
+        with reading(file):
+            return csv_header(file, delimiter)
+
+    def table(file: str, path: str) -> str:
+        types = ", ".join(f"{literal(name)}: 'VARCHAR'" for name in csv_header(file, delimiter))
+        return (
+            f"read_csv({literal(path)}, columns = {{{types}}}, delim = {literal(delimiter)}, "
+            "quote = '\"', escape = '\"', header = true, auto_detect = false, "
+            f"max_line_size = {MAX_CSV_ROW})"
+        )
+
+    rows = partial(csv_rows, delimiter=delimiter)
+    return ListFormat(_packed(*suffixes), columns, table, tolerant=rows)
+
+
+def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
+    """JSON objects: one for each line, or an array of them."""
+
+    def columns(file: str) -> list[str]:
+        with reading(file), connection(file) as (db, path):
+            first = next(json_rows(file), {}) if is_lines else _keys(db, table(file, path))
+        if not first:
+            raise SourceError(f"source: {file}: its first line is not a JSON object")
+        return list(first)
+
+    def table(file: str, path: str) -> str:
+        return f"read_json_objects({literal(path)}, format = {literal(kind)})"
+
+    tolerant = json_rows if is_lines else None
+    return ListFormat(_packed(*suffixes), columns, table, is_json=True, tolerant=tolerant)
+
+
+def _keys(db: duckdb.DuckDBPyConnection, table: str) -> list[str]:
+    found = db.execute(f"select json_keys(json) from {table} limit 1").fetchone()
+    return list(found[0]) if found else []
+
+
+def _text_columns(file: str) -> list[str]:
+    return ["url"]
+
+
+def _text_table(file: str, path: str) -> str:
+    lines = "columns = {'line': 'VARCHAR'}, delim = '\x01', quote = '', escape = ''"
+    read = f"read_csv({literal(path)}, {lines}, header = false, auto_detect = false)"
+    return f"(select trim(line) as url from {read} where trim(line) <> '')"
+
+
+#: The setting source.format -> the format.
+FORMATS = {
+    "parquet": ListFormat((".parquet",), _parquet_columns, _parquet_table),
+    "csv": _csv(",", ".csv"),
+    "tsv": _csv("\t", ".tsv", ".tab"),
+    "jsonl": _json("newline_delimited", ".jsonl", ".ndjson", is_lines=True),
+    "json": _json("array", ".json", is_lines=False),
+    "txt": ListFormat(_packed(".txt"), _text_columns, _text_table, tolerant=text_rows),
+}

@@ -1,0 +1,74 @@
+"""Read csv, jsonl and txt lists line by line in Python, malformed lines included.
+
+DuckDB is many times faster, but it refuses a file with a malformed line, or drops the line.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+import fsspec
+
+from artifacts.digests import parse_json
+
+
+def csv_header(file: str, delimiter: str) -> list[str]:
+    """Names of the columns: the fields of the first line."""
+    with _open_text(file) as stream:
+        return next(csv.reader(_lines(stream), delimiter=delimiter), [])
+
+
+def csv_rows(file: str, delimiter: str) -> Iterator[dict[str, Any]]:
+    """The fields of each row by column; none of a malformed row."""
+    with _open_text(file) as stream:
+        lines = _lines(stream)
+        header = next(csv.reader(lines, delimiter=delimiter), [])
+        for values in _fields(lines, delimiter):
+            if values:
+                yield dict(zip(header, values, strict=False))
+
+
+def json_rows(file: str) -> Iterator[dict[str, Any]]:
+    """The JSON object of each line; an empty one for a malformed line."""
+    with _open_text(file) as stream:
+        yield from (_json_object(line) for line in _lines(stream) if line.strip())
+
+
+def text_rows(file: str) -> Iterator[dict[str, Any]]:
+    """The URL of each line that is not blank."""
+    with _open_text(file) as stream:
+        yield from ({"url": line.strip()} for line in _lines(stream) if line.strip())
+
+
+def _open_text(file: str) -> Any:
+    return fsspec.open(file, "rb", compression="infer")
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    """The lines of UTF-8 text, without the byte order mark."""
+    for number, line in enumerate(stream):
+        text = line if number else line.removeprefix(b"\xef\xbb\xbf")
+        yield text.decode(errors="replace")
+
+
+def _fields(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
+    """Fields of each row; one empty field if the row is malformed."""
+    reader = csv.reader(lines, delimiter=delimiter)
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield [""]
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    """The JSON object in `line`; empty if the line is malformed."""
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
