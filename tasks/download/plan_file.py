@@ -76,7 +76,7 @@ class PlanWriter:
 def read_group(file: str, group: int, key: str) -> pa.Table:
     """The rows of HASHED of one row group. Raises SourceError if it cannot be read."""
     with reading(file), fsspec.open(file, "rb") as stream:
-        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+        parquet = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
         table = parquet.read_row_group(group, use_threads=False)
     try:
         opened = _opened(table[SEALED.name][0].as_py(), key)
@@ -90,7 +90,8 @@ def read_group(file: str, group: int, key: str) -> pa.Table:
 def read_hashes(file: str, group: int) -> list[bytes]:
     """The hash of each row of one row group, which needs no key. Raises SourceError."""
     with reading(file), fsspec.open(file, "rb") as stream:
-        table = pq.ParquetFile(stream).read_row_group(group, columns=["hash"], use_threads=False)
+        parquet = pq.ParquetFile(stream, pre_buffer=False)
+        table = parquet.read_row_group(group, columns=["hash"], use_threads=False)
     return list(table["hash"].to_pylist())
 
 

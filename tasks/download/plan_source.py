@@ -262,8 +262,8 @@ def _content(rows: pa.Table) -> str:
 
 
 def _table(data: bytes) -> pa.Table:
-    # pq.read_table leaves the bytes to a thread of Arrow, which can outlive the interpreter.
-    return pq.ParquetFile(BytesIO(data)).read(use_threads=False)
+    # pre_buffer leaves the bytes to a thread of Arrow, which can outlive the interpreter.
+    return pq.ParquetFile(BytesIO(data), pre_buffer=False).read(use_threads=False)
 
 
 def _parquet(table: pa.Table) -> bytes:

@@ -346,7 +346,7 @@ def _parquet_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, values) of the rows in [start, stop), of which few are in memory at a time."""
     with reading(file), fsspec.open(file, "rb") as stream:
-        table = pq.ParquetFile(stream, buffer_size=2**20)
+        table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         counts = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
         ends = np.cumsum(counts, dtype=int)
         stop = int(sum(counts)) if stop is None else stop
