@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.atomic_disk_writes import replacing
-from artifacts.digests import digest_json, digest_stream, parse_json
+from artifacts.hashing import digest_json, digest_stream, parse_json
 from artifacts.remote_clients import is_of_client, refusals
 from artifacts.stamps import TICK, distrust, present_stamp, time_stamp
 

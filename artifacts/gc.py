@@ -1,4 +1,6 @@
-"""Garbage collection: delete what is not marked (gc_marks.py) and has not changed for a day.
+"""Garbage collection: delete what nothing needs and what has not changed for a day.
+
+gc_needed_artifacts.py marks what is needed.
 
 A collection deletes under the lock that every run waits for once it has recorded what it needs. So
 either the run's record is seen here, or the run sees the store as it is after the deletion. An I/O
@@ -15,7 +17,7 @@ from itertools import islice
 
 from artifacts.commit import read_record
 from artifacts.compare_and_swap import create, read, remove
-from artifacts.gc_marks import DAY, LOCK, Marks, is_held
+from artifacts.gc_needed_artifacts import DAY, LOCK, Marks, is_held
 from artifacts.listing import (
     Entry,
     checksum,

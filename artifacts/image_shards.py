@@ -13,7 +13,7 @@ from typing import IO, Any
 import fsspec
 
 from artifacts.commit import open_checked
-from artifacts.digests import canonical_json, parse_json
+from artifacts.hashing import canonical_json, parse_json
 
 EXTENSIONS = ("jpg", "png", "webp")
 #: Columns of a shard's parquet: one entry for every row of the shard, failures included.

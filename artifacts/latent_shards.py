@@ -32,7 +32,7 @@ from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
 from artifacts.commit import read_record
-from artifacts.digests import parse_json
+from artifacts.hashing import parse_json
 from artifacts.tensor_header import TensorPlace, read_header
 
 INFO = "latents.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fsspec
 
-from artifacts.digests import canonical_json, digest_bytes, digest_json
+from artifacts.hashing import canonical_json, digest_bytes, digest_json
 
 #: Names without effect on a model's digest: documentation and version control.
 IGNORED = {".git", ".cache", "README.md", ".gitattributes"}

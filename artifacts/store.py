@@ -41,7 +41,7 @@ from artifacts.commit import (
     write_record,
 )
 from artifacts.compare_and_swap import NoSwap, create
-from artifacts.digests import digest_bytes, digest_json
+from artifacts.hashing import digest_bytes, digest_json
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
 from artifacts.stamps import distrust

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from artifacts.digests import parse_json
+from artifacts.hashing import parse_json
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from runtimes import check_support
 from runtimes.families import detect_family
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.hosts.detect_nvidia import gpu_memory
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import folder_extras

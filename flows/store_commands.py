@@ -10,7 +10,7 @@ from typing import Any
 
 from artifacts.commit import first_fault
 from artifacts.gc import Collector, Garbage
-from artifacts.gc_marks import Marks, mark
+from artifacts.gc_needed_artifacts import Marks, mark
 from artifacts.listing import entries, subfolders
 from artifacts.run_records import GarbageUnsure, registries
 from artifacts.store import Artifact, Store

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.commit import read_record, write_record
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.store import Store
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.random import Stream, generator
 
 Float32 = NDArray[np.float32]

@@ -19,7 +19,7 @@ from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
-from runtimes.jax.step_cost import Request
+from runtimes.jax.step_memory import Request
 from runtimes.jax.torchax_bridge import as_function, recompute
 from runtimes.jax.weights import names_without_gradient, trained_names
 from runtimes.torch_models.flop_count import FlopCounter

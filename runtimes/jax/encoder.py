@@ -21,7 +21,7 @@ from runtimes.jax.weights import move
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models import vae_and_text_encoders
-from runtimes.torch_models.differentiable_text_encoding import encode_ids, join_t5
+from runtimes.torch_models.text_encoding import encode_ids, join_t5
 from runtimes.torch_models.vae_and_text_encoders import Float32
 
 

@@ -30,9 +30,9 @@ from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.guidance import guide, is_guided
 from runtimes.sample.tabulated_schedulers import Table, scheduler_step
-from runtimes.torch_models.differentiable_text_encoding import encode_ids, join_t5
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.network import Network
+from runtimes.torch_models.text_encoding import encode_ids, join_t5
 from runtimes.torch_models.vae_and_text_encoders import Encoder, vae_dtype
 
 Float32 = NDArray[np.float32]

@@ -15,8 +15,8 @@ from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
-from runtimes.mindspore.differentiable_text_encoding import encode_ids
 from runtimes.mindspore.loading import load_text_encoder, load_vae
+from runtimes.mindspore.text_encoding import encode_ids
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary

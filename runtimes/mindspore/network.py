@@ -13,7 +13,6 @@ from runtimes.adapters.lora_layers import state_name
 from runtimes.check_support import check_family
 from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.unet_inputs import ExtraInputs
-from runtimes.mindspore.differentiable_text_encoding import encode_ids
 from runtimes.mindspore.loading import (
     load_denoiser,
     load_text_encoder,
@@ -21,6 +20,7 @@ from runtimes.mindspore.loading import (
     random_init_denoiser,
 )
 from runtimes.mindspore.lora_injection import add_adapters
+from runtimes.mindspore.text_encoding import encode_ids
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
 

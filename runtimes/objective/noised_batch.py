@@ -18,7 +18,7 @@ from runtimes.objective.caption_and_noise_draws import (
     draw_normal,
     perturb,
 )
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.loss_weights import FlowWeighting, loss_weight
 from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
 from runtimes.objective.prediction_targets import target_of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from artifacts.digests import parse_json
+from artifacts.hashing import parse_json
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FLOW, Schedule, is_flow, schedule_of

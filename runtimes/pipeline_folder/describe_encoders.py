@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from artifacts.digests import digest_json, parse_json
+from artifacts.hashing import digest_json, parse_json
 from artifacts.resolve_model import digest_model
 from runtimes.contract import WrongInput
 from runtimes.families import Family, detect_family

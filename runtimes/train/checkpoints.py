@@ -27,14 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.commit import FileEntry, read_record, write_record
 from artifacts.safetensors import StoredArray, writing
 from runtimes.contract import OneWriter, Owners, Shapes, State, Writers
-from runtimes.train.checkpoint_errors import (
-    CheckpointError,
-    CheckpointNotWritten,
-    CheckpointsUnreachable,
-    is_unreachable,
-    reason_of,
-)
-from runtimes.train.checkpoint_files import (
+from runtimes.train.checkpoint_array_files import (
     ArrayFile,
     array_files,
     files_by_rank,
@@ -42,6 +35,13 @@ from runtimes.train.checkpoint_files import (
     owners,
     verify_files,
     write_files,
+)
+from runtimes.train.checkpoint_errors import (
+    CheckpointError,
+    CheckpointNotWritten,
+    CheckpointsUnreachable,
+    is_unreachable,
+    reason_of,
 )
 from runtimes.update.state import shapes_of
 

@@ -12,9 +12,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from configs.download import Download
-from tasks.download.check_before_decoding import check_picture
+from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import DECODING
 from tasks.download.exif_orientation import apply_orientation
 from tasks.download.failure_reasons import FetchFailed

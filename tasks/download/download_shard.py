@@ -10,7 +10,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from artifacts.digests import digest_bytes, digest_json
+from artifacts.hashing import digest_bytes, digest_json
 from artifacts.image_shards import Sample, read_rows, read_tar, write_rows, write_tar
 from artifacts.store import SHARDS, Shard, Store
 from configs.download import Download

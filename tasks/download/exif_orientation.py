@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from io import BytesIO
 
-from tasks.download.check_before_decoding import known_formats
+from tasks.download.decoding_bomb_checks import known_formats
 from tasks.download.failure_reasons import FetchFailed
 
 ORIENTATION = 0x0112  # EXIF tag; 1 is upright

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from artifacts.clock import REAL, Clock
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from configs.download import Download
 from tasks.download.dead_hosts import DeadHosts
 from tasks.download.failure_reasons import NO_ANSWER, FetchFailed

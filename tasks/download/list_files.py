@@ -14,7 +14,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from artifacts.digests import digest_json, digest_stream
+from artifacts.hashing import digest_json, digest_stream
 from artifacts.remote_clients import is_of_client
 from configs.redact_errors_and_logs import one_line
 from tasks.download.errors import SourceError

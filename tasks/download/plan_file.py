@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.resolve_model import cache_folder
 from tasks.download.errors import SourceError
 from tasks.download.list_files import reading

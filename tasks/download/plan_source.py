@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from artifacts.artifact_key import KeyParts
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.store import SHARDS, Artifact, Draft, Shard, Store
 from tasks.build_or_reuse import StageFailed, build_or_reuse
 from tasks.download.errors import SourceError

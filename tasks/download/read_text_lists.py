@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import fsspec
 
-from artifacts.digests import parse_json
+from artifacts.hashing import parse_json
 
 
 def csv_header(file: str, delimiter: str) -> list[str]:

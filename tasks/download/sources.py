@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
-from artifacts.digests import digest_bytes, digest_json
+from artifacts.hashing import digest_bytes, digest_json
 from artifacts.resolve_model import cache_folder
 from configs.section import Section
 from configs.source import DatasetSource, DigitsSource, FolderSource, UrlSource

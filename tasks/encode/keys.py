@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from configs.recipe import Recipe
 from tasks.encode.decode_and_crop import TransformSettings
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.commit import open_checked
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.image_shards import add_member
 from artifacts.resolve_model import digest_model
 from artifacts.store import SHARDS, Draft, Shard, Store

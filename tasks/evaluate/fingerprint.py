@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.latent_shards import open_latents
 from runtimes.families.unet_inputs import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, schedule_facts

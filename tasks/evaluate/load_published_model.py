@@ -12,7 +12,7 @@ import yaml
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import Damaged, read_record
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.resolve_model import (
     IGNORED,
     ModelNotFound,

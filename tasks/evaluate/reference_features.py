@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from artifacts.commit import open_checked
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.image_shards import Sample
 from artifacts.store import SHARDS, Shard, Store
 from tasks.evaluate.draw_pictures import STAGE

@@ -13,7 +13,7 @@ from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import write_atomic
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.store import Artifact, Draft, Store
 from configs.load import dump
 from configs.publish import Hub

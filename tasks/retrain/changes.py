@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.image_shards import read_rows
 from artifacts.store import SHARDS, Artifact, Store
 from configs.recipe import Recipe

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.latent_shards import INFO
 from artifacts.store import SHARDS, Artifact, Draft, Shard
 from configs.recipe import Recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from artifacts.compare_and_swap import read, swap
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from configs.recipe import Recipe
 from tasks.download.sources import SOURCES
 from tasks.publish.stage import registry_of

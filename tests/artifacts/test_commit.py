@@ -7,7 +7,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged, read_record
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.lock import LockLost
 from artifacts.safetensors import writing
 from artifacts.store import Store

@@ -17,7 +17,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
 from artifacts.compare_and_swap import read, remove, swap
 from artifacts.gc import Collector, Garbage
-from artifacts.gc_marks import Marks, mark, needed_by
+from artifacts.gc_needed_artifacts import Marks, mark, needed_by
 from artifacts.lock import hold
 from artifacts.run_records import GarbageUnsure, record_run, runs
 from artifacts.stamps import TICK

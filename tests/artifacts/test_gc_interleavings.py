@@ -19,7 +19,7 @@ from artifacts import gc, run_records
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
 from artifacts.gc import Collector
-from artifacts.gc_marks import mark
+from artifacts.gc_needed_artifacts import mark
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_run, runs
 from artifacts.store import Draft, Store

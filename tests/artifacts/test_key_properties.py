@@ -13,7 +13,7 @@ from drawn import JSON, holds_for
 from hypothesis import strategies as st
 
 from artifacts.commit import FileEntry, read_record, write_record
-from artifacts.digests import canonical_json, digest_json
+from artifacts.hashing import canonical_json, digest_json
 
 ROWS = st.integers(0, 400)
 AVERAGE = st.integers(1, 40)

@@ -12,7 +12,7 @@ from stores import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import write_record
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import (
     LatentSample,

@@ -16,7 +16,7 @@ from artifacts import compare_and_swap as cas
 from artifacts import store as store_module
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.lock import Lock, LockLost
 from artifacts.store import Artifact, Draft, Store, StoreError
 

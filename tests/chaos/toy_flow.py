@@ -18,7 +18,7 @@ from fsspec.core import url_to_fs
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import FileEntry, open_checked, read_record
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.lock import check_held
 from artifacts.run_records import record_run
 from artifacts.safetensors import read_arrays, write_arrays, writing

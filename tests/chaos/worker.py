@@ -28,7 +28,7 @@ from chaos.faults import DAY, EXPIRY, HEARTBEAT, Fault
 from chaos.local_faults import LocalFaults
 from fsspec.exceptions import FSTimeoutError
 
-from artifacts import gc, gc_marks, lock
+from artifacts import gc, gc_needed_artifacts, lock
 from artifacts.clock import Clock
 from artifacts.commit import Damaged
 from artifacts.listing import present_time
@@ -119,7 +119,7 @@ def prepare(jump: Jump) -> None:
         days = (jump.value > 0) - (jump.value < 0)
         return present_time(fs, folder) + 1.1 * DAY * days
 
-    gc.present_time = gc_marks.present_time = present  # type: ignore[attr-defined]
+    gc.present_time = gc_needed_artifacts.present_time = present  # type: ignore[attr-defined]
     quick = SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20))
     gcsfs.retry.asyncio = quick  # which waits up to 32 seconds between attempts
     stage._git_commit = lambda: None

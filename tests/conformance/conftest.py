@@ -19,7 +19,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from artifacts.artifact_key import KeyParts
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Store
 from configs.recipe import Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from artifacts.artifact_key import KeyParts
-from artifacts.gc_marks import needed_by
+from artifacts.gc_needed_artifacts import needed_by
 from artifacts.latent_shards import INFO
 from artifacts.resolve_model import digest_model
 from artifacts.run_records import runs

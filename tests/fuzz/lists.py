@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from fuzz.mutations import VALUES, encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from configs.source import DatasetSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
 from tasks.download.sources import Dataset, Folder, Place, Source, UrlList

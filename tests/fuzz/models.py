@@ -13,7 +13,7 @@ import numpy as np
 from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.digests import canonical_json
+from artifacts.hashing import canonical_json
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.scheduler_config import read_config as read_scheduler

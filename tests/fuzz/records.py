@@ -13,7 +13,7 @@ from fuzz.reader import Reader
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import NewerFormat
-from artifacts.digests import digest_json
+from artifacts.hashing import digest_json
 from artifacts.store import Store
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
 

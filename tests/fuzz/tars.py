@@ -10,7 +10,7 @@ from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.commit import Damaged
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, add_member, read_tar, write_tar
 
 META = {"url": "http://h/a", "caption": "a", "width": 4, "captions": ["a", "b"], "sha256": "0"}

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import LatentSample, LatentShard, ShardRef, Texts
 from artifacts.safetensors import read_arrays, write_arrays

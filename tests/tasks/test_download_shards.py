@@ -25,7 +25,7 @@ import pytest
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, read_rows, read_tar, write_tar
 from artifacts.store import Artifact, Store
 from configs.recipe import Recipe

@@ -12,7 +12,7 @@ from PIL import Image
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from artifacts.store import Artifact, Store

@@ -17,7 +17,7 @@ from PIL import Image
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Artifact, Shard, Store
 from configs.recipe import Recipe
@@ -340,6 +340,7 @@ def test_a_champion_with_another_fingerprint_samples_again(world: World, tmp_pat
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
     stale = json.loads(artifact.read("metrics.json")) | {"fingerprint": "older"}
     (champion / "metrics.json").write_text(json.dumps(stale))
+    (champion / "bootstrap.npz").write_bytes(artifact.read("bootstrap.npz"))
     found = world.metrics_of(champion, artifact)
     assert len(world.jobs) == 2 and found.keys() == _metrics(artifact).keys()
     # the champion's folder holds the base: it must measure as the base did

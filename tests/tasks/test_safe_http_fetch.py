@@ -18,8 +18,8 @@ from PIL import Image
 
 from artifacts.clock import REAL, Clock
 from configs.download import Download
-from tasks.download.check_before_decoding import check_picture
 from tasks.download.dead_hosts import DeadHosts, is_outage
+from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import PixelBudget
 from tasks.download.exif_orientation import apply_orientation
 from tasks.download.failure_reasons import FetchFailed

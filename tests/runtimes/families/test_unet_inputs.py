@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
-from artifacts.digests import digest_bytes
+from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample
 from artifacts.latent_shards import LatentShard, from_bfloat16
 from configs.train import Train

@@ -12,7 +12,7 @@ from tolerances import assert_close
 from configs.timesteps import TimestepSampling
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 from runtimes.objective.noised_batch import Objective
 

@@ -107,7 +107,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
         written.append("")
         write_arrays(sink, arrays)
 
-    monkeypatch.setattr("runtimes.train.checkpoint_files.write_arrays", full)
+    monkeypatch.setattr("runtimes.train.checkpoint_array_files.write_arrays", full)
     job, whole = make_job("full", **SHORT), make_job("whole", **SHORT)
     heard = run(job)
     assert [event["step"] for event in heard.of("checkpoint")] == [2]

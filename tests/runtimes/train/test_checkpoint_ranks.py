@@ -20,9 +20,9 @@ from stores import REMOTE, RequestsTo, UrlOf
 
 from runtimes.contract import Owners, State
 from runtimes.spmd.join_hosts import free_port
-from runtimes.train import checkpoint_files
+from runtimes.train import checkpoint_array_files
+from runtimes.train.checkpoint_array_files import array_files, files_by_rank
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.checkpoint_files import array_files, files_by_rank
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.update import state as state_module
 from runtimes.update.state import owned_copies, read_arrays, shapes_of
@@ -157,13 +157,13 @@ def test_ranks_agree_to_skip_what_one_of_them_finds_damaged(
     data[-1] ^= 1
     damaged.write_bytes(data)
     verified: list[str] = []
-    fault = checkpoint_files.file_fault
+    fault = checkpoint_array_files.file_fault
 
     def recorded(fs: Any, path: str, entry: Any) -> Any:
         verified.append(f"{path[-1]} {entry.path}")
         return fault(fs, path, entry)
 
-    monkeypatch.setattr(checkpoint_files, "file_fault", recorded)
+    monkeypatch.setattr(checkpoint_array_files, "file_fault", recorded)
     found = by_ranks(url, 2, lambda checkpoints: checkpoints.latest(ranks=Agreed(checkpoints)))
     assert [saved.step for saved in found] == [1, 1]
     assert len(verified) == len(set(verified)), "a file is verified by one rank"
@@ -189,7 +189,7 @@ import os, sys
 import numpy as np
 from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.ranks import Ranks
-from runtimes.train import checkpoint_files as module
+from runtimes.train import checkpoint_array_files as module
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.update.state import owned_copies, shapes_of

@@ -9,7 +9,7 @@ from runtimes.contract import StepBatch
 from runtimes.data.holdout_batches import Holdout, sample_losses
 from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.noised_batch import Objective
 from runtimes.train.validation import HeldOutLoss

@@ -2,7 +2,7 @@
 
 import pytest
 
-from artifacts.digests import canonical_json, digest_json
+from artifacts.hashing import canonical_json, digest_json
 
 
 def test_equal_values_have_equal_keys_whatever_their_order() -> None:
