@@ -26,7 +26,7 @@ from bench import inputs
 from bench.train_cuda import SD2_UNET, SDXL_UNET
 from configs.train import Train
 from runtimes.contract import StepBatch
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.step_memory import step_memory

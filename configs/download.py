@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, FiniteFloat, PositiveInt
 
-from configs.section import Fraction, Section
+from configs.base_section import Fraction, Section
 
 
 class Download(Section):

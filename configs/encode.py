@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.section import Dtype, Fraction, Section
+from configs.base_section import Dtype, Fraction, Section
 
 
 class Encode(Section):

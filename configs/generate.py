@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, ValidationError
 
-from configs.explain_errors import explain
+from configs.base_section import StoredUrl
+from configs.explain_recipe_errors import explain
 from configs.load import RecipeError
 from configs.recipe import RuntimeName
 from configs.sampling import Prompts, Sampling
-from configs.section import StoredUrl
 
 
 class Generate(Prompts, Sampling):

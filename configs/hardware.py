@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from configs.section import Section
+from configs.base_section import Section
 
 
 class LossScale(Section):

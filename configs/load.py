@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from configs.explain_errors import explain
+from configs.explain_recipe_errors import explain
 from configs.recipe import Recipe
 from configs.recipe_yaml import dump_yaml, parse_yaml
 from configs.redact_errors_and_logs import one_line

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
+from configs.base_section import Section, StoredUrl
 from configs.download import Download
 from configs.encode import Encode
 from configs.evaluate import Evaluate
@@ -14,7 +15,6 @@ from configs.model import Model
 from configs.plan import Plan
 from configs.publish import Publish
 from configs.retrain import Retrain
-from configs.section import Section, StoredUrl
 from configs.source import Source
 from configs.tpu import Tpu
 from configs.train import Train

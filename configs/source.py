@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.section import ReadUrl, Section
+from configs.base_section import ReadUrl, Section
 
 AestheticColumn = Annotated[
     str | None,

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from configs.base_section import Fraction, Section
 from configs.hardware import Hpu, LossScale, MindSpore
 from configs.lora import Lora
 from configs.monitoring import HoldoutLoss, OnDivergence, Profile, Wandb
-from configs.section import Fraction, Section
 from configs.timesteps import TimestepSampling
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -17,7 +17,7 @@ from configs.recipe import STAGES, Recipe, StageName
 from flows.task_settings import begin
 from runtimes import check_support
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.hosts.detect_nvidia import gpu_memory
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noised_batch import Objective

@@ -21,7 +21,7 @@ from runtimes.data.prefetch import Prefetch
 from runtimes.data.sample_order import Order, SampleIndex
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
-from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from runtimes.families.inpainting_and_scores import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.caption_and_noise_draws import Choices
 from runtimes.objective.noised_batch import Objective
 

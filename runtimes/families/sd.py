@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from runtimes.families.family import ClipStates, Family, KohyaNames, TextEncoder
-from runtimes.families.unet_inputs import latent_channels
+from runtimes.families.inpainting_and_scores import latent_channels
 
 
 class SD(Family):
@@ -35,6 +35,6 @@ class SD(Family):
 
     def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
         found = {"encoder_hidden_states": conditioning["prompt_embeds"]}
-        if "aesthetic_score" in conditioning:  # see unet_inputs.py
+        if "aesthetic_score" in conditioning:  # see inpainting_and_scores.py
             found["class_labels"] = conditioning["aesthetic_score"]
         return found

@@ -14,7 +14,7 @@ from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding
 
 from configs.train import Train
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack
 from runtimes.jax.splash_attention import SplashAttention

@@ -18,7 +18,7 @@ from artifacts.safetensors import Arrays, read_floats
 from configs.redact_errors_and_logs import one_line
 from runtimes.adapters.lora_layers import stored_name
 from runtimes.contract import WrongInput
-from runtimes.families.unet_inputs import added_weights
+from runtimes.families.inpainting_and_scores import added_weights
 from runtimes.pipeline_folder.describe_encoders import read_config, text_class
 from runtimes.pipeline_folder.weight_files import (
     DENOISER_WEIGHTS,
@@ -48,7 +48,7 @@ def load_denoiser(
     Args:
         folder: the UNet's folder in the pipeline.
         dtype: of the weights, whatever their stored precision is.
-        config: config of a UNet with extra inputs (families/unet_inputs.py); None is the folder's.
+        config: config of a UNet with extra inputs (inpainting_and_scores.py); None is the folder's.
         seed: initializes the weights of the extra inputs.
 
     Raises:

@@ -12,7 +12,7 @@ from configs.train import Train
 from runtimes.adapters.lora_layers import state_name
 from runtimes.check_support import check_family
 from runtimes.families import Family, detect_family, repeated_blocks
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.mindspore.loading import (
     load_denoiser,
     load_text_encoder,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import fully_masked
+from runtimes.families.inpainting_and_scores import fully_masked
 from runtimes.mindspore.encoder import Encoder
 from runtimes.mindspore.micro_batches import tensor
 from runtimes.objective.scheduler_config import read_config

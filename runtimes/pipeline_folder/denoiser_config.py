@@ -9,7 +9,12 @@ from typing import Any
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
+from runtimes.families.inpainting_and_scores import (
+    UNET,
+    ExtraInputs,
+    inpainting_channels,
+    latent_channels,
+)
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
 

@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 from runtimes.contract import WrongInput
 from runtimes.data.padding import padded_rows
 from runtimes.families import Family, family_named
-from runtimes.families.unet_inputs import ExtraInputs, aesthetic_scores, fully_masked
+from runtimes.families.inpainting_and_scores import (
+    ExtraInputs,
+    aesthetic_scores,
+    fully_masked,
+)
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.guidance import is_guided
 from runtimes.sample.noise_and_components import noise_batches

@@ -11,7 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.families import Family
-from runtimes.families.unet_inputs import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
+from runtimes.families.inpainting_and_scores import (
+    NO_EXTRA_INPUTS,
+    ExtraInputs,
+    aesthetic_scores,
+)
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.noise_and_components import NoiseBatch, noise_batches, optional_arguments
 
@@ -99,7 +103,7 @@ class PipelineSampler(ABC):
     ) -> Iterator[None]:
         """Within the context, a text-to-image pipeline passes the denoiser's extra inputs.
 
-        The extra inputs (families/unet_inputs.py) are an inpainting mask that hides the whole
+        The extra inputs (inpainting_and_scores.py) are an inpainting mask that hides the whole
         image, and the requested aesthetic score. A forward pre-hook of the denoiser adds them.
 
         Args:

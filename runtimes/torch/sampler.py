@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import fully_masked
+from runtimes.families.inpainting_and_scores import fully_masked
 from runtimes.pipeline_folder.describe_encoders import t5_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from configs.train import Train
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.describe_encoders import read_config, vae_path
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu

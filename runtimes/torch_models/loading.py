@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import StoredRows, WrongInput
 from runtimes.families import denoiser_classes
-from runtimes.families.unet_inputs import added_weights, source_weight_names
+from runtimes.families.inpainting_and_scores import added_weights, source_weight_names
 from runtimes.pipeline_folder.describe_encoders import read_config, text_class
 from runtimes.pipeline_folder.weight_files import check_fit, weight_files, weight_variant
 
@@ -35,7 +35,7 @@ def load_denoiser(
     Args:
         folder: the denoiser's folder in the pipeline.
         dtype: of the weights, whatever their stored precision is.
-        config: config of a denoiser with extra inputs (families/unet_inputs.py); None is the
+        config: config of a denoiser with extra inputs (inpainting_and_scores.py); None is the
             folder's config.
         seed: initializes the weights of the extra inputs.
 

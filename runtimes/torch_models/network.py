@@ -203,7 +203,7 @@ class Network(torch.nn.Module):
         """
         if "input_ids" in conditioning:
             conditioning = encode_in_step(self.family, self.text_encoders, conditioning)
-        if "inpainting" in conditioning:  # see families/unet_inputs.py
+        if "inpainting" in conditioning:  # see families/inpainting_and_scores.py
             noisy_latents = torch.cat([noisy_latents, conditioning["inpainting"]], dim=1)
         return self.family.predict(self.denoiser, noisy_latents, timesteps, conditioning)
 

@@ -9,7 +9,7 @@ import numpy as np
 from artifacts.latent_shards import LatentSample
 from runtimes.contract import StepBatch
 from runtimes.families import Captioned, Family
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
 

@@ -11,7 +11,7 @@ from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import BatchReader, Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_schedule

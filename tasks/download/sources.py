@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 
 from artifacts.hashing import digest_bytes, digest_json
 from artifacts.resolve_model import cache_folder
-from configs.section import Section
+from configs.base_section import Section
 from configs.source import DatasetSource, DigitsSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
 from tasks.download.list_files import (
@@ -28,8 +28,8 @@ from tasks.download.list_files import (
     reading,
     require_columns,
 )
-from tasks.download.read_lists import FORMATS, hash_rows, read_list
-from tasks.download.read_text_lists import json_rows
+from tasks.download.read_lists_by_duckdb import FORMATS, hash_rows, read_list
+from tasks.download.read_malformed_lists import json_rows
 from tasks.download.rows import captions_of, score_of, text_of
 from tasks.download.serve_folder import check_port, serve_folder
 from tasks.download.shard_boundaries import shard_ends

@@ -24,7 +24,7 @@ from artifacts.image_shards import add_member
 from artifacts.resolve_model import digest_model
 from artifacts.store import SHARDS, Draft, Shard, Store
 from runtimes.families import detect_family
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.job import GenerateJob, Job
 from tasks.child_process import Event

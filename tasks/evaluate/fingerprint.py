@@ -8,7 +8,7 @@ from typing import Any
 
 from artifacts.hashing import digest_json
 from artifacts.latent_shards import open_latents
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, schedule_facts
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe_encoders import describe_encoders

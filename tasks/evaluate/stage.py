@@ -19,7 +19,7 @@ from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import resolve_model
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.recipe import Recipe
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.sample import noise_and_components
 from tasks.build_or_reuse import runtime_facts

@@ -110,7 +110,7 @@ def seeing(model: Path, folder: Path) -> None:
 def test_what_sees_a_mask_and_a_score_draws_alike(
     runtime: Subject, models: dict[str, Path], once: Once, tmp_path: Path
 ) -> None:
-    """As torch, which families/test_unet_inputs.py holds to diffusers' inpainting pipeline."""
+    """As torch: test_inpainting_and_scores.py compares that with diffusers."""
     model = models["sd"]
 
     def job(unet: Path, out: Path, runtime: str, device: str, score: float) -> GenerateJob:

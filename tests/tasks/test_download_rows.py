@@ -7,7 +7,7 @@ import pytest
 
 from configs.download import Download
 from tasks.download.download_shard import shard_key
-from tasks.download.read_lists import hash_rows
+from tasks.download.read_lists_by_duckdb import hash_rows
 
 ROW: dict[str, Any] = {
     "url": "http://example.org/0.png",

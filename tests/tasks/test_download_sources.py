@@ -29,10 +29,10 @@ from stores import REMOTE, UrlOf
 
 from configs.recipe import Recipe
 from tasks import download
-from tasks.download import plan_file, read_lists, sources
+from tasks.download import plan_file, read_lists_by_duckdb, sources
 from tasks.download.download_shard import DownloadContext, download_shard, planned_rows
 from tasks.download.list_files import reading
-from tasks.download.read_lists import FORMATS, read_list
+from tasks.download.read_lists_by_duckdb import FORMATS, read_list
 from tasks.download.rows import Row
 from tasks.download.sources import ServedAt
 
@@ -135,7 +135,7 @@ def test_rows_and_their_order_do_not_depend_on_threads(
     tables = []
     for threads in (1, 2, 5):
         with duckdb.connect(config={"threads": threads}) as db, monkeypatch.context() as patch:
-            patch.setattr(read_lists, "_database", lambda db=db: db)
+            patch.setattr(read_lists_by_duckdb, "_database", lambda db=db: db)
             read = read_list(file, FORMATS[name.split(".")[1]], columns, None)
             tables.append(pa.concat_tables(read))
     assert [row["url"] for row in _many(50_000)] == tables[0]["url"].to_pylist()

@@ -11,7 +11,7 @@ import torch
 
 from bench.memory import VARIANTS, compare
 from configs.train import Train
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.memory import peak_rss
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
 from runtimes.torch.step_memory import main, step_memory

@@ -17,7 +17,7 @@ from artifacts.image_shards import Sample
 from artifacts.latent_shards import LatentShard, from_bfloat16
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.families.unet_inputs import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config

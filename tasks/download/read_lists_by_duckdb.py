@@ -18,7 +18,7 @@ from fsspec.core import url_to_fs
 
 from tasks.download.errors import SourceError
 from tasks.download.list_files import reading
-from tasks.download.read_text_lists import csv_header, csv_rows, json_rows, text_rows
+from tasks.download.read_malformed_lists import csv_header, csv_rows, json_rows, text_rows
 from tasks.download.rows import COLUMNS, HASHED, captions_of, literal, row_hash, score_of, text_of
 
 BATCH = 50_000  # rows
