@@ -179,7 +179,7 @@ class Collector:
                     yield Garbage("models", name, "model", [entry["name"]], size_of(copied), path)
 
     def _leftovers(self, stage: str, entries: Iterable[Entry]) -> Iterator[Garbage]:
-        """Files that killed processes were about to put into place; living ones take no day."""
+        """Temporary files of killed processes; no write takes a day."""
         for entry in entries:
             if _is_leftover(entry) and self._is_old([entry], DAY):
                 yield _garbage(stage.partition("/")[0], name_of(entry), "leftover", [entry])

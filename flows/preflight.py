@@ -32,7 +32,7 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import holdout_loss
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.feature_encoders import check_clip, check_image_encoder
-from tasks.evaluate.inputs import EvalInputs
+from tasks.evaluate.inputs import EvalInputs, measuring_models, model_digests
 from tasks.evaluate.metric_names import metric_names
 from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
@@ -71,11 +71,17 @@ class Run:
 
         A retraining measures on the champion's held-out pictures, where it encodes alike.
         """
+        training = images
         if self.champion is not None:
-            compared = self.champion.comparison_set(self.recipe, self.store)
+            compared = self.champion.comparison_set(self.recipe, self.store, latents)
             images, latents = compared or (images, latents)
         models = (self.base, self.vae, self.clip, self.image_encoder, self.preference_models)
-        return EvalInputs(self.recipe, images, latents, *models)
+        return EvalInputs(self.recipe, images, latents, *models, training_images=training)
+
+    def model_digests(self) -> dict[str, str]:
+        """Model -> sha256 of the base, the VAE and the models that measure pictures."""
+        measuring = measuring_models(self.clip, self.image_encoder, self.preference_models)
+        return model_digests(self.base, self.vae) | measuring
 
     def plan(self) -> download.Plan:
         """The shards of the source; a retraining keeps those of the champion."""

@@ -52,10 +52,11 @@ def compare(run: Run) -> Compared:
     with failing("retrain"):
         champion = find_champion(run.recipe, run.store)
         _, changes = plan_changes(run.recipe, run.store, champion)
-        why = decision.why_unchanged(run.recipe, run.store, changes, champion)
+        models = run.model_digests()
+        why = decision.why_unchanged(run.recipe, run.store, changes, champion, models)
         if why is not None:
             # `kiln gc` keeps what recent runs need.
-            run.begin(decision.key_parts(run.recipe, changes, champion))
+            run.begin(decision.key_parts(run.recipe, changes, champion, models))
             log.info("retrain: unchanged: %s", why)
         elif champion is not None and run.recipe.retrain.start == "champion":
             start = champion.load(run.store, "train", champion.trained)
@@ -97,7 +98,7 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
 @redacted_errors()
 def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> dict[str, Any]:
     """Record the decision, and show what changed, the metrics and the verdict."""
-    parts = decision.key_parts(run.recipe, changes, run.champion)
+    parts = decision.key_parts(run.recipe, changes, run.champion, run.model_digests())
     run.begin(parts)
     build = partial(decision.build, changes, report)
     parents: dict[str, Artifact] = {}

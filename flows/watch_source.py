@@ -14,7 +14,7 @@ from configs.load import load_recipe
 from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
-from tasks.build_or_reuse import storing
+from tasks.build_or_reuse import TransientError, storing
 from tasks.retrain.watch_source import EVENT, last_stamp, remember, resource_of, stamp
 
 log = logging.getLogger("kiln")
@@ -42,7 +42,9 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
             if last_stamp(checked) == found:
                 report = {"source": resource, "changed": False}
                 return Completed(name="Unchanged", data=report)
-            emit_event(EVENT, resource={"prefect.resource.id": resource}, payload={"stamp": found})
-            remember(checked, found)  # after the event: a lost one would never be repeated
+            given = {"prefect.resource.id": resource}
+            if emit_event(EVENT, resource=given, payload={"stamp": found}) is None:
+                raise TransientError(f"watch: the server did not accept the event {EVENT}")
+            remember(checked, found)  # an event that was refused is emitted again
     log.info("watch: %s has changed", resource)
     return {"source": resource, "changed": True}

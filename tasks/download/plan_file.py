@@ -1,4 +1,4 @@
-"""Files of a plan: parquet with one row group for each shard, whose URLs only a key can read.
+"""Files of a plan: parquet with one row group per shard, and encrypted URLs.
 
 A listed URL may have a signature or a password, and stores hold no secrets: the columns `url` and
 `file` of a shard are encrypted (AES-GCM) with a key that stays in the local cache.
@@ -10,6 +10,7 @@ import base64
 import os
 from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import fsspec
@@ -100,12 +101,11 @@ def plan_key() -> str:
     path = cache_folder() / "plan.key"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.touch(mode=0o600)
-        beside.write_bytes(base64.b64encode(AESGCM.generate_key(256)))
-        with suppress(FileExistsError):  # another process was first
-            os.link(beside, path)
-        beside.unlink()
+        with NamedTemporaryFile(dir=path.parent) as beside:  # mode 600
+            beside.write(base64.b64encode(AESGCM.generate_key(256)))
+            beside.flush()
+            with suppress(FileExistsError):  # another process was first
+                os.link(beside.name, path)
     return path.read_text()
 
 

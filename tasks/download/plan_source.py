@@ -1,9 +1,9 @@
 """Plan a download: read the source once, cut its rows into shards, and store them shard by shard.
 
-A plan is an artifact of its own, and its pieces are shards of the store. A piece has the shards
-that end within one file of the source (or one part of a folder), and the rows behind the last of
-them, with which the next piece begins. Its key has the stamps of that file and the rows it begins
-with: of a grown source, only what is new is read.
+A plan is an artifact, and its pieces are shards of the store. A piece holds the shards that end
+within one file of the source, or one part of a folder. Rows behind its last shard begin the next
+piece. A piece's key has the file's stamp and the rows that it begins with, so only new files of a
+grown source are read.
 """
 
 from __future__ import annotations

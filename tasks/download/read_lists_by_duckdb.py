@@ -17,7 +17,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from tasks.download.errors import SourceError
-from tasks.download.list_files import reading
+from tasks.download.list_files import reading, require_columns
 from tasks.download.read_malformed_lists import csv_header, csv_rows, json_rows, text_rows
 from tasks.download.rows import COLUMNS, HASHED, captions_of, literal, row_hash, score_of, text_of
 
@@ -26,6 +26,13 @@ MEMORY = "400MB"  # of DuckDB's buffers
 #: The largest row of a csv file in bytes: Python's limit of a field.
 MAX_CSV_ROW = 131_072
 COMPRESSIONS = ("", ".gz", ".zst")
+#: Column of a plan -> the setting that names the list's column.
+SETTINGS = {
+    "url": "source.url_column",
+    "captions": "source.caption_column",
+    "sha256": "source.sha256_column",
+    "aesthetic_score": "source.aesthetic_column",
+}
 NUMBERS = {f"{u}{n}INT" for u in ("", "U") for n in ("TINY", "SMALL", "BIG", "HUGE")} | {
     *("INTEGER", "UINTEGER", "FLOAT", "DOUBLE", "BOOLEAN")
 }
@@ -61,7 +68,7 @@ def read_list(
     done = 0
     with reading(file), connection(file) as (db, path):
         try:
-            selected = _selected(db, format, format.table(file, path), columns)
+            selected = _selected(db, format, format.table(file, path), columns, file)
             for table in _hashed(db, selected, base_url):
                 yield table
                 done += len(table)
@@ -130,7 +137,7 @@ class _OneFile(AbstractFileSystem):
         return {**self.fs.info(self.file), "name": path}
 
     def modified(self, path: str) -> datetime:
-        return datetime.fromtimestamp(0, UTC)  # DuckDB asks, to cache what it never reads again
+        return datetime.fromtimestamp(0, UTC)  # DuckDB's cache needs a time; each name is read once
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         return self.fs.open(self.file, mode)
@@ -145,7 +152,11 @@ def _hashed(
 
 
 def _selected(
-    db: duckdb.DuckDBPyConnection, format: ListFormat, table: str, columns: Mapping[str, str | None]
+    db: duckdb.DuckDBPyConnection,
+    format: ListFormat,
+    table: str,
+    columns: Mapping[str, str | None],
+    file: str,
 ) -> str:
     """SQL of the rows of COLUMNS in a table of any types."""
     named = {name: column for name, column in columns.items() if column is not None}
@@ -158,6 +169,7 @@ def _selected(
             values["captions"] = f"if({is_list}, {many}, [{one}])"
     else:
         types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
+        require_columns({SETTINGS[name]: named[name] for name in named}, [*types], file)
         values = {name: _quoted(column) for name, column in named.items()}
         if "captions" in named and not types[named["captions"]].endswith("]"):
             values["captions"] = f"[{values['captions']}]"

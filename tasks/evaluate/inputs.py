@@ -25,27 +25,46 @@ class EvalInputs:
     clip: Path  # CLIPModel folder
     image_encoder: Path | None = None  # vision model folder; None: clip
     preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
+    training_images: Artifact | None = None  # with the training pictures; None: images
+
+    @property
+    def training(self) -> Artifact:
+        """The images among which copies of training pictures are searched."""
+        return self.images if self.training_images is None else self.training_images
 
     def digests(self) -> dict[str, str]:
         """Input name -> sha256 of its content."""
-        found = {
+        return {
             "images": self.images.digest,
+            "training_images": self.training.digest,
             "latents": self.latents.digest,
-            "base": digest_pipeline(self.base),
+            **model_digests(self.base, self.vae),
             **self.measuring_models(),
         }
-        return found | ({} if self.vae is None else {"vae": digest_model(self.vae)})
 
     def measuring_models(self) -> dict[str, str]:
         """Name -> sha256 of the models that measure pictures."""
-        folders = {"clip": self.clip}
-        if self.image_encoder is not None:
-            folders["image_encoder"] = self.image_encoder
-        folders |= {f"judge {name}": path for name, path in self.preference_models.items()}
-        return {name: digest_model(path) for name, path in folders.items()}
+        return measuring_models(self.clip, self.image_encoder, self.preference_models)
 
     def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
         """The base, or the model with the weights of a train artifact."""
         content = None if trained is None else weights_content(trained)
         digest = digest_eval_model(self.base, self.vae, content)
         return EvalModel(digest, self.base, weights, self.vae)
+
+
+def model_digests(base: Path, vae: Path | None) -> dict[str, str]:
+    """`base` and, if it is separate, `vae` -> sha256 of their content."""
+    found = {"base": digest_pipeline(base)}
+    return found | ({} if vae is None else {"vae": digest_model(vae)})
+
+
+def measuring_models(
+    clip: Path, image_encoder: Path | None, preference_models: Mapping[str, Path]
+) -> dict[str, str]:
+    """Name -> sha256 of the models that measure pictures."""
+    folders = {"clip": clip}
+    if image_encoder is not None:
+        folders["image_encoder"] = image_encoder
+    folders |= {f"judge {name}": path for name, path in preference_models.items()}
+    return {name: digest_model(path) for name, path in folders.items()}

@@ -199,13 +199,14 @@ def _references(
         IMAGE: digests.get("image_encoder", digests["clip"]),
         PIXELS: Pixels.digest,
     }
+    images = given.training if split == "train" else given.images
     facts = {
-        "images": given.images.digest,
+        "images": images.digest,
         "transform": vars(settings),
         "factor": factor,
         "split": split,
         "limit": limit,
     }
-    pictures = reference_pictures(given.images, settings, factor, split, limit)
+    pictures = reference_pictures(images, settings, factor, split, limit)
     encoders = {name: Encoder(identities[name], model) for name, model in models.items()}
     return reference_features(store, encoders, facts, pictures)

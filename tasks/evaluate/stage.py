@@ -143,7 +143,7 @@ def _memorization(
     settings = TransformSettings.of(given.recipe)
     factor = open_latents(given.latents.uri).info["size_step"]
     wanted = {(pair.tar, pair.key) for pair in pairs}
-    training = find_pictures(given.images, wanted, settings, factor)
+    training = find_pictures(given.training, wanted, settings, factor)
     samples = _pictures(store, shard, {pair.sample for pair in pairs})
     drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
     draft.write(PAIRS, render_pairs(drawn))

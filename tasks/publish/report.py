@@ -64,11 +64,16 @@ def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
     published, run = artifacts[-1], artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
     rules = len(recipe.publish.gate)
     passed = f"passed all {rules} rules" if rules > 1 else "passed its rule"
+    verdict = passed if rules else "published without rules"
+    if (reason := published.summary.get("forced")) is not None:
+        verdict = f"failed, and forced: {reason}"
+    trained = artifacts[2].summary if len(artifacts) > 2 else {}
+    steps = trained.get("steps", recipe.train.steps)  # retraining and train.epochs change them
     facts = {
-        "Verdict": passed if rules else "published without rules",
+        "Verdict": verdict,
         "Champion before": published.summary.get("compared_with") or "none",
         "Base": without_secrets(recipe.model.path),
-        "Trained": f"{recipe.train.steps} steps, {recipe.train.method}",
+        "Trained": f"{steps} steps, {recipe.train.method}",
         "On": run.get("device"),
         "Licence": published.summary.get("license"),
         "Date": published.manifest["run"].get("created", "")[:10],

@@ -35,7 +35,7 @@ from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
 VERSION = 2
-NOT_IN_KEY = {"registry", "smoke_test", "hub", "signing_key", "keep_versions"}
+NOT_IN_KEY = {"registry", "hub", "signing_key", "keep_versions"}
 log = logging.getLogger("kiln")
 
 
@@ -138,8 +138,7 @@ def build(
         (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
         (out / "before_after.png").write_bytes(evaluated.read("before_after.png"))
         (out / "gate.json").write_text(json.dumps([vars(v) for v in verdicts], indent=1))
-        if recipe.publish.smoke_test:
-            _try_out(recipe, out, base, verdicts)
+        _try_out(recipe, out, base, verdicts)
         progress(2, 3, "copying")
         for path in sorted(p for p in out.rglob("*") if p.is_file()):
             draft.upload(str(path), str(path.relative_to(out)))
@@ -212,7 +211,8 @@ def register(
         with _warning("old versions are kept"):
             for name in registry.keep(recipe.publish.keep_versions):
                 log.info("publish: %s %s is deleted: publish.keep_versions", registry.name, name)
-    if recipe.publish.hub is not None:
+    now_champion = registry.champion()
+    if recipe.publish.hub is not None and now_champion and now_champion.name == version.name:
         registered["hub"] = _pushed(recipe.publish.hub, registry, version)
     return registered
 
@@ -283,7 +283,9 @@ def _check_license(recipe: Recipe, base: Path) -> None:
 def _try_out(recipe: Recipe, out: Path, base: Path, verdicts: list[gate.Verdict]) -> None:
     """Raise Rejected unless the folder loads and draws in a process without Kilnworks."""
     try:
-        smoke_test.check(out, base, recipe)
+        smoke_test.check_files(out, recipe.publish.max_bytes)
+        if recipe.publish.smoke_test:
+            smoke_test.check(out, base, recipe)
     except smoke_test.SmokeTestFailed as failure:
         raise Rejected(
             [*verdicts, gate.Verdict("smoke test", False, None, None, str(failure))]

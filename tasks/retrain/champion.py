@@ -33,14 +33,20 @@ class Champion:
         """One of its artifacts. Raises WrongInput if the store lacks it."""
         return _load(store, stage, key, self.version)
 
-    def comparison_set(self, recipe: Recipe, store: Store) -> tuple[Artifact, Artifact] | None:
+    def comparison_set(
+        self, recipe: Recipe, store: Store, encoded: Artifact
+    ) -> tuple[Artifact, Artifact] | None:
         """Images and latents of its evaluation; None if the recipe encodes pictures otherwise.
 
         A new model is measured on them, so that rows added since do not change the comparison.
+
+        Args:
+            encoded: latents of the new model's run.
         """
         images = self.load(store, "download", self.compared_images)
         latents = self.load(store, "encode", self.compared_latents)
-        if latents.manifest["settings"] != settings_for_key(recipe):
+        encoders = [one.manifest["inputs"].get("encoders") for one in (latents, encoded)]
+        if latents.manifest["settings"] != settings_for_key(recipe) or encoders[0] != encoders[1]:
             return None
         return images, latents
 

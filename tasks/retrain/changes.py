@@ -77,7 +77,9 @@ def plan_changes(recipe: Recipe, store: Store, champion: Champion | None) -> tup
     images = champion.load(store, STAGE, champion.images)
     old = {shard["key"]: shard["rows"] for shard in images.summary["shards"]}
     kept = {spec.key: spec for spec in plan.shards if spec.key in old}
-    rest = dict(planned_hashes(spec for spec in plan.shards if spec.key not in old))
+    rest: Rows = {}
+    for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
+        rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
     found = _Compared(recipe, kept, rest)
     matched, lost = set[bytes](), set[bytes]()
     for key in sorted(old.keys() - kept.keys()):

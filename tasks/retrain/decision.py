@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,23 +22,38 @@ VERSION = 1
 FILE = "decision.json"
 
 
-def key_parts(recipe: Recipe, changes: Changes, champion: Champion | None) -> KeyParts:
-    """The key: source, champion and all settings that affect the model or the verdict."""
+def key_parts(
+    recipe: Recipe, changes: Changes, champion: Champion | None, models: Mapping[str, str]
+) -> KeyParts:
+    """The key: source, champion, and all settings and models that affect the verdict.
+
+    Args:
+        models: name -> sha256 of the base, the VAE and the models that measure pictures.
+    """
     stages = {"download": download, "encode": encode, "train": train}
     stages |= {"evaluate": evaluate, "publish": publish}
     settings = {name: module.settings_for_key(recipe) for name, module in stages.items()}
     settings["retrain"] = recipe.retrain.model_dump(mode="json")
     inputs = {"source": changes.source, "champion": "" if champion is None else champion.digest}
+    inputs |= models
     return KeyParts(STAGE, VERSION, settings, inputs)
 
 
 def why_unchanged(
-    recipe: Recipe, store: Store, changes: Changes, champion: Champion | None
+    recipe: Recipe,
+    store: Store,
+    changes: Changes,
+    champion: Champion | None,
+    models: Mapping[str, str],
 ) -> str | None:
-    """One sentence why there is nothing to train; None if there is."""
+    """One sentence why there is nothing to train; None if there is.
+
+    Args:
+        models: see key_parts.
+    """
     if champion is not None and changes.new_rows < recipe.retrain.min_new_rows:
         return _few(changes, champion, recipe.retrain.min_new_rows)
-    artifact = store.find(STAGE, key_parts(recipe, changes, champion).key)
+    artifact = store.find(STAGE, key_parts(recipe, changes, champion, models).key)
     if artifact is None:
         return None
     found = artifact.summary

@@ -430,8 +430,15 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     (tmp_path / "empty").mkdir()
     pq.write_table(pa.table({"url": pa.array([], "string"), "caption": pa.array([], "string")}),
                    tmp_path / "none.parquet")  # fmt: skip
+    (tmp_path / "two").mkdir()
+    write_list(tmp_path / "two/a.parquet", ROWS)
+    pq.write_table(pa.table({"url": ["u"], "Caption": ["c"]}), tmp_path / "two/b.parquet")
     urls = {"kind": "urls", "path": good}
     return {
+        "column of a later file": (
+            {**urls, "path": str(tmp_path / "two")},
+            r"source\.caption_column: .*b\.parquet has no column 'caption' \(did you mean Caption",
+        ),
         "no such file": ({**urls, "path": f"{good}x"}, r"source\.path: .*parquetx: no such"),
         "empty folder": ({**urls, "path": str(tmp_path / "empty")}, "no .parquet files in"),
         "no rows": ({**urls, "path": str(tmp_path / "none.parquet")}, "source: it has no rows"),

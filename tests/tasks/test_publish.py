@@ -21,7 +21,7 @@ from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble, cast
 from tasks.publish.model_card import base_card, license_of
-from tasks.publish.smoke_test import SmokeTestFailed, check
+from tasks.publish.smoke_test import SmokeTestFailed, check_files
 from tasks.publish.stage import Rejected, build, registry_of, settings_for_key, show
 from tasks.train import STAGE as TRAIN
 
@@ -180,17 +180,23 @@ def test_a_folder_that_fails_the_smoke_test_is_rejected(
     assert not list((tmp_path / "store").glob("publish/*/manifest.json"))
 
 
-def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(
-    tmp_path: Path, tiny_sdxl: Path
-) -> None:
+def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "weights.safetensors").write_bytes(bytes(100))
     with pytest.raises(SmokeTestFailed, match=r"100 bytes exceed publish\.max_bytes \(99\)"):
-        check(folder, tiny_sdxl, digits(tmp_path, max_bytes=99))
+        check_files(folder, 99)
     (folder / "weights.bin").write_bytes(b"")
     with pytest.raises(SmokeTestFailed, match=r"weights\.bin is no safetensors file"):
-        check(folder, tiny_sdxl, digits(tmp_path))
+        check_files(folder, None)
+
+
+def test_files_are_checked_without_the_smoke_test(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    recipe = digits(tmp_path, smoke_test=False, max_bytes=99)
+    with pytest.raises(Rejected, match=r"exceed publish\.max_bytes"):
+        publish(tmp_path, tiny_sdxl, tuned, recipe)
 
 
 def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:

@@ -23,6 +23,7 @@ from tasks.retrain.champion import find_champion
 from tasks.retrain.changes import Changes
 
 CHANGES = Changes("source", rows=90, new_rows=30)
+MODELS = {"base": "the base", "clip": "the CLIP"}
 
 
 @pytest.fixture
@@ -73,7 +74,12 @@ def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) 
     images, latents = commit(run, "download", "grown"), commit(run, "encode", "grown")
     given = replace(run, champion=champion).eval_inputs(images, latents)
     assert (given.images, given.latents) == (first["images"], first["latents"])
+    assert given.training == images  # copies are searched among all pictures
+    assert given.digests()["training_images"] == images.digest
     assert run.eval_inputs(images, latents).images == images
+    encoded = replace(latents, manifest=latents.manifest | {"inputs": {"encoders": "others"}})
+    others = replace(run, champion=champion).eval_inputs(images, encoded)
+    assert others.latents == encoded  # the champion's latents are of another VAE
     encode = run.recipe.encode.model_copy(update={"holdout": 0.5})
     other = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}), champion=champion)
     assert other.eval_inputs(images, latents).images == images  # the champion is measured again
@@ -107,10 +113,10 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
 
 def test_a_published_model_without_its_registry_is_published_again(run: Run) -> None:
     report = {"status": "published", "model": "r/v1"}
-    parts = decision.key_parts(run.recipe, CHANGES, None)
+    parts = decision.key_parts(run.recipe, CHANGES, None, {})
     build = partial(decision.build, CHANGES, report)
     build_or_reuse(run.store, parts, build, parents={})
-    assert decision.why_unchanged(run.recipe, run.store, CHANGES, None) is None
+    assert decision.why_unchanged(run.recipe, run.store, CHANGES, None, {}) is None
 
 
 def test_a_second_retraining_of_a_model_waits_for_the_first(
@@ -147,10 +153,10 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
 ) -> None:
     publish_model(run, "first")
     recipe, store, champion = run.recipe, run.store, find_champion(run.recipe, run.store)
-    assert decision.why_unchanged(recipe, store, CHANGES, champion) is None
-    parts = decision.key_parts(recipe, CHANGES, champion)
+    assert decision.why_unchanged(recipe, store, CHANGES, champion, MODELS) is None
+    parts = decision.key_parts(recipe, CHANGES, champion, MODELS)
     build_or_reuse(store, parts, lambda draft: decision.build(CHANGES, report, draft), parents={})
-    assert why in str(decision.why_unchanged(recipe, store, CHANGES, champion))
+    assert why in str(decision.why_unchanged(recipe, store, CHANGES, champion, MODELS))
     assert champion is not None
     gate = recipe.publish.model_copy(update={"gate": ("cmmd < base",)})
     for other in (
@@ -159,7 +165,9 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
         (recipe, CHANGES, None),
         (recipe.model_copy(update={"publish": gate}), CHANGES, champion),
     ):
-        assert decision.why_unchanged(other[0], store, *other[1:]) is None
+        assert decision.why_unchanged(other[0], store, *other[1:], MODELS) is None
+    judged_otherwise = {**MODELS, "clip": "another"}
+    assert decision.why_unchanged(recipe, store, CHANGES, champion, judged_otherwise) is None
 
 
 def test_few_new_rows_are_no_reason_to_train(run: Run) -> None:
@@ -167,11 +175,11 @@ def test_few_new_rows_are_no_reason_to_train(run: Run) -> None:
     champion = find_champion(run.recipe, run.store)
     more = run.recipe.retrain.model_copy(update={"min_new_rows": 40})
     recipe = run.recipe.model_copy(update={"retrain": more})
-    assert decision.why_unchanged(recipe, run.store, CHANGES, champion) == (
+    assert decision.why_unchanged(recipe, run.store, CHANGES, champion, MODELS) == (
         "the source has 30 new rows since v1, fewer than 40"
     )
     removed = replace(CHANGES, new_rows=0, removed_rows=7)
-    assert decision.why_unchanged(run.recipe, run.store, removed, champion) == (
+    assert decision.why_unchanged(run.recipe, run.store, removed, champion, MODELS) == (
         "the source has no new rows since v1; 7 rows were removed"
     )
-    assert decision.why_unchanged(recipe, run.store, CHANGES, None) is None
+    assert decision.why_unchanged(recipe, run.store, CHANGES, None, MODELS) is None

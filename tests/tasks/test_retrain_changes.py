@@ -133,3 +133,14 @@ def test_a_plan_after_random_changes_has_each_row_of_the_list_once(
         whole = [one for spec in download.plan(recipe).shards for one in read(spec)]
         assert sorted(planned) == sorted(whole)
         champion = publish(recipe, plan, tmp_path)
+
+
+def test_equal_rows_are_planned_at_their_first_place(recipe: Recipe, champion: Champion) -> None:
+    """Places of embedded pictures are read in order, so a shard's spans must ascend."""
+    added = [(f"http://example.com/new/{n}.jpg", f"new {n}") for n in range(30)]
+    write(recipe, added + ROWS + added[:15])
+    plan, found = plan_changes(recipe, Store(recipe.store), champion)
+    assert found.new_rows == 30
+    for spec in plan.shards:
+        places = [(span.file, span.group, span.start) for span in spec.spans]
+        assert places == sorted(places)
