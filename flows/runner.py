@@ -116,10 +116,14 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
+#: Time limit in seconds of the first request; a busy server answers late.
+HEALTH_SECONDS = 30.0
+
+
 def check_server(url: str) -> None:
     """Raise ServerAway unless a Prefect server answers there within seconds."""
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=5):
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_SECONDS):
             return
     except (OSError, ValueError) as error:
         raise ServerAway(

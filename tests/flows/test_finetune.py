@@ -220,7 +220,7 @@ def test_a_run_until_a_stage_builds_up_to_it(
     assert (report["status"], report["model"], report["metrics"]) == ("built", None, {})
     assert outcomes(report) == {"download": "built", "encode": "built"}
     store = Path(str(small["store"]))
-    assert {path.name for path in store.iterdir()} == {"download", "encode", "runs"}
+    assert {path.name for path in store.iterdir()} == {"download", "encode", "plan", "runs"}
     again = here("run", "digits", "--until", "encode", overrides=small, api=api)
     assert again.splitlines()[-1] == f"encode    reused: {folder(report, 'encode')}"
     measured = run_here("digits", small, until="evaluate")

@@ -39,7 +39,7 @@ def test_wrong_parameters_are_refused(given: dict[str, Any], words: str) -> None
 
 def test_valid_parameters_are_unchanged() -> None:
     given: dict[str, Any] = {"recipe": "digits", "overrides": {"train.steps": 3}}
-    given |= {"until": "encode", "retry_failed": True}
+    given |= {"until": "encode", "retry_failed": True, "force": None}
     assert finetune.validate_parameters(given) == given
 
 

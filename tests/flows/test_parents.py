@@ -89,7 +89,8 @@ def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPat
     assert parents == {"latents": latents}
     before = [reused(artifact) for artifact in made.values()]
     inputs, parents = asked(finetune.evaluate, run, *before[:3])
-    assert {"images", "latents", "model", "base", "clip"} == inputs.keys()
+    read = {"images", "training_images", "latents", "model", "base", "clip"}
+    assert read == inputs.keys()
     assert inputs["model"] == trained.digest and inputs["latents"] == latents.digest
     assert parents == {"images": images, "latents": latents, "model": trained}
     inputs, parents = asked(finetune.publish, run, *before)

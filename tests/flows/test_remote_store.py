@@ -42,7 +42,7 @@ def look_after(here: Here, url: str, report: Report) -> None:
     """The output of `kiln` on a store with one published model, and its deletions."""
     store = Store(url)
     listed = json.loads(here("ls", "--store", url, "--json"))
-    assert sorted(row["stage"] for row in listed["artifacts"]) == sorted(STAGES)
+    assert sorted(row["stage"] for row in listed["artifacts"]) == sorted([*STAGES, "plan"])
     (model,) = listed["models"]
     assert (model["uri"], model["champion"]) == (report["model"], True)
     shown = here("show", f"train/{report['stages']['train']['key']}", "--store", url)

@@ -60,7 +60,9 @@ def test_a_grown_source_continues_the_champion_on_its_new_rows(
     for stage in ("download", "encode"):  # all old shards are used as they are
         assert names(manifest(first, stage)) < names(manifest(grown, stage))
     assert found["kept_shards"] == len(manifest(first, "download")["summary"]["shards"])
-    assert grown["samples"] == {"new": 25, "replayed": 16, "steps": 2}
+    samples = grown["samples"]
+    assert (samples["new"], samples["steps"]) == (25, 2)
+    assert 10 <= samples["replayed"] <= 40  # whole shards, chosen by the champion's digest
     train = manifest(grown, "train")
     assert train["inputs"]["start"] == manifest(first, "train")["digest"]
     assert train["inputs"]["base"] == manifest(first, "train")["inputs"]["base"]
