@@ -73,15 +73,15 @@ class Server:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def ask(self, path: str, body: dict[str, Any] | None = None, method: str | None = None) -> Any:
+        """The JSON answer to a request; None if it is empty."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self.api}{path}", data=data, headers={"content-type": "application/json"}
-        )
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.api}{path}", data, headers, method=method)
         for _ in range(50):
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
-                    return json.load(answer)
+                    return json.loads(answer.read() or "null")
             except urllib.error.HTTPError as error:
                 if error.code != 503:  # a locked database; Prefect's client also retries
                     raise
@@ -89,13 +89,7 @@ class Server:
         raise AssertionError(f"{path}: the server responds with 503")
 
     def update(self, path: str, body: dict[str, Any]) -> None:
-        request = urllib.request.Request(
-            f"{self.api}{path}",
-            data=json.dumps(body).encode(),
-            headers={"content-type": "application/json"},
-            method="PATCH",
-        )
-        urllib.request.urlopen(request, timeout=60).close()
+        self.ask(path, body, "PATCH")
 
     def wait(self, what: str, ready: Any, seconds: float) -> Any:
         until = time.monotonic() + seconds
