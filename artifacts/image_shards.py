@@ -122,7 +122,8 @@ def read_rows(source: Path | str | bytes) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     opened = BytesIO(source) if isinstance(source, bytes) else str(source)
-    return list(pq.read_table(opened).to_pylist())
+    # A thread of pyarrow that reads ahead crashed processes at their exit.
+    return list(pq.read_table(opened, pre_buffer=False).to_pylist())
 
 
 def add_member(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:

@@ -95,6 +95,7 @@ def run(
     from flows import runner
 
     report = runner.run(
+        "finetune",
         recipe=recipe,
         overrides=overrides,
         until=until,
@@ -123,7 +124,7 @@ def retrain(
     load_recipe(recipe, overrides)  # report wrong input before slow imports and servers
     from flows import runner
 
-    report = runner.retrain(recipe=recipe, overrides=overrides, as_json=as_json)
+    report = runner.run("retrain", recipe=recipe, overrides=overrides, as_json=as_json)
     if report["status"] == "rejected":
         raise typer.Exit(REJECTED)
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import urllib.request
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -28,18 +28,15 @@ from tasks import progress
 logger = logging.getLogger("kiln")
 
 
-def run(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> dict[str, Any]:
-    """Run `finetune` and print its report; with `as_json`, as JSON on the last line."""
-    report = _run_flow("finetune", as_json, overrides=hide_secrets(overrides), **arguments)
-    _print_summary(report, file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print(json.dumps(report), flush=True)
-    return report
-
-
-def retrain(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> dict[str, Any]:
-    """Run `retrain` and print its report; with `as_json`, as JSON on the last line."""
-    report = _run_flow("retrain", as_json, overrides=hide_secrets(overrides), **arguments)
+def run(
+    flow: Literal["finetune", "retrain"],
+    *,
+    overrides: dict[str, Any],
+    as_json: bool,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Run a flow and print its report; with `as_json`, as JSON on the last line."""
+    report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)

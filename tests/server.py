@@ -143,6 +143,19 @@ class Server:
 
 
 @contextmanager
+def deployed(folder: Path, api: str) -> Iterator[Server]:
+    """A worker of a running server, with all deployments of deploy/prefect.yaml."""
+    server = Server(folder, api)
+    try:
+        server.cli("work-pool", "create", "kiln", "--type", "process")
+        server.cli("deploy", "--all", "--prefect-file", "deploy/prefect.yaml")
+        server.start("worker", "worker", "start", "--pool", "kiln")
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
 def shared_server(folder: Path) -> Iterator[str]:
     """URL of the server that all processes with this folder share; it stops with the last one.
 

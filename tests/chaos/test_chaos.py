@@ -15,9 +15,12 @@ from artifacts.store import Store
 SEED = os.environ.get("KILN_TEST_SEED", "0")
 
 
-@pytest.mark.soak
-def test_a_store_survives_faults() -> None:
-    assert run_all(list(STORES), 36, SEED) == []
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stores", "faults"), [(["local"], 6), pytest.param([*STORES], 36, marks=pytest.mark.soak)]
+)
+def test_a_store_survives_faults(stores: list[str], faults: int) -> None:
+    assert run_all(stores, faults, SEED) == []
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command import is_running, processes_below
-from server import Server
+from server import Server, deployed
 
 from configs.load import load_recipe
 from configs.recipe import STAGES
@@ -31,14 +31,8 @@ PARENTS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, api: str) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("prefect"), api)
-    try:
-        found.cli("work-pool", "create", "kiln", "--type", "process")
-        found.cli("deploy", "--all", "--prefect-file", "deploy/prefect.yaml")
-        found.start("worker", "worker", "start", "--pool", "kiln")
+    with deployed(tmp_path_factory.mktemp("prefect"), api) as found:
         yield found
-    finally:
-        found.stop()
 
 
 def test_the_demos_deployment_completes_and_is_shown(server: Server, small: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from server import Server
+from server import Server, deployed
 
 from demo import dataset
 from tasks.publish.model_registry import Registry
@@ -20,15 +20,9 @@ ENDS = ("Completed", "Unchanged", "Rejected", "Failed", "Crashed")
 
 @pytest.fixture
 def server(tmp_path: Path, api: str) -> Iterator[Server]:
-    found = Server(tmp_path / "prefect", api)
-    found.folder.mkdir()
-    try:
-        found.cli("work-pool", "create", "kiln", "--type", "process")
-        found.cli("deploy", "--all", "--prefect-file", "deploy/prefect.yaml")
-        found.start("worker", "worker", "start", "--pool", "kiln")
+    (tmp_path / "prefect").mkdir()
+    with deployed(tmp_path / "prefect", api) as found:
         yield found
-    finally:
-        found.stop()
 
 
 def write_poisoned(folder: Path, list_file: Path) -> None:
