@@ -28,9 +28,9 @@ from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.job import TrainJob
+from runtimes.torch.gpu_step_memory import step_memory
+from runtimes.torch.gpu_step_memory_records import Request
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch.step_memory import step_memory
-from runtimes.torch.step_memory_records import Request
 from runtimes.torch_models.sample_batch import sample_batch
 
 VARIANTS: dict[str, dict[str, Any]] = {

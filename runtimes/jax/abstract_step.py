@@ -19,8 +19,8 @@ from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
-from runtimes.jax.step_memory import Request
 from runtimes.jax.torchax_bridge import as_function, recompute
+from runtimes.jax.tpu_step_memory import Request
 from runtimes.jax.weights import names_without_gradient, trained_names
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network

@@ -1,7 +1,7 @@
 """Plan training on a GPU without the GPU: peak memory, what would make it fit, time and cost.
 
-Separate processes run the step on fake tensors (runtimes/torch/step_memory.py). The store caches
-their results by the content of the requests.
+Separate processes run the step on fake tensors (runtimes/torch/gpu_step_memory.py). The store
+caches their results by the content of the requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
-from runtimes.torch.step_memory_records import StepMemory
+from runtimes.torch.gpu_step_memory_records import StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.base_training_plan import PlanFailed, TrainingPlan
 from tasks.gpu.advice import Advice, advise

@@ -13,7 +13,7 @@ from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.pipeline_folder.describe_encoders import read_config
-from runtimes.torch.step_memory_records import Request, StepMemory
+from runtimes.torch.gpu_step_memory_records import Request, StepMemory
 from tasks.base_training_plan import ask_planner, cache_key, load_or_compute
 from tasks.evaluate.prompts import sample_prompts
 
@@ -60,7 +60,7 @@ class Planner:
 
     def _load(self, request: Request) -> StepMemory:
         def compute() -> dict[str, Any]:
-            found = ask_planner("runtimes.torch.step_memory", asdict(request))
+            found = ask_planner("runtimes.torch.gpu_step_memory", asdict(request))
             self.seconds += found["seconds"]
             return found
 

@@ -1,6 +1,6 @@
 """Plan training on a TPU slice without the slice: memory, FLOPs, time, storage and cost.
 
-A separate process compiles the step (runtimes/jax/step_memory.py). The store caches the result
+A separate process compiles the step (runtimes/jax/tpu_step_memory.py). The store caches the result
 by the content of the request.
 """
 
@@ -20,7 +20,7 @@ from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.jax.step_memory import Request, StepCost
+from runtimes.jax.tpu_step_memory import Request, StepCost
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 from tasks.base_training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute
@@ -237,4 +237,4 @@ def _compile(request: Request) -> StepCost:
     folder = compiler_folder()
     paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return StepCost(**ask_planner("runtimes.jax.step_memory", asdict(request), environment))
+    return StepCost(**ask_planner("runtimes.jax.tpu_step_memory", asdict(request), environment))

@@ -15,7 +15,7 @@ from configs.load import load_recipe
 from flows.preflight import check_gate, prepare
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
-from runtimes.torch.step_memory_records import KINDS, Moment, StepMemory
+from runtimes.torch.gpu_step_memory_records import KINDS, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.publish.gate import GateError
 

@@ -11,7 +11,7 @@ import pytest
 from configs.recipe import Recipe
 from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
 from runtimes.contract import WrongInput
-from runtimes.torch.step_memory_records import Moment, StepMemory
+from runtimes.torch.gpu_step_memory_records import Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.base_training_plan import PlanFailed
 from tasks.gpu.gpu_training_plan import USABLE, GpuPlan, check_fits, plan_for
@@ -20,7 +20,7 @@ Ask = Callable[..., dict[str, Any]]
 
 
 class Steps:
-    """Answers requests as step_memory.py would for a model of 1 GiB, and records them.
+    """Answers requests as gpu_step_memory.py would for a model of 1 GiB, and records them.
 
     A picture needs 2 GiB of activations, or a quarter of it if they are recomputed. An adapter has
     no trained state to speak of.
@@ -30,7 +30,7 @@ class Steps:
         self.asked: list[dict[str, Any]] = []
 
     def __call__(self, module: str, request: dict[str, Any]) -> dict[str, Any]:
-        assert module == "runtimes.torch.step_memory"
+        assert module == "runtimes.torch.gpu_step_memory"
         self.asked.append(request)
         train, sampling = request["train"], request["sampling_dtype"] is not None
         lora = train.get("method") == "lora" or sampling

@@ -17,7 +17,7 @@ from configs.recipe import Recipe
 from configs.train import Train
 from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
-from runtimes.jax.step_memory import StepCost, _refused
+from runtimes.jax.tpu_step_memory import StepCost, _refused
 from runtimes.spmd.tpu_slices import parse_slice
 from tasks.tpu import tpu_training_plan
 from tasks.tpu.tpu_training_plan import Size, _largest, _size
@@ -223,7 +223,7 @@ def _read(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
 MESHES = """
 import sys
 from runtimes.spmd.tpu_slices import parse_slice
-from runtimes.jax.step_memory import _devices
+from runtimes.jax.tpu_step_memory import _devices
 for words in sys.argv[1:]:
     name, _, fsdp = words.partition(":")
     where = parse_slice(name)
@@ -240,7 +240,7 @@ import jax
 from jax import ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
 from runtimes.spmd.tpu_slices import parse_slice
-from runtimes.jax.step_memory import _devices, _refused
+from runtimes.jax.tpu_step_memory import _devices, _refused
 for name in sys.argv[1:]:
     where = parse_slice(name)
     _, devices = _devices(where)
@@ -268,7 +268,7 @@ import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 from runtimes.spmd.tpu_slices import parse_slice
-from runtimes.jax.step_memory import _devices
+from runtimes.jax.tpu_step_memory import _devices
 for name in sys.argv[1:]:
     _, devices = _devices(parse_slice(name))
     from runtimes.jax.attention import attend

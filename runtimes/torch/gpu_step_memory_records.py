@@ -1,4 +1,4 @@
-"""The memory of a training or sampling step, as step_memory.py computes it."""
+"""The memory of a training or sampling step, as gpu_step_memory.py computes it."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from configs.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.memory import peak_rss
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
-from runtimes.torch.step_memory import main, step_memory
-from runtimes.torch.step_memory_records import Request, StepMemory
+from runtimes.torch.gpu_step_memory import main, step_memory
+from runtimes.torch.gpu_step_memory_records import Request, StepMemory
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.torch_models.sample_batch import sample_batch

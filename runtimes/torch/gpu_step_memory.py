@@ -1,6 +1,6 @@
 """Compute the memory and FLOPs of training and sampling without a GPU, on fake tensors.
 
-`python -P -m runtimes.torch.step_memory REQUEST.json` prints one JSON object, a StepMemory. The
+`python -P -m runtimes.torch.gpu_step_memory REQUEST.json` prints one JSON object, a StepMemory. The
 step is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data.
 """
 
@@ -27,11 +27,11 @@ from runtimes.pipeline_folder.describe_encoders import read_config, vae_path
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.live_memory import LiveMemory, prime_batch_size
+from runtimes.torch.gpu_step_memory_records import Request, StepMemory
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step
-from runtimes.torch.step_memory_records import Request, StepMemory
+from runtimes.torch.tensor_lifetimes import LiveMemory, prime_batch_size
 from runtimes.torch_models.loading import empty_text_encoder
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network

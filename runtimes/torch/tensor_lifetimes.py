@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from runtimes.torch.step_memory_records import KINDS, Moment
+from runtimes.torch.gpu_step_memory_records import KINDS, Moment
 
 _aten: Any = torch.ops.aten
 #: Formulas of FLOPs by operator; PyTorch's table lacks the CPU's attention.

@@ -1,6 +1,6 @@
 """Estimate memory and FLOPs of a training step by compiling it for a TPU slice, without a TPU.
 
-`python -P -m runtimes.jax.step_memory REQUEST.json` prints one JSON object, a StepCost. The
+`python -P -m runtimes.jax.tpu_step_memory REQUEST.json` prints one JSON object, a StepCost. The
 compiler is that of libtpu if it can be imported, else XLA for the CPU with one virtual device per
 chip.
 """
