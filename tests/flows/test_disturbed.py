@@ -119,7 +119,9 @@ def test_runs_of_one_recipe_killed_and_paused_equal_a_quiet_one(
     assert "damaged" not in here("verify", "--store", store.url)
     here("gc", "--delete", "--hours", "0", "--store", store.url)
     listed = json.loads(here("ls", "--json", "--store", store.url))
-    assert sorted(row["stage"] for row in listed["artifacts"]) == sorted([*EXACT, "publish"])
+    assert sorted(row["stage"] for row in listed["artifacts"]) == sorted(
+        ["plan", *EXACT, "publish"]
+    )
     assert [model["version"] for model in listed["models"]] == ["v1"]
 
 

@@ -10,28 +10,34 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from artifacts import commit
+from artifacts import commit, compare_and_swap
 
 HALT = json.loads(os.environ["KILN_TEST_HALT"])
 IN_TURN = threading.Lock()
 seen = 0
 
 
-def halting(fs: Any, path: str, data: bytes, *check: Any) -> str | None:
-    """As write_atomic; from the record to halt at on, no thread gets through."""
-    global seen
-    if re.search(HALT["record"], path) is None:
-        return write(fs, path, data, *check)
-    with IN_TURN:
-        seen += 1
-        if seen == HALT["number"]:
-            Path(HALT["told"] + ".new").write_text(str(os.getpid()))
-            Path(HALT["told"] + ".new").rename(HALT["told"])
-            time.sleep(3600)
-        return write(fs, path, data, *check)
+def halting(write: Callable[..., Any]) -> Callable[..., Any]:
+    """As `write(fs, path, ...)`; from the record to halt at on, no thread gets through."""
+
+    def halted(fs: Any, path: str, *rest: Any) -> Any:
+        global seen
+        if re.search(HALT["record"], path) is None:
+            return write(fs, path, *rest)
+        with IN_TURN:
+            seen += 1
+            if seen == HALT["number"]:
+                Path(HALT["told"] + ".new").write_text(str(os.getpid()))
+                Path(HALT["told"] + ".new").rename(HALT["told"])
+                time.sleep(3600)
+            return write(fs, path, *rest)
+
+    return halted
 
 
-write, commit.write_atomic = commit.write_atomic, halting
+commit.write_atomic = halting(commit.write_atomic)
+compare_and_swap.create = halting(compare_and_swap.create)
