@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 
 pytest_plugins = ["made_up_family", "stores"]
 #: Prefixes of the xdist groups that start first, because they take longest.
-LONGEST_FIRST = ("conformance-",)
+LONGEST_FIRST = ("tests/flows/test_scheduled_retraining", "tests/flows/test_killed", "conformance-")
+#: Time in seconds since 1970 from which no soak test starts; the gate sets it for slow machines.
+SOAK_UNTIL = float(os.environ.get("KILN_SOAK_UNTIL", "inf"))
 #: Seed of the random numbers of tests, such as the moments of kills.
 SEED = os.environ.get("KILN_TEST_SEED", "0")
 
@@ -42,6 +45,12 @@ def pytest_configure() -> None:
         ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
     ):
         os.environ.setdefault(variable, str(kept / name))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip soak tests that would start too late for the gate's time limit."""
+    if item.get_closest_marker("soak") and time.time() > SOAK_UNTIL:
+        pytest.skip(f"{item.name}: KILN_SOAK_UNTIL is over")
 
 
 def pytest_report_header() -> str:
