@@ -7,8 +7,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256 as new_sha256
+from io import BytesIO
 from typing import IO, Any
 
 from fsspec import AbstractFileSystem
@@ -16,14 +18,20 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.atomic_disk_writes import replacing
-from artifacts.hashing import digest_json, digest_stream, parse_json
-from artifacts.remote_clients import is_of_client, refusals
+from artifacts.concurrent_requests import AT_ONCE, ask_at_once
+from artifacts.hashing import canonical_json, digest_stream, parse_json
+from artifacts.remote_clients import is_of_client, make_folder_of, read_small_file, refusals
 from artifacts.stamps import TICK, distrust, present_stamp, time_stamp
 
 #: Of records; one of a higher number was written by a newer version.
-FORMAT = 1
+FORMAT = 2
 #: Bytes of a file that is written to a remote store by one conditional request.
 SMALL = 2**26
+#: Files of a remote store that are read and hashed at once.
+DEEP_AT_ONCE = 4
+#: What stands before the files of a record.
+FILES = b'\n"files": ['
+_line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 class Damaged(ValueError):
@@ -34,7 +42,7 @@ class NewerFormat(RuntimeError):
     """A record was written by a newer version of this package."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a manifest can have a million
 class FileEntry:
     """One committed file: its path below the record's root, its bytes' fingerprint, and facts."""
 
@@ -48,10 +56,8 @@ class FileEntry:
 
     def as_dict(self) -> dict[str, Any]:
         """What a record says of it."""
-        facts = asdict(self)
-        if self.etag is None:
-            del facts["etag"]
-        return facts
+        etag = {} if self.etag is None else {"etag": self.etag}
+        return {**self.content(), "meta": self.meta, **etag}
 
     def content(self) -> dict[str, Any]:
         """The part that a digest is taken over."""
@@ -99,7 +105,7 @@ def put_atomic(
             return time_stamp(beside)  # now: once it is in place it may be another builder's
     if check is not None:
         check()
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    make_folder_of(fs, path)
     fs.put_file(local, path)
     return None
 
@@ -115,7 +121,7 @@ def write_atomic(
             return time_stamp(beside)
     if check is not None:
         check()
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    make_folder_of(fs, path)
     fs.pipe_file(path, data)
     return None
 
@@ -126,20 +132,43 @@ def write_record(fs: AbstractFileSystem, path: str, record: dict[str, Any]) -> N
 
 
 def encode_record(record: dict[str, Any]) -> bytes:
-    """A record's bytes, with a sha256 of its own content that makes damage known."""
-    files = [f.as_dict() if isinstance(f, FileEntry) else f for f in record.get("files", [])]
-    # As it will be read: JSON has no tuples, and its names are all text.
-    content = json.loads(json.dumps({**record, "files": files}, allow_nan=False))
-    return _seal(content)
+    """A record as JSON with one line per file.
+
+    The first line has the sha256 of all bytes behind it, which makes damage known.
+    """
+    files = (f.as_dict() if isinstance(f, FileEntry) else f for f in record.get("files", []))
+    facts = {name: value for name, value in record.items() if name != "files"}
+    head = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)[1:-2]
+    lines = ",\n".join(map(_line, files))
+    body = f"{head}{',' if facts else ''}{FILES.decode()}\n{lines}\n]}}".encode()
+    return _seal(body) + body
 
 
-def _seal(content: dict[str, Any]) -> bytes:
-    sealed = {"sha256": digest_json(content), **content}
-    return json.dumps(sealed, indent=1, ensure_ascii=False, allow_nan=False).encode()
+def _seal(body: bytes | memoryview) -> bytes:
+    """The first line of a record."""
+    return f'{{"sha256": "{new_sha256(body).hexdigest()}",'.encode()
 
 
-def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
+SEAL_SIZE = len(_seal(b""))
+
+
+def digest_files(files: Iterable[FileEntry]) -> str:
+    """sha256 (hex) of the canonical JSON of the list of files' contents."""
+    digest, comma = new_sha256(b"["), b""
+    for entry in files:
+        digest.update(comma + canonical_json(entry.content()))
+        comma = b","
+    digest.update(b"]")
+    return digest.hexdigest()
+
+
+def read_record(
+    fs: AbstractFileSystem, path: str, *, with_files: bool = True
+) -> dict[str, Any] | None:
     """Read a record; None when there is none.
+
+    Args:
+        with_files: whether the record has its files; without them it is small.
 
     Raises:
         Damaged: its bytes are not those that were written.
@@ -149,31 +178,41 @@ def read_record(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
     """
     try:
         with refusals():
-            data = fs.cat_file(path)
+            data = read_small_file(fs, path)
     except FileNotFoundError:
         return None
     except OSError as error:
         if not isinstance(fs, LocalFileSystem):
             raise
         raise Damaged(f"{path} is not a readable record: {error}") from None
-    return decode_record(data, path)
+    return decode_record(data, path, with_files=with_files)
 
 
-def decode_record(data: bytes, path: str) -> dict[str, Any]:
+def decode_record(data: bytes, path: str, *, with_files: bool = True) -> dict[str, Any]:
     """The record that `encode_record` wrote. Raises Damaged and NewerFormat, as `read_record`."""
     try:
-        record: dict[str, Any] = parse_json(data)
-        del record["sha256"]
-        if _seal(record) != data:  # to the byte: a number can be spelt in several ways
+        if _seal(memoryview(data)[SEAL_SIZE:]) != data[:SEAL_SIZE]:
             raise ValueError("its content is not what was written")
+        end = data.index(FILES, SEAL_SIZE)
+        record: dict[str, Any] = parse_json(b"{%b}" % data[SEAL_SIZE:end].rstrip(b","))
         if record.get("format", FORMAT) > FORMAT:
             raise NewerFormat(
                 f"{path} was written by a newer version of kilnworks: update this one"
             )
-        record["files"] = [_entry(**entry) for entry in record["files"]]
+        if with_files:
+            record["files"] = list(_entries(data, end + len(FILES)))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} is not a readable record: {error}") from None
     return record
+
+
+def _entries(data: bytes, start: int) -> Iterator[FileEntry]:
+    """The files of a record, line by line: parsed at once, they would need twice the memory."""
+    stream = BytesIO(data)
+    stream.seek(start)
+    for line in stream:
+        if line not in (b"\n", b"]}"):
+            yield _entry(**parse_json(line.rstrip(b",\n").decode()))
 
 
 def _entry(**facts: Any) -> FileEntry:
@@ -194,7 +233,7 @@ def stamped(fs: AbstractFileSystem, root: str, entries: Iterable[FileEntry]) -> 
     if isinstance(fs, LocalFileSystem):
         time.sleep(TICK)  # a change within the same tick would leave the time stamp as it is
         return list(entries)
-    return [_with_checksum(fs, root, entry) for entry in entries]
+    return list(ask_at_once(fs, partial(_with_checksum, fs, root), entries))
 
 
 def _with_checksum(fs: AbstractFileSystem, root: str, entry: FileEntry) -> FileEntry:
@@ -218,7 +257,10 @@ def first_fault(
     A file is hashed unless its size and stamp are those that were committed; `deep` hashes every
     file. A remote store that does not give one raises as its client does: that is no fault.
     """
-    return next((found for one in files if (found := file_fault(fs, root, one, deep=deep))), None)
+    check = partial(file_fault, fs, root, deep=deep)
+    return next(
+        filter(None, ask_at_once(fs, check, files, DEEP_AT_ONCE if deep else AT_ONCE)), None
+    )
 
 
 def file_fault(

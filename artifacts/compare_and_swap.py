@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from artifacts import atomic_disk_writes
+from artifacts.remote_clients import protocols
 
 #: What S3 answers to a conditional write that lost.
 _LOST = {"PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey", "412", "409"}
@@ -108,12 +109,12 @@ def _swapper(fs: AbstractFileSystem) -> _Swapper:
         return _Local()
     if isinstance(fs, MemoryFileSystem):
         return _Memory(fs)
-    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-    if "s3" in protocols:
+    known = protocols(fs)
+    if "s3" in known:
         return _S3(fs)
-    if "gs" in protocols:
+    if "gs" in known:
         return _Gcs(fs)
-    name = "://, ".join(sorted(protocols))
+    name = "://, ".join(sorted(known))
     raise NoSwap(f"{name}:// has no conditional writes here: use a local folder, s3:// or gs://")
 
 

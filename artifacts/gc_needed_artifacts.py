@@ -58,7 +58,7 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
 
 
 def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
-    """The artifacts of `roots` and all their ancestors.
+    """The artifacts of `roots` and all their ancestors, without their files.
 
     Raises:
         GarbageUnsure: a manifest is damaged, so its parents are unknown.
@@ -70,7 +70,7 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
         if (stage, key) in found:
             continue
         try:
-            artifact = store.load(stage, key)
+            artifact = store.load(stage, key, with_files=False)
         except ValueError as error:
             raise GarbageUnsure(f"{error}; its parents are unknown: rebuild it first") from None
         if artifact is not None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from fsspec import AbstractFileSystem
 
 #: Packages that the clients of remote stores are made of; not all their errors are an OSError.
 _CLIENTS = frozenset(
@@ -19,6 +22,38 @@ _CLIENTS = frozenset(
         "requests",
     }
 )
+
+
+def protocols(fs: AbstractFileSystem) -> set[str]:
+    """The URL schemes of a filesystem."""
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
+    """Make the folder of a file. An object store has none: s3fs would ask for the bucket."""
+    if not protocols(fs) & {"gs", "s3"}:
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
+def read_small_file(fs: AbstractFileSystem, path: str) -> bytes:
+    """The bytes of a file, by one request: s3fs would ask for the size first.
+
+    Raises as the filesystem does.
+    """
+    alone = {"max_concurrency": 1} if "s3" in protocols(fs) else {}
+    return bytes(fs.cat_file(path, **alone))
+
+
+def file_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
+    """What fsspec describes of a file, by one request: gcsfs would also list the bucket.
+
+    Raises as the filesystem does.
+    """
+    if "gs" not in protocols(fs):
+        return dict(fs.info(path))
+    bucket, key, _ = fs.split_path(path)
+    found = fs.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
+    return {**found, "size": int(found["size"])}
 
 
 class StoreRefused(OSError):

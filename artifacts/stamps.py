@@ -12,6 +12,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.listing import checksum
+from artifacts.remote_clients import file_info
 
 #: Seconds of a tick of the clock that the kernel stamps files by, at the least.
 TICK = 0.01
@@ -27,7 +28,7 @@ def present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | 
     if isinstance(fs, LocalFileSystem):
         return time_stamp(path), os.stat(path).st_size
     fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
-    info = fs.info(path)
+    info = file_info(fs, path)
     return checksum(info), info.get("size")
 
 

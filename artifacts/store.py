@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +30,7 @@ from artifacts.commit import (
     SMALL,
     Damaged,
     FileEntry,
+    digest_files,
     encode_record,
     first_fault,
     hash_file,
@@ -41,7 +42,8 @@ from artifacts.commit import (
     write_record,
 )
 from artifacts.compare_and_swap import NoSwap, create
-from artifacts.hashing import digest_bytes, digest_json
+from artifacts.concurrent_requests import AT_ONCE, ask_at_once
+from artifacts.hashing import digest_bytes
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
 from artifacts.stamps import distrust
@@ -149,10 +151,14 @@ class Draft:
         self.files[path] = hash_file(self.store.fs, self.path, path, meta)
 
     def add_shard(self, shard: Shard) -> None:
-        """Name a shard's files; the shard stays where it is, shared."""
+        """Name a shard's files; the shard stays where it is, shared.
+
+        Its facts go to the entry of its last file.
+        """
         for entry in shard.files:
             path = f"../{SHARDS}/{entry.path}"
-            self.files[path] = replace(entry, path=path)
+            meta = shard.meta if entry is shard.files[-1] else {}
+            self.files[path] = replace(entry, path=path, meta=meta)
 
     def commit(self, summary: dict[str, Any], run: dict[str, Any]) -> Artifact:
         """Write the manifest, which makes the artifact exist."""
@@ -162,7 +168,7 @@ class Draft:
             "format": FORMAT,
             "key": self.recipe.key,
             **self.recipe.as_dict(),
-            "digest": digest_json([entry.content() for entry in files]),
+            "digest": digest_files(files),
             "files": files,
             "summary": summary,
             "run": run,
@@ -194,10 +200,17 @@ class Shard:
     key: str
     files: list[FileEntry]
     meta: dict[str, Any]
+    is_new: bool = field(default=False, compare=False)  # built by this call of commit_shard
 
 
 class StoreError(ValueError):
     """The URL is of no filesystem that can be used here; the message says why."""
+
+
+def _client_options(url: str) -> dict[str, Any]:
+    """Options of a filesystem's client: S3's opens ten connections by default."""
+    is_s3 = url.startswith("s3://")
+    return {"config_kwargs": {"max_pool_connections": AT_ONCE}} if is_s3 else {}
 
 
 class Store:
@@ -210,7 +223,8 @@ class Store:
         self.fs: AbstractFileSystem
         try:
             # Listings that a client remembers say nothing of what others have done since.
-            self.fs, root = url_to_fs(check_stored_url(url), use_listings_cache=False)
+            more = _client_options(url)
+            self.fs, root = url_to_fs(check_stored_url(url), use_listings_cache=False, **more)
         except (ImportError, ValueError) as error:
             raise StoreError(f"store {without_secrets(url)}: {error}") from None
         self.root = root.rstrip("/")
@@ -251,10 +265,14 @@ class Store:
                 f"store {self.url}: it ignores the conditions of writes (If-None-Match)"
             )
 
-    def load(self, stage: str, key: str) -> Artifact | None:
-        """The artifact as its manifest says, files unchecked. ValueError if that is damaged."""
+    def load(self, stage: str, key: str, *, with_files: bool = True) -> Artifact | None:
+        """The artifact as its manifest says, files unchecked. ValueError if that is damaged.
+
+        Args:
+            with_files: whether the manifest has its files; without them it is small.
+        """
         path = f"{self.root}/{stage}/{key}/{MANIFEST}"
-        manifest = read_record(self.fs, path)
+        manifest = read_record(self.fs, path, with_files=with_files)
         if manifest and (manifest.get("stage"), manifest.get("key")) != (stage, key):
             raise ValueError(f"{path} is of another artifact")
         if manifest and not (manifest.get("digest") and isinstance(manifest.get("summary"), dict)):
@@ -294,11 +312,16 @@ class Store:
         """Path of a stage's shards on the store's filesystem."""
         return f"{self.root}/{stage}/{SHARDS}"
 
-    def shard(self, stage: str, key: str) -> Shard | None:
-        """The shard if it is there and whole; a damaged one is a miss, with a warning."""
+    def shard(self, stage: str, key: str, *, discard: bool = False) -> Shard | None:
+        """The shard if it is there and whole; a damaged one is a miss, with a warning.
+
+        Args:
+            discard: whether to delete the record of a damaged one.
+        """
         root = self.shards_path(stage)
+        path = f"{root}/{key}.json"
         try:
-            record = read_record(self.fs, f"{root}/{key}.json")
+            record = read_record(self.fs, path)
             if record and not isinstance(record.get("meta"), dict):
                 raise ValueError("its record has no facts")
             fault = None if record is None else first_fault(self.fs, root, record["files"])
@@ -306,30 +329,47 @@ class Store:
             record, fault = None, str(error)
         if fault is not None:
             log.warning("%s shard %s: %s; it will be rebuilt", stage, key[:12], fault)
+            if discard:
+                self.fs.rm_file(path)
             return None
         return None if record is None else Shard(key, record["files"], record["meta"])
+
+    def committed_shards(self, stage: str, keys: Iterable[str]) -> Iterator[Shard]:
+        """Each shard as its record says; files are not checked.
+
+        Raises RuntimeError if a shard has no record, and ValueError if that is damaged.
+        """
+        root = self.shards_path(stage)
+
+        def committed(key: str) -> Shard:
+            record = read_record(self.fs, f"{root}/{key}.json")
+            if record is None:
+                raise RuntimeError(f"{stage} shard {key[:12]} was not committed")
+            return Shard(key, record["files"], record["meta"])
+
+        return ask_at_once(self.fs, committed, keys)
 
     def commit_shard(
         self, stage: str, key: str, local: dict[str, str], meta: dict[str, Any]
     ) -> Shard:
         """Copy local files in as `<key>.<sha256><suffix>` ({suffix: local path}); commit the shard.
 
-        `meta` goes to the record and to the entry of each of its files.
+        `meta` goes to the record.
         """
         root = self.shards_path(stage)
         files = []
         for suffix, path in sorted(local.items()):
-            entry = hash_local(path, "", meta)
+            entry = hash_local(path, "")
             files.append(self._put_shard(root, path, f"{key}.{entry.sha256}{suffix}", entry))
         files = stamped(self.fs, root, files)
         record = {"format": FORMAT, "files": files, "meta": meta}
         write_record(self.fs, f"{root}/{key}.json", record)
-        return Shard(key, files, meta)
+        return Shard(key, files, meta, is_new=True)
 
     def _put_shard(self, root: str, local: str, name: str, entry: FileEntry) -> FileEntry:
         if self.is_local:
             with suppress(OSError):  # missing, or not to be read
-                found = hash_file(self.fs, root, name, entry.meta)
+                found = hash_file(self.fs, root, name)
                 if found.sha256 == entry.sha256:
                     return found  # others have recorded its time stamp
         etag = put_atomic(self.fs, local, f"{root}/{name}")

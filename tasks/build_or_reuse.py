@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
+from artifacts.concurrent_requests import ask_at_once
+from artifacts.listing import subfolders
 from artifacts.remote_clients import is_of_client
-from artifacts.store import Artifact, Draft, Store
+from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, Store
 from configs.redact_errors_and_logs import one_line
 from runtimes.registry import interpreter
 
@@ -178,11 +180,10 @@ def why_built(store: Store, parts: KeyParts) -> str:
     try:
         if store.fs.exists(f"{folder}/{parts.key}/manifest.json"):
             return "it was damaged"
-        manifests = store.fs.glob(f"{folder}/*/manifest.json")
-        if not manifests:
+        newest = _newest_key(store, parts.stage)
+        if newest is None:
             return "none was built before"
-        newest = max(manifests, key=store.fs.modified)
-        found = store.load(parts.stage, newest.split("/")[-2])
+        found = store.load(parts.stage, newest, with_files=False)
     except (OSError, ValueError):
         found = None
     if found is None:
@@ -190,6 +191,21 @@ def why_built(store: Store, parts: KeyParts) -> str:
     new = _flat(parts.as_dict())
     old = {name: found.manifest[name] for name in parts.as_dict()}
     return "changed: " + ", ".join(_changes(_flat(old), new)[:6])
+
+
+def _newest_key(store: Store, stage: str) -> str | None:
+    """Key of the artifact of a stage that was committed last."""
+    folder = f"{store.root}/{stage}"
+
+    def committed(key: str) -> tuple[datetime, str] | None:
+        try:
+            return store.fs.modified(f"{folder}/{key}/{MANIFEST}"), key
+        except FileNotFoundError:
+            return None
+
+    keys = (key for key in subfolders(store.fs, folder) if key != SHARDS)
+    found = filter(None, ask_at_once(store.fs, committed, keys))
+    return max(found, default=(None, None))[1]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -75,7 +75,7 @@ def plan_changes(recipe: Recipe, store: Store, champion: Champion | None) -> tup
         fetched = Changes(plan.source_digest, plan.rows, plan.rows, 0, plan.rows, 0, count)
         return plan, fetched
     images = champion.load(store, STAGE, champion.images)
-    old = {shard["key"]: shard["rows"] for shard in images.summary["shards"]}
+    old = _row_lists(images)
     kept = {spec.key: spec for spec in plan.shards if spec.key in old}
     rest: Rows = {}
     for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
@@ -83,7 +83,7 @@ def plan_changes(recipe: Recipe, store: Store, champion: Champion | None) -> tup
     found = _Compared(recipe, kept, rest)
     matched, lost = set[bytes](), set[bytes]()
     for key in sorted(old.keys() - kept.keys()):
-        hashes = _row_hashes(images, key)
+        hashes = _row_hashes(images, old[key])
         (matched if found.match(key, hashes) else lost).update(hashes)
     fetch = {row_hash: span for row_hash, span in rest.items() if row_hash not in matched}
     cut = _cut(recipe, fetch)
@@ -115,13 +115,14 @@ def _spec(recipe: Recipe, rows: list[tuple[bytes, Span]]) -> ShardSpec:
     return ShardSpec(key, len(rows), join_spans(span for _, span in rows))
 
 
-def _row_hashes(images: Artifact, key: str) -> list[bytes]:
+def _row_lists(images: Artifact) -> dict[str, str]:
+    """Key of each shard -> path of its parquet below the stage's folder."""
+    listed = [entry.path for entry in images.files if entry.path.endswith(".parquet")]
+    paths = [path.removeprefix("../") for path in listed]
+    return {path.removeprefix(f"{SHARDS}/").partition(".")[0]: path for path in paths}
+
+
+def _row_hashes(images: Artifact, path: str) -> list[bytes]:
     """The hashes of a shard's rows, in order."""
-    prefix = f"../{SHARDS}/{key}."
-    (path,) = (
-        entry.path
-        for entry in images.files
-        if entry.path.startswith(prefix) and entry.path.endswith(".parquet")
-    )
-    place = f"{images.store.root}/{STAGE}/{path.removeprefix('../')}"
+    place = f"{images.store.root}/{STAGE}/{path}"
     return [bytes.fromhex(row["row_hash"]) for row in read_rows(images.store.fs.cat_file(place))]

@@ -59,7 +59,7 @@ def test_a_grown_source_continues_the_champion_on_its_new_rows(
     assert (found["new_rows"], found["removed_rows"], found["rows_to_fetch"]) == (30, 0, 30)
     for stage in ("download", "encode"):  # all old shards are used as they are
         assert names(manifest(first, stage)) < names(manifest(grown, stage))
-    assert found["kept_shards"] == len(manifest(first, "download")["summary"]["shards"])
+    assert found["kept_shards"] == manifest(first, "download")["summary"]["shards"]
     samples = grown["samples"]
     assert (samples["new"], samples["steps"]) == (25, 2)
     assert 10 <= samples["replayed"] <= 40  # whole shards, chosen by the champion's digest

@@ -12,8 +12,7 @@ from fuzz.mutations import mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import NewerFormat
-from artifacts.hashing import digest_json
+from artifacts.commit import NewerFormat, encode_record
 from artifacts.store import Store
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
 
@@ -137,9 +136,8 @@ def _with_forged(file: Path, rng: Random, read: Any) -> bool:
     content = mutate_tree(json.loads(before), rng)
     try:
         content.pop("sha256", None)
-        content = {"sha256": digest_json(content), **content}
-        data = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode()
-    except (AttributeError, ValueError):
+        data = encode_record(content)
+    except (AttributeError, TypeError, ValueError):
         return False  # JSON cannot say it, so no record does
     return _with_bytes(file, before, data, read)
 
