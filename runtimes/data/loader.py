@@ -18,7 +18,7 @@ from artifacts.latent_shards import (
 )
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.prefetch import Prefetch
-from runtimes.data.sample_order import Order, SampleIndex
+from runtimes.data.sample_order import Order, SampleIndex, Window
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
 from runtimes.families.inpainting_and_scores import NO_EXTRA_INPUTS, ExtraInputs
@@ -76,6 +76,10 @@ class BatchReader:
         """Set the maximum number of memory-mapped shards."""
         self._shards.open_limit = count
 
+    def read_ahead(self, shards: Sequence[int]) -> None:
+        """Fetch remote shards in the background, in this order."""
+        self._shards.read_ahead(shards)
+
     def batch(
         self, step: int, samples: Sequence[SampleIndex], counters: Sequence[int], denominator: int
     ) -> StepBatch:
@@ -89,12 +93,9 @@ class BatchReader:
             WrongInput: a shard is missing or damaged.
         """
         chosen = self._objective.choices(counters)
-        captioned = [self._read(index, c) for index, c in zip(samples, chosen, strict=True)]
+        captioned = self.read(samples, chosen)
         levels = np.array([c.level for c in chosen], np.int32)
-        mean, logvar = (
-            stack_rows([getattr(item.sample, name) for item in captioned])
-            for name in ("mean", "logvar")
-        )
+        mean, logvar = moments(captioned)
         noised = self._objective.noised(mean, logvar, levels, counters)
         return StepBatch(
             step=step,
@@ -105,6 +106,10 @@ class BatchReader:
             conditioning=self._family.condition(captioned) | self._extra_inputs(captioned, chosen),
             denominator=denominator,
         )
+
+    def read(self, samples: Sequence[SampleIndex], chosen: Sequence[Choices]) -> list[Captioned]:
+        """Samples with the conditioning of their chosen captions. Raises WrongInput."""
+        return [self._read(index, c) for index, c in zip(samples, chosen, strict=True)]
 
     def close(self) -> None:
         """Unmap the shards."""
@@ -170,6 +175,12 @@ class BatchReader:
         return padded
 
 
+def moments(samples: Sequence[Captioned]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The VAE's mean and logvar [B, C, h, w] of samples."""
+    mean = stack_rows([item.sample.mean for item in samples])
+    return mean, stack_rows([item.sample.logvar for item in samples])
+
+
 class Loader:
     """The batches of a training run; `batch(step)` is a pure function of these arguments.
 
@@ -203,6 +214,7 @@ class Loader:
         self._batch_size = batch_size
         self._rank = rank
         self._world = world
+        self._windows: dict[int, Window] = {}  # bucket -> the window that was read ahead last
         self._lock = threading.Lock()
 
     def batch(self, step: int) -> StepBatch:
@@ -210,7 +222,11 @@ class Loader:
         samples = self.order.batch(step, self._rank, self._world)
         first = step * self._batch_size + self._rank * self._batch_size // self._world
         counters = range(first, first + len(samples))
+        window = self.order.window(step)
         with self._lock:
+            if self._windows.get(window.bucket) != window:
+                self._windows[window.bucket] = window
+                self._reader.read_ahead(self.order.shards(window))
             return self._reader.batch(step, samples, counters, self._batch_size)
 
     def prefetch(

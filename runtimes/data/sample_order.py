@@ -30,6 +30,14 @@ class SampleIndex(NamedTuple):
     row: int  # in the group of the shard
 
 
+class Window(NamedTuple):
+    """Shards of a bucket that are shuffled together."""
+
+    bucket: int
+    epoch: int
+    number: int  # in the epoch
+
+
 class _Layout(NamedTuple):
     shards: NDArray[np.int64]  # the epoch's order of shards
     ends: NDArray[np.int64]  # samples up to the end of each, in that order
@@ -38,6 +46,8 @@ class _Layout(NamedTuple):
 
 class Bucket:
     """The stream of one bucket: shuffled shards, then shuffled samples within windows of shards.
+
+    All buckets have one order of shards, so that they need the same shards at about the same time.
 
     Memory: O(shards), and one permutation of the samples of a window.
 
@@ -51,7 +61,7 @@ class Bucket:
         self.group = group
         self.number = number
         self.seed = seed
-        self.window = window
+        self.shards_per_window = window
         self.counts = np.asarray(counts, np.int64)  # samples of each shard
         self.total = int(self.counts.sum())
         # Two entries, since a batch may span two windows or two epochs.
@@ -61,6 +71,21 @@ class Bucket:
     def samples(self, start: int, count: int) -> list[SampleIndex]:
         """Items [start, start + count) of the stream."""
         return [self._sample(*divmod(item, self.total)) for item in range(start, start + count)]
+
+    def window(self, start: int) -> Window:
+        """The window of item `start` of the stream."""
+        epoch, item = divmod(start, self.total)
+        ends = self._layout(epoch).window_ends
+        return Window(self.number, epoch, int(np.searchsorted(ends, item, side="right")))
+
+    def shards(self, window: Window) -> list[int]:
+        """The shards of a window, then those of the next one."""
+        start = window.number * self.shards_per_window
+        found = self._layout(window.epoch).shards[start : start + 2 * self.shards_per_window]
+        if len(found) <= self.shards_per_window:
+            following = self._layout(window.epoch + 1).shards[: self.shards_per_window]
+            found = np.append(found, following)
+        return list(map(int, found))
 
     def _sample(self, epoch: int, item: int) -> SampleIndex:
         layout = self._layout(epoch)
@@ -73,10 +98,11 @@ class Bucket:
         return SampleIndex(int(layout.shards[turn]), self.group, item - before)
 
     def _draw_layout(self, epoch: int) -> _Layout:
-        held = np.flatnonzero(self.counts)
-        shards = generator(self.seed, Stream.SHARDS, epoch, self.number).permutation(held)
+        shards = generator(self.seed, Stream.SHARDS, epoch, 0).permutation(len(self.counts))
+        shards = shards[self.counts[shards] > 0]
         ends = np.cumsum(self.counts[shards])
-        return _Layout(shards, ends, np.append(ends[self.window - 1 : -1 : self.window], ends[-1]))
+        every = self.shards_per_window
+        return _Layout(shards, ends, np.append(ends[every - 1 : -1 : every], ends[-1]))
 
     def _draw_permutation(self, epoch: int, window: int, size: int) -> NDArray[np.int64]:
         return generator(self.seed, Stream.WINDOW, epoch, self.number, window).permutation(size)
@@ -132,13 +158,28 @@ class Order:
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> list[SampleIndex]:
         """The rank's contiguous slice of the step's batch. All ranks' samples are of one bucket."""
+        bucket, start = self._place(step)
+        low, high = (r * self.batch_size // world for r in (rank, rank + 1))
+        return bucket.samples(start + low, high - low)
+
+    def window(self, step: int) -> Window:
+        """The window of the first sample of the step's batch."""
+        bucket, start = self._place(step)
+        return bucket.window(start)
+
+    def shards(self, window: Window) -> list[int]:
+        """The shards of a window, then those of the bucket's next window."""
+        (bucket,) = (bucket for bucket in self.buckets if bucket.number == window.bucket)
+        return bucket.shards(window)
+
+    def _place(self, step: int) -> tuple[Bucket, int]:
+        """The bucket of a step's batch, and the batch's first item of the bucket's stream."""
         epoch = self.epoch_of(step)
         labels, turns = self._epoch_batches(epoch)
         position = step - self.steps_before(epoch)
         bucket = self.buckets[labels[position]]
         start = (epoch * bucket.total // self.batch_size + int(turns[position])) * self.batch_size
-        low, high = (r * self.batch_size // world for r in (rank, rank + 1))
-        return bucket.samples(start + low, high - low)
+        return bucket, start
 
     def _draw_epoch_batches(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """For each batch of the epoch: its bucket, and its index among the bucket's batches."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
+import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -19,6 +23,7 @@ from artifacts.commit import Damaged, open_checked
 from artifacts.latent_shards import LatentShard, ShardRef
 from artifacts.resolve_model import cache_folder
 from runtimes.contract import WrongInput
+from runtimes.data.read_ahead import ReadAhead
 
 CHUNK = 2**20
 #: Seconds before each retry of a download.
@@ -41,7 +46,11 @@ class ShardFiles:
         self.open_limit = open_limit
         self._cache_bytes = cache_bytes
         self._open: OrderedDict[int, LatentShard] = OrderedDict()
+        self._ahead: ReadAhead | None = None
         self._checked: set[str] = set()  # sha256 of the files that this process verified
+        self._checking: dict[
+            str, threading.Lock
+        ] = {}  # sha256 of a local file -> its reader's lock
 
     def __getitem__(self, number: int) -> LatentShard:
         """The open shard. Raises WrongInput with the file's URL if it is missing or damaged."""
@@ -53,8 +62,30 @@ class ShardFiles:
         self._open.move_to_end(number)
         return shard
 
+    def read_ahead(self, numbers: Sequence[int]) -> None:
+        """Fetch remote shards to the cache and verify local ones, in order, in the background.
+
+        They have half of the cache at most: the other half is for the shards in use.
+        """
+        sizes = np.cumsum([self._refs[number].size for number in numbers])
+        wanted = numbers[: int(np.searchsorted(sizes, self._cache_bytes // 2, side="right"))]
+        if wanted and self._ahead is None:
+            self._ahead = ReadAhead(self._fetch_ahead)
+        if self._ahead is not None:
+            self._ahead.replace(wanted)
+
+    def _fetch_ahead(self, number: int) -> None:
+        ref = self._refs[number]
+        fs, path = url_to_fs(ref.url)
+        if isinstance(fs, LocalFileSystem):
+            self._check(path, ref)
+        elif not _cache_path(ref).exists():
+            self._fetch(fs, path, ref)
+
     def close(self) -> None:
         """Unmap every shard."""
+        if self._ahead is not None:
+            self._ahead.close()
         while self._open:
             self._open.popitem()[1].close()
 
@@ -74,11 +105,16 @@ class ShardFiles:
     def _checked_once(self, path: str, ref: ShardRef) -> LatentShard:
         """A local shard; at its first opening all of it is read, and must be what was committed."""
         shard = _open(Path(path), ref)
-        if ref.sha256 not in self._checked:
-            with open_checked(path, ref.sha256):
-                pass
-            self._checked.add(ref.sha256)
+        self._check(path, ref)
         return shard
+
+    def _check(self, path: str, ref: ShardRef) -> None:
+        """Read a local shard, unless this process has. Raises Damaged."""
+        with self._checking.setdefault(ref.sha256, threading.Lock()):
+            if ref.sha256 not in self._checked:
+                with open_checked(path, ref.sha256):
+                    pass
+                self._checked.add(ref.sha256)
 
     def _cached(self, ref: ShardRef) -> LatentShard | None:
         """The local copy, or None; a damaged copy is deleted."""
@@ -99,9 +135,20 @@ class ShardFiles:
             return None
 
     def _fetch(self, fs: AbstractFileSystem, path: str, ref: ShardRef) -> Path:
-        """Download a shard to the cache, with retries of transient errors."""
+        """Download a shard to the cache, with retries of transient errors.
+
+        Of the threads and processes of a host that need it, one downloads it, and others wait.
+        """
         copy = _cache_path(ref)
         copy.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(copy):
+            if not copy.exists():
+                self._download_with_retries(fs, path, ref, copy)
+        return copy
+
+    def _download_with_retries(
+        self, fs: AbstractFileSystem, path: str, ref: ShardRef, copy: Path
+    ) -> None:
         _evict(copy.parent, self._cache_bytes - ref.size)
         for wait in (*WAITS, None):
             try:
@@ -115,7 +162,16 @@ class ShardFiles:
                 log.warning("%s could not be read (%s); retry in %g s", ref.url, error, wait)
                 time.sleep(wait)
         self._checked.add(ref.sha256)
-        return copy
+
+
+@contextmanager
+def _locked(copy: Path) -> Iterator[None]:
+    """Be the only one on this host to write a file of the cache; a dead process holds nothing."""
+    locks = copy.parents[1] / "shard-locks"
+    locks.mkdir(exist_ok=True)
+    with (locks / copy.stem).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _open(path: Path, ref: ShardRef) -> LatentShard:

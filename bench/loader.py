@@ -1,0 +1,233 @@
+"""The loader against WebDataset and grain: `python -m bench.loader [--quick]`.
+
+All three read the same tensors from local shards in one process, shuffled, and return the same
+arrays in float32. A sample of SDXL at 1024 pixels has 0.58 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from artifacts.artifact_key import KeyParts
+from artifacts.latent_shard_writer import write_latent_shard
+from artifacts.latent_shards import LatentSample, LatentShard, Texts, open_latents, stack_rows
+from artifacts.store import Store
+from bench.report import Row, log, machine, publish, spread, versions
+from runtimes.data.loader import BatchReader, Loader, moments
+from runtimes.families import FAMILIES
+from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.noise_schedule import NoiseSchedule
+from runtimes.objective.noised_batch import Objective
+
+NAMES = ("mean", "logvar", "prompt_embeds", "pooled_prompt_embeds")
+Batch = dict[str, NDArray[Any]]
+Epoch = Callable[[], Iterator[Batch]]  # returns the batches of an epoch
+Rows = dict[str, NDArray[np.uint16]]  # of one sample, bf16 bits
+TOKENS, WIDTH, POOLED = 77, 2048, 1280  # of SDXL's embeddings
+SHUFFLED = 256  # samples of WebDataset's shuffle buffer
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure the three loaders in turns and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.loader", description=__doc__)
+    parser.add_argument("--samples", type=int, default=1024)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="work folder; default: a temporary one")
+    parser.add_argument("--quick", action="store_true", help="64 pixels, 64 samples, one round")
+    parser.add_argument("--json", type=Path, help="also write the last line to this file")
+    options = parser.parse_args(arguments)
+    samples, rounds = (64, 1) if options.quick else (options.samples, options.rounds)
+    with tempfile.TemporaryDirectory(prefix="kiln-", dir=options.folder) as scratch:
+        log("writing the shards")
+        url = write_shards(Path(scratch), samples, 8 if options.quick else 128, shards=4)
+        loaders = {
+            "ours": our_batches(url, options.batch_size, samples // options.batch_size),
+            "webdataset": webdataset_batches(url, Path(scratch), options.batch_size),
+            "grain": grain_batches(url, Path(scratch), options.batch_size),
+        }
+        row = compare(loaders, samples // options.batch_size, options.batch_size, rounds)
+    packages = ("numpy", "webdataset", "grain", "array_record")
+    facts = {"machine": machine(os.cpu_count() or 1), "versions": versions(packages)}
+    publish("loader", [row], facts, options.json)
+    return 0
+
+
+def compare(loaders: dict[str, Epoch], steps: int, size: int, rounds: int) -> Row:
+    """Samples per second of each loader, over an epoch per round, after an epoch to warm up.
+
+    An epoch begins anew in each round, so that nobody reads ahead while others are measured.
+    """
+    shapes = {name: _shapes(next(epoch())) for name, epoch in loaders.items()}
+    assert len(set(map(str, shapes.values()))) == 1, shapes
+    rates: dict[str, list[float]] = {name: [] for name in loaders}
+    for number in range(rounds + 1):
+        for name, epoch in loaders.items():
+            log(f"round {number} of {rounds}: {name}")
+            since = time.perf_counter()
+            assert sum(len(batch["mean"]) for batch in epoch()) == steps * size
+            if number:
+                rates[name].append(steps * size / (time.perf_counter() - since))
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    ratios = {
+        f"rate_vs_{name}": medians["ours"] / medians[name] for name in loaders if name != "ours"
+    }
+    figures = {f"{name}_samples_per_second": spread(found) for name, found in rates.items()}
+    return Row("loader", ratios=ratios, figures=figures)
+
+
+def _shapes(batch: Batch) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (str(batch[name].dtype), batch[name].shape) for name in NAMES}
+
+
+def our_batches(url: str, size: int, steps: int) -> Epoch:
+    """Epochs of our loader, without noise."""
+    objective = Objective(NoiseSchedule.from_config({}), LatentScale(0.13025), seed=0)
+    family = FAMILIES["sdxl"]
+    reader = BatchReader(open_latents(url), family, objective)
+    loader = Loader(reader, batch_size=size, seed=0, window=4)
+
+    def epoch() -> Iterator[Batch]:
+        for step in range(steps):
+            chosen = objective.choices(range(step * size, (step + 1) * size))
+            samples = reader.read(loader.order.batch(step), chosen)
+            mean, logvar = moments(samples)
+            yield {"mean": mean, "logvar": logvar, **family.condition(samples)}
+
+    return epoch
+
+
+def webdataset_batches(url: str, folder: Path, size: int) -> Epoch:
+    """Epochs of WebDataset, from tars with one .npy file per tensor."""
+    import webdataset
+
+    tars = []
+    for number, shard in enumerate(_shards(url)):
+        tars.append(str(folder / f"{number}.tar"))
+        with tarfile.open(tars[-1], "w", format=tarfile.USTAR_FORMAT) as tar:
+            for row, tensors in enumerate(shard):
+                for name, tensor in tensors.items():
+                    data = io.BytesIO()
+                    np.save(data, tensor)
+                    member = tarfile.TarInfo(f"{number:03d}{row:06d}.{name}.npy")
+                    member.size = data.tell()
+                    data.seek(0)
+                    tar.addfile(member, data)
+
+    def collate(rows: list[tuple[NDArray[np.uint16], ...]]) -> Batch:
+        return _stack([dict(zip(NAMES, row, strict=True)) for row in rows])
+
+    dataset = webdataset.WebDataset(tars, shardshuffle=len(tars), empty_check=False)
+    dataset = dataset.shuffle(SHUFFLED).decode().to_tuple(*(f"{name}.npy" for name in NAMES))
+    dataset = dataset.batched(size, collation_fn=collate, partial=False)
+    return lambda: iter(dataset)
+
+
+def grain_batches(url: str, folder: Path, size: int) -> Epoch:
+    """Epochs of grain, from ArrayRecord files with the bytes of one sample per record."""
+    import grain
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    files, shapes = [], {}
+    for number, shard in enumerate(_shards(url)):
+        files.append(str(folder / f"{number}.arrayrecord"))
+        writer = ArrayRecordWriter(files[-1], "group_size:1,uncompressed")
+        for tensors in shard:
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            writer.write(b"".join(tensor.tobytes() for tensor in tensors.values()))
+        writer.close()
+
+    def parsed(record: bytes) -> Rows:
+        rows, start = {}, 0
+        for name, shape in shapes.items():
+            rows[name] = np.frombuffer(record, np.uint16, int(np.prod(shape)), start).reshape(shape)
+            start += rows[name].nbytes
+        return rows
+
+    source = grain.sources.ArrayRecordDataSource(files)
+    dataset = grain.MapDataset.source(source).shuffle(seed=0).map(parsed)
+    dataset = dataset.batch(size, drop_remainder=True, batch_fn=_stack)
+    return lambda: iter(dataset.to_iter_dataset())
+
+
+def _shards(url: str) -> Iterator[list[Rows]]:
+    """The samples of each shard of an artifact."""
+    for ref in open_latents(url).shards:
+        shard = LatentShard(ref.url)
+        ((group, count),) = shard.groups.items()
+        samples = [shard.sample(group, row) for row in range(count)]
+        rows = [sample.caption_rows[0] for sample in samples]
+        yield [
+            {
+                "mean": sample.mean,
+                "logvar": sample.logvar,
+                "prompt_embeds": shard.prompt_embeds(row),
+                "pooled_prompt_embeds": np.asarray(shard.pooled_prompt_embeds(row)),
+            }
+            for sample, row in zip(samples, rows, strict=True)
+        ]
+
+
+def _stack(rows: Sequence[Rows]) -> Batch:
+    """The arrays of a batch, as the objective and the denoiser need them."""
+    return {name: stack_rows([row[name] for row in rows]) for name in NAMES}
+
+
+def write_shards(folder: Path, samples: int, side: int, shards: int) -> str:
+    """Write an artifact of random latents [4, side, side] and SDXL's embeddings; its URL."""
+    random, store = np.random.default_rng(0), Store(str(folder / "store"))
+    draft = store.draft(KeyParts("encode", 1, {"samples": samples, "side": side}, {}))
+    count, group, path = samples // shards, f"train/{side}x{side}", folder / "shard.safetensors"
+
+    def bits(*shape: int) -> NDArray[np.uint16]:
+        return random.integers(0x3F00, 0x4000, shape, np.uint16)  # bf16 of 0.5 to 2
+
+    for number in range(shards):
+        found = [
+            LatentSample(
+                mean=bits(4, side, side),
+                logvar=bits(4, side, side),
+                id=random.bytes(32),
+                original_size=(8 * side, 8 * side),
+                crop_top_left=(0, 0),
+                target_size=(8 * side, 8 * side),
+                flip=False,
+                caption_rows=(1 + row,),
+            )
+            for row in range(count)
+        ]
+        texts = Texts(
+            list(bits(1 + count, TOKENS, WIDTH)),
+            list(bits(1 + count, POOLED)),
+            random.integers(512, size=(1 + count, 2, TOKENS)),
+        )
+        write_latent_shard(path, {group: found}, texts)
+        facts = {"groups": {group: count}}
+        files = {".safetensors": str(path)}
+        draft.add_shard(store.commit_shard("encode", f"{number:064x}", files, facts))
+    info = {
+        **{"family": "sdxl", "latent_channels": 4, "vae_scale_factor": 8, "size_step": 8},
+        **{"scaling_factor": 0.13025, "shift_factor": 0.0, "empty_prompt": "zeros"},
+        **{"latents_mean": None, "latents_std": None, "tokens": TOKENS},
+        **{"caption_tokens": TOKENS, "prompt_dim": WIDTH, "pooled_dim": POOLED},
+    }
+    draft.write("latents.json", json.dumps(info).encode())
+    return str(draft.commit({}, {}).uri)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
