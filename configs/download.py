@@ -74,6 +74,24 @@ class Download(Section):
         0.5,
         description="Maximum fraction of rows without a picture, 0 to 1. Above it the stage fails.",
     )
+    max_duplicates: Fraction = Field(
+        1.0,
+        description="Maximum fraction of pictures with the bytes of another one, 0 to 1. Above it "
+        "the stage fails. Above a million rows it is that of a sample.",
+    )
+    min_caption_length: int = Field(
+        1, ge=1, le=64, description="Length of a caption in characters below which it is short."
+    )
+    max_short_captions: Fraction = Field(
+        1.0,
+        description="Maximum fraction of pictures with a short caption, 0 to 1. Above it the stage "
+        "fails.",
+    )
+    max_undersized: Fraction = Field(
+        1.0,
+        description="Maximum fraction of pictures whose shorter side is below `image_size`, 0 to "
+        "1. Above it the stage fails.",
+    )
     max_transient: Fraction = Field(
         0.5,
         description="Maximum fraction of a shard's rows, and of its hosts, with transient failures "

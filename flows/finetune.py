@@ -48,6 +48,7 @@ def download(run: Run) -> StageResult:
     progress = run.begin(parts)
     build = partial(download_stage.build, run.recipe, plan, progress=progress, retry_failed=again)
     result = build_or_reuse(run.store, parts, build, parents={"plan": plan.artifact})
+    download_stage.check_data(result.load(run.store).summary, run.recipe.download)
     return ended(run.store, run.model_name, result, download_stage.show)
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from artifacts.store import Store
 from configs.redact_errors_and_logs import one_line
 from tasks.quiet_import import quiet_import
+from tasks.worker_reports import WorkerReports, progress_text
 
 with quiet_import():
     import apache_beam as beam
@@ -33,10 +35,10 @@ class BeamOptionsError(ValueError):
 
 @dataclass(frozen=True)
 class ShardProgress:
-    """A pipeline's progress, measured by the records of its committed shards."""
+    """A pipeline's progress, as its workers report it (worker_reports.py)."""
 
     store: Store
-    stage: str
+    reports: str  # folder of the workers' reports
     sizes: Mapping[str, int]  # shard key -> rows
     progress: Callable[[int, int, str], None]
     unit: str = "rows"
@@ -116,14 +118,19 @@ def _pipeline(options: Mapping[str, Any], threads: int) -> beam.Pipeline:
 
 @contextmanager
 def _watching(watch: ShardProgress) -> Iterator[None]:
-    """Report committed shards in a thread, since Beam's `run` blocks without progress."""
-    sizes = {f"{key}.json": rows for key, rows in watch.sizes.items()}
-    total, stop = sum(sizes.values()), threading.Event()
+    """Show progress in a thread, since Beam's `run` blocks without progress."""
+    reports, begun = WorkerReports(watch.store, watch.reports), time.monotonic()
+    total, count, stop = sum(watch.sizes.values()), len(watch.sizes), threading.Event()
+    reports.clear()
 
-    def report() -> None:
-        committed = sizes.keys() & names_in(watch.store, watch.store.shards_path(watch.stage))
-        done = sum(sizes[name] for name in committed)
-        text = f"{done:,} of {total:,} {watch.unit}, {len(committed)} of {len(sizes)} shards"
+    def report(*, is_finished: bool = False) -> None:
+        found = reports.done()
+        done, shards = found.rows(watch.sizes), len(found.shards)
+        if is_finished:  # the last report of a worker may not be written
+            done, shards = total, count
+        seconds = time.monotonic() - begun
+        shown = f"{shards:,} of {count:,} shards"
+        text = progress_text(done, total, shown, watch.unit, found.counts, seconds)
         watch.progress(done, total, text)
 
     def poll() -> None:
@@ -142,16 +149,8 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
     finally:
         stop.set()
         watcher.join()
-    report()
-
-
-def names_in(store: Store, path: str) -> set[str]:
-    """Names in a folder of the store, from a fresh listing; empty if there is no folder."""
-    store.fs.invalidate_cache(path)
-    try:
-        return {str(name).rpartition("/")[2] for name in store.fs.ls(path, detail=False)}
-    except FileNotFoundError:
-        return set()
+    report(is_finished=True)
+    reports.clear()
 
 
 def _plain(error: Exception, store: Store, known: tuple[type[Exception], ...]) -> Exception | None:

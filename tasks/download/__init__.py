@@ -1,5 +1,6 @@
 """The download stage: fetch the pictures of a source's rows into image shards."""
 
+from tasks.download.data_checks import check_data
 from tasks.download.download_shard import STAGE, VERSION
 from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.plan_source import Plan, ShardSpec
@@ -22,6 +23,7 @@ __all__ = [
     "TooManyFailed",
     "build",
     "check",
+    "check_data",
     "choose_retry",
     "key_parts",
     "plan",

@@ -10,16 +10,14 @@ from typing import Any
 import apache_beam as beam
 
 from artifacts.commit import write_atomic
+from artifacts.concurrent_requests import ask_at_once
+from artifacts.listing import entries
 from artifacts.store import Store
-from tasks.beam import ShardProgress, names_in, run_linear
-from tasks.download.download_shard import (
-    STAGE,
-    Deferred,
-    DownloadContext,
-    download_shard,
-)
+from tasks.beam import ShardProgress, run_linear
+from tasks.download.download_shard import Deferred, DownloadContext, download_shard
 from tasks.download.errors import SourceError
 from tasks.download.plan_source import ShardSpec
+from tasks.worker_reports import shard_counts, worker_report
 
 #: Threads overlap well: fetching waits for the network, and decoding releases the GIL.
 THREADS = min(4, os.cpu_count() or 1)
@@ -36,6 +34,12 @@ class DownloadShard(beam.DoFn):
         if isinstance(result, Deferred):
             note = f"{self.context.notes}/{spec.key}.json"
             write_atomic(Store(self.context.store).fs, note, json.dumps(result.reasons).encode())
+        else:
+            outcomes = result.meta["outcomes"]
+            failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
+            fetched = result.meta["bytes"]
+            counts = shard_counts(spec.rows, failed, fetched, is_new=result.is_new)
+            worker_report(self.context.store, self.context.reports).add(spec.key, counts)
         yield spec.key
 
 
@@ -57,7 +61,8 @@ def run_pipeline(
     """
     store = Store(context.store)
     _clear(store, context.notes)
-    watch = ShardProgress(store, STAGE, {spec.key: spec.rows for spec in specs}, progress)
+    sizes = {spec.key: spec.rows for spec in specs}
+    watch = ShardProgress(store, context.reports, sizes, progress)
     run_linear(specs, DownloadShard(context), options, watch, threads=THREADS, known=(SourceError,))
     deferred = _read_notes(store, context.notes)
     _clear(store, context.notes)
@@ -65,9 +70,12 @@ def run_pipeline(
 
 
 def _read_notes(store: Store, notes: str) -> list[Deferred]:
-    names = sorted(names_in(store, notes))
-    read = {name: json.loads(store.fs.cat_file(f"{notes}/{name}")) for name in names}
-    return [Deferred(name.removesuffix(".json"), reasons) for name, reasons in read.items()]
+    paths = sorted(entry["name"] for entry in entries(store.fs, notes))
+    found = map(json.loads, ask_at_once(store.fs, store.fs.cat_file, paths))
+    return [
+        Deferred(path.rpartition("/")[2].removesuffix(".json"), reasons)
+        for path, reasons in zip(paths, found, strict=True)
+    ]
 
 
 def _clear(store: Store, notes: str) -> None:

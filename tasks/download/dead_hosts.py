@@ -61,9 +61,9 @@ def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) 
         reasons: failure of each row; None for a picture.
         limit: fraction, 0 to 1, of the rows, of the hosts, and of the rows of a host.
     """
-    rows = Counter(map(_host, urls))
+    rows = Counter(map(host_of, urls))
     failed = Counter(
-        _host(url)
+        host_of(url)
         for url, reason in zip(urls, reasons, strict=True)
         if reason is not None and is_transient(reason)
     )
@@ -71,7 +71,7 @@ def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) 
     return failed.total() > limit * len(urls) and len(down) > limit * len(rows)
 
 
-def _host(url: str) -> str:
+def host_of(url: str) -> str:
     """Host and port in a URL; empty for a relative or an invalid one."""
     try:
         return urllib.parse.urlsplit(url).netloc.rpartition("@")[2].lower()

@@ -56,7 +56,7 @@ class RowDownloader:
         Returns:
             `status` (img2dataset's success, failed_to_download or failed_to_resize), then
             `error_message` and `attempts` (requests), or the four sizes in pixels and the fetched
-            bytes' `sha256` (hex).
+            bytes' `sha256` (hex) and number (`bytes`).
 
         Raises:
             OSError: the file cannot be written.
@@ -78,7 +78,7 @@ class RowDownloader:
         file.write_bytes(picture)
         names = ("width", "height", "original_width", "original_height")
         sized = dict(zip(names, map(int, sizes), strict=True))
-        return {"status": "success", **sized, "sha256": digest_bytes(body)}
+        return {"status": "success", **sized, "sha256": digest_bytes(body), "bytes": len(body)}
 
 
 def _failed(status: str, reason: str, attempts: int) -> dict[str, Any]:

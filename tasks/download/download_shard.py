@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
 from tasks.download.plan_source import ShardSpec, read_spans, rows_digest
 from tasks.download.rows import Row
+from tasks.download.shard_statistics import shard_statistics
 from tasks.download.sources import SOURCES, Place, ServedAt
 
 STAGE = "download"
@@ -33,6 +35,10 @@ NOT_IN_KEY = {
     "retries",
     "backoff",
     "max_failed",
+    "max_duplicates",
+    "min_caption_length",
+    "max_short_captions",
+    "max_undersized",
     "max_transient",
     "max_host_failures",
     "retry_failed",
@@ -49,6 +55,8 @@ class DownloadContext:
     settings: Download
     served_at: ServedAt
     plan_key: str = field(repr=False)  # of plan_file.plan_key
+    reports: str = ""  # folder in the store for the workers' reports
+    rows: int = 0  # of the whole plan
     retry_failed: bool = False  # fetch rows with transient failures again
 
 
@@ -82,14 +90,12 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
         SourceError: the source changed since it was scanned, or cannot be read.
     """
     store = Store(context.store)
-    present = store.shard(STAGE, spec.key)
+    # No record of a damaged shard may stay if this fails.
+    present = store.shard(STAGE, spec.key, discard=True)
     if present is not None and not (
         context.retry_failed and may_retry(present.meta, context.settings)
     ):
         return present
-    record = f"{store.shards_path(STAGE)}/{spec.key}.json"
-    if present is None and store.fs.exists(record):  # damaged: no record may stay if this fails
-        store.fs.rm_file(record)
     with tempfile.TemporaryDirectory(prefix="kiln-") as scratch:
         return _download(spec, context, store, present, Path(scratch))
 
@@ -99,7 +105,7 @@ def _download(
 ) -> Shard | Deferred:
     earlier = [] if present is None else _outcomes(store, present, scratch)
     rows = planned_rows(spec, context, scratch)
-    outcomes = _download_rows(rows, earlier, context, scratch)
+    outcomes, costs = _download_rows(rows, earlier, context, scratch)
     failures = [outcome.get("error_message") for outcome in outcomes]
     reasons = Counter(failures)
     if is_outage([row.url for row in rows], failures, context.settings.max_transient):
@@ -122,6 +128,7 @@ def _download(
         "samples": count,
         "outcomes": dict(sorted(counts.items())),
         "retries": 0 if present is None else present.meta["retries"] + 1,
+        **shard_statistics(rows, outcomes, costs, context.settings, context.rows),
     }
     files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
     return store.commit_shard(STAGE, spec.key, files, meta)
@@ -159,26 +166,30 @@ def _copied(picture: bytes | None, sha256: str, scratch: Path, number: int) -> s
 
 def _download_rows(
     rows: Sequence[Row], earlier: list[dict[str, Any]], context: DownloadContext, scratch: Path
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
     """The outcome of every row: the earlier one, unless it is a transient failure, or a new one.
+
+    Beside them the seconds and the fetched bytes of every row.
 
     Args:
         earlier: outcomes of all rows at an earlier download; empty for the first one.
     """
     downloader = RowDownloader(context.settings, context.served_at)
 
-    def outcome(number: int) -> dict[str, Any]:
+    def outcome(number: int) -> tuple[dict[str, Any], tuple[float, int]]:
         before = earlier[number] if earlier else {}
         if before and not is_transient(before.get("error_message", "")):
-            return before
+            return before, (0.0, 0)
+        begun = time.monotonic()
         found = downloader.download(rows[number], _picture(scratch, number))
         if "attempts" in found:
             found["attempts"] += before.get("attempts", 0)
-        return found
+        return found, (time.monotonic() - begun, found.pop("bytes", 0))
 
     pool = ThreadPool(min(context.settings.threads, len(rows)))
     try:
-        return list(pool.imap(outcome, range(len(rows))))
+        found = list(pool.imap(outcome, range(len(rows))))
+        return [outcome for outcome, _ in found], [cost for _, cost in found]
     finally:
         pool.terminate()
         pool.join()  # no thread may write to `scratch` while it is removed

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from itertools import chain, islice
 from typing import Any
@@ -13,11 +14,11 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import read_record
 from artifacts.image_shards import read_tar
-from artifacts.store import MANIFEST, Artifact, Draft, Shard, Store
+from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.recipe import Recipe
 from tasks.build_or_reuse import TransientError
+from tasks.download.data_checks import check_data, most_common
 from tasks.download.download_shard import (
     STAGE,
     VERSION,
@@ -27,16 +28,21 @@ from tasks.download.download_shard import (
     shard_key,
     shard_settings,
 )
-from tasks.download.errors import SourceError, TooManyFailed
+from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
 from tasks.download.plan_file import plan_key
-from tasks.download.plan_source import Plan, ShardSpec, make_plan
+from tasks.download.plan_source import Plan, make_plan
+from tasks.download.shard_statistics import DownloadStatistics
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.picture_grid import picture_grid, to_png
 from tasks.quiet_import import quiet_import
+from tasks.worker_reports import REPORTS
 
 NOTES = "deferred"  # folder in the draft with a note for each deferred shard
+#: Facts of a shard that the manifest has; its record has all of them.
+IN_MANIFEST = ("samples", "outcomes", "retries")
+BIN = 8  # characters of a caption
 GRID = (8, 3)  # columns, rows
 THUMBNAIL = 96  # pixels
 log = logging.getLogger("kiln")
@@ -89,7 +95,7 @@ def choose_retry(recipe: Recipe, plan: Plan, store: Store, *, retry_failed: bool
         return last
     artifact = store.find(STAGE, key_parts(recipe, plan, last).key)
     entries = [] if artifact is None else artifact.files
-    has_next = any(may_retry(entry.meta, recipe.download) for entry in entries)
+    has_next = any(entry.meta and may_retry(entry.meta, recipe.download) for entry in entries)
     return min(last + 1, limit) if has_next else last
 
 
@@ -107,7 +113,7 @@ def build(
         retry_failed: fetch the rows with transient failures of the other shards again.
 
     Returns:
-        The artifact's summary: counts of rows, images and outcomes, and the shards.
+        The artifact's summary: counts of rows, images, outcomes and shards.
 
     Raises:
         SourceError: the source or the Beam options cannot be used.
@@ -121,16 +127,33 @@ def build(
     with _source(recipe).open() as served_at:
         notes = f"{draft.path}/{NOTES}"
         context = DownloadContext(
-            store.url, notes, recipe.source, recipe.download, served_at, plan_key(), retry_failed
+            store=store.url,
+            notes=notes,
+            reports=f"{draft.path}/{REPORTS}",
+            source=recipe.source,
+            settings=recipe.download,
+            served_at=served_at,
+            plan_key=plan_key(),
+            rows=plan.rows,
+            retry_failed=retry_failed,
         )
         deferred = run_pipeline(plan.shards, context, recipe.beam, progress)
     if deferred:
         raise TransientError(_outage(deferred, len(plan.shards)))
-    shards = [_committed(store, spec) for spec in sorted(plan.shards, key=lambda spec: spec.key)]
-    for shard in shards:
-        draft.add_shard(shard)
-    summary = _summary(plan, shards)
-    _check_failures(summary, recipe.download.max_failed)
+    outcomes: Counter[str] = Counter()
+    found = DownloadStatistics()
+    for shard in store.committed_shards(STAGE, sorted(spec.key for spec in plan.shards)):
+        outcomes.update(shard.meta["outcomes"])
+        found.add(shard.meta)
+        draft.add_shard(replace(shard, meta={name: shard.meta[name] for name in IN_MANIFEST}))
+    summary = {
+        "rows": plan.rows,
+        "images": outcomes["success"],
+        "outcomes": dict(sorted(outcomes.items())),
+        "shards": len(plan.shards),
+        "data": found.summary(),
+    }
+    check_data(summary, recipe.download)
     return summary
 
 
@@ -142,13 +165,39 @@ def show(artifact: Artifact) -> list[Panel]:
         {"outcome": o, "failure": _kind(o), "rows": n, "share": f"{n / summary['rows']:.1%}"}
         for o, n in outcomes
     ]
-    facts = {"rows": summary["rows"], "images": summary["images"], "shards": len(summary["shards"])}
-    panels: list[Panel] = [Facts("Download", facts), Table("Outcomes", rows, bars="rows")]
+    facts = {"rows": summary["rows"], "images": summary["images"], "shards": summary["shards"]}
+    panels: list[Panel] = [
+        Facts("Download", facts),
+        Table("Outcomes", rows, bars="rows"),
+        *_data_panels(summary),
+    ]
     tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
     if pictures := _thumbnails(tars):
         grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
         panels.append(Picture("Some of the pictures", to_png(grid)))
     return panels
+
+
+def _data_panels(summary: dict[str, Any]) -> list[Panel]:
+    """Duplicates, captions, sizes and hosts."""
+    data, images = summary["data"], max(summary["images"], 1)
+    bins: Counter[int] = Counter()
+    for length, count in data["caption_lengths"].items():
+        bins[int(length) // BIN * BIN] += count
+    lengths = [{"characters from": length, "pictures": bins[length]} for length in sorted(bins)]
+    return [
+        Facts(
+            "Data",
+            {
+                "fetched": f"{data['bytes'] / 1e9:,.3f} GB",
+                "pictures with the bytes of another": f"{data['duplicates']:.2%}",
+                "pictures below image_size": f"{data['undersized'] / images:.2%}",
+            },
+        ),
+        Table("Caption lengths", lengths, bars="pictures"),
+        Table("Hosts with the most failures", data["failing_hosts"], bars="failed"),
+        Table("Hosts that took the longest", data["slowest_hosts"]),
+    ]
 
 
 def _kind(outcome: str) -> str:
@@ -161,55 +210,15 @@ def _source(recipe: Recipe) -> Source:
     return SOURCES[recipe.source.kind](recipe.source)
 
 
-def _committed(store: Store, spec: ShardSpec) -> Shard:
-    """The shard as recorded; the worker that wrote or reused it has checked its files."""
-    record = read_record(store.fs, f"{store.shards_path(STAGE)}/{spec.key}.json")
-    if record is None:
-        raise RuntimeError(f"download shard {spec.key[:12]}: Beam ended without building it")
-    return Shard(spec.key, record["files"], record["meta"])
-
-
-def _summary(plan: Plan, shards: list[Shard]) -> dict[str, Any]:
-    outcomes: Counter[str] = Counter()
-    for shard in shards:
-        outcomes.update(shard.meta["outcomes"])
-    rows = {spec.key: spec.rows for spec in plan.shards}
-    return {
-        "rows": plan.rows,
-        "images": outcomes["success"],
-        "outcomes": dict(sorted(outcomes.items())),
-        "shards": [
-            {"key": shard.key, "samples": shard.meta["samples"], "rows": rows[shard.key]}
-            for shard in shards
-        ],
-    }
-
-
-def _check_failures(summary: dict[str, Any], max_failed: float) -> None:
-    """Raise TooManyFailed if the share of failed rows exceeds `max_failed`, or no row succeeded."""
-    rows, failed = summary["rows"], summary["rows"] - summary["images"]
-    if failed <= max_failed * rows and summary["images"]:
-        return
-    why = _most_common({k: n for k, n in summary["outcomes"].items() if k != "success"})
-    allowed = f"download.max_failed allows {max_failed:.0%}"
-    if any(map(is_transient, summary["outcomes"])):
-        allowed += "; --retry-failed fetches those with transient failures again"
-    raise TooManyFailed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
-
-
 def _outage(deferred: list[Deferred], shards: int) -> str:
     reasons: Counter[str] = Counter()
     for shard in deferred:
         reasons.update(shard.reasons)
     return (
         f"download: {len(deferred)} of {shards} shards were deferred after transient failures "
-        f"({_most_common(reasons)}); the others are committed: run again to download only these, "
+        f"({most_common(reasons)}); the others are committed: run again to download only these, "
         "or raise download.max_transient"
     )
-
-
-def _most_common(reasons: dict[str, int]) -> str:
-    return ", ".join(f"{reason}: {count:,}" for reason, count in Counter(reasons).most_common(5))
 
 
 def _thumbnails(tars: list[str]) -> list[Image.Image]:

@@ -12,7 +12,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.utils.shared import Shared
 
-from artifacts.commit import Damaged, read_record
+from artifacts.commit import Damaged
 from artifacts.image_shards import read_tar
 from artifacts.store import Shard, Store
 from runtimes.contract import PipelineEncoder, WrongInput
@@ -23,6 +23,7 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import encode_shard
 from tasks.encode.encoder_client import ServedEncoder
 from tasks.encode.keys import STAGE
+from tasks.worker_reports import shard_counts, worker_report
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,33 @@ class EncodeShard(beam.DoFn):
     """Commits the latent shard of each element, unless the store has it intact."""
 
     def __init__(
-        self, store_url: str, encoders: EncodeJob, settings: TransformSettings, batch_size: int
+        self,
+        store_url: str,
+        reports: str,
+        encoders: EncodeJob,
+        settings: TransformSettings,
+        batch_size: int,
     ) -> None:
-        self.store_url, self.encoders = store_url, encoders
+        self.store_url, self.reports, self.encoders = store_url, reports, encoders
         self.settings, self.batch_size = settings, batch_size
         self._shared = Shared()
 
     def process(self, task: EncodeTask) -> Iterator[str]:
         """Yield the shard's key once it is committed."""
         store = Store(self.store_url)
-        if store.shard(STAGE, task.key) is None:
+        shard = store.shard(STAGE, task.key)
+        if shard is None:
             # Loaded once per process, at the first shard to encode.
             encoder = self._shared.acquire(self._open)
             with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
                 path = Path(folder) / "shard.safetensors"
                 samples = read_tar(task.tar, task.sha256)
                 facts = encode_shard(samples, encoder, self.settings, self.batch_size, path)
-                store.commit_shard(STAGE, task.key, {".safetensors": str(path)}, facts)
+                files = {".safetensors": str(path)}
+                shard = store.commit_shard(STAGE, task.key, files, facts)
+        written, failed = sum(entry.size for entry in shard.files), shard.meta["bad_reasons"]
+        counts = shard_counts(task.samples, failed, written, is_new=shard.is_new)
+        worker_report(self.store_url, self.reports).add(task.key, counts)
         yield task.key
 
     def _open(self) -> PipelineEncoder:
@@ -80,14 +91,14 @@ def encode_shards(
     Raises WrongInput; Damaged if an image shard is not the committed one.
     """
     sizes = {task.key: task.samples for task in tasks}
-    watch = ShardProgress(store, STAGE, sizes, progress, unit="pictures")
+    watch = ShardProgress(store, dofn.reports, sizes, progress, unit="pictures")
     try:
         run_linear(tasks, dofn, options, watch, known=(WrongInput, Damaged))
     finally:
         # Beam keeps a reference to the last shared object. A new one releases the encoders.
         Shared().acquire(_Placeholder)
         _free_memory()
-    return [_committed(store, task.key) for task in tasks]
+    return list(store.committed_shards(STAGE, (task.key for task in tasks)))
 
 
 def _free_memory() -> None:
@@ -96,11 +107,3 @@ def _free_memory() -> None:
         from runtimes.torch.device import free_memory
 
         free_memory()
-
-
-def _committed(store: Store, key: str) -> Shard:
-    """A shard by its record, without a new hash: the pipeline has just verified or written it."""
-    record = read_record(store.fs, f"{store.shards_path(STAGE)}/{key}.json")
-    if record is None:
-        raise RuntimeError(f"encode shard {key[:12]}: the pipeline ended without committing it")
-    return Shard(key, record["files"], record["meta"])

@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
 from tasks.panels import Facts, Panel, Table
 from tasks.quiet_import import quiet_import
+from tasks.worker_reports import REPORTS
 
-SHARDS_SHOWN = 50
 log = logging.getLogger("kiln")
 
 
@@ -79,7 +80,8 @@ def build(
         dtype=dtype,
         compiled=store.compiled_url,
     )
-    dofn = EncodeShard(store.url, encoders, settings, recipe.encode.batch_size)
+    reports = f"{draft.path}/{REPORTS}"
+    dofn = EncodeShard(store.url, reports, encoders, settings, recipe.encode.batch_size)
     shards = encode_shards(list(tasks.values()), store, dofn, recipe.beam, progress)
     summary = summarise(shards, info["vae_scale_factor"])
     check(summary, recipe.encode.max_bad)
@@ -91,7 +93,7 @@ def build(
             summary["samples"],
         )
     for shard in shards:
-        draft.add_shard(shard)
+        draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
     info |= {"masks": settings.masks, "scored": settings.scored}
     draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
     return summary | {"run": runtime_facts(recipe.runtime)}
@@ -121,15 +123,8 @@ def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:
         "uncaptioned": sum(shard.meta["uncaptioned"] for shard in shards),
         "truncated": sum(shard.meta["truncated"] for shard in shards),
         "bad": dict(sorted(bad.items())),
-        "shards": [
-            {
-                "key": shard.key,
-                "samples": sum(shard.meta["groups"].values()),
-                "bad": shard.meta["bad"],
-                "bytes": sum(entry.size for entry in shard.files),
-            }
-            for shard in shards
-        ],
+        "shards": len(shards),
+        "bytes": sum(entry.size for shard in shards for entry in shard.files),
     }
 
 
@@ -153,20 +148,15 @@ def check(summary: dict[str, Any], max_bad: float) -> None:
 
 
 def show(artifact: Artifact) -> list[Panel]:
-    """Counts, buckets, caption lengths and shards."""
+    """Counts, buckets and caption lengths."""
     summary = artifact.summary
-    counts = ("samples", "holdout", "captions", "uncaptioned", "truncated")
+    counts = ("samples", "holdout", "captions", "uncaptioned", "truncated", "shards", "bytes")
     facts = {name: summary[name] for name in counts}
     facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
     buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
     lengths = [{"tokens from": k, "captions": n} for k, n in summary["caption_tokens"].items()]
-    shards = [{**shard, "key": shard["key"][:12]} for shard in summary["shards"]]
-    title = f"Shards ({len(shards)})"
-    if len(shards) > SHARDS_SHOWN:
-        title = f"Shards (the first {SHARDS_SHOWN} of {len(shards)})"
     return [
         Facts("Encoded", facts),
         Table("Buckets", buckets, bars="samples"),
         Table("Caption lengths", lengths, bars="captions"),
-        Table(title, shards[:SHARDS_SHOWN]),
     ]

@@ -1,0 +1,138 @@
+"""Facts of a shard that its record has: bytes, hosts, captions and hashes, each of bounded size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from configs.download import Download
+from tasks.download.dead_hosts import host_of
+from tasks.download.rows import Row
+
+#: Hosts of a shard with the most failures, and as many with the longest requests.
+HOSTS = 8
+#: Hosts of a whole download that are shown.
+SHOWN = 10
+#: Pictures of a whole download whose hashes are compared; of more, a sample by hash.
+HASHES = 1_000_000
+#: Caption lengths above it count as it, in characters.
+LONGEST = 64
+#: Hosts of a whole download in memory.
+MOST_HOSTS = 20_000
+
+Host = list[int]  # rows, rows without a picture, milliseconds of all rows
+
+
+def shard_statistics(
+    rows: Sequence[Row],
+    outcomes: Sequence[Mapping[str, Any]],
+    costs: Sequence[tuple[float, int]],
+    settings: Download,
+    planned: int,
+) -> dict[str, Any]:
+    """The facts.
+
+    Args:
+        costs: seconds and fetched bytes of each row.
+        planned: rows of the whole download.
+    """
+    hosts: dict[str, Host] = {}
+    found = [
+        (row, outcome)
+        for row, outcome in zip(rows, outcomes, strict=True)
+        if outcome["status"] == "success"
+    ]
+    for row, outcome, (seconds, _) in zip(rows, outcomes, costs, strict=True):
+        failed = int(outcome["status"] != "success")
+        _add(hosts, host_of(row.url), [1, failed, round(1000 * seconds)])
+    share = min(1.0, HASHES / max(planned, 1))
+    values = [outcome["sha256"][:16] for _, outcome in found]
+    return {
+        "bytes": sum(size for _, size in costs),
+        "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
+        "caption_lengths": _lengths(row.captions[0] for row, _ in found),
+        "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in found),
+        "hashes": [value for value in values if _is_sampled(value, share)],
+        "hashed_share": share,
+    }
+
+
+def _lengths(captions: Iterable[str]) -> dict[str, int]:
+    counts = Counter(min(len(caption.strip()), LONGEST) for caption in captions)
+    return {str(length): count for length, count in sorted(counts.items())}
+
+
+def _shorter(outcome: Mapping[str, Any]) -> int:
+    return min(int(outcome["width"]), int(outcome["height"]))
+
+
+def _is_sampled(value: str, share: float) -> bool:
+    """Whether a hash is in a sample; equal pictures are in it together."""
+    return int(value[:8], 16) < share * 2**32
+
+
+def _add(hosts: dict[str, Host], name: str, facts: Sequence[int]) -> None:
+    hosts[name] = [a + b for a, b in zip(hosts.get(name, (0, 0, 0)), facts, strict=True)]
+
+
+def _worst(hosts: Mapping[str, Host], count: int) -> set[str]:
+    """The hosts with the most failures, and those that took the longest."""
+    failing = sorted((name for name in hosts if hosts[name][1]), key=lambda n: -hosts[n][1])
+    slowest = sorted(hosts, key=lambda name: -hosts[name][2])
+    return {*failing[:count], *slowest[:count]}
+
+
+class DownloadStatistics:
+    """The facts of all shards of a download, added one after another; memory is bounded."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.undersized = 0
+        self.caption_lengths: Counter[int] = Counter()
+        self.hosts: dict[str, Host] = {}
+        self._hashes: list[np.ndarray[Any, np.dtype[np.uint64]]] = []
+        self._share = 1.0
+
+    def add(self, facts: Mapping[str, Any]) -> None:
+        """Add the facts of a shard, from its record."""
+        self.bytes += facts["bytes"]
+        self.undersized += facts["undersized"]
+        self.caption_lengths.update({int(k): n for k, n in facts["caption_lengths"].items()})
+        for name, host in facts["hosts"].items():
+            _add(self.hosts, name, host)
+        if len(self.hosts) > MOST_HOSTS:
+            self.hosts = {name: self.hosts[name] for name in _worst(self.hosts, MOST_HOSTS // 4)}
+        self._hashes.append(np.array([int(value, 16) for value in facts["hashes"]], np.uint64))
+        self._share = min(self._share, facts["hashed_share"])
+
+    def summary(self) -> dict[str, Any]:
+        """What a manifest says of them."""
+        failing = {name: host for name, host in self.hosts.items() if host[1]}
+        return {
+            "bytes": self.bytes,
+            "undersized": self.undersized,
+            "duplicates": self.duplicates(),
+            "caption_lengths": {str(k): n for k, n in sorted(self.caption_lengths.items())},
+            "failing_hosts": list(_described(failing, 1)),
+            "slowest_hosts": list(_described(self.hosts, 2)),
+        }
+
+    def duplicates(self) -> float:
+        """Share of pictures, 0 to 1, whose bytes an earlier one has.
+
+        Above a million rows it is that of a sample: the pictures whose hash is below a limit.
+        """
+        hashes = np.concatenate(self._hashes or [np.empty(0, np.uint64)])
+        sampled = hashes[(hashes >> np.uint64(32)) < self._share * 2**32]
+        return 1 - len(np.unique(sampled)) / len(sampled) if len(sampled) else 0.0
+
+
+def _described(hosts: Mapping[str, Host], by: int) -> Iterator[dict[str, Any]]:
+    """The hosts that are worst by one of their facts."""
+    for name in sorted(hosts, key=lambda name: (-hosts[name][by], name))[:SHOWN]:
+        rows, failed, milliseconds = hosts[name]
+        seconds = round(milliseconds / 1000 / rows, 2)
+        yield {"host": name, "rows": rows, "failed": failed, "seconds per row": seconds}

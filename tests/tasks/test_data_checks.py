@@ -1,0 +1,84 @@
+"""Checks of a download's data: each share is right, and a limit of the recipe blocks the stage."""
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from configs.download import Download
+from tasks.download.data_checks import check_data
+from tasks.download.errors import TooManyFailed
+from tasks.download.rows import Row
+from tasks.download.shard_statistics import DownloadStatistics, shard_statistics
+
+
+def facts(pictures: list[int | None], planned: int = 100, host: str = "a") -> dict[str, Any]:
+    """Facts of a shard with these pictures; None is a failed row. Equal numbers, equal bytes."""
+    rows = [Row(f"http://{host}/{n}", ("x" * (n % 3),)) for n in range(len(pictures))]
+    outcomes = [
+        {"status": "failed_to_download", "error_message": "timeout"}
+        if number is None
+        else {
+            "status": "success",
+            "sha256": hashlib.sha256(str(number).encode()).hexdigest(),
+            "width": 512,
+            "height": 400 if number % 2 else 512,
+        }
+        for number in pictures
+    ]
+    costs = [(0.5, 1000)] * len(rows)
+    return shard_statistics(rows, outcomes, costs, Download(image_size=512), planned)
+
+
+def statistics(*shards: dict[str, Any]) -> DownloadStatistics:
+    found = DownloadStatistics()
+    for shard in shards:
+        found.add(shard)
+    return found
+
+
+def test_duplicates_are_found_within_and_across_shards() -> None:
+    assert statistics(facts([1, 2, 2, None])).duplicates() == pytest.approx(1 / 3)
+    assert statistics(facts([1, 2]), facts([2, 3])).duplicates() == pytest.approx(1 / 4)
+    assert statistics(facts([None])).duplicates() == 0
+
+
+def test_of_millions_of_pictures_a_sample_by_hash_tells_the_share_of_duplicates() -> None:
+    twice = [number // 2 for number in range(4000)]
+    sampled = facts(twice, planned=10_000_000)
+    assert 300 < len(sampled["hashes"]) < 500
+    assert statistics(sampled).duplicates() == pytest.approx(1 / 2)
+    assert statistics(sampled, facts([1, 2])).duplicates() == pytest.approx(1 / 2, abs=0.01)
+
+
+def test_failing_and_slow_hosts_are_named() -> None:
+    found = statistics(facts([1, None, None], host="down"), facts([1] * 9, host="slow")).summary()
+    (down,) = found["failing_hosts"]
+    assert down == {"host": "down", "rows": 3, "failed": 2, "seconds per row": 0.5}
+    assert [host["host"] for host in found["slowest_hosts"]] == ["slow", "down"]
+
+
+def test_facts_of_a_shard_are_small_however_many_hosts_it_has() -> None:
+    rows = [Row(f"http://host{n}/", ("",)) for n in range(1000)]
+    outcomes = [{"status": "failed_to_download"}] * 1000
+    found = shard_statistics(rows, outcomes, [(1.0, 0)] * 1000, Download(), 1000)
+    assert len(found["hosts"]) <= 16
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        ({"max_duplicates": 0.2}, "25.0% of the pictures repeat another one"),
+        ({"max_short_captions": 0.4, "min_caption_length": 2}, "of less than 2 characters"),
+        ({"max_undersized": 0.2}, "50.0% of the pictures have a side below 512 pixels"),
+        ({"max_failed": 0.1}, "1 of 5 rows failed"),
+    ],
+)
+def test_each_check_blocks_above_its_limit_alone(limits: dict[str, Any], problem: str) -> None:
+    data = statistics(facts([1, 2, 2, 3, None])).summary()
+    summary = {"rows": 5, "images": 4, "outcomes": {"success": 4, "timeout": 1}, "data": data}
+    check_data(summary, Download(image_size=512))
+    (setting,) = (name for name in limits if name.startswith("max_"))
+    with pytest.raises(TooManyFailed, match=problem) as raised:
+        check_data(summary, Download(image_size=512, **limits))
+    assert f"download.{setting} allows" in str(raised.value)
