@@ -334,18 +334,16 @@ class Store:
             return None
         return None if record is None else Shard(key, record["files"], record["meta"])
 
-    def committed_shards(self, stage: str, keys: Iterable[str]) -> Iterator[Shard]:
-        """Each shard as its record says; files are not checked.
+    def committed_shards(self, stage: str, keys: Iterable[str]) -> Iterator[Shard | None]:
+        """Each shard as its record says, in order; None if it has none. Files are not checked.
 
-        Raises RuntimeError if a shard has no record, and ValueError if that is damaged.
+        Raises ValueError if a record is damaged.
         """
         root = self.shards_path(stage)
 
-        def committed(key: str) -> Shard:
+        def committed(key: str) -> Shard | None:
             record = read_record(self.fs, f"{root}/{key}.json")
-            if record is None:
-                raise RuntimeError(f"{stage} shard {key[:12]} was not committed")
-            return Shard(key, record["files"], record["meta"])
+            return None if record is None else Shard(key, record["files"], record["meta"])
 
         return ask_at_once(self.fs, committed, keys)
 

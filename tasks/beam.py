@@ -121,15 +121,11 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
     """Show progress in a thread, since Beam's `run` blocks without progress."""
     reports, begun = WorkerReports(watch.store, watch.reports), time.monotonic()
     total, count, stop = sum(watch.sizes.values()), len(watch.sizes), threading.Event()
-    reports.clear()
 
-    def report(*, is_finished: bool = False) -> None:
+    def report() -> None:
         found = reports.done()
-        done, shards = found.rows(watch.sizes), len(found.shards)
-        if is_finished:  # the last report of a worker may not be written
-            done, shards = total, count
-        seconds = time.monotonic() - begun
-        shown = f"{shards:,} of {count:,} shards"
+        done, seconds = found.rows(watch.sizes), time.monotonic() - begun
+        shown = f"{len(found.shards):,} of {count:,} shards"
         text = progress_text(done, total, shown, watch.unit, found.counts, seconds)
         watch.progress(done, total, text)
 
@@ -149,8 +145,8 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
     finally:
         stop.set()
         watcher.join()
-    report(is_finished=True)
-    reports.clear()
+    reports.flush()
+    report()
 
 
 def _plain(error: Exception, store: Store, known: tuple[type[Exception], ...]) -> Exception | None:

@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 from uuid import uuid4
 
@@ -59,6 +58,11 @@ class WorkerReport:
                 took = self._clock.now() - begun
                 self._next = begun + max(EVERY_SECONDS[self._store.is_local], took / SHARE)
 
+    def flush(self) -> None:
+        """Write the file now."""
+        with self._lock:
+            self._write()
+
     def _write(self) -> None:
         data = json.dumps({"shards": self._shards, "counts": self._counts}).encode()
         try:
@@ -67,10 +71,17 @@ class WorkerReport:
             log.debug("no progress was reported: %s", one_line(error))
 
 
-@lru_cache(maxsize=4)
+#: Reports of this process, by folder.
+_reports: dict[str, WorkerReport] = {}
+_reports_lock = threading.Lock()
+
+
 def worker_report(store: str, folder: str) -> WorkerReport:
     """The report of this process for the reports in a folder."""
-    return WorkerReport(store, folder)
+    with _reports_lock:
+        if folder not in _reports:
+            _reports[folder] = WorkerReport(store, folder)
+        return _reports[folder]
 
 
 @dataclass
@@ -133,8 +144,14 @@ class WorkerReports:
 
     def clear(self) -> None:
         """Delete the reports, also those of an earlier run."""
+        _reports.pop(self._folder, None)
         for entry in entries(self._store.fs, self._folder):
             self._store.fs.rm_file(entry["name"])
+
+    def flush(self) -> None:
+        """Write the report of this process now, if it has one."""
+        if (report := _reports.get(self._folder)) is not None:
+            report.flush()
 
     def done(self) -> Done:
         """The sum of all reports. Raises as the filesystem does."""

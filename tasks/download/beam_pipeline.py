@@ -17,7 +17,7 @@ from tasks.beam import ShardProgress, run_linear
 from tasks.download.download_shard import Deferred, DownloadContext, download_shard
 from tasks.download.errors import SourceError
 from tasks.download.plan_source import ShardSpec
-from tasks.worker_reports import shard_counts, worker_report
+from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
 #: Threads overlap well: fetching waits for the network, and decoding releases the GIL.
 THREADS = min(4, os.cpu_count() or 1)
@@ -60,10 +60,13 @@ def run_pipeline(
         BeamOptionsError: Beam rejects `options`.
     """
     store = Store(context.store)
+    reports = WorkerReports(store, context.reports)
+    reports.clear()  # of an earlier run
     _clear(store, context.notes)
     sizes = {spec.key: spec.rows for spec in specs}
     watch = ShardProgress(store, context.reports, sizes, progress)
     run_linear(specs, DownloadShard(context), options, watch, threads=THREADS, known=(SourceError,))
+    reports.clear()
     deferred = _read_notes(store, context.notes)
     _clear(store, context.notes)
     return deferred

@@ -143,6 +143,8 @@ def build(
     outcomes: Counter[str] = Counter()
     found = DownloadStatistics()
     for shard in store.committed_shards(STAGE, sorted(spec.key for spec in plan.shards)):
+        if shard is None:
+            raise RuntimeError("download: the pipeline ended without committing every shard")
         outcomes.update(shard.meta["outcomes"])
         found.add(shard.meta)
         draft.add_shard(replace(shard, meta={name: shard.meta[name] for name in IN_MANIFEST}))

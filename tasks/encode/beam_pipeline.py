@@ -23,7 +23,7 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import encode_shard
 from tasks.encode.encoder_client import ServedEncoder
 from tasks.encode.keys import STAGE
-from tasks.worker_reports import shard_counts, worker_report
+from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,19 @@ def encode_shards(
     """
     sizes = {task.key: task.samples for task in tasks}
     watch = ShardProgress(store, dofn.reports, sizes, progress, unit="pictures")
+    reports = WorkerReports(store, dofn.reports)
+    reports.clear()  # of an earlier run
     try:
         run_linear(tasks, dofn, options, watch, known=(WrongInput, Damaged))
+        reports.clear()
     finally:
         # Beam keeps a reference to the last shared object. A new one releases the encoders.
         Shared().acquire(_Placeholder)
         _free_memory()
-    return list(store.committed_shards(STAGE, (task.key for task in tasks)))
+    found = [shard for shard in store.committed_shards(STAGE, sizes) if shard is not None]
+    if len(found) < len(sizes):
+        raise RuntimeError("encode: the pipeline ended without committing every shard")
+    return found
 
 
 def _free_memory() -> None:

@@ -48,7 +48,7 @@ def test_a_stage_asks_a_bucket_once_per_shard_and_lists_nothing(
     assert len(built) == 4 * SHARDS and not any(map(is_listing, built))
 
     before = len(requests_to(kind))
-    shards = list(store.committed_shards("encode", keys))
+    shards = [shard for shard in store.committed_shards("encode", keys) if shard is not None]
     read = requests_to(kind)[before:]
     assert [shard.key for shard in shards] == keys
     assert len(read) == SHARDS and not any(map(is_listing, read))

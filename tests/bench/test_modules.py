@@ -12,7 +12,7 @@ from command import environment
 
 import bench
 import demo
-from bench import checkpoint, gpu, inputs, ours, same_picture, train_mindspore
+from bench import checkpoint, gpu, inputs, loader, manifest, ours, same_picture, train_mindspore
 from bench.steps import Context, Workload
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
@@ -89,6 +89,19 @@ def test_checkpoint_rates_of_two_processes(tmp_path: Path) -> None:
     phases = {"copy", "write", "verify", "read"}
     assert found.failed == ""
     assert found.figures.keys() == {"gigabytes", *(f"{phase}_gb_per_second" for phase in phases)}
+
+
+@pytest.mark.soak
+def test_loaders_are_compared_and_steps_of_a_large_artifact_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert loader.main(["--quick"]) == 0
+    ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
+    assert ratios.keys() == {"rate_vs_webdataset", "rate_vs_grain"}
+    assert manifest.main(["--quick"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    steps = {"commit", "load", "verify", "gc_mark", "gc_collect"}
+    assert {f"{step}_peak_mib" for step in steps} <= figures["1,000 shards"].keys()
 
 
 @pytest.mark.soak
