@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsspec import AbstractFileSystem
+from fsspec.config import conf as fsspec_config
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -208,9 +209,11 @@ class StoreError(ValueError):
 
 
 def _client_options(url: str) -> dict[str, Any]:
-    """Options of a filesystem's client: S3's opens ten connections by default."""
-    is_s3 = url.startswith("s3://")
-    return {"config_kwargs": {"max_pool_connections": AT_ONCE}} if is_s3 else {}
+    """Options of a filesystem's client, beside fsspec's config: S3's opens ten connections."""
+    if not url.startswith("s3://"):
+        return {}
+    configured = fsspec_config.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": AT_ONCE, **configured}}
 
 
 class Store:
