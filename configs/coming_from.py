@@ -14,7 +14,7 @@ class Foreign:
     """A setting of another tool, with our equivalent."""
 
     names: str  # one or more, separated by spaces
-    tools: str  # D diffusers' example scripts, K kohya's sd-scripts, S SimpleTuner
+    tools: str  # D diffusers' example scripts, K kohya's sd-scripts, S SimpleTuner, T transformers
     ours: str  # dotted setting or section; "none" without an equivalent
     note: str = ""
 
@@ -99,6 +99,11 @@ TABLE = (
     Foreign("checkpointing_steps save_every_n_steps checkpoint_step_interval", "DKS",
             "train.checkpointing_steps"),
     Foreign("checkpoints_total_limit", "DS", "train.checkpoints_total_limit"),
+    Foreign("load_best_model_at_end metric_for_best_model", "T", "train.best_checkpoint",
+            "`metric`; `{}` is the lowest held-out loss"),
+    Foreign("greater_is_better", "T", "train.best_checkpoint.mode", "`min` or `max`"),
+    Foreign("early_stopping_patience", "T", "train.best_checkpoint.patience"),
+    Foreign("early_stopping_threshold", "T", "train.best_checkpoint.min_delta"),
     Foreign("resume_from_checkpoint resume", "DKS", "none", "runs resume automatically"),
     Foreign("validation_steps validation_epochs sample_every_n_steps sample_every_n_epochs",
             "DKS", "train.sample_every_n_steps"),
@@ -113,7 +118,7 @@ TABLE = (
     Foreign("enable_xformers_memory_efficient_attention xformers sdpa attention_mechanism",
             "DKS", "none", "PyTorch's attention"),
 )  # fmt: skip
-TOOLS = {"D": "diffusers", "K": "kohya", "S": "SimpleTuner"}
+TOOLS = {"D": "diffusers", "K": "kohya", "S": "SimpleTuner", "T": "transformers"}
 
 
 def ours(name: str) -> str | None:

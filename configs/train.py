@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from configs.base_section import Fraction, Section
+from configs.best_checkpoint import BestCheckpoint
 from configs.hardware import Hpu, LossScale, MindSpore
 from configs.lora import Lora
 from configs.monitoring import HoldoutLoss, OnDivergence, Profile, Wandb
@@ -179,7 +180,14 @@ class Train(Section):
         2, description="Maximum number of checkpoints; the oldest are deleted."
     )
     keep_best: int = Field(
-        0, ge=0, description="Extra checkpoints to keep, those with the lowest held-out loss."
+        0,
+        ge=0,
+        description="Extra checkpoints to keep, the best by `best_checkpoint` or, without it, by "
+        "held-out loss.",
+    )
+    best_checkpoint: BestCheckpoint | None = Field(
+        None,
+        description="Publish the best checkpoint, and stop early; null: publish the last step.",
     )
     checkpoint_shard_bytes: PositiveInt = Field(
         10**9, description="Maximum size of a checkpoint file, in bytes; larger ones are split."
@@ -219,11 +227,7 @@ class Train(Section):
                 f"profile: steps {self.profile.start} to {self.profile.start + self.profile.steps} "
                 f"exceed the run's {self.steps}"
             )
-        if self.keep_best and self.checkpointing_steps % (self.holdout_loss.every_n_steps or 2**63):
-            raise ValueError(
-                "keep_best requires a held-out loss per checkpoint: holdout_loss.every_n_steps "
-                "must divide checkpointing_steps"
-            )
+        self._check_checkpoint_scores()
         if self.global_batch_size % self.processes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} must be a multiple of processes "
@@ -236,6 +240,20 @@ class Train(Section):
         if self.optimizer == "adafactor":
             self.refuse_changed(("adam_betas", "adam_epsilon"), "optimizer: adafactor")
         return self
+
+    def _check_checkpoint_scores(self) -> None:
+        """Raise ValueError if a checkpoint would have no score for the rule that ranks it."""
+        rule = self.best_checkpoint
+        if rule is None and not self.keep_best:
+            return
+        name, interval = "holdout_loss.every_n_steps", self.holdout_loss.every_n_steps
+        if rule is not None and rule.by_samples:
+            name, interval = "sample_every_n_steps", self.sample_every_n_steps
+        if self.checkpointing_steps % (interval or 2**63):
+            raise ValueError(
+                f"{'keep_best' if rule is None else 'best_checkpoint'} requires a score per "
+                f"checkpoint: {name} must divide checkpointing_steps"
+            )
 
     def with_steps(self, samples: int) -> Train:
         """The settings with `epochs` converted to `steps`, rounded up, for `samples` samples."""
@@ -296,4 +314,13 @@ def key_settings(settings: Train) -> dict[str, Any]:
         excluded.add("lr_num_cycles")
     if settings.lr_scheduler != "polynomial":
         excluded.add("lr_power")
-    return settings.model_dump(mode="json", exclude=excluded)
+    rule = settings.best_checkpoint
+    if rule is None:
+        excluded.add("best_checkpoint")
+        return settings.model_dump(mode="json", exclude=excluded)
+    # The candidates, and what their scores depend on.
+    found = settings.model_dump(mode="json", exclude=excluded - {"checkpointing_steps"})
+    found["best_checkpoint"]["mode"] = "min" if rule.lower_is_better else "max"
+    if not rule.by_samples:
+        found["holdout_loss"] = settings.holdout_loss.model_dump(exclude={"every_n_steps"})
+    return found

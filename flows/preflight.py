@@ -12,6 +12,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import Latents
 from artifacts.resolve_model import ModelNotFound, resolve_model
 from artifacts.store import Artifact, Store
+from configs.best_checkpoint import HOLDOUT_LOSS
 from configs.load import RecipeError, dump
 from configs.recipe import STAGES, Recipe, StageName
 from flows.task_settings import begin
@@ -34,6 +35,7 @@ from tasks.evaluate import stage as evaluate
 from tasks.evaluate.feature_encoders import check_clip, check_image_encoder
 from tasks.evaluate.inputs import EvalInputs, measuring_models, model_digests
 from tasks.evaluate.metric_names import metric_names
+from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
 from tasks.publish.assemble_pipeline import missing_weights
@@ -185,6 +187,13 @@ def _check_monitoring(recipe: Recipe) -> None:
     check_wandb(recipe.train.wandb)
     if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
         raise RecipeError("train.holdout_loss needs held-out samples: raise encode.holdout")
+    rule = recipe.train.best_checkpoint
+    known = [HOLDOUT_LOSS, *sample_metrics(recipe.evaluate.judges)]
+    if rule is not None and rule.metric not in known:
+        raise RecipeError(
+            f"train.best_checkpoint.metric: {rule.metric} is not scored while training; it scores "
+            f"{', '.join(known)}"
+        )
 
 
 def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:

@@ -1,4 +1,4 @@
-"""Continue a finished training run with more steps: copy its newest checkpoint."""
+"""Continue a finished training run with more steps: copy its newest and its best checkpoint."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.store import MANIFEST, Artifact, Draft, Store
+from configs.train import Train
+from runtimes.train.best_checkpoint import CheckpointRanking
 
 #: Settings that the trained weights of a step do not depend on, at a constant learning rate.
 STEPS = ("steps", "epochs")
 log = logging.getLogger("kiln")
 
 
-def copy_checkpoint(draft: Draft, steps: int) -> None:
-    """Copy the newest checkpoint, up to `steps`, of finished runs that differ only in their steps.
+def copy_checkpoint(draft: Draft, settings: Train) -> None:
+    """Copy the newest checkpoint, within the steps, of finished runs that differ in steps alone.
 
-    A draft with checkpoints of its own keeps them. The learning rate must be constant.
+    With a rule for the best checkpoint, copy that one too. A newest checkpoint whose best one is
+    deleted does not count. A draft with checkpoints of its own keeps them. The learning rate must
+    be constant.
     """
     fs, recipe = draft.store.fs, draft.recipe
     if _checkpoint_folders(fs, draft.path):
@@ -29,14 +33,29 @@ def copy_checkpoint(draft: Draft, steps: int) -> None:
         parts = {name: artifact.manifest.get(name) for name in recipe.as_dict()}
         if _without_steps(parts) == _without_steps(recipe.as_dict()):
             found |= _checkpoint_folders(fs, artifact.path)
-    if (step := max((step for step in found if step <= steps), default=None)) is None:
+    for step in sorted((step for step in found if step <= settings.steps), reverse=True):
+        if (best := _best_of(fs, found[step], settings) or step) not in found:
+            continue
+        log.info("%s: continuing a run of other steps from its step %d", recipe.stage, step)
+        for copied in sorted({best, step}):  # the newest last: a resume from it needs the best
+            _copy_folder(fs, found[copied], f"{draft.path}/checkpoints")
         return
-    log.info("%s: continuing a run of other steps from its step %d", recipe.stage, step)
-    folder = f"{draft.path}/checkpoints/{found[step].rpartition('/')[2]}"
+
+
+def _best_of(fs: AbstractFileSystem, folder: str, settings: Train) -> int | None:
+    """The best step up to a checkpoint, by the rule; None without a rule or a score."""
+    if settings.best_checkpoint is None:
+        return None
+    history = fs.cat_file(f"{folder}/history.jsonl").decode().splitlines()
+    return next(iter(CheckpointRanking(settings).best_first(history)), None)
+
+
+def _copy_folder(fs: AbstractFileSystem, source: str, parent: str) -> None:
+    folder = f"{parent}/{source.rpartition('/')[2]}"
     fs.makedirs(folder, exist_ok=True)
-    names = (str(path).rpartition("/")[2] for path in fs.ls(found[step], detail=False))
+    names = (str(path).rpartition("/")[2] for path in fs.ls(source, detail=False))
     for name in sorted(names, key=lambda name: (name == MANIFEST, name)):  # the manifest commits
-        fs.cp_file(f"{found[step]}/{name}", f"{folder}/{name}")
+        fs.cp_file(f"{source}/{name}", f"{folder}/{name}")
 
 
 def _artifacts(store: Store, stage: str) -> Iterator[Artifact]:

@@ -61,12 +61,13 @@ class _Drawing:
         return Xml.tostring(self.root, encoding="unicode")
 
 
-def loss_chart(history: Sequence[Mapping[str, Any]]) -> str:
+def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) -> str:
     """Loss of each step, its running mean, the held-out loss with its 95% band, learning rate.
 
     Args:
         history: lines with `step`, `loss`, `learning_rate`, and some with `validation_loss` and
             its standard error `validation_error`.
+        chosen: step of the published weights, if a rule chose it.
     """
     lines = [line for line in history if math.isfinite(line["loss"])]
     held_out = [line for line in lines if "validation_loss" in line]
@@ -80,7 +81,7 @@ def loss_chart(history: Sequence[Mapping[str, Any]]) -> str:
         )
         for line in held_out
     ]
-    drawing = _Drawing(300, _loss_alt(losses, held_out))
+    drawing = _Drawing(300, _loss_alt(losses, held_out, chosen))
     if not lines:
         return str(drawing)
     top = 1.05 * max(*losses, *(high for *_, high in bands), 1e-12)
@@ -93,6 +94,8 @@ def loss_chart(history: Sequence[Mapping[str, Any]]) -> str:
         return lower - (lower - upper) * min(max(value / most, 0), 1)
 
     _axes(drawing, (left, right, upper, lower), top, steps, x)
+    if chosen is not None:
+        _chosen_line(drawing, x(chosen), upper, lower, f"chosen: step {human(chosen)}")
     rates = [line["learning_rate"] for line in lines]
     most = 1.05 * max(*rates, 1e-30)
     _curve(drawing, [(x(s), y(r, most)) for s, r in zip(steps, rates, strict=True)], OTHER, 1)
@@ -274,11 +277,20 @@ def _legend(drawing: _Drawing, names: Mapping[str, str], left: float) -> None:
         drawing.text(x + 26, 19, name)
 
 
-def _loss_alt(losses: Sequence[float], held_out: Sequence[Mapping[str, Any]]) -> str:
+def _chosen_line(drawing: _Drawing, x: float, upper: float, lower: float, words: str) -> None:
+    style = f"fill: none; stroke: {INK}; stroke-width: 1; stroke-dasharray: 4 3"
+    drawing.add("polyline", style, points=f"{x:.1f},{upper:.1f} {x:.1f},{lower:.1f}")
+    anchor, shift = ("end", -6) if x > WIDTH / 2 else ("start", 6)
+    drawing.text(x + shift, upper + 12, words, anchor=anchor)
+
+
+def _loss_alt(
+    losses: Sequence[float], held_out: Sequence[Mapping[str, Any]], chosen: int | None
+) -> str:
     if not losses:
         return "Loss: no step"
     text = f"Loss over {len(losses)} steps, from {human(losses[0])} to {human(losses[-1])}"
     if held_out:
         first, final = held_out[0]["validation_loss"], held_out[-1]["validation_loss"]
         text += f"; held-out loss from {human(first)} to {human(final)}"
-    return text
+    return text if chosen is None else f"{text}; chosen: step {human(chosen)}"

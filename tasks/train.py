@@ -13,6 +13,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.artifact_key import KeyParts
+from artifacts.commit import write_atomic
 from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import digest_model
 from artifacts.store import Artifact, Draft
@@ -21,10 +22,12 @@ from configs.train import key_settings
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
+from runtimes.train.samples import scores_path
 from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import Event, run_job
 from tasks.copy_checkpoint import copy_checkpoint
 from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS
+from tasks.evaluate.prompts import sample_prompts
 from tasks.panels import Chart, Facts, Panel, Picture, Strip, Table, human
 from tasks.panels_charts import loss_chart
 from tasks.progress import Progress
@@ -35,6 +38,8 @@ STAGE = "train"
 VERSION = 1
 #: Figures of the last progress event in the manifest; null if unknown.
 FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
+#: Facts of the chosen checkpoint in the summary, with `train.best_checkpoint`.
+CHOSEN = ("chosen_step", "chosen_because", "stopped_early")
 #: Scores of samples, by name; the PNG has all samples of a step side by side.
 Score = Callable[[bytes], dict[str, float]]
 SAMPLES_SHOWN = 24
@@ -49,6 +54,11 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     settings = key_settings(recipe.train)
     if (config := _denoiser_config(recipe)) is not None:  # the content, not the path
         settings["denoiser_config"] = config
+    rule = recipe.train.best_checkpoint
+    if rule is not None and rule.by_samples:  # these settings affect the scores
+        names = {*SAMPLER_SETTINGS, "judges", "clip"}
+        settings["best_checkpoint"] |= recipe.evaluate.model_dump(mode="json", include=names)
+        settings["best_checkpoint"]["prompts"] = [*sample_prompts(recipe)]
     return settings
 
 
@@ -95,7 +105,7 @@ def build(
     """
     settings = recipe.train.with_steps(_count(latents))
     if settings.lr_scheduler == "constant":  # other schedules depend on the number of steps
-        copy_checkpoint(draft, settings.steps)
+        copy_checkpoint(draft, settings)
     job = TrainJob(
         runtime=recipe.runtime,
         model=str(model_folder),
@@ -122,7 +132,7 @@ def build(
     run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watch.facts
     if scores := watch.all_scores(f"{draft.path}/samples"):
         run["sample_scores"] = scores
-    return _summary(recipe, history) | {"run": run}
+    return _summary(recipe, history, watch.chosen) | {"run": run}
 
 
 def _count(latents: Artifact) -> int:
@@ -131,9 +141,12 @@ def _count(latents: Artifact) -> int:
     return sum(n for shard in groups for name, n in shard.items() if name.startswith("train/"))
 
 
-def _summary(recipe: Recipe, history: list[dict[str, Any]]) -> dict[str, Any]:
-    tail = [line["loss"] for line in history[-max(1, len(history) // 10) :]]
-    validated = [line for line in history if "validation_loss" in line]
+def _summary(
+    recipe: Recipe, history: list[dict[str, Any]], chosen: dict[str, Any]
+) -> dict[str, Any]:
+    until = history[: chosen.get("chosen_step", len(history))]  # losses of the published weights
+    tail = [line["loss"] for line in until[-max(1, len(until) // 10) :]]
+    validated = [line for line in until if "validation_loss" in line]
     left_out = sum(len(line.get("skipped", ())) for line in history)
     return {
         "steps": len(history),
@@ -141,6 +154,7 @@ def _summary(recipe: Recipe, history: list[dict[str, Any]]) -> dict[str, Any]:
         "loss_last_tenth": sum(tail) / len(tail),
         **({"validation_loss": validated[-1]["validation_loss"]} if validated else {}),
         **({"batches_left_out": left_out} if left_out else {}),
+        **chosen,
     }
 
 
@@ -151,11 +165,12 @@ def show(artifact: Artifact) -> list[Panel]:
     kept = ("runtime", "device", *FIGURES, "seconds")
     facts = {name.replace("_", " "): run[name] for name in kept if run.get(name) is not None}
     facts["TensorBoard"] = f"{artifact.uri}/tensorboard"
+    chosen = artifact.summary.get("chosen_step")
     panels: list[Panel] = [
-        Facts("Run", {**artifact.summary, **facts}),
-        Chart("Loss", loss_chart(history)),
+        Facts("Run", {name.replace("_", " "): v for name, v in artifact.summary.items()} | facts),
+        Chart("Loss", loss_chart(history, chosen)),
     ]
-    if samples := _samples(artifact):
+    if samples := _samples(artifact, chosen):
         panels.append(Strip("Samples while training", samples))
     if scores := run.get("sample_scores"):
         panels.append(Table("Scores of the samples", scores))
@@ -173,6 +188,7 @@ class _Watch:
     history: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> of its samples
     files: list[str] = field(default_factory=list)  # written by the process
+    chosen: dict[str, Any] = field(default_factory=dict)  # by train.best_checkpoint
 
     def __call__(self, event: Event) -> None:
         """Call `_on_KIND`, if there is one, for an event of that kind."""
@@ -192,6 +208,10 @@ class _Watch:
     def _on_result(self, event: Event) -> None:
         self.files = event["files"]
         self.facts["images_per_second"] = event["images_per_second"]
+        if event.get("chosen_because"):
+            self.chosen = {name: event[name] for name in CHOSEN}
+            step, why = event["chosen_step"], event["chosen_because"]
+            log.info("train: the weights are those of step %d, %s", step, why)
 
     def _on_sample(self, event: Event) -> None:
         heading = f"{STAGE}: step {event['step']}"
@@ -223,10 +243,15 @@ class _Watch:
             found = self.score(bytes(self.fs.cat_file(path)))
         except Exception as error:  # a score must not stop a run; the evaluation reports the error
             log.warning("train: no scores of the pictures at step %d: %s", step, error)
-            return
-        self.scores[step] = found
-        text = ", ".join(f"{name} {human(value)}" for name, value in found.items())
-        log.info("train: samples of step %d: %s", step, text)
+            found = {}
+        else:
+            self.scores[step] = found
+            text = ", ".join(f"{name} {human(value)}" for name, value in found.items())
+            log.info("train: samples of step %d: %s", step, text)
+        try:  # train.best_checkpoint may wait for it
+            write_atomic(self.fs, scores_path(path), json.dumps(found).encode())
+        except Exception as error:  # clients of remote stores define their own exception types
+            log.warning("train: the scores of step %d could not be written: %s", step, error)
 
     def _panels(self, path: str) -> list[Panel]:
         return [
@@ -248,14 +273,16 @@ def _history(text: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line]
 
 
-def _samples(artifact: Artifact) -> list[tuple[str, bytes]]:
-    """(step, PNG) of at most SAMPLES_SHOWN sample pictures, the first and the last among them."""
+def _samples(artifact: Artifact, chosen: int | None) -> list[tuple[str, bytes]]:
+    """(step, PNG) of some sample pictures: the first, the last, and those of the chosen step."""
     fs, folder = artifact.store.fs, f"{artifact.path}/samples"
     paths = sorted(fs.glob(f"{folder}/*.png")) if fs.exists(folder) else []
-    chosen = sorted(
-        {round(n * (len(paths) - 1) / (SAMPLES_SHOWN - 1)) for n in range(SAMPLES_SHOWN)}
-    )
+    steps = [int(Path(path).stem.removeprefix("step-")) for path in paths]
+    shown = {round(n * (len(paths) - 1) / (SAMPLES_SHOWN - 1)) for n in range(SAMPLES_SHOWN)}
+    if chosen in steps:
+        shown.add(steps.index(chosen))
     return [
-        (f"step {int(Path(paths[n]).stem.removeprefix('step-'))}", bytes(fs.cat_file(paths[n])))
-        for n in chosen[: len(paths)]
+        (f"step {step}" + (", chosen" if step == chosen else ""), bytes(fs.cat_file(path)))
+        for number, (step, path) in enumerate(zip(steps, paths, strict=True))
+        if number in shown
     ]

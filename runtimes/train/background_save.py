@@ -24,6 +24,7 @@ class Snapshot:
     history: list[str]  # a copy
     facts: dict[str, Any]
     since: float  # perf_counter at which the loop paused for this checkpoint
+    best_first: list[int]  # steps of checkpoints, the best first
     prune: bool  # whether older checkpoints may be deleted afterwards
 
 
@@ -64,6 +65,7 @@ class Saver:
                 snapshot.history,
                 snapshot.facts,
                 shapes=snapshot.shapes,
+                best_first=snapshot.best_first,
                 prune=snapshot.prune,
             )
         except CheckpointNotWritten as error:

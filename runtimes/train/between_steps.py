@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -16,16 +15,16 @@ from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.train.background_save import Saver, Snapshot
+from runtimes.train.best_checkpoint import CheckpointRanking
 from runtimes.train.boards import Boards
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
 from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.learning_rate import learning_rate
+from runtimes.train.measurements import Measurements
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.result import write_result
 from runtimes.train.resume import own_checkpoint, restore
-from runtimes.train.samples import Samples
-from runtimes.train.validation import measure
 from runtimes.update.state import published
 
 ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
@@ -36,6 +35,7 @@ class Run:
 
     Attributes:
         step: number of completed optimizer steps.
+        done: whether the last step, or an early stop, is reached and scored.
         skipped: numbers (from 0) of the batches that divergence has excluded.
         recorder: history and progress; `resume` creates it.
     """
@@ -53,22 +53,24 @@ class Run:
         self._job = job
         self._settings = settings
         self._runtime = runtime
-        self._holdout = holdout
         self._boards = boards
         self._events = events
-        self._stop = stop
         self._first = Ranks.here().first
         self._checkpoints = Checkpoints(
             job.work,
             settings.checkpoints_total_limit,
-            best=settings.keep_best,
+            best=max(settings.keep_best, int(settings.best_checkpoint is not None)),
             shard_bytes=settings.checkpoint_shard_bytes,
             writers=runtime.writers,
         )
         self._saver = Saver(self._checkpoints, boards, events)
-        self._samples = Samples(job, runtime, events, boards, writes=self._first)
         self._profiling = Profiling(settings.profile, job.work, runtime)
         self._divergence = DivergenceDetector(settings.divergence)
+        self._ranking = CheckpointRanking(settings)
+        self._measurements = Measurements(
+            job, settings, runtime, holdout, self._ranking, boards, events, stop
+        )
+        self._stops_early = False
         self.step = 0
         self.skipped: list[int] = []
         self._checkpointed_step = 0  # step of the newest checkpoint, committed or being written
@@ -102,19 +104,22 @@ class Run:
             total=self._settings.steps,
         )
 
+    @property
+    def done(self) -> bool:
+        ended = self._stops_early or self.step >= self._settings.steps
+        return ended and not self._measurements.interrupted
+
     def catch_up(self) -> None:
         """Run the validation and the samples that are due at the resumed step but missing."""
         if self.step == 0:
             if self._settings.divergence.action == "skip":  # a rollback needs a first checkpoint
                 self._paused(self._start_checkpoint)
             return
-        if (
-            self._due(self._settings.holdout_loss.every_n_steps)
-            and self.recorder.validation_loss is None
-        ):
+        if self._measurements.lacks_validation(self.step, self.recorder):
             self._paused(self._validate)
-        if self._sampling_due() and not self._runtime.broadcast(self._samples.exist(self.step)):
+        if self._measurements.lacks_samples(self.step, self.recorder):
             self._paused(self._sample)
+        self._check_early_stop()
 
     def train_step(self, batch: StepBatch) -> None:
         """Run one optimizer step on `batch`."""
@@ -134,10 +139,11 @@ class Run:
             Diverged: the run has diverged and may not roll back.
         """
         settings = self._settings
-        report = self._due(settings.logging_steps) or self.step == settings.steps
-        validate = self._due(settings.holdout_loss.every_n_steps)
+        ends = self.step == settings.steps or self._ranking.is_candidate(self.step)
+        report = self._due(settings.logging_steps) or ends
+        validate = self._measurements.validation_due(self.step)
+        sample = self._measurements.samples_due(self.step)
         save = self._due(settings.checkpointing_steps)
-        sample = self._sampling_due()
         if not (report or validate or save or sample):
             return True
         self.recorder.synchronize()
@@ -148,10 +154,14 @@ class Run:
             self.recorder.report(waited)
         if validate:
             self._paused(self._validate)
+        scored = sample and self._ranking.needs_samples(self.step)
+        if scored:  # first, so that the checkpoint's history has the score
+            self._paused(self._sample)
         if save:
             self._paused(self._checkpoint_if_new)
-        if sample:
+        if sample and not scored:
             self._paused(self._sample)
+        self._check_early_stop()
         return True
 
     def checkpoint_and_exit(self) -> None:
@@ -170,9 +180,10 @@ class Run:
             raise error
 
     def finish(self) -> None:
-        """Write the trained weights and the history to the job's `out` folder."""
+        """Write the chosen weights and the history to the job's `out` folder."""
         self._profiling.close()  # the trace may include the last step
         self._saver.wait()
+        chosen = self._restore_best()
         state = self._runtime.state(published(self._runtime.state_shapes()))
         self._runtime.shutdown()
         if not self._first:
@@ -182,6 +193,9 @@ class Run:
             "result",
             files=files,
             step=self.step,
+            chosen_step=chosen,
+            chosen_because=self._ranking.reason(chosen, self.recorder.history),
+            stopped_early=self._stops_early,
             samples_seen=self.step * self._settings.global_batch_size,
             images_per_second=self.recorder.images_per_second,
         )
@@ -215,26 +229,28 @@ class Run:
         return list(range(before + 1, batch_number(self.step, self.skipped)))
 
     def _validate(self) -> None:
-        if self._holdout is None:
-            return
-        found = measure(self._runtime, self._holdout, lambda: self._stop.requested)
-        if found is None:
-            return
-        if not math.isfinite(found.loss):  # the next training loss will be NaN as well
-            message = f"the validation loss is {found.loss} at step {self.step}"
-            self._events.emit("warning", message=message)
-            return
-        figures = {"validation_loss": found.loss, "validation_error": found.error}
-        self.recorder.amend_last(**figures)
-        self._events.emit("validation", step=self.step, loss=found.loss, error=found.error)
-        self._boards.scalars(self.step, figures)
-
-    def _sampling_due(self) -> bool:
-        return self._samples.requested() and self._due(self._settings.sample_every_n_steps)
+        self._measurements.validate(self.step, self.recorder)
 
     def _sample(self) -> None:
-        if not self._runtime.any_rank(self._stop.requested):
-            self._samples.draw(self.step)
+        self._measurements.sample(self.step, self.recorder)
+
+    def _check_early_stop(self) -> None:
+        if self._ranking.is_candidate(self.step):
+            stops = self._ranking.is_exhausted(self.recorder.history)
+            self._stops_early = bool(self._runtime.broadcast(int(stops)))
+
+    def _restore_best(self) -> int:
+        """Restore the best checkpoint by the rule, if any; returns its step."""
+        if self._settings.best_checkpoint is None:
+            return self.step
+        order = self._ranking.best_first(self.recorder.history)
+        if self.step in order:  # the last step's weights are in memory
+            order = order[: order.index(self.step)]
+        best = self._checkpoints.first_valid(order, self._runtime)
+        if best is None:
+            return self.step
+        self._runtime.restore(best.state, best.step)
+        return best.step
 
     def _checkpoint_if_new(self) -> None:
         if self.step > self._checkpointed_step:
@@ -253,13 +269,15 @@ class Run:
             "seed": self._settings.seed,
             "samples_seen": self.step * self._settings.global_batch_size,
             "skipped": list(self.skipped),
-            "validation_loss": self.recorder.validation_loss,
             "train": self._settings.model_dump(mode="json"),
             "denoiser_config": self._job.denoiser_config,
             "processes": Ranks.here().world,
         }
         history, prune = list(self.recorder.history), not self._divergence.is_suspicious
-        self._saver.start(Snapshot(self.step, state, shapes, history, facts, since, prune))
+        best_first = self._ranking.best_first(history)
+        self._saver.start(
+            Snapshot(self.step, state, shapes, history, facts, since, best_first, prune)
+        )
 
     def _divergence_event(self) -> DivergenceEvent | None:
         """The divergence that requires a rollback, agreed by all ranks; None without one.

@@ -17,8 +17,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from fsspec.core import url_to_fs
@@ -80,7 +81,7 @@ class Checkpoints:
 
     Args:
         keep: number of newest checkpoints to keep.
-        best: number of checkpoints with the lowest `validation_loss` to keep as well.
+        best: number of the best checkpoints to keep as well.
         shard_bytes: maximum bytes per file of arrays; a larger array has its own file.
         writers: the ranks that write, hash and read files together.
     """
@@ -115,24 +116,39 @@ class Checkpoints:
             CheckpointsUnreachable: a resume from an older checkpoint would discard the newest
                 one's steps.
         """
+
+        def newest_first(committed: list[int]) -> Iterable[int]:
+            return (n for n in reversed(committed) if before is None or n < before)
+
+        return self._first_valid(newest_first, ranks)
+
+    def first_valid(
+        self, steps: Sequence[int], ranks: Agreement | None = None
+    ) -> Checkpoint | None:
+        """The first of these steps whose checkpoint has valid checksums; as `latest`.
+
+        Args:
+            steps: those of rank 0 count.
+        """
+        return self._first_valid(lambda committed: (n for n in steps if n in committed), ranks)
+
+    def _first_valid(
+        self, choose: Callable[[list[int]], Iterable[int]], ranks: Agreement | None
+    ) -> Checkpoint | None:
+        """The first valid checkpoint of the steps that `choose` selects from the committed ones."""
+        ranks = ranks or _Alone()
         try:
-            return self._latest(before, ranks or _Alone())
+            steps = iter(choose(self._steps()) if self._first else ())
+            while (step := ranks.broadcast(next(steps, -1))) >= 0:
+                saved = self._read_if_valid(step)
+                if not ranks.any_rank(saved is None):
+                    return saved
+            return None
         except Exception as error:
             if not is_unreachable(self._fs, error):
                 raise
             message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
             raise CheckpointsUnreachable(getattr(error, "errno", None), message) from error
-
-    def _latest(self, before: int | None, ranks: Agreement) -> Checkpoint | None:
-        while True:
-            steps = self._steps() if self._first else []
-            step = max((n for n in steps if before is None or n < before), default=-1)
-            before = ranks.broadcast(step)
-            if before < 0:
-                return None
-            saved = self._read_if_valid(before)
-            if not ranks.any_rank(saved is None):
-                return saved
 
     def _read_if_valid(self, step: int) -> Checkpoint | None:
         try:
@@ -158,6 +174,7 @@ class Checkpoints:
         facts: dict[str, Any],
         *,
         shapes: Shapes | None = None,
+        best_first: Sequence[int] = (),
         prune: bool = True,
     ) -> tuple[str, int]:
         """Commit a checkpoint, then delete the checkpoints that the limits exclude.
@@ -167,7 +184,8 @@ class Checkpoints:
         Args:
             state: the arrays that this rank owns, see `owners`.
             shapes: of the arrays of all ranks; None: `state` is complete.
-            facts: content of `state.json`; `validation_loss` ranks the checkpoint for `best`.
+            facts: content of `state.json`.
+            best_first: steps of checkpoints, the best first; the first `best` ones are kept.
             prune: whether to delete older checkpoints.
 
         Returns:
@@ -190,7 +208,7 @@ class Checkpoints:
             raise CheckpointNotWritten(number, self._failure_message(path, error)) from None
         try:
             if prune and self._first:
-                self._prune(step)
+                self._prune(step, best_first)
         except Exception as error:
             log.warning("old checkpoints could not be deleted: %s", error)
         return path, sum(entry.size for entry in files)
@@ -233,8 +251,7 @@ class Checkpoints:
             sink.write("".join(f"{line}\n" for line in history).encode())
         with writing(self._fs, path, "state.json", files) as sink:
             sink.write(json.dumps(facts, indent=1).encode())
-        record = {"files": files, "validation_loss": facts.get("validation_loss")}
-        write_record(self._fs, f"{path}/{MANIFEST}", record)
+        write_record(self._fs, f"{path}/{MANIFEST}", {"files": files})
 
     def _failure_message(self, path: str, error: Exception) -> str:
         kept = "there is none before it"
@@ -278,27 +295,20 @@ class Checkpoints:
             if later > step:
                 self._discard(self._path(later))
 
-    def _prune(self, newest: int) -> None:
+    def _prune(self, newest: int, best_first: Sequence[int]) -> None:
         committed = [step for step in self._steps() if step <= newest]
-        kept = {*committed[-self._keep :], *self._best_of(committed)}
+        best = (step for step in best_first if step in committed and self._has_manifest(step))
+        kept = {*committed[-self._keep :], *islice(best, self._best)}
         for step in self._folders("step-*"):  # also partial checkpoints of a killed run
             if step < newest and step not in kept:
                 self._discard(self._path(step))
 
-    def _best_of(self, steps: list[int]) -> list[int]:
-        """The steps with the lowest validation loss; the later step wins a tie."""
-        if not self._best:
-            return []
-        losses = {step: self._validation_loss(step) for step in steps}
-        known = [(loss, -step) for step, loss in losses.items() if loss is not None]
-        return [-step for _, step in sorted(known)[: self._best]]
-
-    def _validation_loss(self, step: int) -> float | None:
+    def _has_manifest(self, step: int) -> bool:
+        """Whether a committed checkpoint's manifest is intact."""
         try:
-            record = read_record(self._fs, f"{self._path(step)}/{MANIFEST}")
+            return read_record(self._fs, f"{self._path(step)}/{MANIFEST}") is not None
         except ValueError:
-            return None
-        return None if record is None else record.get("validation_loss")
+            return False
 
     def _discard(self, path: str) -> None:
         """Delete a checkpoint, its manifest first: a partial deletion must not look committed."""

@@ -106,11 +106,6 @@ class Recorder:
         """The history line of the last recorded step; empty before the first."""
         return dict(json.loads(self.history[-1])) if self.history else {}
 
-    @property
-    def validation_loss(self) -> float | None:
-        """The validation loss at the last recorded step, or None."""
-        return self.last_record().get("validation_loss")
-
     def amend_last(self, **facts: float | None) -> None:
         """Add fields to the history line of the last recorded step."""
         self.history[-1] = json.dumps(self.last_record() | facts)

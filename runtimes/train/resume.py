@@ -25,6 +25,11 @@ def own_checkpoint(
     if saved is not None:
         check_same_run(saved, job, settings)
         if saved.step > settings.steps:  # this run once had more steps
+            if settings.best_checkpoint is not None:
+                raise WrongInput(
+                    f"{job.work} holds a run of {saved.step} steps, and its best checkpoint within "
+                    f"{settings.steps} may be deleted: choose another work folder"
+                )
             return checkpoints.latest(settings.steps + 1, runtime)
     return saved
 
@@ -52,6 +57,8 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
     Settings that the checkpoint lacks count as defaults: an older version may have written it.
     """
     now, before = key_settings(settings), _with_defaults(saved.facts["train"])
+    known = {name: value for name, value in before.items() if name in Train.model_fields}
+    before |= key_settings(Train(**known))  # without what has no effect
     now["denoiser_config"] = job.denoiser_config  # the content: its path may change
     before["denoiser_config"] = saved.facts.get("denoiser_config")
     if settings.method == "lora" and settings.lora.dropout:

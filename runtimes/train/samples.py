@@ -1,8 +1,14 @@
-"""Sample images during training: one PNG per step in `<work>/samples`, all prompts in a row."""
+"""Sample images during training: one PNG per step in `<work>/samples`, all prompts in a row.
+
+The stage scores each PNG and writes the scores beside it, as JSON: a run may choose by them.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import time
+from collections.abc import Callable
 
 import numpy as np
 from fsspec.core import url_to_fs
@@ -14,6 +20,9 @@ from runtimes.contract import Runtime, WeightsLost
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.train.boards import Boards
+
+#: Seconds between looks for the scores, and the longest wait for them.
+LOOK_SECONDS, WAIT_SECONDS = 0.5, 1800.0
 
 
 class Samples:
@@ -44,8 +53,25 @@ class Samples:
         """Whether the image of a step is already in the work folder."""
         return bool(self._fs.exists(self._path(step)))
 
-    def draw(self, step: int) -> None:
-        """Generate and write the image of a step.
+    def scores(self, step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
+        """Wait for the scores of a step's image, by name; None after a stop request.
+
+        They are empty if the stage failed to score it or, with a warning, does not score images.
+        """
+        until = time.monotonic() + WAIT_SECONDS
+        while not stopping():
+            try:
+                return dict(json.loads(self._fs.cat_file(scores_path(self._path(step)))))
+            except FileNotFoundError:
+                if time.monotonic() > until:
+                    message = f"no scores of the sample pictures at step {step}"
+                    self._events.emit("warning", message=message)
+                    return {}
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def draw(self, step: int) -> bool:
+        """Generate and write the image of a step; whether this rank wrote it.
 
         A failure is logged and training continues, unless ranks generate collectively.
 
@@ -53,10 +79,9 @@ class Samples:
             WeightsLost: training cannot continue.
         """
         if not (self._writes or self._runtime.samples_collectively):
-            return
+            return False
         pictures = self._try_to_draw(step)
-        if pictures is not None and self._writes:
-            self._try_to_write(step, pictures)
+        return pictures is not None and self._writes and self._try_to_write(step, pictures)
 
     def _try_to_draw(self, step: int) -> NDArray[np.uint8] | None:
         try:
@@ -69,11 +94,13 @@ class Samples:
             self._warn(step, error)
             return None
 
-    def _try_to_write(self, step: int, pictures: NDArray[np.uint8]) -> None:
+    def _try_to_write(self, step: int, pictures: NDArray[np.uint8]) -> bool:
         try:
             self._write(step, pictures)
         except Exception as error:  # clients of remote stores define their own exception types
             self._warn(step, error)
+            return False
+        return True
 
     def _warn(self, step: int, error: Exception) -> None:
         message = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
@@ -83,9 +110,16 @@ class Samples:
         png = io.BytesIO()
         Image.fromarray(np.concatenate(list(pictures), axis=1)).save(png, "png")
         path = self._path(step)
+        if self._fs.exists(old := scores_path(path)):  # of an image before a rollback
+            self._fs.rm_file(old)
         write_atomic(self._fs, path, png.getvalue())
         self._events.emit("sample", step=step, path=path)
         self._boards.picture(step, "samples", png.getvalue())
 
     def _path(self, step: int) -> str:
         return f"{self._folder}/step-{step:08d}.png"
+
+
+def scores_path(image: str) -> str:
+    """Path of the scores of a sample image: JSON, name -> score."""
+    return f"{image.removesuffix('.png')}.json"

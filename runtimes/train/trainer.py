@@ -59,9 +59,9 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
 
 
 def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: Stop) -> bool:
-    """Train to the last step; False after a stop request."""
+    """Train to the last step or an early stop; False after a stop request."""
     run.catch_up()
-    while run.step < settings.steps:  # once more after each rollback
+    while not run.done:  # once more after each rollback
         with loader.prefetch(
             run.step,
             settings.steps,
@@ -70,17 +70,17 @@ def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: St
             run.skipped,
             runtime.put,
         ) as batches:
-            if not _advance(run, runtime, batches, settings.steps, stop):
+            if not _advance(run, runtime, batches, stop):
                 run.checkpoint_and_exit()
                 return False
     run.finish()
     return True
 
 
-def _advance(run: Run, runtime: Runtime, batches: Prefetch, steps: int, stop: Stop) -> bool:
-    """Train until the last step or a rollback; False after a stop request."""
+def _advance(run: Run, runtime: Runtime, batches: Prefetch, stop: Stop) -> bool:
+    """Train until the run is done or a rollback; False after a stop request."""
     ready = iter(batches)
-    while run.step < steps:
+    while not run.done:
         batch = next(ready, None)  # None if this rank has a stop request
         if runtime.any_rank(stop.requested or batch is None) or batch is None:
             return False
@@ -100,6 +100,9 @@ def read_settings(job: TrainJob) -> Train:
         raise WrongInput(f"{name}: {first['msg']}") from None
     if (settings.denoiser_config is None) != (job.denoiser_config is None):
         raise WrongInput("train.denoiser_config: the job must contain its content")
+    rule = settings.best_checkpoint
+    if rule is not None and rule.by_samples and not job.sample_prompts:
+        raise WrongInput(f"train.best_checkpoint: metric {rule.metric} requires sample prompts")
     return settings
 
 

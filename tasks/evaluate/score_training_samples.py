@@ -13,7 +13,13 @@ from PIL import Image
 from configs.evaluate import JudgeName, PreferenceModel
 from tasks.evaluate.clip_score import clip_scores
 from tasks.evaluate.feature_encoders import Clip, Float32
-from tasks.evaluate.judges import judge_pictures, open_judges
+from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
+
+
+def sample_metrics(judges: Sequence[JudgeName | PreferenceModel]) -> list[str]:
+    """Names of the scores that `SampleScorer` computes."""
+    small = [one for one in judges if not isinstance(one, PreferenceModel)]
+    return ["clip_score", *judge_names(small)]
 
 
 class SampleScorer:

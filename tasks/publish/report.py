@@ -69,11 +69,12 @@ def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
         verdict = f"failed, and forced: {reason}"
     trained = artifacts[2].summary if len(artifacts) > 2 else {}
     steps = trained.get("steps", recipe.train.steps)  # retraining and train.epochs change them
+    chosen = f" (step {trained['chosen_step']} chosen)" if "chosen_step" in trained else ""
     facts = {
         "Verdict": verdict,
         "Champion before": published.summary.get("compared_with") or "none",
         "Base": without_secrets(recipe.model.path),
-        "Trained": f"{steps} steps, {recipe.train.method}",
+        "Trained": f"{steps} steps{chosen}, {recipe.train.method}",
         "On": run.get("device"),
         "Licence": published.summary.get("license"),
         "Date": published.manifest["run"].get("created", "")[:10],

@@ -43,6 +43,12 @@ def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, 
         ({"processes": 3}, "processes"),
         ({"processes": 2, "fsdp": "all", "optimizer": "adafactor"}, "set fsdp to 1"),
         ({"keep_best": 1}, "keep_best"),
+        ({"best_checkpoint": {}}, r"holdout_loss\.every_n_steps must divide checkpointing_steps"),
+        (
+            {"best_checkpoint": {"metric": "digit"}, "holdout_loss": {"every_n_steps": 500}},
+            "best_checkpoint requires a score per checkpoint: sample_every_n_steps must divide",
+        ),
+        ({"best_checkpoint": {"min_delta": 0.1}}, "min_delta requires best_checkpoint.patience"),
         (
             {"keep_best": 1, "checkpointing_steps": 100, "holdout_loss": {"every_n_steps": 70}},
             "every_n_steps must divide",
@@ -114,6 +120,7 @@ IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixed_precision": ("bf16", {}),
     "loss_scale": ({"initial": 8.0}, {"mixed_precision": "fp16"}),
     "shuffle_window": (2, {}),
+    "best_checkpoint": ({}, {"holdout_loss": {"every_n_steps": 500}}),
 }
 
 
@@ -121,6 +128,30 @@ IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_key_has_every_setting_of_the_weights(name: str) -> None:
     value, common = IN_KEY[name]
     assert key_settings(Train(**common)) != key_settings(Train(**common, **{name: value}))
+
+
+def test_the_rule_for_the_best_checkpoint_adds_what_it_depends_on_to_the_key() -> None:
+    def key(rule: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+        common = {"holdout_loss": {"every_n_steps": 50}, "sample_every_n_steps": 50}
+        return key_settings(Train(**{**common, **settings}, best_checkpoint=rule))
+
+    assert "best_checkpoint" not in key(), "without a rule, no key changes"
+    assert key(checkpointing_steps=100) == key()
+    rule = key({})
+    assert rule != key() and rule == key({"mode": "min"}) == key({}, checkpoints_total_limit=5)
+    assert rule == key({}, holdout_loss={"every_n_steps": 25}), "other steps are no candidates"
+    changed = [
+        key({}, checkpointing_steps=100),
+        key({}, holdout_loss={"every_n_steps": 50, "samples": 8}),
+        key({}, holdout_loss={"every_n_steps": 50, "draws": 2}),
+        key({"mode": "max"}),
+        key({"patience": 2}),
+        key({"patience": 2, "min_delta": 0.1}),
+        key({"metric": "clip_score"}),
+    ]
+    assert all(found != rule for found in changed)
+    drawn = {"metric": "clip_score"}
+    assert key(drawn) == key(drawn, holdout_loss={}), "the held-out loss has no effect"
 
 
 def test_every_setting_is_in_the_key_or_excluded() -> None:

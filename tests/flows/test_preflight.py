@@ -39,6 +39,15 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
         ({"runtime": "jax", "train.compile": "blocks"}, "compile has no effect with runtime: jax"),
         ({"runtime": "jax", "train.mixed_precision": "fp16"}, "fp16 is for runtime mindspore"),
         (
+            {
+                "train.best_checkpoint": {"metric": "pick"},
+                "train.sample_every_n_steps": 2,
+                "train.checkpointing_steps": 2,
+            },
+            "train.best_checkpoint.metric: pick is not scored while training; it scores "
+            "holdout_loss, clip_score, digit, style",
+        ),
+        (
             {"train.prediction_type": "sample", "publish.gate": ["holdout_loss < base"]},
             "publish.gate: 'holdout_loss < base' compares incomparable losses, since the scheduler",
         ),

@@ -1,5 +1,7 @@
 """A run with more steps continues a finished run of the same settings."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,16 @@ def parts_of(steps: int, **settings: Any) -> KeyParts:
     return KeyParts("train", 1, key_settings(given), {"latents": "0" * 64})
 
 
-def finished_run(store: Store, parts: KeyParts, *steps: int) -> None:
-    """A committed run with checkpoints of some steps."""
+def finished_run(
+    store: Store, parts: KeyParts, *steps: int, losses: Mapping[int, float] | None = None
+) -> None:
+    """A committed run with checkpoints of some steps, and held-out losses of some steps."""
     draft = store.draft(parts)
+    known = {step: {"validation_loss": loss} for step, loss in (losses or {}).items()}
     for step in steps:
         arrays = {"unet.weight": np.full((3, 4), step, np.float32)}
-        Checkpoints(draft.uri, 9).save(step, {"weights": arrays}, ["{}"] * step, {"seed": 1})
+        history = [json.dumps(known.get(n, {})) for n in range(1, step + 1)]
+        Checkpoints(draft.uri, 9).save(step, {"weights": arrays}, history, {"seed": 1})
     draft.write("history.jsonl", b"")
     draft.commit({}, {})
 
@@ -42,21 +48,55 @@ def test_more_steps_continue_a_finished_run(kind: str, url_of: UrlOf) -> None:
     finished_run(store, parts_of(20), 15)
     finished_run(store, parts_of(9, seed=4), 9)
     draft = store.draft(parts_of(12))
-    copy_checkpoint(draft, 12)
+    copy_checkpoint(draft, Train(steps=12))
     assert Checkpoints(draft.uri, 9)._steps() == [7]
     saved = Checkpoints(draft.uri, 9).latest()
     assert saved is not None and saved.step == 7 and len(saved.history) == 7
     assert (saved.state["weights"]["unet.weight"][...] == 7).all()
     finished_run(store, parts_of(11), 10)
-    copy_checkpoint(draft, 12)
+    copy_checkpoint(draft, Train(steps=12))
     assert Checkpoints(draft.uri, 9)._steps() == [7], "a run continues from its own checkpoint"
+
+
+RULE = {
+    "best_checkpoint": {},
+    "checkpointing_steps": 2,
+    "holdout_loss": {"every_n_steps": 2},
+}
+
+
+def test_the_best_checkpoint_is_copied_before_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, losses = Store(str(tmp_path)), {2: 0.5, 4: 0.2, 6: 0.3, 8: 0.4}
+    finished_run(store, parts_of(8, **RULE), 4, 6, 8, losses=losses)
+    draft, copied, copy = store.draft(parts_of(12, **RULE)), list[str](), type(store.fs).cp_file
+
+    def recorded(fs: Any, path: str, target: str, **more: Any) -> None:
+        copied.append(path.split("/")[-2])
+        copy(fs, path, target, **more)
+
+    monkeypatch.setattr(type(store.fs), "cp_file", recorded)
+    copy_checkpoint(draft, Train(steps=12, **RULE))
+    assert list(dict.fromkeys(copied)) == ["step-00000004", "step-00000008"]
+
+
+def test_a_checkpoint_whose_best_one_is_deleted_is_not_continued(tmp_path: Path) -> None:
+    store, losses = Store(str(tmp_path)), {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.05}
+    finished_run(store, parts_of(8, **RULE), 6, 8, losses=losses)
+    draft = store.draft(parts_of(7, **RULE))
+    copy_checkpoint(draft, Train(steps=7, **RULE))
+    assert Checkpoints(draft.uri, 9)._steps() == [], "step 2 was the best until step 6"
+    draft = store.draft(parts_of(12, **RULE))
+    copy_checkpoint(draft, Train(steps=12, **RULE))
+    assert Checkpoints(draft.uri, 9)._steps() == [8]
 
 
 def test_epochs_continue_a_run_of_fewer_epochs(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     finished_run(store, parts_of(1000, epochs=1), 5)
     draft = store.draft(parts_of(1000, epochs=2))
-    copy_checkpoint(draft, 12)
+    copy_checkpoint(draft, Train(steps=12))
     assert Checkpoints(draft.uri, 9)._steps() == [5]
 
 
@@ -66,7 +106,7 @@ def test_other_runs_are_not_continued(tmp_path: Path) -> None:
     other = KeyParts("train", 1, parts_of(12).settings, {"latents": "1" * 64})
     for parts in (other, parts_of(12, learning_rate=0.5), parts_of(12, lr_scheduler="cosine")):
         draft = store.draft(parts)
-        copy_checkpoint(draft, 12)
+        copy_checkpoint(draft, Train(steps=12))
         assert Checkpoints(draft.uri, 9)._steps() == []
 
 
@@ -108,7 +148,7 @@ def test_a_copied_checkpoint_counts_once_its_manifest_is_there(
     with monkeypatch.context() as patch:
         patch.setattr(type(store.fs), "cp_file", killed)
         with pytest.raises(OSError, match="killed"):
-            copy_checkpoint(draft, 12)
+            copy_checkpoint(draft, Train(steps=12))
     assert Checkpoints(draft.uri, 9)._steps() == []
-    copy_checkpoint(draft, 12)
+    copy_checkpoint(draft, Train(steps=12))
     assert Checkpoints(draft.uri, 9)._steps() == [5]

@@ -1,16 +1,22 @@
 """The train stage: its events."""
 
 import io
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 from PIL import Image
 
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Store
+from configs.load import load_recipe
+from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
-from tasks.train import _Watch
+from tasks.train import _summary, _Watch, settings_for_key, show
 
 LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
 
@@ -50,9 +56,47 @@ def test_new_samples_are_scored_at_once_and_earlier_ones_at_the_end(
         assert "samples of step 6: brightness 30" in caplog.text
         watch({"event": "back", "step": 5, "left_out": 6})
         assert list(watch.scores) == [4]
+        assert json.loads((tmp_path / "step-00000006.json").read_text()) == {"brightness": 30.0}
         (tmp_path / "step-00000006.png").write_bytes(b"torn")
         assert watch.all_scores(str(tmp_path)) == [
             {"step": 2, "brightness": 10.0},
             {"step": 4, "brightness": 20.0},
         ]
     assert "no scores of the pictures at step 6" in caplog.text  # and the run goes on
+    assert (tmp_path / "step-00000006.json").read_text() == "{}", "training does not wait for them"
+
+
+def test_the_chosen_step_is_in_the_manifest_and_the_panels(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    history = [{**line, "validation_loss": 0.5} for line in LINES]
+    history[3]["validation_loss"] = 0.125
+    watch = _Watch(Progress("train"), store.fs, _brightness)
+    chosen = {"chosen_step": 4, "chosen_because": "the lowest", "stopped_early": True}
+    watch({"event": "result", "files": [], "images_per_second": 1.0, **chosen})
+    summary = _summary(load_recipe("digits"), history, watch.chosen)
+    assert summary.items() >= {**chosen, "steps": 8, "validation_loss": 0.125}.items()
+    assert summary["loss_last_tenth"] == 0.25, "of the chosen step, not of the last"
+    draft = store.draft(KeyParts("train", 1, {}, {}))
+    draft.write("history.jsonl", "".join(f"{json.dumps(line)}\n" for line in history).encode())
+    png = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(png, "png")
+    for step in range(1, 61):  # more than the strip shows
+        store.fs.makedirs(f"{draft.path}/samples", exist_ok=True)
+        store.fs.pipe_file(f"{draft.path}/samples/step-{step:08d}.png", png.getvalue())
+    panels = show(draft.commit(summary, {}))
+    facts, chart, strip = panels
+    assert isinstance(facts, Facts) and isinstance(chart, Chart) and isinstance(strip, Strip)
+    assert facts.values["chosen step"] == 4 and facts.values["stopped early"] is True
+    assert "chosen: step 4" in chart.svg
+    assert "step 4, chosen" in [label for label, _ in strip.pictures]
+
+
+def test_a_rule_by_samples_has_the_settings_of_its_scores_in_the_key() -> None:
+    common = {"train.sample_every_n_steps": 50, "train.checkpointing_steps": 100}
+    rule = {**common, "train.best_checkpoint": {"metric": "digit"}}
+    changed = {"evaluate.num_inference_steps": 3}
+    assert key(rule) != key({**rule, **changed}) and key(common) == key({**common, **changed})
+
+
+def key(overrides: dict[str, Any]) -> dict[str, Any]:
+    return settings_for_key(load_recipe("digits", overrides))

@@ -249,13 +249,14 @@ def steps_kept(tmp_path: Path) -> list[int]:
 
 def test_the_best_are_kept_beside_the_newest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(str(tmp_path), keep=1, best=2)
-    losses = {1: 0.5, 2: 0.2, 3: None, 4: 0.3, 5: 0.3, 6: 0.9, 7: None}
-    for step, loss in losses.items():
-        checkpoints.save(step, state(step), [], {**FACTS, "validation_loss": loss})
-    assert steps_kept(tmp_path) == [2, 5, 7], "of equal ones the later"
+    order = [99, 2, 5, 4, 1, 6]  # step 99 has no checkpoint
+    for step in range(1, 8):
+        best_first = [n for n in order if n <= step or n == 99]
+        checkpoints.save(step, state(step), [], FACTS, best_first=best_first)
+    assert steps_kept(tmp_path) == [2, 5, 7]
     (tmp_path / "checkpoints/step-00000002/manifest.json").write_text("damaged")
-    checkpoints.save(8, state(8), [], {**FACTS, "validation_loss": 0.4})
-    assert steps_kept(tmp_path) == [5, 8]
+    checkpoints.save(8, state(8), [], FACTS, best_first=[2, 5, 7])
+    assert steps_kept(tmp_path) == [5, 7, 8]
 
 
 def test_what_may_be_needed_is_not_pruned(tmp_path: Path) -> None:

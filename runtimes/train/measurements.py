@@ -1,0 +1,111 @@
+"""Measurements of a run between its steps: held-out loss, sample pictures and their scores."""
+
+from __future__ import annotations
+
+import math
+
+from configs.train import Train
+from runtimes.contract import Runtime
+from runtimes.data.holdout_batches import Holdout
+from runtimes.process.events import Events
+from runtimes.process.job import TrainJob
+from runtimes.process.ranks import Ranks
+from runtimes.process.signals import Stop
+from runtimes.train.best_checkpoint import VALIDATION_LOSS, CheckpointRanking
+from runtimes.train.boards import Boards
+from runtimes.train.recorder import Recorder
+from runtimes.train.samples import Samples
+from runtimes.train.validation import measure
+
+
+class Measurements:
+    """Measures the weights of a step if that is due. All ranks must call it in the same order.
+
+    Attributes:
+        interrupted: whether a stop request came before the score that `ranking` needs.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        settings: Train,
+        runtime: Runtime,
+        holdout: Holdout | None,
+        ranking: CheckpointRanking,
+        boards: Boards,
+        events: Events,
+        stop: Stop,
+    ) -> None:
+        self._settings = settings
+        self._runtime = runtime
+        self._holdout = holdout
+        self._ranking = ranking
+        self._boards = boards
+        self._events = events
+        self._stop = stop
+        self._first = Ranks.here().first
+        self._samples = Samples(job, runtime, events, boards, writes=self._first)
+        self.interrupted = False
+
+    def validation_due(self, step: int) -> bool:
+        """Whether the held-out loss is due at a step."""
+        interval = self._settings.holdout_loss.every_n_steps
+        return _due(step, interval) or self._ranking.needs_validation(step)
+
+    def samples_due(self, step: int) -> bool:
+        """Whether sample pictures are due at a step."""
+        due = _due(step, self._settings.sample_every_n_steps) or self._ranking.needs_samples(step)
+        return self._samples.requested() and due
+
+    def lacks_validation(self, step: int, recorder: Recorder) -> bool:
+        """Whether the held-out loss of the resumed step is due but not recorded."""
+        return self.validation_due(step) and VALIDATION_LOSS not in recorder.last_record()
+
+    def lacks_samples(self, step: int, recorder: Recorder) -> bool:
+        """Whether sample pictures of the resumed step, or their score, are due but missing."""
+        if not self.samples_due(step):
+            return False
+        scored = self._ranking.field in recorder.last_record()
+        missing = self._ranking.needs_samples(step) and not scored
+        return bool(self._runtime.broadcast(missing or not self._samples.exist(step)))
+
+    def validate(self, step: int, recorder: Recorder) -> None:
+        """Measure the held-out loss and record it."""
+        if self._holdout is None:
+            return
+        found = measure(self._runtime, self._holdout, lambda: self._stop.requested)
+        if found is None:
+            self.interrupted = self._ranking.needs_validation(step)
+            return
+        if not math.isfinite(found.loss):  # the next training loss will be NaN as well
+            message = f"the validation loss is {found.loss} at step {step}"
+            self._events.emit("warning", message=message)
+            return
+        figures = {VALIDATION_LOSS: found.loss, "validation_error": found.error}
+        recorder.amend_last(**figures)
+        self._events.emit("validation", step=step, loss=found.loss, error=found.error)
+        self._boards.scalars(step, figures)
+
+    def sample(self, step: int, recorder: Recorder) -> None:
+        """Draw the sample pictures; record their score if `ranking` needs it."""
+        needed = self._ranking.needs_samples(step)
+        if self._runtime.any_rank(self._stop.requested):
+            self.interrupted = needed
+            return
+        drawn = self._samples.draw(step)
+        if needed:
+            self._record_score(step, recorder, drawn=drawn)
+
+    def _record_score(self, step: int, recorder: Recorder, *, drawn: bool) -> None:
+        """Add the score of the samples to the history of rank 0, which chooses."""
+        scores: dict[str, float] | None = {}
+        if drawn:
+            scores = self._samples.scores(step, lambda: self._stop.requested)
+        self.interrupted = self._runtime.any_rank(scores is None)
+        if scores and (score := scores.get(self._ranking.field)) is not None:
+            recorder.amend_last(**{self._ranking.field: score})
+            self._boards.scalars(step, {self._ranking.field: score})
+
+
+def _due(step: int, interval: int) -> bool:
+    return bool(interval) and step % interval == 0
