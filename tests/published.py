@@ -17,6 +17,7 @@ from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.store import Store
 from configs.recipe import Recipe
 from runtimes.objective.random import Stream, generator
+from runtimes.train.checkpoints import Checkpoints
 
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
 METRICS = {"clip_score", "cmmd", "fd", "holdout_loss"}
@@ -87,6 +88,25 @@ def assert_trained(report: Report, base: Path) -> None:
     assert any(np.any(trained[key] != before[key]) for key in before)
     for key, array in trained.items():
         np.testing.assert_allclose(after[key].astype(np.float32), array, rtol=1e-3, atol=1e-6)
+
+
+def assert_best_chosen(report: Report, field: str) -> None:
+    """Check that the trained weights are those of the checkpoint with the highest score.
+
+    Args:
+        field: of the history, with a score of each checkpoint.
+    """
+    trained = folder(report, "train")
+    scores = {line["step"]: line[field] for line in history(trained) if field in line}
+    summary = manifest(report, "train")["summary"]
+    assert summary["chosen_step"] == max(scores, key=lambda step: scores[step])
+    assert summary["chosen_because"].endswith(
+        f" of {len(scores)} checkpoints: " + (f"{scores[summary['chosen_step']]:.4g}")
+    )
+    saved = Checkpoints(str(trained), 9).read(summary["chosen_step"]).state
+    expected = saved.get("ema") or saved["weights"]
+    for name, array in load_file(trained / "unet/diffusion_pytorch_model.safetensors").items():
+        np.testing.assert_array_equal(array, expected[f"unet.{name}"][...], err_msg=name)
 
 
 def draw(model: Path, prompt: str, *, lora: Path | None = None) -> NDArray[np.int64]:

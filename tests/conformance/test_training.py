@@ -34,6 +34,7 @@ from conformance.runs import (
 )
 
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
+from runtimes.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -177,6 +178,22 @@ def test_processes_that_share_arrays_resume_to_the_same_bits(
     resumed = result(job)
     for name, arrays in whole.items():
         np.testing.assert_equal(resumed[name], arrays)
+
+
+@pytest.mark.soak
+@subjects(without="torch")
+def test_the_best_checkpoint_is_published(runtime: Subject, make_job: MakeJob) -> None:
+    """The loss falls, so the rule asks for the highest one, that of the first checkpoint."""
+    settings: dict[str, Any] = {"learning_rate": 0.1, "lr_warmup_steps": 0, "ema_decay": 0.5}
+    settings |= {"steps": 4, "checkpointing_steps": 2, "holdout_loss": {"every_n_steps": 2}}
+    job = make_job(runtime.name, **settings, best_checkpoint={"mode": "max"})
+    runtime.run(job)
+    losses = {line["step"]: line.get("validation_loss") for line in history(job)}
+    assert losses[2] > losses[4]
+    best = Checkpoints(job.work, 9).read(2).state["ema"]
+    (published,) = result(job).values()
+    for name, array in published.items():
+        np.testing.assert_array_equal(array, best[f"unet.{name}"][...], err_msg=name)
 
 
 @subjects(soak="hpu-eager")

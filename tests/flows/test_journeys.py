@@ -75,6 +75,7 @@ def test_a_dataset_with_several_captions_a_picture_is_published(
     picture_sources.write_dataset(tmp_path / "dataset", pictures)
     source = {"kind": "dataset", "path": str(tmp_path / "dataset")}
     overrides = toy("sd2", tmp_path / "store", source, tiny_model)
+    overrides["train.best_checkpoint"] = {"metric": "clip_score"}
     report = in_process.finetune(tmp_path, "sd2", overrides, api)
 
     published.assert_published(report, "torch", 4)
@@ -82,6 +83,7 @@ def test_a_dataset_with_several_captions_a_picture_is_published(
     assert encoded["buckets"] == {"32x32": 18} and encoded["captions"] == 54
     assert everything_encoded(report) == published.captions_given(pictures, SQUARE)
     published.assert_trained(report, tiny_model("least-sd"))
+    published.assert_best_chosen(report, "clip_score")
     published.draw(Path(report["model"]), "a man with spiky yellow hair")
     chips.require("xla")
     assert_trained_by_xla(tmp_path, report, source, tiny_model)
@@ -115,6 +117,7 @@ def test_a_list_of_urls_is_published_by_jax(
         source = {**listed, "path": str(tmp_path / "list.parquet")}
         overrides = toy("laion-jax", tmp_path / "store", source, tiny_model)
         overrides["download.allow_hosts"] = list(hosts)
+        overrides["train.best_checkpoint"] = {"mode": "max"}
         compiled_programs.keep(tmp_path / "store")
         with chips.standing_in("jax"):
             report = run_json(tmp_path, "laion-jax", overrides, api)
@@ -123,7 +126,8 @@ def test_a_list_of_urls_is_published_by_jax(
     outcomes = published.manifest(report, "download")["summary"]["outcomes"]
     assert outcomes.pop("success") == 18 and sum(outcomes.values()) == 1
     assert everything_encoded(report) == published.captions_given(pictures, SQUARE)
-    assert "validation_loss" in published.manifest(report, "train")["summary"]
+    published.assert_best_chosen(report, "validation_loss")
+    assert published.manifest(report, "train")["summary"]["chosen_step"] == 2, "the loss falls"
     published.assert_trained(report, tiny_model("least-sd"))
     published.draw(Path(report["model"]), "a cat asleep on a windowsill")
 
