@@ -281,7 +281,7 @@ def _chosen_line(drawing: _Drawing, x: float, upper: float, lower: float, words:
     style = f"fill: none; stroke: {INK}; stroke-width: 1; stroke-dasharray: 4 3"
     drawing.add("polyline", style, points=f"{x:.1f},{upper:.1f} {x:.1f},{lower:.1f}")
     anchor, shift = ("end", -6) if x > WIDTH / 2 else ("start", 6)
-    drawing.text(x + shift, upper + 12, words, anchor=anchor)
+    drawing.text(x + shift, upper + 32, words, anchor=anchor)
 
 
 def _loss_alt(

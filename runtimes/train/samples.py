@@ -21,8 +21,8 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.train.boards import Boards
 
-#: Seconds between looks for the scores, and the longest wait for them.
-LOOK_SECONDS, WAIT_SECONDS = 0.5, 1800.0
+#: Seconds between looks for the scores, and the longest wait: other ranks wait in a collective.
+LOOK_SECONDS, WAIT_SECONDS = 0.5, 300.0
 
 
 class Samples:
@@ -62,9 +62,10 @@ class Samples:
         while not stopping():
             try:
                 return dict(json.loads(self._fs.cat_file(scores_path(self._path(step)))))
-            except FileNotFoundError:
+            except Exception as error:  # not there yet, or the store does not respond
                 if time.monotonic() > until:
-                    message = f"no scores of the sample pictures at step {step}"
+                    reason = f"{type(error).__name__}: {error}"
+                    message = f"no scores of the sample pictures at step {step}: {reason}"
                     self._events.emit("warning", message=message)
                     return {}
             time.sleep(LOOK_SECONDS)

@@ -133,16 +133,23 @@ def write_card(
     return str(card)
 
 
-def training_facts(run: dict[str, Any]) -> dict[str, Any]:
+def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
     """Hardware, hours and versions of a training run, from its manifest; no energy: not measured.
 
     Hours are those of the last attempt of a resumed run.
+
+    Args:
+        summary: of the train artifact, with the checkpoint that a rule chose.
     """
+    chosen = None
+    if "chosen_step" in summary:
+        chosen = f"step {summary['chosen_step']} of {summary['steps']}, {summary['chosen_because']}"
     versions = run.get("versions", {})
     names = ("torch", "jax", "torch_xla", "mindspore", "diffusers", "transformers")
     facts = {
         "hardware": run.get("device"),
         "runtime": run.get("runtime"),
+        "checkpoint": chosen,
         "hours": round(run["seconds"] / 3600, 2) if "seconds" in run else None,
         "hours count from step": run.get("resumed_from") or None,
         "images per second": run.get("images_per_second"),

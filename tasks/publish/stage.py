@@ -128,7 +128,7 @@ def build(
         out = Path(scratch) / "model"
         _write_weights(recipe, tuned, base, vae, out)
         facts = model_card.Weights.of(tuned, merged=recipe.publish.merge)
-        training = model_card.training_facts(trained.manifest["run"])
+        training = model_card.training_facts(trained.manifest["run"], trained.summary)
         text = model_card.write_card(
             recipe, base, measured, verdicts, lineage, facts, training, forced=forced
         )

@@ -146,7 +146,7 @@ def without_models() -> None:
         license_of=lambda recipe, base: "none",
         UNKNOWN_LICENSE="other",
         write_card=lambda *_, **__: f"# Model {uuid4()}",  # as if each had its date
-        training_facts=lambda run: {},
+        training_facts=lambda run, summary: {},
         Weights=SimpleNamespace(of=lambda *_, **__: None),
     )
 

@@ -84,13 +84,17 @@ def test_the_metadata_names_what_the_hub_knows(
         "versions": {"torch": "2.13.0"},
     }
     measured = {"metrics": metrics, "differences": {}}
-    card = write_card(recipe, tmp_path, measured, [], {}, weights, training_facts(run))
+    summary = {"steps": 60, "chosen_step": 40, "chosen_because": "the lowest loss"}
+    facts = training_facts(run, summary)
+    card = write_card(recipe, tmp_path, measured, [], {}, weights, facts)
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("some-lab/xl_base-1.0", relation)
     assert data.datasets == ["someone/pictures"] and data.pipeline_tag == "text-to-image"
     (result,) = data.eval_results
     assert (result.metric_type, result.metric_value) == ("cmmd", 1.5)
     assert data.to_dict()["thumbnail"] == "before_after.png"
+    assert "| checkpoint | step 40 of 60, the lowest loss |" in card
+    assert "checkpoint" not in training_facts(run, {"steps": 60})
     assert "| hardware | NVIDIA H100 |" in card and "| hours | 1.5 |" in card
     assert "| base | some-lab/xl\\_base-1.0, revision r2 |" in card
     assert "co2" not in card, "no energy was measured"

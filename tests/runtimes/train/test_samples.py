@@ -10,8 +10,9 @@ from jobs import MakeJob
 from numpy.typing import NDArray
 
 from runtimes.contract import WeightsLost
-from runtimes.process.events import Events
+from runtimes.process.events import Events, SilentEvents
 from runtimes.process.job import TrainJob
+from runtimes.train import samples
 from runtimes.train.boards import Boards
 from runtimes.train.samples import Samples
 
@@ -73,3 +74,24 @@ def test_pictures_that_cannot_be_written(make_job: MakeJob, together: bool) -> N
     Path(job.work, "samples").write_text("in the way")
     (message,) = draw(job, Draws(True, together))
     assert message.startswith("no sample pictures at step 3: ")
+
+
+def test_scores_that_never_come_cost_a_warning(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "WAIT_SECONDS", -1.0)
+    heard = Warned()
+    drawn = Samples(make_job(), Draws(True, False), heard, Boards([]), writes=True)  # type: ignore[arg-type]
+    assert drawn.scores(3, lambda: False) == {}
+    (message,) = heard.messages
+    assert message.startswith("no scores of the sample pictures at step 3: FileNotFoundError")
+    assert drawn.scores(3, lambda: True) is None, "a stop request leaves the choice open"
+
+
+def test_a_picture_drawn_again_has_no_old_scores(make_job: MakeJob, tmp_path: Path) -> None:
+    job, silent = make_job(), SilentEvents()
+    old = Path(job.work, "samples/step-00000003.json")
+    old.parent.mkdir(parents=True)
+    old.write_text('{"digit": 0.1}')
+    drawn = Samples(job, Draws(True, False), silent, Boards([]), writes=True)  # type: ignore[arg-type]
+    assert drawn.draw(3) and not old.exists()
