@@ -46,7 +46,29 @@ class Download(Section):
         le=100,
         description="Quality of jpg and webp (0 to 100), or compression level of png (0 to 9).",
     )
-    threads: PositiveInt = Field(16, description="Download threads per shard.")
+    max_connections: PositiveInt = Field(
+        256, description="Maximum concurrent connections of a process."
+    )
+    max_connections_per_host: PositiveInt = Field(
+        8,
+        description="Maximum concurrent connections to a host, of all processes of a machine; one "
+        "if the host's robots.txt has a crawl delay.",
+    )
+    max_requests_per_host: float | None = Field(
+        20.0,
+        gt=0,
+        description="Maximum requests per second to a host, of all processes of a machine; null: "
+        "unlimited.",
+    )
+    robots_txt: bool = Field(
+        True,
+        description="Fetch what each host's robots.txt permits, at its crawl delay (RFC 9309).",
+    )
+    contact: str | None = Field(
+        None,
+        pattern=r"^[\x21-\x7e]+$",
+        description="Page or mail address in the User-Agent header, for the owners of hosts.",
+    )
     timeout: float = Field(10.0, gt=0, description="Timeout per connect and per read, in seconds.")
     deadline: float = Field(
         60.0, gt=0, description="Maximum time per URL, in seconds, redirects and retries included."
@@ -56,7 +78,10 @@ class Download(Section):
         0.5, ge=0, description="Wait before the first retry, in seconds; it doubles per retry."
     )
     user_agent_token: str | None = Field(
-        None, description="Token in the User-Agent header; null: img2dataset's default."
+        None,
+        pattern=r"^[A-Za-z0-9._-]+$",
+        description="Name in the User-Agent header, to which robots.txt and X-Robots-Tag refer; "
+        "null: kilnworks.",
     )
     opt_out_headers: tuple[str, ...] = Field(
         ("noai", "noimageai", "noindex", "noimageindex"),

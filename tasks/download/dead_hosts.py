@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +14,16 @@ SILENT = {"timeout", "name not resolved", "connection refused", "connection brok
 
 
 class DeadHosts:
-    """Counts each host's consecutive requests without an answer; threads may share it."""
+    """Counts each host's consecutive requests without an answer; for one event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # requests without an answer after which a host is dead
         self._silent: Counter[str] = Counter()
-        self._lock = threading.Lock()
+
+    def check(self, host: str) -> None:
+        """Raise FetchFailed if the host is dead."""
+        if self._silent[host] >= self.limit:
+            raise FetchFailed(NO_ANSWER)
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[str], None]]:
@@ -34,8 +37,7 @@ class DeadHosts:
         visited: list[str] = []
 
         def connects(host: str) -> None:
-            if self._silent[host] >= self.limit:
-                raise FetchFailed(NO_ANSWER)
+            self.check(host)
             visited.append(host)
 
         silent = None
@@ -45,10 +47,9 @@ class DeadHosts:
             silent = visited.pop() if visited and failure.reason in SILENT else None
             raise
         finally:
-            with self._lock:
-                self._silent.update([silent] if silent else [])
-                for host in visited:
-                    self._silent.pop(host, None)
+            self._silent.update([silent] if silent else [])
+            for host in visited:
+                self._silent.pop(host, None)
 
 
 def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) -> bool:

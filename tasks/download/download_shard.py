@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,23 @@ from configs.redact_urls import without_secrets
 from tasks.download.dead_hosts import is_outage
 from tasks.download.download_row_by_img2dataset import RowDownloader
 from tasks.download.errors import SourceError
+from tasks.download.event_loop import run
 from tasks.download.failure_reasons import is_transient
 from tasks.download.plan_source import ShardSpec, read_spans, rows_digest
 from tasks.download.rows import Row
 from tasks.download.shard_statistics import shard_statistics
 from tasks.download.sources import SOURCES, Place, ServedAt
 
+#: Rows of a shard in flight per connection: most of them wait for their hosts.
+ROWS_PER_CONNECTION = 4
 STAGE = "download"
-VERSION = 5
+VERSION = 6
 #: Settings that affect how a download runs, not its result: not part of a shard's key.
 NOT_IN_KEY = {
-    "threads",
+    "max_connections",
+    "max_connections_per_host",
+    "max_requests_per_host",
+    "contact",
     "timeout",
     "deadline",
     "retries",
@@ -175,24 +181,34 @@ def _download_rows(
         earlier: outcomes of all rows at an earlier download; empty for the first one.
     """
     downloader = RowDownloader(context.settings, context.served_at)
+    in_flight = asyncio.Semaphore(ROWS_PER_CONNECTION * context.settings.max_connections)
+    failed: list[BaseException] = []
 
-    def outcome(number: int) -> tuple[dict[str, Any], tuple[float, int]]:
+    async def outcome(number: int) -> tuple[dict[str, Any], tuple[float, int]]:
         before = earlier[number] if earlier else {}
         if before and not is_transient(before.get("error_message", "")):
             return before, (0.0, 0)
-        begun = time.monotonic()
-        found = downloader.download(rows[number], _picture(scratch, number))
+        async with in_flight:
+            if failed:
+                return {}, (0.0, 0)
+            begun = time.monotonic()
+            try:
+                found = await downloader.download(rows[number], _picture(scratch, number))
+            except Exception as error:
+                failed.append(error)
+                return {}, (0.0, 0)
         if "attempts" in found:
             found["attempts"] += before.get("attempts", 0)
         return found, (time.monotonic() - begun, found.pop("bytes", 0))
 
-    pool = ThreadPool(min(context.settings.threads, len(rows)))
-    try:
-        found = list(pool.imap(outcome, range(len(rows))))
-        return [outcome for outcome, _ in found], [cost for _, cost in found]
-    finally:
-        pool.terminate()
-        pool.join()  # no thread may write to `scratch` while it is removed
+    async def outcomes() -> list[tuple[dict[str, Any], tuple[float, int]]]:
+        async with downloader:
+            return await asyncio.gather(*map(outcome, range(len(rows))))
+
+    found = run(outcomes())
+    if failed:  # not before all rows ended: no decoder may write to `scratch` while it is removed
+        raise failed[0]
+    return [outcome for outcome, _ in found], [cost for _, cost in found]
 
 
 def may_retry(meta: Mapping[str, Any], settings: Download) -> bool:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import http.client
 import re
 import socket
 import ssl
 import time
-import urllib.error
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
-from typing import Any
 
-#: The reason of rows that are not requested, since their host is dead.
-NO_ANSWER = "host does not answer"
+import aiohttp
+
+#: Reasons of rows that are not requested: their host is dead, or asks for a long wait.
+NO_ANSWER, BUSY = "host does not answer", "host asks to wait"
+#: Its robots.txt excludes the URL, or cannot be read for now (RFC 9309).
+DISALLOWED, NO_ROBOTS = "robots.txt disallows", "robots.txt unavailable"
+NOT_REQUESTED = {NO_ANSWER, BUSY, DISALLOWED, NO_ROBOTS}
 #: Reasons that may pass: network trouble, overload (RFC 9110, RFC 6585, RFC 8470), server errors.
 TRANSIENT = re.compile(
     "timeout|name not resolved|connection refused|connection broken|http (408|425|429|[5-9]..)|"
-    + NO_ANSWER
+    + "|".join(map(re.escape, (NO_ANSWER, BUSY, NO_ROBOTS)))
 )
 
 
@@ -42,32 +44,42 @@ def is_transient(reason: str) -> bool:
     return TRANSIENT.fullmatch(reason) is not None
 
 
+class RefusedAddress(OSError):
+    """An address or a port is not permitted; its text is the reason."""
+
+
 @contextmanager
 def as_fetch_failed() -> Iterator[None]:
-    """Convert the exceptions of a fetch to FetchFailed."""
+    """Convert the exceptions of a fetch to FetchFailed, a new one: requests may share errors."""
     try:
         yield
-    except FetchFailed:
-        raise
-    except urllib.error.HTTPError as error:
-        error.close()
-        if 300 <= error.code < 400:
-            raise FetchFailed("bad redirect") from None
-        raise FetchFailed(f"http {error.code}", _retry_after(error.headers)) from None
-    except urllib.error.URLError as error:
-        raise FetchFailed(_reason(error.reason)) from None
-    except (http.client.InvalidURL, UnicodeError):
+    except FetchFailed as failure:
+        raise FetchFailed(failure.reason, failure.wait, failure.attempts) from None
+    except (aiohttp.InvalidURL, UnicodeError):
         raise FetchFailed("bad url") from None
-    except http.client.HTTPException:
-        # An early close is indistinguishable from a server that does not speak HTTP.
-        raise FetchFailed("connection broken") from None
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise FetchFailed(_reason(error.certificate_error)) from None
+    except aiohttp.ClientConnectorError as error:
+        raise FetchFailed(_reason(error.os_error)) from None
     except OSError as error:
         raise FetchFailed(_reason(error)) from None
+    except aiohttp.ClientError:
+        # An early close is indistinguishable from a server that does not speak HTTP.
+        raise FetchFailed("connection broken") from None
     except ValueError:
         raise FetchFailed("bad url") from None
 
 
-def _reason(error: object) -> str:
+def status_failure(status: int, headers: Mapping[str, str]) -> FetchFailed:
+    """The failure of a response without a picture."""
+    if 300 <= status < 400:
+        return FetchFailed("bad redirect")
+    return FetchFailed(f"http {status}", _retry_after(headers))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RefusedAddress):
+        return str(error)
     if isinstance(error, TimeoutError):
         return "timeout"
     if isinstance(error, socket.gaierror):
@@ -78,12 +90,10 @@ def _reason(error: object) -> str:
         return "tls failed"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
-    if isinstance(error, OSError):
-        return "connection broken"
-    return "refused scheme"  # a plain string: UnknownHandler, after a redirect
+    return "connection broken"
 
 
-def _retry_after(headers: Any) -> float:
+def _retry_after(headers: Mapping[str, str]) -> float:
     """Seconds of a Retry-After header (RFC 9110: a number or a date); 0 if absent or invalid."""
     value = (headers.get("Retry-After") or "").strip()
     if value.isascii() and value.isdigit():

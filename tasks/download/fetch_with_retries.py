@@ -1,26 +1,37 @@
-"""Fetch the bytes of a row's picture, with retries."""
+"""Fetch the bytes of a row's picture: as robots.txt permits, at each host's pace, with retries."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from email.message import Message
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from artifacts.clock import REAL, Clock
 from artifacts.hashing import digest_bytes
 from configs.download import Download
-from tasks.download.dead_hosts import DeadHosts
-from tasks.download.failure_reasons import NO_ANSWER, FetchFailed
+from tasks.download.body_memory import Room
+from tasks.download.dead_hosts import SILENT, DeadHosts
+from tasks.download.event_loop import Shared, shared
+from tasks.download.failure_reasons import (
+    DISALLOWED,
+    NO_ANSWER,
+    NO_ROBOTS,
+    NOT_REQUESTED,
+    FetchFailed,
+)
+from tasks.download.host_limits import MAX_WAIT, AsyncClock
+from tasks.download.robots_txt import MAX_BYTES, Rules
 from tasks.download.rows import Row, absolute
-from tasks.download.safe_http_fetch import Limits, fetch
+from tasks.download.safe_http_fetch import Deadline, Limits, SafeHttpClient, Target
 from tasks.download.sources import ServedAt
 
-#: Maximum wait that a server's Retry-After can cause, in seconds.
-MAX_WAIT = 30.0
-#: img2dataset's User-Agent, so that servers treat this download as one of img2dataset.
-USER_AGENT = "Mozilla/5.0 (X11; Ubuntu; Linux x86_64; rv:72.0) Gecko/20100101 Firefox/72.0"
-USER_AGENT_TOKEN = " (compatible; {}; +https://github.com/rom1504/img2dataset)"
+#: Product token (RFC 9309) of this program, unless the recipe has one.
+TOKEN = "kilnworks"
 
 
 class Fetched(NamedTuple):
@@ -32,62 +43,166 @@ class Fetched(NamedTuple):
 
 
 class Fetcher:
-    """Fetches the pictures of rows, until a host is dead."""
+    """Fetches the pictures of a shard's rows; an asynchronous context manager.
 
-    def __init__(self, settings: Download, served_at: ServedAt, clock: Clock = REAL) -> None:
+    Hosts of `served_at` are this stage's own server: they have no robots.txt and no limits.
+    """
+
+    def __init__(
+        self, settings: Download, served_at: ServedAt, clock: AsyncClock | None = None
+    ) -> None:
         self.settings = settings
         self.base_url = served_at.base_url
-        self.clock = clock
-        self.hosts = DeadHosts(settings.max_host_failures)
-        allowed = {host.lower() for host in (*settings.allow_hosts, *served_at.allow_hosts)}
-        self.limits = Limits(
+        self.clock = clock or AsyncClock()
+        self.shared: Shared = shared(settings.max_connections)
+        self.dead_hosts = DeadHosts(settings.max_host_failures)
+        self.own_hosts = {host.lower() for host in served_at.allow_hosts}
+        limits = Limits(
             settings.max_bytes,
             settings.timeout,
-            frozenset(allowed),
+            frozenset({host.lower() for host in settings.allow_hosts} | self.own_hosts),
             frozenset(settings.allow_ports),
         )
-        self.token = (settings.user_agent_token or "").strip().lower() or None
-        suffix = USER_AGENT_TOKEN.format(self.token) if self.token else ""
-        self.headers = {"User-Agent": USER_AGENT + suffix}
+        self.token = (settings.user_agent_token or TOKEN).strip().lower()
+        self.client = SafeHttpClient(limits, {"User-Agent": user_agent(settings)})
+        self._rules: dict[str, asyncio.Task[Rules]] = {}
 
-    def get(self, row: Row) -> Fetched:
-        """A row's picture. Raises FetchFailed, with the number of `attempts`."""
-        fetched = self._read_file(row.file) if row.file else self._fetch(row)
+    async def __aenter__(self) -> Fetcher:
+        await self.client.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._rules.values():
+            task.cancel()
+        await asyncio.gather(*self._rules.values(), return_exceptions=True)
+        await self.client.__aexit__()
+
+    async def get(self, row: Row, room: Room) -> Fetched:
+        """A row's picture. Raises FetchFailed, with the number of `attempts`.
+
+        Args:
+            room: memory for the picture.
+        """
+        if row.file:
+            fetched = await asyncio.to_thread(self._read_file, row.file)
+        else:
+            fetched = await self._fetch(row, room)
         if row.sha256 is not None and digest_bytes(fetched.body) != row.sha256:
             raise FetchFailed("sha256 differs", attempts=fetched.attempts)
         return fetched
 
     def _read_file(self, file: str) -> Fetched:
         with Path(file).open("rb") as stream:
-            body = stream.read(self.limits.max_bytes + 1)
-        if len(body) > self.limits.max_bytes:
+            body = stream.read(self.settings.max_bytes + 1)
+        if len(body) > self.settings.max_bytes:
             raise FetchFailed("too large")
         return Fetched(body, Message())
 
-    def _fetch(self, row: Row) -> Fetched:
+    async def _fetch(self, row: Row, room: Room) -> Fetched:
         if not row.url:
             raise FetchFailed("no picture")
         try:
             url = absolute(row.url, self.base_url)
         except ValueError:
             raise FetchFailed("bad url") from None
-        deadline = self.clock.now() + self.settings.deadline
+        return await self._retried(partial(self._request, url, room=room))
+
+    async def _retried(
+        self, request: Callable[[Deadline], Awaitable[tuple[bytes, Message]]]
+    ) -> Fetched:
+        deadline = Deadline(self.clock.now() + self.settings.deadline)
         for attempt in range(self.settings.retries + 1):
             try:
-                with self.hosts.watch() as connects:
-                    body, headers = fetch(url, self.headers, self.limits, deadline, connects)
+                body, headers = await request(deadline)
                 return Fetched(body, headers, attempt + 1)
             except FetchFailed as failure:
-                is_dead = failure.reason == NO_ANSWER
-                failure.attempts = attempt if is_dead else attempt + 1
+                is_requested = failure.reason not in NOT_REQUESTED
+                failure.attempts = attempt + is_requested
                 pause = self._pause(attempt, failure)
-                is_last = is_dead or attempt == self.settings.retries
-                if not failure.transient or is_last or self.clock.now() + pause >= deadline:
+                is_last = not is_requested or attempt == self.settings.retries
+                is_last |= failure.wait > MAX_WAIT
+                if not failure.transient or is_last or self.clock.now() + pause >= deadline.at:
                     raise
-            self.clock.sleep(pause)
+            await self.clock.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
     def _pause(self, attempt: int, failure: FetchFailed) -> float:
-        # Jitter: without it all threads retry an overloaded server at the same moment.
+        # Jitter: without it all rows retry an overloaded server at the same moment.
         own = self.settings.backoff * 2**attempt * random.uniform(0.75, 1.25)
-        return max(own, min(failure.wait, MAX_WAIT))
+        return max(own, failure.wait)
+
+    async def _request(
+        self, url: str, deadline: Deadline, *, room: Room | None = None, is_robots: bool = False
+    ) -> tuple[bytes, Message]:
+        """One request of a picture, or of a robots.txt, and its redirects."""
+        visited: list[Target] = []
+        with self.dead_hosts.watch() as connects:
+
+            @asynccontextmanager
+            async def admit(target: Target, deadline: Deadline) -> AsyncIterator[bool]:
+                visited.append(target)
+                since = self.clock.now()
+                async with self._turn(target, is_robots) as is_used_again, self.shared.connections:
+                    connects(target.name)
+                    deadline.at += self.clock.now() - since
+                    yield is_used_again
+
+            truncate = MAX_BYTES if is_robots else None
+            try:
+                return await self.client.fetch(
+                    url, deadline, room=room, admit=admit, truncate=truncate
+                )
+            except FetchFailed as failure:
+                if visited:
+                    self.shared.hosts.wait_for(visited[-1].host, failure.wait)
+                raise
+
+    @asynccontextmanager
+    async def _turn(self, target: Target, is_robots: bool) -> AsyncIterator[bool]:
+        """The turn of a request at its host, if its robots.txt permits it."""
+        if {target.host, target.name} & self.own_hosts:
+            yield True
+            return
+        self.dead_hosts.check(target.name)
+        delay = 0.0
+        if self.settings.robots_txt and not is_robots:
+            rules = await self._rules_of(target.origin)
+            if not rules.allows(target.url):
+                raise FetchFailed(DISALLOWED)
+            delay = rules.delay
+        limits = self.settings.max_connections_per_host, self.settings.max_requests_per_host
+        async with self.shared.hosts.turn(target.host, *limits, delay) as is_used_again:
+            yield is_used_again
+
+    async def _rules_of(self, origin: str) -> Rules:
+        """The rules of an origin, read once per shard. Raises FetchFailed."""
+        if origin not in self._rules:
+            self._rules[origin] = asyncio.create_task(self._read_rules(origin))
+        return await asyncio.shield(self._rules[origin])
+
+    async def _read_rules(self, origin: str) -> Rules:
+        async with self.shared.hosts.turn(f"{origin}/robots.txt", 1):  # one process reads it
+            body = await asyncio.to_thread(self.shared.robots.read, origin)
+            if body is None:
+                body = await self._read_robots(f"{origin}/robots.txt")
+                await asyncio.to_thread(self.shared.robots.keep, origin, body)
+        return await asyncio.to_thread(Rules, body, self.token)
+
+    async def _read_robots(self, url: str) -> bytes:
+        """The body of a robots.txt; empty if there is none (RFC 9309, 2.3.1)."""
+        try:
+            return (await self._retried(partial(self._request, url, is_robots=True))).body
+        except FetchFailed as failure:
+            is_answer = failure.reason.startswith("http ") or failure.reason == "bad redirect"
+            if is_answer and not failure.transient:
+                return b""
+            if is_answer:
+                raise FetchFailed(NO_ROBOTS) from None
+            raise FetchFailed(NO_ANSWER if failure.reason in SILENT else failure.reason) from None
+
+
+def user_agent(settings: Download) -> str:
+    """The User-Agent header: program, version, and the recipe's contact."""
+    contact = f"; +{settings.contact}" if settings.contact else ""
+    token = settings.user_agent_token or TOKEN
+    return f"Mozilla/5.0 (compatible; {token}/{version('kilnworks')}{contact})"

@@ -30,10 +30,14 @@ CHANGES: dict[str, Any] = {
     "opt_out_headers": (),
     "allow_hosts": ("127.0.0.1",),
     "allow_ports": (80,),
+    "robots_txt": False,
 }
 #: Settings that only affect how a shard is fetched, or how rows are cut into shards.
 OTHERS = {
-    "threads",
+    "max_connections",
+    "max_connections_per_host",
+    "max_requests_per_host",
+    "contact",
     "timeout",
     "deadline",
     "retries",

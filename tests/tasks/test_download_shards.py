@@ -51,6 +51,8 @@ class Web:
 
     def __init__(self, port: int = 0) -> None:
         self.requests: Counter[str] = Counter()
+        self.robots: bytes | None = None  # robots.txt
+        self.robots_requests = 0
         self.is_down = False
         self.broken: set[str] = set()  # numbers of the pictures that it answers with 503
         self.is_silent: Callable[[], bool] = lambda: False
@@ -77,6 +79,8 @@ class Web:
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path
+        if path == "/robots.txt":
+            return self.answer_robots(handler)
         self.requests[path] += 1
         name, _, number = path.partition("?")[0].strip("/").partition("/")
         if name == "silent" or self.is_silent():
@@ -101,6 +105,10 @@ class Web:
                 handler.wfile.write(bytes(65536))
         else:
             self.reply(handler, *((200, b"<html>") if name == "html" else (404, b"")))
+
+    def answer_robots(self, handler: BaseHTTPRequestHandler) -> None:
+        self.robots_requests += 1
+        self.reply(handler, 404 if self.robots is None else 200, self.robots or b"")
 
     def reply(
         self,
@@ -171,7 +179,8 @@ def make_recipe(
             "download": {
                 "image_size": 16,
                 "allow_hosts": ["127.0.0.1"],
-                "threads": 4,
+                "max_connections": 4,
+                "max_requests_per_host": None,
                 "timeout": 60.0,
                 "backoff": 0.01,
                 "retries": 1,
@@ -502,7 +511,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
         counts[address[1]] += 1
         connect(self, address)
 
-    monkeypatch.setattr("tasks.download.safe_http_fetch._PlainSocket.connect", counted)
+    monkeypatch.setattr(socket.socket, "connect", counted)
     return counts
 
 
@@ -512,25 +521,24 @@ def test_a_dead_host_is_requested_a_few_times_and_the_stage_succeeds(
     lost = [{"url": f"http://{dead}/{n}", "caption": ""} for n in range(100)]
     alive = [{"url": f"http://{web.host}/good/{n}", "caption": ""} for n in range(PICTURES)] * 10
     listed = [*alive[:100], *lost, *alive[100:]]  # 30% are dead
-    small = {"retries": 2, "backoff": 0.0, "max_host_failures": 10}
+    small = {"retries": 2, "backoff": 0.0, "max_host_failures": 10, "robots_txt": False}
     recipe = make_recipe(tmp_path, web, listed, shard_size=4 * len(listed), **small)
     summary = build(recipe).summary
-    threads = recipe.download.threads
-    assert 10 <= connections[int(dead.rpartition(":")[2])] < 10 + threads
+    connected = recipe.download.max_connections
+    assert 10 <= connections[int(dead.rpartition(":")[2])] < 10 + connected
     assert summary["images"] == len(alive)
     failed = {reason: n for reason, n in summary["outcomes"].items() if reason != "success"}
     assert failed.keys() <= {"host does not answer", "connection refused"}
     assert sum(failed.values()) == len(lost)
-    assert failed["host does not answer"] > len(lost) - 10 - threads
+    assert failed["host does not answer"] > len(lost) - 10 - connected
 
 
 def test_a_dead_host_is_requested_again_by_a_later_run(tmp_path: Path, web: Web) -> None:
     away = Web()
     away.close()
     lost = [{"url": f"http://{away.host}/good/{n}", "caption": ""} for n in range(8)]
-    recipe = make_recipe(
-        tmp_path, web, [*rows(), *lost], retries=0, threads=1, shard_size=100, max_host_failures=2
-    )
+    one = {"retries": 0, "max_connections": 1, "max_host_failures": 2, "robots_txt": False}
+    recipe = make_recipe(tmp_path, web, [*rows(), *lost], shard_size=100, **one)
     first = build(recipe)
     expected = {"connection refused": 2, "host does not answer": 6, "success": PICTURES}
     assert first.summary["outcomes"] == expected

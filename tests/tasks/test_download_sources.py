@@ -433,8 +433,15 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     (tmp_path / "two").mkdir()
     write_list(tmp_path / "two/a.parquet", ROWS)
     pq.write_table(pa.table({"url": ["u"], "Caption": ["c"]}), tmp_path / "two/b.parquet")
+    (tmp_path / "two").mkdir()
+    write_list(tmp_path / "two/a.parquet", ROWS)
+    pq.write_table(pa.table({"url": ["u"], "Caption": ["c"]}), tmp_path / "two/b.parquet")
     urls = {"kind": "urls", "path": good}
     return {
+        "column of a later file": (
+            {**urls, "path": str(tmp_path / "two")},
+            r"source\.caption_column: .*b\.parquet has no column 'caption' \(did you mean Caption",
+        ),
         "column of a later file": (
             {**urls, "path": str(tmp_path / "two")},
             r"source\.caption_column: .*b\.parquet has no column 'caption' \(did you mean Caption",

@@ -16,19 +16,26 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from artifacts.clock import REAL, Clock
 from configs.download import Download
+from tasks.download.body_memory import BodyMemory, Room
 from tasks.download.dead_hosts import DeadHosts, is_outage
 from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import PixelBudget
-from tasks.download.exif_orientation import apply_orientation
+from tasks.download.event_loop import run
 from tasks.download.failure_reasons import FetchFailed
-from tasks.download.fetch_with_retries import Fetcher
+from tasks.download.fetch_with_retries import Fetched, Fetcher
+from tasks.download.host_limits import AsyncClock
+from tasks.download.rotate_and_reduce import rotate_and_reduce
 from tasks.download.rows import Row
-from tasks.download.safe_http_fetch import Limits, fetch, is_public
+from tasks.download.safe_http_fetch import Deadline, Limits, SafeHttpClient, is_public
 from tasks.download.sources import ServedAt
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
 
 
 @contextmanager
@@ -63,11 +70,19 @@ def reply(
     handler.wfile.write(body)
 
 
+def fetch(url: str, limits: Limits, deadline: float) -> tuple[bytes, Message]:
+    async def fetched() -> tuple[bytes, Message]:
+        async with SafeHttpClient(limits) as client:
+            return await client.fetch(url, Deadline(deadline))
+
+    return run(fetched())
+
+
 def get(
     host: str, path: str = "/", *, deadline: float = 60.0, timeout: float = 60.0
 ) -> tuple[bytes, Message]:
     limits = Limits(max_bytes=1000, timeout=timeout, allow_hosts=frozenset({host}))
-    return fetch(f"http://{host}{path}", {}, limits, time.monotonic() + deadline)
+    return fetch(f"http://{host}{path}", limits, time.monotonic() + deadline)
 
 
 def png(side: int = 8, shade: int = 0) -> bytes:
@@ -119,7 +134,7 @@ def test_global_unicast_addresses_are_public(address: str) -> None:
 )
 def test_a_url_that_is_not_public_http_is_refused(url: str, reason: str) -> None:
     with pytest.raises(FetchFailed) as failed:
-        fetch(url, {}, Limits(1000, 60.0), time.monotonic() + 60)
+        fetch(url, Limits(1000, 60.0), time.monotonic() + 60)
     assert (failed.value.reason, failed.value.transient) == (reason, False)
 
 
@@ -134,7 +149,7 @@ def test_a_host_name_is_checked_by_its_resolved_address(monkeypatch: pytest.Monk
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
         url = f"http://pictures.example.org:{host.partition(':')[2]}/"
         with pytest.raises(FetchFailed, match="refused address"):
-            fetch(url, {}, Limits(1000, 60.0), time.monotonic() + 60)
+            fetch(url, Limits(1000, 60.0), time.monotonic() + 60)
     assert requested == ["pictures.example.org"]  # once
 
 
@@ -142,7 +157,7 @@ def test_a_slow_name_server_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(10) and [])
     with pytest.raises(FetchFailed, match="timeout"):
-        fetch("http://pictures.example.org/", {}, Limits(1000, 60.0), time.monotonic() + 0.2)
+        fetch("http://pictures.example.org/", Limits(1000, 60.0), time.monotonic() + 0.2)
     released.set()
 
 
@@ -165,7 +180,7 @@ def test_only_listed_ports_of_public_hosts_are_allowed(monkeypatch: pytest.Monke
     }
     for url, reason in reasons.items():
         with pytest.raises(FetchFailed, match=reason):
-            fetch(url, {}, limits, time.monotonic() + 60)
+            fetch(url, limits, time.monotonic() + 60)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +188,7 @@ def test_only_listed_ports_of_public_hosts_are_allowed(monkeypatch: pytest.Monke
     [
         ("http://169.254.169.254/latest", "refused address"),
         ("http://localhost:1/", "refused address"),
-        ("file:///etc/passwd", "bad redirect"),
+        ("file:///etc/passwd", "refused scheme"),
         ("ftp://example.org/", "refused scheme"),
         ("/again", "bad redirect"),
     ],
@@ -199,7 +214,7 @@ def test_a_good_redirect_is_followed_without_the_credentials() -> None:
 
     with serving(answer) as host:
         limits = Limits(1000, 2.0, frozenset({"127.0.0.1"}))
-        body, _ = fetch(f"http://us:pa%73s@{host}/a b", {}, limits, time.monotonic() + 60)
+        body, _ = fetch(f"http://us:pa%73s@{host}/a b", limits, time.monotonic() + 60)
     assert body == b"here"
     assert seen == ["Basic " + base64.b64encode(b"us:pass").decode(), None]
 
@@ -283,7 +298,7 @@ def test_a_self_signed_certificate_is_refused(tmp_path: Path) -> None:
     threading.Thread(target=accept, daemon=True).start()
     with listener, pytest.raises(FetchFailed) as failed:
         url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
-        fetch(url, {}, Limits(9, 60.0, frozenset({"127.0.0.1"})), time.monotonic() + 60)
+        fetch(url, Limits(9, 60.0, frozenset({"127.0.0.1"})), time.monotonic() + 60)
     assert (failed.value.reason, failed.value.transient) == ("bad certificate", False)
 
 
@@ -296,11 +311,7 @@ def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_side.load_cert_chain(certificate)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    for kept in (
-        safe_http_fetch._tls,
-        safe_http_fetch._opener,
-    ):  # the trusted authorities are read once
-        kept.cache_clear()
+    safe_http_fetch._tls.cache_clear()  # the trusted authorities are read once
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         if handler.path == "/slow":
@@ -322,15 +333,14 @@ def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     host = f"127.0.0.1:{server.server_address[1]}"
     limits = Limits(1000, 60.0, frozenset({host}))
     try:
-        body, _ = fetch(f"https://{host}/", {}, limits, time.monotonic() + 60)
+        body, _ = fetch(f"https://{host}/", limits, time.monotonic() + 60)
         assert body == b"over TLS"
         with pytest.raises(FetchFailed, match="timeout"):
-            fetch(f"https://{host}/slow", {}, limits, time.monotonic() + 0.3)
+            fetch(f"https://{host}/slow", limits, time.monotonic() + 0.3)
     finally:
         server.shutdown()
         server.server_close()
-        for kept in (safe_http_fetch._tls, safe_http_fetch._opener):
-            kept.cache_clear()
+        safe_http_fetch._tls.cache_clear()
 
 
 def _self_signed(folder: Path) -> Path:
@@ -392,17 +402,18 @@ def test_only_pictures_with_an_orientation_are_rotated(orientation: int) -> None
     exif[0x0112] = orientation
     for mode, kind in (("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG")):
         body = _with_exif(exif.tobytes(), mode, kind)
-        turned = apply_orientation(body)
-        assert (turned == body) == (orientation == 1)
-        with Image.open(BytesIO(turned)) as image:
+        turned = rotate_and_reduce(body)
+        assert (turned.body == body) == (orientation == 1)
+        with Image.open(BytesIO(turned.body)) as image:
             assert image.size == ((8, 6) if orientation < 5 else (6, 8))
             assert image.getexif().get(0x0112, 1) == 1
+            assert image.size == turned[1:]
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
 def test_a_picture_with_damaged_or_no_exif_is_unchanged(exif: bytes) -> None:
     body = _with_exif(exif)
-    assert apply_orientation(body) == body
+    assert rotate_and_reduce(body) == (body, 8, 6)
 
 
 def test_a_pixel_bomb_is_refused_by_its_header() -> None:
@@ -416,7 +427,7 @@ def test_a_jpeg_of_many_scans_is_refused_and_a_progressive_one_is_not() -> None:
     buffer = BytesIO()
     Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
     progressive = buffer.getvalue()
-    assert check_picture(progressive, max_pixels=10_000) == 64 * 64
+    assert check_picture(progressive, max_pixels=10_000).pixels == 64 * 64
     last_scan = progressive[progressive.rindex(b"\xff\xda") : -2]
     bomb = progressive[:-2] + 100 * last_scan + progressive[-2:]
     with pytest.raises(FetchFailed, match="too many scans"):
@@ -437,7 +448,16 @@ def test_all_threads_together_decode_no_more_pixels_than_the_limit() -> None:
     assert budget.pixels == 0
 
 
-def _fetcher(host: str, clock: Clock = REAL, **settings: Any) -> Fetcher:
+def get_row(fetcher: Fetcher, row: Row) -> Fetched:
+    async def fetched() -> Fetched:
+        async with fetcher:
+            with Room(BodyMemory(10**6)) as room:
+                return await fetcher.get(row, room)
+
+    return run(fetched())
+
+
+def _fetcher(host: str, clock: AsyncClock | None = None, **settings: Any) -> Fetcher:
     chosen = {"backoff": 0.01, "timeout": 60.0, "retries": 2, **settings}
     return Fetcher(Download(**chosen), ServedAt(f"http://{host}/base", (host,)), clock)
 
@@ -454,10 +474,10 @@ def test_transient_failures_are_retried_and_permanent_ones_are_not() -> None:
 
     with serving(answer) as host:
         fetcher = _fetcher(host)
-        assert fetcher.get(Row("flaky", ("",)))[0] == png()
+        assert get_row(fetcher, Row("flaky", ("",)))[0] == png()
         for url, outcome in {"gone": ("http 404", False), "broken": ("http 500", True)}.items():
             with pytest.raises(FetchFailed) as failed:
-                fetcher.get(Row(url, ("",)))
+                get_row(fetcher, Row(url, ("",)))
             assert (failed.value.reason, failed.value.transient) == outcome
     assert tries == {"/base/flaky": 3, "/base/gone": 1, "/base/broken": 3}
 
@@ -465,7 +485,11 @@ def test_transient_failures_are_retried_and_permanent_ones_are_not() -> None:
 def test_retry_after_is_respected_within_the_deadline() -> None:
     slept: list[float] = []
     ahead = time.monotonic() + 1000.0  # ahead of the real clock, so no request times out
-    clock = Clock(lambda: ahead + sum(slept), slept.append)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    clock = AsyncClock(lambda: ahead + sum(slept), sleep)
     requested: list[str] = []
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -475,7 +499,7 @@ def test_retry_after_is_respected_within_the_deadline() -> None:
     with serving(answer) as host:
         fetcher = _fetcher(host, clock, deadline=20.0)
         with pytest.raises(FetchFailed, match="http 429"):
-            fetcher.get(Row("a", ("",)))
+            get_row(fetcher, Row("a", ("",)))
     assert slept == [7.0]
     assert len(requested) == 2  # the second answer exceeds the deadline
 
@@ -485,7 +509,7 @@ def test_a_picture_that_changed_is_refused_by_its_sha256() -> None:
         serving(lambda h: reply(h, body=png())) as host,
         pytest.raises(FetchFailed, match="sha256 differs"),
     ):
-        _fetcher(host).get(Row("a", ("",), "0" * 64))
+        get_row(_fetcher(host), Row("a", ("",), "0" * 64))
 
 
 def test_a_host_that_redirects_to_a_dead_one_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,11 +524,12 @@ def test_a_host_that_redirects_to_a_dead_one_is_alive(monkeypatch: pytest.Monkey
 
         reasons = []
         with serving(answer) as host:
-            settings = {"allow_hosts": (host, dead), "retries": 0, "max_host_failures": 2}
+            limits = {"retries": 0, "max_host_failures": 2, "robots_txt": False}
+            settings = {"allow_hosts": (host, dead), **limits}
             fetcher = Fetcher(Download.model_validate(settings), ServedAt(f"http://{host}/"))
             for number in range(4):
                 with pytest.raises(FetchFailed) as failed:
-                    fetcher.get(Row(f"{number}", ("",)))
+                    get_row(fetcher, Row(f"{number}", ("",)))
                 reasons.append(failed.value.reason)
     assert requested == ["/0", "/1", "/2", "/3"]
     assert reasons == ["connection refused"] * 2 + ["host does not answer"] * 2

@@ -1,0 +1,73 @@
+"""The event loop of this process's downloads, and what all shards of the process share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from artifacts.resolve_model import cache_folder
+from tasks.download.body_memory import BodyMemory
+from tasks.download.host_limits import HostLimits
+from tasks.download.robots_txt import RobotsCache
+
+#: Bytes of the bodies that a process reads or keeps for decoding.
+BODIES = 2**28
+T = TypeVar("T")
+_creation = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all shards of a process share."""
+
+    connections: asyncio.Semaphore  # of all hosts
+    bodies: BodyMemory
+    decoders: ThreadPoolExecutor  # decoding releases the interpreter lock
+    hosts: HostLimits
+    robots: RobotsCache
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, which runs in the loop beside those of other threads."""
+    with _creation:
+        loop = _loop()
+    running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return running.result()
+    except BaseException:
+        running.cancel()
+        raise
+
+
+def shared(max_connections: int) -> Shared:
+    """The shared objects of this process, for a limit of connections."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _creation:
+        connections, bodies, decoders = _of_process(max_connections)
+        return Shared(connections, bodies, decoders, *_of_folder(folder))
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="kiln-download", daemon=True).start()
+    return loop
+
+
+@cache
+def _of_process(max_connections: int) -> tuple[asyncio.Semaphore, BodyMemory, ThreadPoolExecutor]:
+    decoders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kiln-decode")
+    return asyncio.Semaphore(max_connections), BodyMemory(BODIES), decoders
+
+
+@cache
+def _of_folder(folder: Path) -> tuple[HostLimits, RobotsCache]:
+    return HostLimits(folder / "hosts.lock"), RobotsCache(folder / "robots.sqlite")

@@ -1,0 +1,81 @@
+"""Rotate a picture upright by its EXIF orientation, and decode a large JPEG at a reduced scale."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from configs.download import Download
+from tasks.download.decoding_bomb_checks import Header, known_formats
+from tasks.download.failure_reasons import FetchFailed
+
+ORIENTATION = 0x0112  # EXIF tag; 1 is upright
+TRANSPOSED = range(5, 9)
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+#: Scales at which JPEG decoders compute fewer pixels per block (1/2, 1/4 and 1/8).
+REDUCTIONS = (8, 4, 2)
+
+
+def reduction(header: Header, settings: Download) -> int:
+    """How many times smaller a JPEG is decoded, per side: 1, 2, 4 or 8.
+
+    The reduced picture is never smaller than the stored one: its shorter side (the longer one, for
+    the resize modes that fix that) has at least `image_size` pixels.
+    """
+    if settings.resize_mode == "no" or not header.is_reducible:
+        return 1
+    fixed = max if settings.resize_mode in ("border", "keep_ratio_largest") else min
+    side = fixed(header.width, header.height)
+    fitting = (n for n in REDUCTIONS if side >= n * settings.image_size)
+    return next(fitting, 1)
+
+
+class Upright(NamedTuple):
+    """An upright picture and its size in pixels before it was reduced."""
+
+    body: bytes
+    width: int
+    height: int
+
+
+def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
+    """The upright picture: `body` itself if nothing changes, else PNM or uncompressed PNG.
+
+    img2dataset ignores and drops the EXIF tag.
+
+    Args:
+        reduction: how many times smaller a JPEG is decoded, per side: 1, 2, 4 or 8.
+
+    Raises:
+        FetchFailed: the picture cannot be decoded.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(BytesIO(body), formats=known_formats()) as image:
+            orientation = _orientation(image)
+            width, height = image.size
+            size = (height, width) if orientation in TRANSPOSED else (width, height)
+            if orientation == 1 and reduction == 1:
+                return Upright(body, *size)
+            if reduction > 1:
+                image.draft(None, (width // reduction, height // reduction))
+            upright = ImageOps.exif_transpose(image) if orientation > 1 else image
+            if upright.mode not in PNG_MODES:
+                upright = upright.convert("RGB")
+            buffer = BytesIO()
+            if upright.mode in ("L", "RGB"):  # decoded again at once
+                upright.save(buffer, "PPM")
+            else:
+                upright.save(buffer, "PNG", compress_level=0)
+            return Upright(buffer.getvalue(), *size)
+    except Exception:  # any type, as in `check_picture`
+        raise FetchFailed("not an image") from None
+
+
+def _orientation(image: Any) -> int:
+    try:
+        orientation = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # a damaged tag does not make the picture unusable
+        return 1
+    return orientation if orientation in range(2, 9) else 1
