@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -14,20 +15,28 @@ TRANSPOSED = range(5, 9)
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 #: Scales at which JPEG decoders compute fewer pixels per block (1/2, 1/4 and 1/8).
 REDUCTIONS = (8, 4, 2)
+#: Photographs with this margin differ from those resized from the whole as much as two good filters
+#: (area, Lanczos) differ: by 35 to 43 dB.
+MARGIN = 2
 
 
 def reduction(header: Header, settings: Download) -> int:
     """How many times smaller a JPEG is decoded, per side: 1, 2, 4 or 8.
 
-    The reduced picture is never smaller than the stored one: its shorter side (the longer one, for
-    the resize modes that fix that) has at least `image_size` pixels.
+    The reduced picture has at least MARGIN times the sides of the stored one, whose size is that of
+    a picture resized from the whole.
     """
     if settings.resize_mode == "no" or not header.is_reducible:
         return 1
     fixed = max if settings.resize_mode in ("border", "keep_ratio_largest") else min
+
+    def stored(scale: int) -> list[int]:
+        sides = [math.ceil(side / scale) for side in (header.width, header.height)]
+        return [round(side * settings.image_size / fixed(sides)) for side in sides]
+
+    least = MARGIN * settings.image_size
     side = fixed(header.width, header.height)
-    fitting = (n for n in REDUCTIONS if side >= n * settings.image_size)
-    return next(fitting, 1)
+    return next((n for n in REDUCTIONS if side >= n * least and stored(n) == stored(1)), 1)
 
 
 class Upright(NamedTuple):

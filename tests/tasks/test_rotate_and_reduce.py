@@ -1,0 +1,113 @@
+"""JPEGs much larger than wanted are decoded at a reduced scale, with the same result to the eye."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from configs.download import Download
+from tasks.download.decoding_bomb_checks import Header
+from tasks.download.download_row_by_img2dataset import RowDownloader
+from tasks.download.rotate_and_reduce import reduction
+from tasks.download.sources import ServedAt
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+
+
+def photo(width: int, height: int, mode: str = "RGB", orientation: int = 1) -> bytes:
+    """A JPEG with detail at several scales."""
+    draw = np.random.default_rng(0)
+    levels = np.zeros((height, width, 3))
+    for cells in (3, 12, 48):
+        grain = Image.fromarray(draw.integers(0, 256, (cells, cells, 3), np.uint8))
+        levels += np.asarray(grain.resize((width, height), Image.Resampling.BICUBIC)) / 3
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    buffer = BytesIO()
+    picture = Image.fromarray(levels.astype(np.uint8)).convert(mode)
+    picture.save(buffer, "JPEG", quality=92, exif=exif)
+    return buffer.getvalue()
+
+
+def resized(tmp_path: Path, body: bytes, **settings: Any) -> tuple[dict[str, Any] | str, Any]:
+    """Outcome and pixels of a body, decoded as the settings say."""
+    chosen = {"image_size": 64, "encode_format": "png", "encode_quality": 1, **settings}
+    file = tmp_path / "picture"
+    found = RowDownloader(Download(**chosen), ServedAt())._write(body, file)
+    with Image.open(file) as picture:
+        return found, np.asarray(picture)
+
+
+def whole(tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    """The same, from the whole picture as img2dataset does."""
+    with monkeypatch.context() as patch:
+        target = "tasks.download.download_row_by_img2dataset.reduction"
+        patch.setattr(target, lambda *_: 1)
+        return resized(tmp_path, body, **settings)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize("size", [(600, 528), (388, 516)])
+@pytest.mark.parametrize("resize_mode", ["keep_ratio", "keep_ratio_largest", "center_crop"])
+def test_a_reduced_picture_looks_like_one_resized_from_the_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    orientation: int,
+    size: tuple[int, int],
+    resize_mode: str,
+) -> None:
+    body = photo(*size, mode, orientation)
+    outcome, pixels = resized(tmp_path, body, resize_mode=resize_mode)
+    expected, reference = whole(tmp_path, body, monkeypatch, resize_mode=resize_mode)
+    assert outcome == expected and pixels.shape == reference.shape
+    difference = pixels.astype(float) - reference
+    assert difference.any()  # it was reduced
+    assert 10 * np.log10(255**2 / np.mean(difference**2)) > 35  # dB
+    assert (resized(tmp_path, body, resize_mode=resize_mode)[1] == pixels).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "expected"),
+    [
+        ((1024, 1024), "keep_ratio", 8),
+        ((1023, 1024), "keep_ratio", 4),
+        ((255, 900), "keep_ratio", 1),
+        ((256, 256), "center_crop", 2),
+        ((512, 1024), "keep_ratio_largest", 8),
+        ((100, 512), "border", 4),
+        ((900, 900), "no", 1),
+        ((1025, 4096), "keep_ratio", 2),  # by 4 or 8, the longer side would be 255 instead of 256
+    ],
+)
+def test_a_reduced_picture_has_twice_the_sides_of_the_stored_one(
+    size: tuple[int, int], mode: Any, expected: int
+) -> None:
+    settings = Download(image_size=64, resize_mode=mode)
+    assert reduction(Header(*size, True), settings) == expected
+    assert reduction(Header(*size, False), settings) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "reason"),
+    [
+        ((2400, 590), {}, "too thin"),
+        ((2400, 610), {}, None),
+        ((600, 600), {"min_image_size": 601}, "too small"),
+        ((600, 600), {"min_image_size": 600}, None),
+    ],
+)
+def test_the_limits_of_a_reduced_picture_are_those_of_the_whole(
+    tmp_path: Path, size: tuple[int, int], settings: dict[str, Any], reason: str | None
+) -> None:
+    settings = {"image_size": 64, **settings}
+    downloader = RowDownloader(Download(**settings), ServedAt())
+    found = downloader._write(photo(*size), tmp_path / "picture")
+    assert (found if isinstance(found, str) else None) == reason
