@@ -44,6 +44,7 @@ class Workload:
     pictures: int
     threads: int  # of img2dataset, per process
     processes: int = 2  # of img2dataset
+    connections: int = 256  # of ours
     shard_size: int = 1000
     image_size: int = IMAGE_SIZE
 
@@ -51,8 +52,10 @@ class Workload:
 WORKLOADS = {
     "small": Workload("rate_vs_img2dataset", "small", "fast", 6000, 64),
     "large": Workload("rate_large_vs_img2dataset", "large", "fast", 1000, 64, shard_size=250),
-    "slow": Workload("rate_slow_vs_img2dataset", "small", "slow", 6000, 64),
-    "slow, 256 threads": Workload("rate_slow_vs_256_threads", "small", "slow", 6000, 256),
+    "slow": Workload("rate_slow_vs_img2dataset", "small", "slow", 6000, 64, connections=512),
+    "slow, 256 threads": Workload(
+        "rate_slow_vs_256_threads", "small", "slow", 6000, 256, connections=512
+    ),
 }
 
 
@@ -202,7 +205,8 @@ def _ours(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> N
             "source": {"kind": "urls", "path": str(listed)},
             "download": {
                 "image_size": workload.image_size,
-                "max_connections_per_host": 256,
+                "max_connections": workload.connections,
+                "max_connections_per_host": workload.connections,
                 "max_requests_per_host": None,
                 "allow_hosts": [job["host"]],
                 "shard_size": workload.shard_size,
