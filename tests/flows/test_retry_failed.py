@@ -49,7 +49,7 @@ def test_pictures_of_a_host_that_was_away_stay_in_all_later_runs(
         overrides = {name: v for name, v in small.items() if not name.startswith("source.")}
         overrides["source"] = {"kind": "urls", "path": str(tmp_path / "list.parquet")}
         overrides |= {"download.allow_hosts": ["127.0.0.1"], "download.backoff": 0.0}
-        lost = {"connection refused": 2, "success": 4}
+        lost = {"host does not answer": 2, "success": 4}
         assert download() == ("built", lost)
     with serve_folder(tmp_path / "www", port, _served_at):
         assert download("--retry-failed") == ("built", {"success": 6})
