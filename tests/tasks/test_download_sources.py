@@ -598,7 +598,7 @@ def test_settings_that_change_the_pictures_change_the_keys_and_others_do_not(
         return download.settings_for_key(recipe), [s.key for s in download.plan(recipe).shards]
 
     plain = keys()
-    assert keys(threads=3, retries=9, timeout=1.0, max_failed=0.9, max_transient=0.5) == plain
+    assert keys(max_connections=3, contact="me", retries=9, timeout=1.0, max_failed=0.9, max_transient=0.5) == plain
     for settings in ({"image_size": 64}, {"encode_quality": 80}, {"opt_out_headers": ()}):
         changed = keys(**settings)
         assert changed[0] != plain[0]
