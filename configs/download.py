@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, PositiveInt
 
@@ -135,3 +135,7 @@ class Download(Section):
         "failure again. Rows with permanent failures (404, no picture) are not fetched again.",
     )
     shard_size: PositiveInt = Field(1000, description="Average number of rows per shard.")
+    beam: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Beam pipeline options of this stage, over those of section `beam`.",
+    )

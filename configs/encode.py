@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -50,3 +50,7 @@ class Encode(Section):
     )
     device: str = Field("auto", description="Device: see train.device.")
     dtype: Dtype = Field("float32", description="Compute precision of the encoders.")
+    beam: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Beam pipeline options of this stage, over those of section `beam`.",
+    )

@@ -37,7 +37,13 @@ class Recipe(Section):
     download: Download = Download()
     beam: dict[str, Any] = Field(
         default_factory=dict,
-        description="Beam pipeline options, such as runner or direct_num_workers.",
+        description="Beam pipeline options of the stages download and encode, such as runner or "
+        "direct_num_workers.",
+    )
+    shared_folders: tuple[str, ...] = Field(
+        (),
+        description="Folders that remote Beam workers have at the same paths as this machine, "
+        "such as the mount of a network file system.",
     )
     encode: Encode = Encode()
     train: Train = Train()

@@ -27,6 +27,7 @@ from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.train.wandb_board import check_wandb
 from tasks import check_targets, download
+from tasks.beam_workers import BEAM_STAGES, Workers, beam_options, check_workers, workers_of
 from tasks.build_or_reuse import storage_error
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
@@ -126,10 +127,7 @@ def prepare(
         _check_monitoring(recipe)
     download.check(recipe)
     evaluate.check(recipe)
-    if recipe.beam:
-        from tasks.beam import check_options  # seconds to import
-
-        check_options(recipe.beam)
+    _check_workers(recipe, stages)
     model, vae = _check_models(recipe)
     if "train" in stages:
         _check_memory(recipe, model, vae)
@@ -170,6 +168,8 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
         return
     check_support.check_installed(recipe.runtime)
     computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
+    if workers_of(beam_options(recipe, "encode")) is Workers.REMOTE:
+        computing.remove("encode")  # its device is on machines that cannot be asked
     asked = {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
     settings = recipe.train
     several = settings.processes > 1 and settings.device != "cpu"
@@ -180,6 +180,15 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
     check_support.check_devices(recipe.runtime, asked)
     if "train" in stages:
         check_support.check_settings(recipe.runtime, settings)
+
+
+def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
+    """Raise BeamOptionsError or RecipeError for Beam options or workers that cannot work."""
+    for options in filter(None, (beam_options(recipe, stage) for stage in BEAM_STAGES)):
+        from tasks.beam_options import check_options  # seconds to import
+
+        check_options(options)
+    check_workers(recipe, stages)
 
 
 def _check_monitoring(recipe: Recipe) -> None:

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import contextvars
-import difflib
 import errno
-import logging
 import os
 import re
 import threading
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from artifacts.store import Store
 from configs.redact_errors_and_logs import one_line
+from tasks.beam_options import make_pipeline, quiet_beam
+from tasks.beam_workers import Workers, workers_of
+from tasks.build_or_reuse import TransientError
 from tasks.quiet_import import quiet_import
 from tasks.worker_reports import WorkerReports, progress_text
 
 with quiet_import():
     import apache_beam as beam
-    from apache_beam.options.pipeline_options import PipelineOptions
 
-#: The default runner. Beam's own default first tries to download another one.
-RUNNER = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+#: Errors of runners that have lost workers, or the connection to their service.
+LOST = re.compile(
+    r"Channel closed prematurely|StatusCode\.(?:UNAVAILABLE|CANCELLED)|\bKilledWorker\b|"
+    r"\bCommClosedError\b|Timed out (?:during|trying to)|\bFutureCancelledError\b"
+)
 
 
-class BeamOptionsError(ValueError):
-    """The recipe's `beam` section has a runner or an option that Beam rejects."""
+class WorkersLost(TransientError):
+    """The runner lost its workers, and does not replace them; committed shards are kept."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +49,7 @@ class ShardProgress:
     unit: str = "rows"
 
 
-@contextmanager
-def _quiet_beam() -> Iterator[None]:
-    """Silence Beam's logger, which prints a traceback several times before raising it."""
-    logger = logging.getLogger("apache_beam")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@_quiet_beam()
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise BeamOptionsError for a runner or options that Beam rejects; nothing is run."""
-    _pipeline(options, threads=1)
-
-
-@_quiet_beam()
+@quiet_beam()
 def run_linear(
     elements: Sequence[Any],
     dofn: beam.DoFn,
@@ -72,48 +59,76 @@ def run_linear(
     threads: int = 1,
     known: tuple[type[Exception], ...] = (),
 ) -> None:
-    """Run Create → Reshuffle → ParDo, a pipeline shape that every runner supports.
+    """Run Create → Reshuffle → ParDo → Reshuffle, a pipeline shape that every runner supports.
 
     The DoFn writes its results to the store, since not every runner returns values or counters.
 
     Args:
-        options: Beam pipeline options; without `runner`, RUNNER is used.
-        threads: concurrent shards on the default runner, unless `options` override it. Threads
-            avoid the import time and the memory of processes.
+        options, threads: as make_pipeline.
         known: exception types of the DoFn that are raised again with their message.
 
     Raises:
         BeamOptionsError: Beam rejects the options.
         OSError: the store is full or not writable.
+        WorkersLost: the runner lost workers; another run does the shards that are missing.
     """
-    pipeline = _pipeline(options, threads)
-    _ = pipeline | beam.Create(list(elements)) | beam.Reshuffle() | beam.ParDo(dofn)
-    with _watching(watch):
-        try:
-            pipeline.run().wait_until_finish()
-        except Exception as error:
-            raise _plain(error, watch.store, known) or error from error
+    pipeline = make_pipeline(options, threads=threads)
+    in_threads = workers_of(options) is Workers.THREADS
+    with _in_turn(elements, dofn) if in_threads else nullcontext((elements, dofn)) as (inputs, do):
+        shards = pipeline | beam.Create(list(inputs)) | beam.Reshuffle() | beam.ParDo(do)
+        # With an output to wait for, Beam's job service notices that a worker is gone.
+        _ = shards | "Results" >> beam.Reshuffle()
+        with _watching(watch):
+            try:
+                _run(pipeline)
+            except Exception as error:
+                raise _plain(error, watch.store, known) or error from error
 
 
-def _pipeline(options: Mapping[str, Any], threads: int) -> beam.Pipeline:
-    chosen = dict(options)
-    if "runner" not in chosen:
-        mode = "multi_threading" if threads > 1 else "in_memory"
-        direct = {"direct_running_mode": mode, "direct_num_workers": threads}
-        chosen = {"runner": RUNNER, **direct, **options}
+def _run(pipeline: beam.Pipeline) -> None:
+    result = pipeline.run()
     try:
-        pipeline = beam.Pipeline(options=PipelineOptions([], **chosen))
-    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        raise BeamOptionsError(
-            f"beam: runner {chosen['runner']} cannot be used: {one_line(error)}"
-        ) from error
-    # Beam ignores unknown options silently. The runner is loaded now, so its options are known.
-    known = PipelineOptions([]).get_all_options()
-    for name in options.keys() - known.keys():
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean beam.{near[0]}?)" if near else ""
-        raise BeamOptionsError(f"beam.{name}: unknown to Beam and this runner{hint}")
-    return pipeline
+        result.wait_until_finish()
+    finally:
+        if hasattr(result, "client"):  # Dask's, which its runner leaves open
+            result.client.close()
+
+
+class _Exhaust(beam.DoFn):
+    """Runs another DoFn on the next element of a queue until it is empty, whatever its own is.
+
+    Beam's threads would each have a fixed share of the elements, and wait for the slowest share.
+    """
+
+    queues: ClassVar[dict[str, deque[Any]]] = {}  # of this process; a pickled DoFn has the name
+
+    def __init__(self, name: str, dofn: beam.DoFn) -> None:
+        self.name, self.dofn = name, dofn
+
+    def process(self, _: int) -> Iterator[Any]:
+        """Yield the results of the elements that this thread was free for."""
+        queue = self.queues[self.name]
+        while queue:
+            try:
+                element = queue.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                yield from self.dofn.process(element)
+            except BaseException:
+                queue.clear()  # the run has failed
+                raise
+
+
+@contextmanager
+def _in_turn(elements: Sequence[Any], dofn: beam.DoFn) -> Iterator[tuple[Sequence[int], _Exhaust]]:
+    """Elements and DoFn of a pipeline in which each thread does the next shard when it is free."""
+    name = uuid.uuid4().hex
+    _Exhaust.queues[name] = deque(elements)
+    try:
+        yield range(len(elements)), _Exhaust(name, dofn)
+    finally:
+        del _Exhaust.queues[name]
 
 
 @contextmanager
@@ -164,4 +179,7 @@ def _plain(error: Exception, store: Store, known: tuple[type[Exception], ...]) -
             message = found[1] if found else None
         if message is not None:
             return kind(message.split(" [while running")[0])
+    found = f"{type(error).__name__}: {text}"
+    if LOST.search(found):
+        return WorkersLost(f"beam: workers were lost ({one_line(error)}): run again for the rest")
     return None

@@ -48,6 +48,7 @@ NOT_IN_KEY = {
     "max_transient",
     "max_host_failures",
     "retry_failed",
+    "beam",
 }
 
 

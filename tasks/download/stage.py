@@ -17,6 +17,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.image_shards import read_tar
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.recipe import Recipe
+from tasks.beam_workers import beam_options
 from tasks.build_or_reuse import TransientError
 from tasks.download.data_checks import check_data, most_common
 from tasks.download.download_shard import (
@@ -137,7 +138,7 @@ def build(
             rows=plan.rows,
             retry_failed=retry_failed,
         )
-        deferred = run_pipeline(plan.shards, context, recipe.beam, progress)
+        deferred = run_pipeline(plan.shards, context, beam_options(recipe, "download"), progress)
     if deferred:
         raise TransientError(_outage(deferred, len(plan.shards)))
     outcomes: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from apache_beam.utils.shared import Shared
 
 from artifacts.commit import Damaged
 from artifacts.image_shards import read_tar
+from artifacts.resolve_model import ModelNotFound
 from artifacts.store import Shard, Store
 from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.process.job import EncodeJob
@@ -22,6 +23,7 @@ from tasks.beam import ShardProgress, run_linear
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import encode_shard
 from tasks.encode.encoder_client import ServedEncoder
+from tasks.encode.encoders_in_store import EncodersInStore
 from tasks.encode.keys import STAGE
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
@@ -46,8 +48,10 @@ class EncodeShard(beam.DoFn):
         encoders: EncodeJob,
         settings: TransformSettings,
         batch_size: int,
+        copy: EncodersInStore | None = None,  # for workers without the folders of `encoders`
     ) -> None:
-        self.store_url, self.reports, self.encoders = store_url, reports, encoders
+        self.store_url, self.reports = store_url, reports
+        self.encoders, self.copy = encoders, copy
         self.settings, self.batch_size = settings, batch_size
         self._shared = Shared()
 
@@ -71,8 +75,8 @@ class EncodeShard(beam.DoFn):
 
     def _open(self) -> PipelineEncoder:
         """The encoder, in a separate process if the runtime has its own environment."""
-        is_separate = encodes_in_subprocess(self.encoders)
-        return ServedEncoder(self.encoders) if is_separate else open_encoder(self.encoders)
+        job = self.encoders if self.copy is None else self.copy.fetched(self.encoders)
+        return ServedEncoder(job) if encodes_in_subprocess(job) else open_encoder(job)
 
 
 class _Placeholder:
@@ -95,7 +99,7 @@ def encode_shards(
     reports = WorkerReports(store, dofn.reports)
     reports.clear()  # of an earlier run
     try:
-        run_linear(tasks, dofn, options, watch, known=(WrongInput, Damaged))
+        run_linear(tasks, dofn, options, watch, known=(WrongInput, Damaged, ModelNotFound))
         reports.clear()
     finally:
         # Beam keeps a reference to the last shared object. A new one releases the encoders.

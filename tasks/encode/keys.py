@@ -15,11 +15,11 @@ VERSION = 4
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that affect latents, without the device and `max_bad`.
+    """The settings that affect latents, without the device, `max_bad` and `beam`.
 
     The batch size is included because it affects rounding.
     """
-    settings = recipe.encode.model_dump(mode="json", exclude={"device", "max_bad"})
+    settings = recipe.encode.model_dump(mode="json", exclude={"device", "max_bad", "beam"})
     scored = TransformSettings.of(recipe).scored
     return {**settings, "max_pixels": recipe.download.max_pixels, "scored": scored}
 

@@ -16,9 +16,11 @@ from artifacts.store import Artifact, Draft, Shard
 from configs.recipe import Recipe
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob
+from tasks.beam_workers import Workers, beam_options, workers_of
 from tasks.build_or_reuse import runtime_facts
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
+from tasks.encode.encoders_in_store import put_encoders
 from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
 from tasks.panels import Facts, Panel, Table
 from tasks.quiet_import import quiet_import
@@ -80,9 +82,12 @@ def build(
         dtype=dtype,
         compiled=store.compiled_url,
     )
+    options = beam_options(recipe, "encode")
+    is_remote = workers_of(options) is Workers.REMOTE
+    copy = put_encoders(store, model_folder, vae_folder) if is_remote else None
     reports = f"{draft.path}/{REPORTS}"
-    dofn = EncodeShard(store.url, reports, encoders, settings, recipe.encode.batch_size)
-    shards = encode_shards(list(tasks.values()), store, dofn, recipe.beam, progress)
+    dofn = EncodeShard(store.url, reports, encoders, settings, recipe.encode.batch_size, copy)
+    shards = encode_shards(list(tasks.values()), store, dofn, options, progress)
     summary = summarise(shards, info["vae_scale_factor"])
     check(summary, recipe.encode.max_bad)
     if summary["uncaptioned"]:

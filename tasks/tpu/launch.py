@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from artifacts.image_shards import add_member
+from artifacts.model_in_store import put_model
 from artifacts.resolve_model import digest_model
 from artifacts.store import Store
 from configs.monitoring import Wandb
@@ -269,14 +270,9 @@ def _home(code: bytes) -> str:
 
 def _in_store(store: Store, folder: str) -> str:
     """URL of a model's folder in the store, where a slice can read it; copied if missing."""
-    path = f"models/{digest_model(Path(folder))}"
-    url, done = store.url_of(path), f"{store.root}/{path}.json"
-    if not store.fs.exists(done):
-        log.info("tpu: copying %s to the store", folder)
-        store.fs.put(f"{folder.rstrip('/')}/", f"{store.root}/{path}/", recursive=True)
-    # Last: it marks a complete copy. Its age is the time since the last use, for `kiln gc`.
-    store.fs.pipe_file(done, b"{}")
-    return url
+    root = Path(folder)
+    files = {str(path.relative_to(root)): path for path in _files(root)}
+    return put_model(store, digest_model(root), files)
 
 
 def _run_command(command: Command) -> str:

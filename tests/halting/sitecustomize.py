@@ -2,7 +2,8 @@
 
 Python imports this module at its start from a folder on PYTHONPATH. KILN_TEST_HALT is a JSON
 object: `record`, a regular expression of the record's path; `number`, which of them a process
-halts at, counted from 1; and `told`, a file that then gets its pid.
+halts at, counted from 1; and `told`, a file that then gets its pid. Of several processes, only
+the first to get there halts.
 """
 
 import json
@@ -30,13 +31,22 @@ def halting(write: Callable[..., Any]) -> Callable[..., Any]:
             return write(fs, path, *rest)
         with IN_TURN:
             seen += 1
-            if seen == HALT["number"]:
-                Path(HALT["told"] + ".new").write_text(str(os.getpid()))
-                Path(HALT["told"] + ".new").rename(HALT["told"])
+            if seen == HALT["number"] and is_first():
                 time.sleep(3600)
             return write(fs, path, *rest)
 
     return halted
+
+
+def is_first() -> bool:
+    """Write this process's pid to `told`, unless another process has."""
+    own = Path(f"{HALT['told']}.{os.getpid()}")
+    own.write_text(str(os.getpid()))
+    try:
+        os.link(own, HALT["told"])
+    except FileExistsError:
+        return False
+    return True
 
 
 commit.write_atomic = halting(commit.write_atomic)

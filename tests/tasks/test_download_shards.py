@@ -30,7 +30,7 @@ from artifacts.image_shards import Sample, read_rows, read_tar, write_tar
 from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
 from tasks import download
-from tasks.beam import BeamOptionsError, check_options
+from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
 from tasks.download.download_row_by_img2dataset import img2dataset_parts
 from tasks.download.shard_statistics import DownloadStatistics

@@ -1,0 +1,61 @@
+"""Models in the store: copied there for other machines, and fetched there once per machine."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from filelock import FileLock
+from fsspec.core import url_to_fs
+
+from artifacts.commit import put_atomic
+from artifacts.resolve_model import ModelNotFound, cache_folder
+from artifacts.store import Store
+
+log = logging.getLogger("kiln")
+
+
+def put_model(store: Store, digest: str, files: Mapping[str, Path]) -> str:
+    """URL of a model's folder in the store, copied if it is not there.
+
+    Args:
+        digest: sha256 (hex) of the model's content, the name of the folder.
+        files: relative path in the folder -> local file.
+    """
+    path = f"models/{digest}"
+    done = f"{store.root}/{path}.json"
+    if not store.fs.exists(done):
+        log.info("copying %d files of a model to %s", len(files), store.url_of(path))
+        for name, file in files.items():
+            put_atomic(store.fs, str(file), f"{store.root}/{path}/{name}")
+    # Last: it marks a complete copy. Its age is the time since the last use, for `kiln gc`.
+    store.fs.pipe_file(done, b"{}")
+    return store.url_of(path)
+
+
+def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path:
+    """The local folder of a model of `put_model`, fetched to the cache once per machine.
+
+    Args:
+        digest_of: the digest of a local folder, which is checked after fetching.
+
+    Raises:
+        ModelNotFound: the store has no such model, or other bytes.
+    """
+    target = cache_folder() / "models" / digest
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):  # the other workers of this machine wait
+        if not target.is_dir():
+            fs, root = url_to_fs(url)
+            with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+                complete = Path(temporary, "model")
+                try:
+                    fs.get(root, str(complete), recursive=True)
+                except FileNotFoundError:
+                    raise ModelNotFound(f"model {url}: no files there") from None
+                if digest_of(complete) != digest:
+                    raise ModelNotFound(f"model {url}: it has other bytes than its name says")
+                complete.rename(target)
+    return target

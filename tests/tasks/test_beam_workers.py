@@ -1,0 +1,134 @@
+"""A stage's workers must reach its store and source, and its engine must answer."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.load import RecipeError
+from configs.recipe import Recipe
+from tasks.beam_workers import Workers, beam_options, check_workers, workers_of
+
+DASK = "apache_beam.runners.dask.dask_runner.DaskRunner"
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """host:port of a listening socket."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def recipe(**settings: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {"path": "/models/base"},
+            "store": "gs://bucket/store",
+            "source": {"kind": "urls", "path": "urls.parquet"},
+            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
+            "publish": {"name": "unused"},
+            **settings,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [
+        ({}, Workers.THREADS),
+        ({"direct_running_mode": "multi_threading"}, Workers.THREADS),
+        ({"direct_running_mode": "multi_processing"}, Workers.PROCESSES),
+        ({"runner": "DirectRunner"}, Workers.PROCESSES),
+        ({"runner": "DaskRunner"}, Workers.PROCESSES),
+        ({"runner": DASK, "dask_client_address": "tcp://127.0.0.1:8786"}, Workers.REMOTE),
+        ({"runner": DASK, "dask_scheduler_file": "/mnt/dask.json"}, Workers.REMOTE),
+        ({"runner": "PortableRunner", "environment_type": "LOOPBACK"}, Workers.PROCESSES),
+        ({"runner": "PortableRunner", "environment_type": "EXTERNAL"}, Workers.REMOTE),
+        ({"runner": "flink"}, Workers.REMOTE),
+        ({"runner": "DataflowRunner"}, Workers.REMOTE),
+        ({"runner": "their.own.Engine"}, Workers.REMOTE),
+    ],
+)
+def test_an_engine_with_an_address_has_remote_workers(
+    options: dict[str, Any], workers: Workers
+) -> None:
+    assert workers_of(options) is workers
+
+
+def test_options_of_a_stage_override_those_of_both() -> None:
+    both = {"runner": "DaskRunner", "dask_npartitions": 4}
+    settings = recipe(beam=both, encode={"beam": {"dask_npartitions": 2}})
+    assert beam_options(settings, "download") == both
+    assert beam_options(settings, "encode") == {"runner": "DaskRunner", "dask_npartitions": 2}
+
+
+REMOTE = {"runner": "DataflowRunner"}
+FOLDER = {"kind": "folder", "path": "/data/pictures"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"store": "/data/store"}, "store: the workers of DataflowRunner .* shared_folders"),
+        ({"store": "file:///data/store"}, "store: .* a folder of this machine"),
+        ({"store": "memory://store"}, "store: .* the memory of this process"),
+        ({"source": FOLDER}, "source.path: .* cannot reach /data/pictures"),
+        ({"source": {**FOLDER, "kind": "dataset"}}, "source.path: .* a folder of this machine"),
+        ({"source": FOLDER, "shared_folders": ["/data/pict"]}, "source.path"),
+        ({"source": {"kind": "digits"}}, "source.kind: .* an address of this machine alone"),
+        (
+            {"source": {"kind": "urls", "path": "u.csv", "base_url": "http://localhost:80"}},
+            "source.base_url",
+        ),
+    ],
+)
+def test_places_that_remote_workers_cannot_reach_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        check_workers(recipe(beam=REMOTE, **settings), ["download"])
+    with pytest.raises(RecipeError, match=words):
+        check_workers(recipe(download={"beam": REMOTE}, **settings), ["download", "encode"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"source": {"kind": "urls", "path": "/lists/urls.parquet"}},  # only the flow reads it
+        {"source": FOLDER, "store": "/data/store", "shared_folders": ["/data"]},
+        {"source": {**FOLDER, "path": "s3://bucket/pictures"}},
+        {"source": {"kind": "dataset", "path": "owner/name"}},
+    ],
+)
+def test_places_that_remote_workers_reach_are_accepted(settings: dict[str, Any]) -> None:
+    check_workers(recipe(beam=REMOTE, **settings), ["download", "encode"])
+
+
+def test_only_the_stages_of_the_run_are_checked() -> None:
+    settings = recipe(store="/data/store", encode={"beam": REMOTE})
+    check_workers(settings, ["download"])
+    with pytest.raises(RecipeError, match=r"DataflowRunner \(encode\)"):
+        check_workers(settings, ["download", "encode"])
+
+
+def test_processes_of_this_machine_reach_folders_but_not_memory(tmp_path: Path) -> None:
+    beam = {"direct_running_mode": "multi_processing"}
+    check_workers(recipe(beam=beam, store=str(tmp_path), source={"kind": "digits"}), ["download"])
+    with pytest.raises(RecipeError, match="the memory of this process"):
+        check_workers(recipe(beam=beam, store="memory://store"), ["encode"])
+
+
+@pytest.mark.parametrize(
+    ("runner", "name", "prefix"),
+    [("DaskRunner", "dask_client_address", "tcp://"), ("PortableRunner", "job_endpoint", "")],
+)
+def test_an_engine_that_does_not_answer_is_refused(
+    address: str, runner: str, name: str, prefix: str
+) -> None:
+    check_workers(recipe(beam={"runner": runner, name: f"{prefix}{address}"}), ["encode"])
+    with pytest.raises(RecipeError, match=rf"beam\.{name}: nothing answers at {prefix}127"):
+        check_workers(recipe(beam={"runner": runner, name: f"{prefix}127.0.0.1:1"}), ["encode"])

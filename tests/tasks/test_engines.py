@@ -1,0 +1,167 @@
+"""Both Beam stages on a Dask cluster, and on Beam's job service with an external worker pool."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import ROOT
+from engines import dask_cluster, job_service
+from picture_sources import make_pictures, write_folder
+
+from artifacts.store import Artifact, Store
+from configs.recipe import Recipe
+from tasks import download
+from tasks.build_or_reuse import TransientError
+from tasks.encode import stage as encode
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+
+KILL_SECONDS = 300  # for a busy machine
+
+
+def make_recipe(folder: Path, store: str, model: Path, beam: Mapping[str, Any]) -> Recipe:
+    if not (folder / "pictures").exists():
+        write_folder(folder / "pictures", make_pictures(24))
+    sizes = {"image_size": 32, "min_image_size": 16, "shard_size": 4}
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {"path": str(model)},
+            "store": str(folder / store),
+            "source": {"kind": "folder", "path": str(folder / "pictures")},
+            "download": {**sizes, "beam": dict(beam)},
+            "encode": {
+                "resolution": 32,
+                "holdout": 0.25,
+                "batch_size": 4,
+                "device": "cpu",
+                "beam": dict(beam),
+            },
+            "shared_folders": [str(folder)],
+            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
+            "publish": {"name": "unused"},
+        }
+    )
+
+
+def fetch(recipe: Recipe) -> Artifact:
+    plan, store = download.plan(recipe), Store(recipe.store)
+    draft = store.draft(download.key_parts(recipe, plan))
+    return draft.commit(download.build(recipe, plan, draft, lambda *_: None), {})
+
+
+def encoded(recipe: Recipe, images: Artifact) -> Artifact:
+    model = Path(recipe.model.path)
+    draft = Store(recipe.store).draft(encode.key_parts(recipe, images, model, None))
+    return draft.commit(encode.build(recipe, images, model, None, draft, lambda *_: None), {})
+
+
+def content(artifact: Artifact) -> list[tuple[str, str]]:
+    return [(entry.path, entry.sha256) for entry in artifact.files]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, tiny_sdxl: Path
+) -> tuple[list[Any], list[Any]]:
+    """Files of both artifacts by the embedded runner."""
+    recipe = make_recipe(tmp_path_factory.mktemp("embedded"), "store", tiny_sdxl, {})
+    images = fetch(recipe)
+    found = content(images), content(encoded(recipe, images))
+    assert len(found[1]) > 4  # enough shards for several workers
+    return found
+
+
+def test_dask_workers_write_the_bytes_of_the_embedded_runner(
+    tmp_path: Path,
+    tiny_sdxl: Path,
+    undisturbed: tuple[list[Any], list[Any]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with dask_cluster(tmp_path / "cluster", 2) as address:
+        beam = {"runner": "DaskRunner", "dask_client_address": address}
+        recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
+        images = fetch(recipe)
+        latents = encoded(recipe, images)
+    assert (content(images), content(latents)) == undisturbed
+    assert capfd.readouterr() == ("", "")
+
+
+def test_external_workers_write_the_bytes_of_the_embedded_runner(
+    tmp_path: Path,
+    tiny_sdxl: Path,
+    undisturbed: tuple[list[Any], list[Any]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cache = tmp_path / "cache"
+    with job_service(tmp_path / "service", 2, {"KILN_CACHE": str(cache)}) as beam:
+        recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
+        images = fetch(recipe)
+        latents = encoded(recipe, images)
+    assert (content(images), content(latents)) == undisturbed
+    assert capfd.readouterr() == ("", "")
+    (kept,) = (cache / "kilnworks/models").glob("*/pipeline")  # one copy for both workers
+    assert not list(kept.glob("unet/*.safetensors"))
+
+
+def kill_the_halted(told: Path) -> threading.Thread:
+    """Kill the worker that writes its pid to `told`, in a thread."""
+
+    def kill() -> None:
+        until = time.monotonic() + KILL_SECONDS
+        while not told.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(int(told.read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def halting(told: Path, stage: str) -> dict[str, str]:
+    """Environment in which the first worker to commit a second shard of a stage halts."""
+    halt = {"record": rf"/{stage}/shards/.*\.json$", "number": 2, "told": str(told)}
+    path = f"{ROOT / 'tests/halting'}:{ROOT}"
+    return {"PYTHONPATH": path, "KILN_TEST_HALT": json.dumps(halt)}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", ["download", "encode"])
+def test_a_killed_dask_worker_loses_and_doubles_nothing(
+    tmp_path: Path, tiny_sdxl: Path, undisturbed: tuple[list[Any], list[Any]], stage: str
+) -> None:
+    told = tmp_path / "told"
+    with dask_cluster(tmp_path / "cluster", 3, halting(told, stage)) as address:
+        beam = {"runner": "DaskRunner", "dask_client_address": address}
+        recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
+        killing = kill_the_halted(told)
+        images = fetch(recipe)
+        latents = encoded(recipe, images)
+    killing.join(0)
+    assert not killing.is_alive(), "no worker was killed"
+    assert (content(images), content(latents)) == undisturbed
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", ["download", "encode"])
+def test_a_killed_external_worker_fails_the_job_and_a_retry_completes_it(
+    tmp_path: Path, tiny_sdxl: Path, undisturbed: tuple[list[Any], list[Any]], stage: str
+) -> None:
+    told = tmp_path / "told"
+    with job_service(tmp_path / "service", 2, halting(told, stage)) as beam:
+        recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
+        kill_the_halted(told)
+        images = fetch(recipe) if stage == "encode" else None
+        with pytest.raises(TransientError, match="workers were lost"):
+            fetch(recipe) if images is None else encoded(recipe, images)
+        kept = len(list(Path(recipe.store, stage, "shards").glob("*.json")))
+        assert kept > 0
+        images = fetch(recipe)
+        latents = encoded(recipe, images)
+    assert (content(images), content(latents)) == undisturbed
