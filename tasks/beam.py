@@ -11,14 +11,14 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from artifacts.store import Store
 from configs.redact_errors_and_logs import one_line
 from tasks.beam_options import make_pipeline, quiet_beam
-from tasks.beam_workers import Workers, workers_of
+from tasks.beam_workers import Workers, is_dask, workers_of
 from tasks.build_or_reuse import TransientError
 from tasks.quiet_import import quiet_import
 from tasks.worker_reports import WorkerReports, progress_text
@@ -80,18 +80,26 @@ def run_linear(
         _ = shards | "Results" >> beam.Reshuffle()
         with _watching(watch):
             try:
-                _run(pipeline)
+                _run(pipeline, options)
             except Exception as error:
                 raise _plain(error, watch.store, known) or error from error
 
 
-def _run(pipeline: beam.Pipeline) -> None:
-    result = pipeline.run()
+def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:
+    with _dask_settings() if is_dask(options) else nullcontext():
+        result = pipeline.run()
     try:
         result.wait_until_finish()
     finally:
         if hasattr(result, "client"):  # Dask's, which its runner leaves open
             result.client.close()
+
+
+def _dask_settings() -> AbstractContextManager[Any]:
+    """Make the workers of this run's own cluster import Beam quietly, before their first shard."""
+    import dask
+
+    return dask.config.set({"distributed.worker.preload": ["tasks.beam"]})
 
 
 class _Exhaust(beam.DoFn):
@@ -179,7 +187,6 @@ def _plain(error: Exception, store: Store, known: tuple[type[Exception], ...]) -
             message = found[1] if found else None
         if message is not None:
             return kind(message.split(" [while running")[0])
-    found = f"{type(error).__name__}: {text}"
-    if LOST.search(found):
+    if LOST.search(f"{type(error).__name__}: {text}"):
         return WorkersLost(f"beam: workers were lost ({one_line(error)}): run again for the rest")
     return None

@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 from configs.redact_errors_and_logs import one_line
-from tasks.beam_workers import is_dask
+from tasks.beam_workers import is_dask, uses_job_service
 from tasks.quiet_import import quiet_import
 
 with quiet_import():
@@ -68,9 +68,9 @@ def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipel
             pipeline = beam.Pipeline(options=PipelineOptions.from_dictionary(chosen))
             _check_names(options)
             pipeline.options.get_all_options()
-    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, BeamOptionsError):
-            raise
+    except BeamOptionsError:
+        raise
+    except Exception as error:  # of any type: a runner may ask its service
         raise BeamOptionsError(
             f"beam: runner {chosen['runner']} cannot be used: {one_line(error)}"
         ) from error
@@ -94,12 +94,16 @@ def _defaults(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
 def _check_names(options: Mapping[str, Any]) -> None:
     """Raise BeamOptionsError for an unknown option, which Beam ignores silently.
 
-    The runner's module must be loaded, since it defines options of its own.
+    The runner's module must be loaded, since it defines options of its own. A job service has
+    further options; an unknown one that resembles no known one may be its own.
     """
     parsers: list[Any] = []
     PipelineOptions([]).get_all_options(add_extra_args_fn=parsers.append)
     known = {flag.lstrip("-") for flag in parsers[0]._option_string_actions}
+    has_service = uses_job_service(options)
     for name in options.keys() - known:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8 if has_service else 0.6)
+        if has_service and not near:
+            continue
         hint = f" (did you mean beam.{near[0]}?)" if near else ""
         raise BeamOptionsError(f"beam.{name}: unknown to Beam and this runner{hint}")

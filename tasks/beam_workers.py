@@ -46,6 +46,11 @@ def is_dask(options: Mapping[str, Any]) -> bool:
     return _runner(options) == "dask"
 
 
+def uses_job_service(options: Mapping[str, Any]) -> bool:
+    """Whether the runner submits its pipeline to a job service, which has options of its own."""
+    return _runner(options) in ("portable", "flink", "spark")
+
+
 def workers_of(options: Mapping[str, Any]) -> Workers:
     """Where the workers of Beam options are.
 

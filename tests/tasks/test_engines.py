@@ -110,6 +110,18 @@ def test_external_workers_write_the_bytes_of_the_embedded_runner(
     assert not list(kept.glob("unet/*.safetensors"))
 
 
+@pytest.mark.soak
+def test_a_dask_cluster_of_the_run_prints_nothing(
+    tmp_path: Path,
+    tiny_sdxl: Path,
+    undisturbed: tuple[list[Any], list[Any]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    recipe = make_recipe(tmp_path, "store", tiny_sdxl, {"runner": "DaskRunner"})
+    assert content(fetch(recipe)) == undisturbed[0]
+    assert capfd.readouterr() == ("", "")
+
+
 def kill_the_halted(told: Path) -> threading.Thread:
     """Kill the worker that writes its pid to `told`, in a thread."""
 
