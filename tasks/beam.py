@@ -26,6 +26,8 @@ from tasks.worker_reports import WorkerReports, progress_text
 with quiet_import():
     import apache_beam as beam
 
+    from tasks.worker_code import OnEqualWorkers, WorkerDiffers
+
 FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 #: Errors of runners that have lost workers, or the connection to their service.
 LOST = re.compile(
@@ -70,11 +72,13 @@ def run_linear(
     Raises:
         BeamOptionsError: Beam rejects the options.
         OSError: the store is full or not writable.
+        WorkerDiffers: a worker has other code or packages than this process.
         WorkersLost: the runner lost workers; another run does the shards that are missing.
     """
     pipeline = make_pipeline(options, threads=threads)
     in_threads = workers_of(options) is Workers.THREADS
-    with _in_turn(elements, dofn) if in_threads else nullcontext((elements, dofn)) as (inputs, do):
+    elsewhere = nullcontext((elements, OnEqualWorkers(dofn)))
+    with _in_turn(elements, dofn) if in_threads else elsewhere as (inputs, do):
         shards = pipeline | beam.Create(list(inputs)) | beam.Reshuffle() | beam.ParDo(do)
         # With an output to wait for, Beam's job service notices that a worker is gone.
         _ = shards | "Results" >> beam.Reshuffle()
@@ -82,7 +86,7 @@ def run_linear(
             try:
                 _run(pipeline, options)
             except Exception as error:
-                raise _plain(error, watch.store, known) or error from error
+                raise _plain(error, watch.store, (*known, WorkerDiffers)) or error from error
 
 
 def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:

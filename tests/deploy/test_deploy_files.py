@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tasks.retrain.watch_source import EVENT, resource_of
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/*.sh"))
 DOCKERFILES = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/Dockerfile"))
-INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "ENTRYPOINT", "CMD"}
+INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "ENTRYPOINT", "CMD"}
 #: Prints environment variables and arguments, one per line.
 PRINT_ARGUMENTS = """#!/bin/sh
 echo "PYTHONPATH=$PYTHONPATH"
@@ -156,6 +157,43 @@ def test_dockerfile_names_existing_files_and_targets(name: str) -> None:
                 assert parses(words[2])
         elif keyword == "ENV":
             assert all(re.fullmatch(r"\w+=\S+", word) for word in rest.split())
+
+
+def test_worker_image_is_pinned_and_does_not_run_as_root() -> None:
+    found = instructions("workers/Dockerfile")
+    keywords = [keyword for keyword, _ in found]
+    assert found[keywords.index("USER")] == ("USER", "kiln")
+    assert "RUN" not in keywords[keywords.index("USER") :]
+    assert re.fullmatch(r"PYTHON=3\.11\.\d+", found[0][1])
+    (beam,) = re.findall(r"apache/beam_python3\.11_sdk:(\S+)", str(found))
+    pinned = (ROOT / "requirements/base.txt").read_text(encoding="utf-8").splitlines()
+    assert f"apache-beam=={beam}" in pinned
+
+
+def dask_commands() -> list[list[str]]:
+    """Arguments of `dask` in the compose file and in the page on engines."""
+    compose = yaml.safe_load((DEPLOY / "workers/compose.yaml").read_text(encoding="utf-8"))
+    services = compose["services"].values()
+    commands = [one["entrypoint"] + one.get("command", []) for one in services]
+    page = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    commands += [line.split() for line in re.findall(r"^\.venv/bin/(dask .*)$", page, re.MULTILINE)]
+    return [words[1:] for words in commands]
+
+
+@pytest.mark.parametrize("words", dask_commands(), ids=" ".join)
+def test_dask_command_is_one_of_dask(words: list[str]) -> None:
+    (entry,) = entry_points(group="dask_cli", name=words[0])
+    context = entry.load().make_context(words[0], words[1:])
+    assert words[0] == "scheduler" or context.params["preload"] == ("tasks.beam",)
+
+
+def test_compose_file_builds_the_worker_image() -> None:
+    file = DEPLOY / "workers/compose.yaml"
+    compose = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for service in compose["services"].values():
+        root = (file.parent / service["build"]["context"]).resolve()
+        assert (root, root / service["build"]["dockerfile"]) == (ROOT, file.parent / "Dockerfile")
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
 def test_an_event_of_a_source_starts_the_retraining_of_its_model() -> None:

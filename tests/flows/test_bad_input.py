@@ -56,6 +56,10 @@ def test_until_must_be_a_stage(here: Here) -> None:
         ({"train.device": "c"}, "train.device: c is not on this machine"),
         ({"encode.resolution": 33}, "33"),
         ({"beam.direct_num_worker": 2}, "did you mean beam.direct_num_workers?"),
+        (
+            {"beam.runner": "FlinkRunner"},
+            "store: the workers of FlinkRunner (download) cannot reach",
+        ),
         ({"store": "/proc/nowhere"}, "/proc"),
         ({"store": "/sys/kiln"}, "no permission"),  # root may write nothing there, either
         ({"store": "foo://bar"}, "foo"),

@@ -9,7 +9,9 @@ import pytest
 
 from configs.load import RecipeError
 from configs.recipe import Recipe
+from tasks import download
 from tasks.beam_workers import Workers, beam_options, check_workers, workers_of
+from tasks.encode.keys import settings_for_key as encode_settings_for_key
 
 DASK = "apache_beam.runners.dask.dask_runner.DaskRunner"
 
@@ -63,6 +65,14 @@ def test_options_of_a_stage_override_those_of_both() -> None:
     settings = recipe(beam=both, encode={"beam": {"dask_npartitions": 2}})
     assert beam_options(settings, "download") == both
     assert beam_options(settings, "encode") == {"runner": "DaskRunner", "dask_npartitions": 2}
+
+
+def test_an_engine_changes_no_key() -> None:
+    dask = {"beam": {"runner": "DaskRunner"}}
+    plain, other = recipe(), recipe(**dask, download=dask, encode=dask, shared_folders=["/nfs"])
+    assert other.download.beam == other.encode.beam == dask["beam"]
+    assert download.settings_for_key(other) == download.settings_for_key(plain)
+    assert encode_settings_for_key(other) == encode_settings_for_key(plain)
 
 
 REMOTE = {"runner": "DataflowRunner"}

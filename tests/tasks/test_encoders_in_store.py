@@ -1,0 +1,74 @@
+"""Remote workers fetch the encoders from the store, once per machine, and check their digest."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from artifacts.resolve_model import ModelNotFound
+from artifacts.store import Store
+from runtimes.pipeline_folder.describe_encoders import digest_encoders
+from runtimes.process.job import EncodeJob
+from tasks.encode.encoders_in_store import put_encoders
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def models(tiny_model: Callable[[str], Path]) -> tuple[Path, Path]:
+    """Folders of a pipeline and of a VAE that replaces its own."""
+    return tiny_model("tiny-sdxl"), tiny_model("tiny-vae")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/kilnworks/models"
+
+
+@pytest.mark.parametrize("with_vae", [False, True])
+def test_fetched_encoders_have_the_digest_of_the_flows(
+    local: Store, cache: Path, models: tuple[Path, Path], with_vae: bool
+) -> None:
+    model, vae = models[0], models[1] if with_vae else None
+    copy = put_encoders(local, model, vae)
+    job = EncodeJob("torch", "/on/the/flows/machine", str(vae) if vae else None)
+    fetched = copy.fetched(job)
+    assert fetched.model.startswith(str(cache))
+    assert (fetched.vae_folder is not None) == with_vae
+    assert digest_encoders(fetched.model_folder, fetched.vae_folder) == copy.digest
+    assert copy.digest == digest_encoders(model, vae)
+    assert not list(fetched.model_folder.glob("unet/*.safetensors"))
+
+
+def test_workers_of_a_machine_fetch_once(
+    local: Store, cache: Path, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, gets = put_encoders(local, models[0], None), []
+    get = type(local.fs).get
+    monkeypatch.setattr(
+        type(local.fs), "get", lambda fs, *a, **k: gets.append(a) or get(fs, *a, **k)
+    )
+    job = EncodeJob("torch", "")
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(copy.fetched, [job] * 4))
+    assert len(found) == len(gets) == 1
+
+
+def test_changed_bytes_in_the_store_are_refused(
+    local: Store, cache: Path, models: tuple[Path, Path]
+) -> None:
+    copy = put_encoders(local, models[0], None)
+    (weights,) = Path(copy.url, "pipeline/vae").glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ModelNotFound, match="other bytes"):
+        copy.fetched(EncodeJob("torch", ""))
+    assert not list(cache.glob(copy.digest))
