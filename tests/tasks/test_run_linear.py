@@ -11,7 +11,7 @@ import pytest
 from artifacts.store import Store
 from tasks.beam import ShardProgress, _in_turn, run_linear
 
-SECONDS = 60.0  # for a busy machine
+SECONDS = 30.0  # for a busy machine
 
 
 class Meet(beam.DoFn):
