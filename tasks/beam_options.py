@@ -87,7 +87,7 @@ def _defaults(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
         return {} if sized else {"dask_partition_size": 1}
     if "runner" in options:
         return {}
-    mode = "multi_threading" if threads > 1 else "in_memory"
+    mode = "in_memory" if options.get("direct_num_workers", threads) == 1 else "multi_threading"
     return {"runner": RUNNER, "direct_running_mode": mode, "direct_num_workers": threads}
 
 

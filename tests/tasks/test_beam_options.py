@@ -31,6 +31,13 @@ def test_options_have_the_names_and_types_of_beams_flags() -> None:
     assert (found["address"], found["npartitions"]) == ("tcp://a:1", 9)
 
 
+def test_several_workers_of_the_default_runner_are_threads() -> None:
+    mode = "direct_running_mode"
+    assert read({})[mode] == "in_memory"
+    assert read({"direct_num_workers": 3})[mode] == "multi_threading"
+    assert read({"direct_num_workers": 3, mode: "multi_processing"})[mode] == "multi_processing"
+
+
 def test_a_shard_is_a_task_of_dask() -> None:
     assert read({"runner": "DaskRunner"})["partition_size"] == 1
     assert read({"runner": "DaskRunner", "dask_npartitions": 9})["partition_size"] is None
