@@ -35,7 +35,8 @@ def quiet_beam() -> Iterator[None]:
     for name in LOUD:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        yield
+        with quiet_import():  # a job's messages go to the root logger
+            yield
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)

@@ -52,7 +52,7 @@ def check_versions(expected: Mapping[str, str]) -> None:
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """Package -> version in this process; `Kilnworks` is a digest of its code."""
-    return {"Kilnworks": _code_digest(), **package_versions(sys.executable, PACKAGES)}
+    return {"Kilnworks": CODE, **package_versions(sys.executable, PACKAGES)}
 
 
 def _code_digest() -> str:
@@ -60,3 +60,7 @@ def _code_digest() -> str:
     files = sorted(path for name in FOLDERS for path in (root / name).rglob("*.py"))
     found = {path.relative_to(root).as_posix(): digest_bytes(path.read_bytes()) for path in files}
     return digest_json(found)[:12]
+
+
+#: Of the files at the time of the import: a worker of days runs the code that it began with.
+CODE = _code_digest()

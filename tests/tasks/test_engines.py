@@ -163,7 +163,11 @@ def test_a_killed_dask_worker_loses_and_doubles_nothing(
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", ["download", "encode"])
 def test_a_killed_external_worker_fails_the_job_and_a_retry_completes_it(
-    tmp_path: Path, tiny_sdxl: Path, undisturbed: tuple[list[Any], list[Any]], stage: str
+    tmp_path: Path,
+    tiny_sdxl: Path,
+    undisturbed: tuple[list[Any], list[Any]],
+    stage: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     told = tmp_path / "told"
     with job_service(tmp_path / "service", 2, halting(told, stage)) as beam:
@@ -172,6 +176,7 @@ def test_a_killed_external_worker_fails_the_job_and_a_retry_completes_it(
         images = fetch(recipe) if stage == "encode" else None
         with pytest.raises(TransientError, match="workers were lost"):
             fetch(recipe) if images is None else encoded(recipe, images)
+        assert not [one for one in caplog.records if one.name == "root"]
         kept = len(list(Path(recipe.store, stage, "shards").glob("*.json")))
         assert kept > 0
         images = fetch(recipe)
