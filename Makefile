@@ -27,7 +27,7 @@ export KILN_RUNTIMES := $(RUNTIMES)
 # Tests of these fail if they cannot run; others are skipped.
 test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu)
 
-.PHONY: help demo environments setup setup-plan setup-xla setup-mindspore quick test soak faults fuzz chaos lint format ui clean
+.PHONY: help demo environments setup setup-plan setup-oldest setup-xla setup-mindspore quick test soak faults fuzz chaos lint format ui clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (3 minutes after set-up)"
@@ -57,7 +57,7 @@ test:
 	$(MAKE) --no-print-directory --jobs 2 environments lint
 	$(PYTEST) -m "not soak" --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-soak: environments
+soak: environments setup-oldest
 	$(PYTEST) -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 # Some of the faults: SHARD=3/8 is the fourth of eight parts; 11/8 is the same part.
@@ -148,6 +148,14 @@ setup-plan: $(VENV)-libtpu/stamp
 
 $(VENV)-libtpu/stamp: requirements/plan.txt | $(UV)/stamp
 	@echo "$(VENV)-libtpu: the TPU compiler, 0.7 GB"
+	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
+	@touch $@
+
+# The oldest supported diffusers and transformers, for tests of published folders; PyTorch is that of .venv.
+setup-oldest: $(VENV)-oldest/stamp
+
+$(VENV)-oldest/stamp: requirements/oldest.txt | $(UV)/stamp
+	@echo "$(VENV)-oldest: the oldest supported diffusers and transformers"
 	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
 	@touch $@
 

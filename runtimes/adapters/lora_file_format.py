@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from artifacts.safetensors import Arrays, read_floats
 from configs.lora import Lora
@@ -18,6 +18,7 @@ METADATA = "lora_adapter_metadata"
 DOWN, UP, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 #: Pipeline component -> layer name -> adapter.
 Adapters = dict[str, dict[str, Adapter]]
+Array = TypeVar("Array")
 
 
 def to_file_names(arrays: Arrays) -> Arrays:
@@ -28,6 +29,15 @@ def to_file_names(arrays: Arrays) -> Arrays:
     """
     return {
         f"{name}.weight" if name.startswith("text_") and name.endswith(MAGNITUDE) else name: array
+        for name, array in arrays.items()
+    }
+
+
+def to_state_names(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Rename adapter arrays from the names in a file to State's names."""
+    suffix = f"{MAGNITUDE}.weight"
+    return {
+        name.removesuffix(".weight") if name.endswith(suffix) else name: array
         for name, array in arrays.items()
     }
 
@@ -50,6 +60,8 @@ def metadata(arrays: Mapping[str, Any], lora: Lora) -> dict[str, str]:
             described[f"{part}.r"] = lora.rank
             described[f"{part}.lora_alpha"] = alpha(lora)
             described[f"{part}.use_dora"] = lora.dora
+            # Empty, but diffusers 0.34 to 0.41 fails without them.
+            described |= {f"{part}.rank_pattern": {}, f"{part}.alpha_pattern": {}}
     return {METADATA: json.dumps(described, sort_keys=True)}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,21 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
     weights = weight_files(source)
     if weights:
         stem = re.split(r"[.-]", weights[0].name, maxsplit=1)[0]
-        _cast(weights, target / f"{stem}.safetensors", dtype, merging)
+        _cast(weights, target / f"{stem}.safetensors", dtype, merging, _hub_names(source))
         _load_as_float32(target / "config.json")
         merging.finish()
     elif _wants_weights(source):
         raise FileNotFoundError(f"{source} has no .safetensors weights")
+
+
+def _hub_names(part: Path) -> Callable[[str], str]:
+    """A function from a weight's name to its name on the hub.
+
+    transformers 5 omits CLIP's prefix `text_model.`; older versions would load random weights.
+    """
+    config = json.loads((part / "config.json").read_text(encoding="utf-8"))
+    is_clip = config.get("model_type") == "clip_text_model"
+    return partial(stored_name, "text_encoder") if is_clip else str
 
 
 def _load_as_float32(path: Path) -> None:
@@ -158,7 +169,13 @@ def cast(name: str, tensor: Any, dtype: str) -> Any:
     return half.contiguous()
 
 
-def _cast(sources: list[Path], target: Path, dtype: str, merging: _Merging) -> None:
+def _cast(
+    sources: list[Path],
+    target: Path,
+    dtype: str,
+    merging: _Merging,
+    hub_name: Callable[[str], str],
+) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -166,5 +183,6 @@ def _cast(sources: list[Path], target: Path, dtype: str, merging: _Merging) -> N
     for source in sources:
         with safe_open(source, framework="pt") as stream:
             for name in stream.keys():  # noqa: SIM118 (not a dict)
-                tensors[name] = cast(name, merging(name, stream.get_tensor(name)), dtype)
+                merged = merging(name, stream.get_tensor(name))
+                tensors[hub_name(name)] = cast(name, merged, dtype)
     save_file(dict(sorted(tensors.items())), target, metadata={"format": "pt"})

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 from tiny_adapters import make_lora
@@ -15,13 +17,18 @@ from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.write_adapters import write_adapters
 
-#: Draws with the pipeline argv[1] in each dtype, then with the adapters argv[2].
+#: Packages of requirements/oldest.txt: `make setup-oldest`.
+OLDEST = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-oldest")
+#: Draws with the pipeline argv[1] in each dtype, then with the adapters argv[2], into argv[3].
 DRAW = """
 import sys
-import numpy, torch
+import diffusers, numpy, torch
 from diffusers import DiffusionPipeline
-for dtype in (None, torch.float16, torch.bfloat16, "auto"):
-    pipe = DiffusionPipeline.from_pretrained(sys.argv[1], **({"dtype": dtype} if dtype else {}))
+old = diffusers.__version__ < "0.36"
+pictures = {}
+for dtype in (None, torch.float16, torch.bfloat16, None if old else "auto"):
+    chosen = {"torch_dtype" if old else "dtype": dtype} if dtype else {}
+    pipe = DiffusionPipeline.from_pretrained(sys.argv[1], **chosen)
     pipe.set_progress_bar_config(disable=True)
     parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     (found,) = {part.dtype for part in parts}
@@ -29,30 +36,48 @@ for dtype in (None, torch.float16, torch.bfloat16, "auto"):
     start = torch.zeros(1, 4, 8, 8, dtype=found)
     for adapters in (False, True):
         if adapters:
-            pipe.load_lora_weights(sys.argv[2])
+            pipe.load_lora_weights(sys.argv[2], weight_name="pytorch_lora_weights.safetensors")
             assert pipe.get_active_adapters() == ["default_0"]
         drawn = pipe("a fox", latents=start, num_inference_steps=1, height=32, width=32,
                      output_type="np").images
         assert numpy.isfinite(drawn).all() and drawn.std() > 0
+        pictures[f"{found} {adapters}"] = drawn
+numpy.savez(sys.argv[3], **pictures)
 """
 
 
-def draw_in_a_clean_process(*folders: Path) -> None:
+def draw_in_a_clean_process(model: Path, adapters: Path, packages: Path | None = None) -> Any:
+    """Pictures [1, 32, 32, 3] in [0, 1], by dtype and whether they are drawn with the adapters.
+
+    Args:
+        packages: folder of packages that replace those of the environment.
+    """
     environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "HF_ENDPOINT")}
+    environment |= {} if packages is None else {"PYTHONPATH": str(packages)}
+    out = model.parent / "pictures.npz"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", DRAW, *map(str, folders)],
+        [sys.executable, "-P", "-c", DRAW, *map(str, (model, adapters, out))],
         env=environment | {"HF_HUB_OFFLINE": "1"},
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
+    return dict(np.load(out))
 
 
 def half_base(base: Path, out: Path) -> Path:
-    """A copy of a base whose text encoders' configs name float16, as on the hub."""
+    """A copy of a base whose text encoders' configs name float16, as on the hub.
+
+    Its tokenizers have the files that transformers 4 reads.
+    """
     shutil.copytree(base, out)
+    for name in ("tokenizer", "tokenizer_2"):
+        found = json.loads((out / name / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+        (out / name / "vocab.json").write_text(json.dumps(found["vocab"]), encoding="utf-8")
+        merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in found["merges"])])
+        (out / name / "merges.txt").write_text(merges, encoding="utf-8")
     for name, key in (("text_encoder", "torch_dtype"), ("text_encoder_2", "dtype")):
         path = out / name / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -61,14 +86,21 @@ def half_base(base: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.slow
-def test_half_precision_files_draw_bare_and_in_any_dtype_with_and_without_adapters(
-    tiny_sdxl: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def published(tiny_sdxl: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A published pipeline and published adapters, in half precision."""
     model, adapters = tmp_path / "model", tmp_path / "adapters"
     lora = make_lora(tmp_path / "lora.safetensors")
     assemble(half_base(tiny_sdxl, tmp_path / "base"), {}, model, dtype="float16")
     write_adapters(lora, tiny_sdxl, adapters, name="x", dtype="float16", scheduler=None)
+    return model, adapters
+
+
+@pytest.mark.slow
+def test_half_precision_files_draw_bare_and_in_any_dtype_with_and_without_adapters(
+    published: tuple[Path, Path],
+) -> None:
+    model, adapters = published
     for path in (model / "text_encoder/model.safetensors", adapters / LORA_WEIGHTS):
         with safe_open(path, "pt") as stored:
             assert {stored.get_slice(name).get_dtype() for name in stored.keys()} == {"F16"}  # noqa: SIM118
@@ -77,3 +109,25 @@ def test_half_precision_files_draw_bare_and_in_any_dtype_with_and_without_adapte
         assert "torch_dtype" not in config
         assert config.get("dtype") == ("float32" if "text" in part else None)
     draw_in_a_clean_process(model, adapters)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST.name}: make setup-oldest")
+def test_the_oldest_supported_versions_draw_what_the_pinned_ones_draw(
+    published: tuple[Path, Path],
+) -> None:
+    now, oldest = (draw_in_a_clean_process(*published, packages) for packages in (None, OLDEST))
+    assert now.keys() == oldest.keys() and len(now) == 6
+    for name, picture in now.items():
+        atol = 1e-4 if "float32" in name else 0.05
+        np.testing.assert_allclose(oldest[name], picture, atol=atol, err_msg=name)
+
+
+def test_text_encoders_have_the_names_that_every_transformers_reads(
+    published: tuple[Path, Path],
+) -> None:
+    for part in ("text_encoder", "text_encoder_2"):
+        with safe_open(published[0] / part / "model.safetensors", "pt") as stored:
+            names = set(stored.keys())
+        others = {name for name in names if not name.startswith("text_model.")}
+        assert names and others <= {"text_projection.weight"}
