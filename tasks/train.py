@@ -98,10 +98,15 @@ def build(
     score: Score,
     draft: Draft,
     progress: Progress,
+    *,
+    adapters: str | None = None,
 ) -> dict[str, Any]:
     """Train in the draft's folder.
 
     Training resumes from a checkpoint there, or of a run that differs only in its steps.
+
+    Args:
+        adapters: URL of the LoRA file with the weights of step 0; None: new adapters.
     """
     settings = recipe.train.with_steps(_count(latents))
     if settings.lr_scheduler == "constant":  # other schedules depend on the number of steps
@@ -118,6 +123,7 @@ def build(
         sampler=recipe.evaluate.model_dump(mode="json", include=SAMPLER_SETTINGS | {"batch_size"}),
         denoiser_config=_denoiser_config(recipe),
         compiled=draft.store.compiled_url,
+        adapters=adapters,
     )
     watch = _Watch(progress, draft.store.fs, score)
     grace = recipe.train.grace_seconds

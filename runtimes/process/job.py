@@ -42,6 +42,7 @@ class TrainJob(_HasModel):
         None  # config of a randomly initialised denoiser; None: the base's denoiser
     )
     compiled: str | None = None  # URL of the compile cache; None disables it
+    adapters: str | None = None  # URL of the LoRA file with the weights of step 0; None: new ones
     kind: str = "train"
 
 

@@ -24,7 +24,7 @@ from runtimes.train.measurements import Measurements
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.result import write_result
-from runtimes.train.resume import own_checkpoint, restore
+from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
 from runtimes.update.state import published
 
 ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
@@ -79,7 +79,8 @@ class Run:
         """Continue from the newest valid checkpoint, or start at step 0.
 
         Raises:
-            WrongInput: the checkpoint was written with other settings.
+            WrongInput: the checkpoint was written with other settings, or the job's adapters are
+                of another model.
         """
         peak = self._settings.peak_tflops
         self.recorder = Recorder(
@@ -94,6 +95,8 @@ class Run:
         saved = own_checkpoint(self._checkpoints, self._runtime, self._job, self._settings)
         if saved is not None:
             self._restore(saved)
+        elif self._job.adapters is not None:
+            start_from_adapters(self._job.adapters, self._runtime)
         self._boards.rewind(self.step)
         self._events.emit(
             "start",

@@ -6,11 +6,16 @@ a step's samples from the step's number, and objective/random.py draws by counte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from fsspec.core import url_to_fs
+
+from artifacts.safetensors import read_arrays
 from configs.train import Train, key_settings
-from runtimes.contract import Runtime, WrongInput
+from runtimes.adapters.lora_file_format import to_state_names
+from runtimes.contract import Runtime, StoredRows, WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
@@ -48,6 +53,26 @@ def restore(
     runtime.restore(saved.state, saved.step)
     recorder.begin(saved.history)
     return saved.step, sorted({*skipped, *saved.facts["skipped"]})
+
+
+def start_from_adapters(url: str, runtime: Runtime) -> None:
+    """Load the adapters of a file (in f32) as the weights of step 0, with zero moments.
+
+    Raises:
+        WrongInput: the file is damaged, or its adapters are of another model or rank.
+    """
+    fs, path = url_to_fs(url)
+    try:
+        adapters = to_state_names(read_arrays(fs, path))
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"{url} is no valid adapter file of Kilnworks: {error}") from None
+    state: dict[str, Mapping[str, StoredRows]] = {}
+    for group, shapes in runtime.state_shapes().items():
+        if group in ("weights", "ema"):
+            state[group] = adapters
+        elif group != "loss_scale":  # without it, the initial scale stays
+            state[group] = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
+    runtime.restore(state, 0)
 
 
 def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:

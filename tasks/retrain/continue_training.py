@@ -10,6 +10,7 @@ from typing import Any
 
 from artifacts.store import Artifact, Draft
 from configs.recipe import Recipe
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from tasks import train
 from tasks.progress import Progress
@@ -17,7 +18,7 @@ from tasks.trained_weights import local_weights
 
 #: Settings that the weights of a start fix.
 FIXED = (
-    *("method", "train_text_encoder", "inpainting", "aesthetic_score"),
+    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
     *("prediction_type", "zero_terminal_snr"),
 )
 
@@ -44,8 +45,6 @@ def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
     changed = [f"train.{name}" for name in FIXED if before.get(name) != now.get(name)]
     if start.manifest["inputs"]["base"] != train.digest_base(recipe, base):
         changed.append("model")
-    if recipe.train.method != "full":
-        changed = ["train.method: lora"]
     if changed:
         raise WrongInput(
             f"retrain.start: champion: training cannot continue from its weights "
@@ -64,9 +63,11 @@ def build(
     draft: Draft,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Train from the weights of `start`, on the selected samples."""
+    """Train from the weights or adapters of `start`, on the selected samples."""
+    given = (vae, prompts, score, draft, progress)
+    adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
     with starting_model(base, start) as folder:
-        return train.build(recipe, selection, folder, vae, prompts, score, draft, progress)
+        return train.build(recipe, selection, folder, *given, adapters=adapters)
 
 
 @contextmanager

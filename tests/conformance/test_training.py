@@ -111,6 +111,12 @@ def test_adapters_follow_the_reference_and_resume(
     assert runtime.run(job) == 8
     np.testing.assert_equal(result(job)[LORA_WEIGHTS], whole)
 
+    still = {**LORA, "learning_rate": 1e-30, "steps": 1, "gradient_checkpointing": True}
+    start = make_job(runtime.name, name="start", **still)
+    runtime.run(replace(start, adapters=f"{job.out}/{LORA_WEIGHTS}"))
+    for name, array in result(start)[LORA_WEIGHTS].items():
+        np.testing.assert_allclose(array, whole[name], atol=1e-25, rtol=0, err_msg=name)
+
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", ["sd", "sd3"])

@@ -62,7 +62,7 @@ def test_the_start_is_an_input_of_the_training(recipe: Recipe) -> None:
     [
         ({"train.prediction_type": "v_prediction"}, "train.prediction_type"),
         ({"train.train_text_encoder": True}, "train.train_text_encoder, model"),
-        ({"train.method": "lora"}, "train.method: lora"),
+        ({"train.method": "lora"}, "train.method, train.lora"),
     ],
 )
 def test_a_start_of_another_kind_is_refused(
@@ -73,6 +73,15 @@ def test_a_start_of_another_kind_is_refused(
     check_start(load_recipe("digits", {"train.steps": 5, "train.init": "random"}), base, start)
     with pytest.raises(WrongInput, match=f"{named}.*set retrain.start: base"):
         check_start(load_recipe("digits", settings), base, start)
+
+
+def test_adapters_of_another_rank_are_refused() -> None:
+    lora = {"train.method": "lora", "train.lora.rank": 4}
+    given = load_recipe("digits", {**lora, "store": "memory://start-of-adapters"})
+    base = Path(given.model.path)
+    check_start(given, base, start := trained(given, parts_of(given)))
+    with pytest.raises(WrongInput, match=r"\(train\.lora\): set retrain.start: base"):
+        check_start(load_recipe("digits", {**lora, "train.lora.rank": 8}), base, start)
 
 
 def test_a_start_of_another_base_is_refused(recipe: Recipe, tiny_sdxl: Path) -> None:
