@@ -16,6 +16,7 @@ from configs.plan import Plan
 from configs.publish import Publish
 from configs.retrain import Retrain
 from configs.source import Source
+from configs.sweep import Sweep
 from configs.tpu import Tpu
 from configs.train import Train
 
@@ -53,6 +54,7 @@ class Recipe(Section):
     evaluate: Evaluate
     publish: Publish
     retrain: Retrain = Retrain()
+    sweep: Sweep = Sweep()
     plan: Plan = Plan()
 
     @model_validator(mode="after")

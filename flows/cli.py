@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from configs.generate import read_settings
 from configs.load import dump, json_schema, load_recipe, parse_override, recipe_names
+from configs.load_sweep import load_trials, parse_values
 from configs.recipe import StageName
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
 
@@ -125,6 +126,33 @@ def retrain(
     from flows import runner
 
     report = runner.run("retrain", recipe=recipe, overrides=overrides, as_json=as_json)
+    if report["status"] == "rejected":
+        raise typer.Exit(REJECTED)
+
+
+@app.command()
+def sweep(
+    recipe: RecipeArgument,
+    values: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE,...", help="Values of a `train` setting to try."),
+    ] = None,
+    override: Overrides = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
+    ] = False,
+) -> None:
+    """Train a recipe once per combination of values; the best model goes to the gate.
+
+    --set adds to the recipe's `sweep.values`. Exit codes are those of `kiln run`.
+    """
+    overrides = _parsed(override)
+    if values:
+        overrides["sweep.values"] = dict(parse_values(text) for text in values)
+    load_trials(recipe, overrides)  # report wrong input before slow imports and servers
+    from flows import runner
+
+    report = runner.run("sweep", recipe=recipe, overrides=overrides, as_json=as_json)
     if report["status"] == "rejected":
         raise typer.Exit(REJECTED)
 

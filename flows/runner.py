@@ -29,7 +29,7 @@ logger = logging.getLogger("kiln")
 
 
 def run(
-    flow: Literal["finetune", "retrain"],
+    flow: Literal["finetune", "retrain", "sweep"],
     *,
     overrides: dict[str, Any],
     as_json: bool,
@@ -189,6 +189,10 @@ class _Display(logging.Handler):
 def _print_summary(report: dict[str, Any], file: Any) -> None:
     if "changes" in report:
         _print_changes(report, file)
+    if "trials" in report:
+        from tasks.sweep import terminal_lines
+
+        print(*terminal_lines(report["trials"], report["sweep"]), sep="\n", file=file)
     for name, models in report["metrics"].items():
         values = "   ".join(f"{model} {found['value']:.4g}" for model, found in models.items())
         print(f"  {name:24} {values}", file=file)

@@ -18,6 +18,8 @@ FAINT, MUTED = "var(--faint, #b9a794)", "var(--muted, #6f6053)"
 TUNED, OTHER, HELD_OUT = "var(--tuned, #b5451b)", "var(--other, #2f6391)", "var(--held, #3d7033)"
 #: Model -> (colour, name of its mark), so that colour alone carries no meaning.
 MODELS = {"base": (MUTED, "circle"), "champion": (OTHER, "square"), "tuned": (TUNED, "diamond")}
+#: Colours and dashes of trials: further trials repeat the colours with other dashes.
+TRIALS, DASHES = (TUNED, OTHER, HELD_OUT, MUTED), ("", "7 3", "2 3")
 WIDTH = 760
 POINTS = 400  # maximum number of points of a line
 
@@ -45,8 +47,11 @@ class _Drawing:
         fill = "" if "fill" in style else f"fill: {INK}; "
         self.add("text", f"{fill}text-anchor: {anchor}; {style}", x=x, y=y).text = words
 
-    def line(self, points: Sequence[tuple[float, float]], colour: str, width: float) -> None:
+    def line(
+        self, points: Sequence[tuple[float, float]], colour: str, width: float, dashes: str = ""
+    ) -> None:
         style = f"fill: none; stroke: {colour}; stroke-width: {width}; stroke-linejoin: round"
+        style += f"; stroke-dasharray: {dashes}" if dashes else ""
         self.add("polyline", style, points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points))
 
     def mark(self, x: float, y: float, model: str) -> None:
@@ -114,6 +119,42 @@ def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) 
     names = {"loss": FAINT, "running mean": TUNED, "learning rate (own scale)": OTHER}
     names |= {"held out, 95%": HELD_OUT} if bands else {}
     _legend(drawing, names, left)
+    return str(drawing)
+
+
+def trials_chart(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """A curve per trial of a sweep, and a legend below.
+
+    Args:
+        curves: label -> (step, loss) pairs, the best trial first.
+    """
+    curves = {label: [p for p in pairs if math.isfinite(p[1])] for label, pairs in curves.items()}
+    curves = {label: pairs for label, pairs in curves.items() if pairs}
+    alt = "; ".join(f"{label}: {human(pairs[-1][1])}" for label, pairs in curves.items())
+    drawing = _Drawing(306 + 20 * len(curves), f"Loss at the end of each trial: {alt or 'none'}")
+    if not curves:
+        return str(drawing)
+    left, right, upper, lower = box = (56, WIDTH - 16, 14, 262)
+    steps = sorted({step for pairs in curves.values() for step, _ in pairs})
+    values = [value for pairs in curves.values() for _, value in pairs]
+    low, high = min(values), max(values)
+    room = 0.05 * (high - low or abs(high) or 1)
+    low, high = max(0.0, low - room), high + room
+
+    def x(step: float) -> float:
+        return left + (right - left) * (step - steps[0]) / max(1, steps[-1] - steps[0])
+
+    _axes(drawing, box, high, steps, x, low)
+    for number, (label, pairs) in enumerate(curves.items()):
+        colour, dashes = TRIALS[number % len(TRIALS)], DASHES[number // len(TRIALS) % len(DASHES)]
+        width = 1.6 if number else 3
+        points = [(x(s), lower - (lower - upper) * (v - low) / (high - low)) for s, v in pairs]
+        drawing.line(points, colour, width, dashes)
+        drawing.add("circle", f"fill: {colour}", cx=points[-1][0], cy=points[-1][1], r=3)
+        drawing.line(
+            [(left, 316 + 20 * number), (left + 34, 316 + 20 * number)], colour, width, dashes
+        )
+        drawing.text(left + 42, 320 + 20 * number, label)
     return str(drawing)
 
 
@@ -257,12 +298,15 @@ def _axes(
     top: float,
     steps: Sequence[int],
     x: Any,
+    low: float = 0.0,
 ) -> None:
     left, right, upper, lower = box
     for part in range(5):
         height = lower - (lower - upper) * part / 4
         drawing.line([(left, height), (right, height)], LINE, 1)
-        drawing.text(left - 8, height + 4, f"{top * part / 4:.3g}", f"fill: {MUTED}", "end")
+        drawing.text(
+            left - 8, height + 4, f"{low + (top - low) * part / 4:.3g}", f"fill: {MUTED}", "end"
+        )
     ticks = sorted({steps[round(part * (len(steps) - 1) / 4)] for part in range(5)})
     for step in ticks:
         anchor = {ticks[0]: "start", ticks[-1]: "end"}.get(step, "middle")

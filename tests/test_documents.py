@@ -33,7 +33,7 @@ MINE = "mine.yaml"
 #: Containers whose entry point is `kiln`.
 CONTAINERS = {"kiln-ascend", "kiln-gaudi"}
 #: Commands whose first argument is a recipe.
-OF_RECIPES = {"run", "retrain", "watch", "plan", "recipes", "tpu"}
+OF_RECIPES = {"run", "sweep", "retrain", "watch", "plan", "recipes", "tpu"}
 
 
 @dataclass(frozen=True)

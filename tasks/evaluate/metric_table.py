@@ -26,9 +26,9 @@ def metric_rows(
     return [
         {
             "metric": name,
-            **{model: _with_interval(models.get(model)) for model in measured},
+            **{model: with_interval(models.get(model)) for model in measured},
             **{
-                f"tuned - {model}": _with_interval(differences.get(name, {}).get(model))
+                f"tuned - {model}": with_interval(differences.get(name, {}).get(model))
                 for model in others
             },
             "samples": models["tuned"]["n"],
@@ -37,7 +37,8 @@ def metric_rows(
     ]
 
 
-def _with_interval(metric: Metric | None) -> str:
+def with_interval(metric: Metric | None) -> str:
+    """A metric and its interval as text; a dash if it was not measured."""
     if metric is None:
         return "—"
     low, high = metric["ci"]

@@ -1,0 +1,36 @@
+"""Settings of the section `sweep`: the values to try, and the metric of the best trial."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from configs.base_section import Section
+
+
+class Sweep(Section):
+    """Train once per combination of values; used by `kiln sweep` alone."""
+
+    values: dict[str, tuple[Any, ...]] = Field(
+        default_factory=dict,
+        description="Dotted setting of section `train` -> the values to try. Several settings form "
+        "a grid.",
+    )
+    metric: str = Field(
+        "holdout_loss", description="Metric of the evaluation that selects the best trial."
+    )
+    mode: Literal["min", "max"] = Field("min", description="The best metric: min or max.")
+
+    @field_validator("values")
+    @classmethod
+    def _check_values(cls, values: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        for name, tried in values.items():
+            if not name.startswith("train."):
+                raise ValueError(
+                    f"{name} cannot be swept: trials share download, encode and evaluation, so "
+                    "only settings of `train` can"
+                )
+            if not tried:
+                raise ValueError(f"{name} has no values")
+        return values

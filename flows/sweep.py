@@ -1,0 +1,99 @@
+"""The flow `sweep`: one download and encode, a training per trial, and the best to the gate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from prefect import flow, runtime
+from prefect.states import Completed
+
+from artifacts.latent_shards import open_latents
+from configs.load_sweep import Trial, load_trials
+from configs.redact_errors_and_logs import one_line, redacted_errors
+from flows.finetune import download, encode, evaluate, publish, report_of, train
+from flows.logs import log_to_prefect
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
+from flows.preflight import Run, prepare
+from tasks.build_or_reuse import StageFailed, failing
+from tasks.show_in_prefect import artifact_key, show_in_prefect
+from tasks.sweep import STAGE, check_comparable, check_metric, choose_best, read_curve, show
+
+log = logging.getLogger("kiln")
+
+
+@flow(name="sweep", flow_run_name="sweep {recipe}")
+def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) -> Any:
+    """Train and evaluate a recipe with several values of its settings; publish the best model.
+
+    Args:
+        recipe: Name or path of a recipe.
+        overrides: Dotted settings to change, such as {"sweep.values": {"train.seed": [0, 1]}}.
+
+    Returns a report (as `kiln sweep --json` prints it): `trials`, the number of the `best` one, and
+    what `finetune` reports of it.
+    """
+    log_to_prefect()
+    run_id = runtime.flow_run.id
+    with redacted_errors():
+        trials = load_trials(recipe, overrides)
+        # `kiln gc` keeps one artifact of a stage per run, so each trial has a record.
+        runs = [prepare(one.recipe, run_id=f"{run_id}-{n}") for n, one in enumerate(trials, 1)]
+        check_metric(runs[0].recipe)
+        check_comparable([run.recipe for run in runs], runs[0].base)
+        return _sweep(trials, runs)
+
+
+def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
+    first, settings = runs[0], runs[0].recipe.sweep
+    data: list[Any] = [images := download(first), latents := encode(first, images)]
+    encoded = data[1].result().load(first.store)
+    with failing(STAGE):
+        check_metric(first.recipe, held_out=open_latents(encoded.uri).has_holdout)
+    outcomes: list[dict[str, Any]] = []
+    measured: dict[int, list[Any]] = {}
+    for number, (trial, run) in enumerate(zip(trials, runs, strict=True)):
+        log.info("sweep: trial %d of %d: %s", number + 1, len(trials), trial.label)
+        outcome, measured[number] = _try(number + 1, trial, run, images, latents)
+        outcomes.append(outcome)
+        _show(first, outcomes, {"trials": f"{number + 1} of {len(trials)}"})
+    best = choose_best(outcomes, settings)
+    if best is None:
+        raise StageFailed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
+    published: Any = publish(runs[best], images, latents, *measured[best])
+    report = report_of([one.result() for one in (*data, *measured[best], published)])
+    report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
+    facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
+    _show(first, outcomes, facts | ({"model": report["model"]} if report["model"] else {}))
+    if report["status"] == "rejected":  # a measured outcome, not a failure
+        return Completed(name="Rejected", message=published.message, data=report)
+    return report
+
+
+def _try(
+    number: int, trial: Trial, run: Run, images: Any, latents: Any
+) -> tuple[dict[str, Any], list[Any]]:
+    """Train and evaluate a trial; returns its outcome, and the final states unless it failed."""
+    outcome: dict[str, Any] = {"label": trial.label, "settings": trial.settings}
+    outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
+    try:
+        trained: Any = train.with_options(task_run_name=f"train {number}")(run, latents)
+        measure = evaluate.with_options(task_run_name=f"evaluate {number}")
+        evaluated: Any = measure(run, images, latents, trained)
+    except Exception as error:  # a failed trial does not end the others
+        log.warning("sweep: trial %d failed: %s", number, one_line(error))
+        return outcome | {"error": one_line(error)}, []
+    report = report_of([trained.result(), evaluated.result()])
+    metrics = {name: models["tuned"] for name, models in report["metrics"].items()}
+    curve = read_curve(trained.result().load(run.store))
+    found = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
+    return outcome | found | {"status": "measured"}, [trained, evaluated]
+
+
+def _show(run: Run, outcomes: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
+    settings = run.recipe.sweep
+    facts = {**facts, "metric": f"{settings.metric} ({settings.mode})"}
+    panels = partial(show, tuple(outcomes), settings, facts)
+    show_in_prefect(artifact_key(run.model_name, STAGE), f"{run.model_name}: sweep", panels)

@@ -1,0 +1,109 @@
+"""`kiln sweep`: shared download and encode; the best is published, a failed trial is lost alone."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import ROOT, command, environment
+
+from tasks.publish.model_registry import Registry
+
+pytestmark = pytest.mark.slow
+Report = dict[str, Any]
+RATE = "train.learning_rate"
+PATIENCE = 600  # seconds, for a machine that does much else
+
+
+def outcomes(report: Report) -> list[dict[str, str]]:
+    """Of each trial: stage -> outcome."""
+    return [
+        {name: stage["outcome"] for name, stage in trial["stages"].items()}
+        for trial in report["trials"]
+    ]
+
+
+def test_the_best_trial_is_published_and_a_failed_one_does_not_end_the_others(
+    here: Callable[..., str], api: str, first: Report, small: dict[str, Any]
+) -> None:
+    given = {**small, "sweep.values": {RATE: [1e-3, 1e30, 5e-4]}}  # 1e-3 is that of `first`
+    report: Report = json.loads(
+        here("sweep", "digits", "--json", overrides=given, api=api).splitlines()[-1]
+    )
+    built = {"train": "built", "evaluate": "built"}
+    assert outcomes(report) == [dict.fromkeys(built, "reused"), {}, built]
+    for stage in ("download", "encode"):
+        assert report["stages"][stage]["outcome"] == "reused"
+        assert report["stages"][stage]["key"] == first["stages"][stage]["key"]
+    failed = report["trials"][1]
+    assert failed["status"] == "failed" and "step" in failed["error"]
+    losses = {n: report["trials"][n]["metrics"]["holdout_loss"]["value"] for n in (0, 2)}
+    best = min(losses, key=lambda n: losses[n])
+    assert (report["status"], report["best"]) == ("published", best + 1)
+    assert report["stages"]["train"]["key"] == report["trials"][best]["stages"]["train"]["key"]
+    registry = Registry(f"{small['store']}/registry", "digits")
+    found = {version.manifest["inputs"]["model"] for version in registry.versions()}
+    assert len(found) == 1 + (best != 0), "the other trials stay unpublished"
+
+    strict = {**given, "publish.gate": ["holdout_loss < 0"], "sweep.mode": "max"}
+    said = here("sweep", "digits", "--set", f"{RATE}=1e-3,5e-4", overrides=strict, code=3, api=api)
+    head, *rows = [line for line in said.splitlines() if line.startswith(("trial", "1", "2"))]
+    assert head.split()[:3] == ["trial", RATE, "holdout_loss"]
+    assert [row.split()[-1] for row in rows] == ["best", "measured"]
+    assert int(rows[0].split()[0]) != best // 2 + 1
+    assert "rejected by the gate: holdout_loss < 0" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--set", "model.path=a,b"], "model.path cannot be swept"),
+        (["--set", "train.noise_offset=0,0.1"], "is not comparable"),
+    ],
+)
+def test_wrong_sweeps_are_refused_before_work(
+    here: Callable[..., str], api: str, small: dict[str, Any], words: list[str], error: str
+) -> None:
+    said = here("sweep", "digits", *words, overrides=small, code=2, api=api)
+    assert error in said.splitlines()[-1]
+    assert not list(Path(small["store"]).glob("*/*/manifest.json"))
+
+
+@pytest.mark.soak
+def test_a_killed_sweep_reuses_its_finished_trials(
+    here: Callable[..., str], api: str, small: dict[str, Any], tmp_path: Path
+) -> None:
+    given = {**small, "sweep.values": {RATE: [1e-3, 5e-4, 2e-4]}}
+    told = tmp_path / "told"
+    halt = {"record": r"/evaluate/\w+/manifest", "number": 2, "told": str(told)}
+    with (tmp_path / "log").open("wb") as log:
+        child = subprocess.Popen(
+            command("sweep", "digits", overrides=given),
+            env={
+                **environment(tmp_path, api),
+                "PYTHONPATH": f"{ROOT / 'tests/halting'}:{ROOT}",
+                "KILN_TEST_HALT": json.dumps(halt),
+            },
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+        )
+    until = time.monotonic() + PATIENCE
+    while not told.exists():
+        assert child.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(PATIENCE)
+    said = here("sweep", "digits", "--json", overrides=given, api=api)
+    report: Report = json.loads(said.splitlines()[-1])
+    assert outcomes(report) == [
+        {"train": "reused", "evaluate": "reused"},
+        {"train": "reused", "evaluate": "built"},
+        {"train": "built", "evaluate": "built"},
+    ]
+    assert {report["stages"][name]["outcome"] for name in ("download", "encode")} == {"reused"}
