@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
@@ -67,6 +68,8 @@ def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipel
     try:
         with redirect_stderr(message):
             pipeline = beam.Pipeline(options=PipelineOptions.from_dictionary(chosen))
+            # Beam makes it for transforms of other languages, and deletes it only after `with`.
+            shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
             _check_names(options)
             pipeline.options.get_all_options()
     except BeamOptionsError:

@@ -1,6 +1,8 @@
 """Options of every documented engine are read as Beam reads its flags; wrong ones are named."""
 
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +72,11 @@ def test_a_wrong_option_is_named_in_one_line(options: dict[str, Any], words: str
     with pytest.raises(BeamOptionsError, match=words) as caught:
         check_options(options)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipeline_leaves_no_folder_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make_pipeline({})
+    assert not list(tmp_path.iterdir())
