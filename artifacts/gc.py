@@ -31,7 +31,7 @@ from artifacts.listing import (
 from artifacts.lock import LockLost, hold, seize
 from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
 from artifacts.stamps import TICK
-from artifacts.store import MANIFEST, SHARDS, Store
+from artifacts.store import LOCKS, MANIFEST, SHARDS, Store
 
 CHECKPOINTS = "checkpoints"
 #: Things that are deleted before waiting runs continue.
@@ -84,6 +84,10 @@ class Collector:
                 yield from self._within(stage, key, held)
         for stage in sorted(named.keys() - self._busy):
             yield from self._shards(stage, named[stage])
+        for stage in sorted(named):  # a lock without a heartbeat for a day has no owner
+            for entry in self._entries(f"{stage}/{LOCKS}"):
+                if self._is_old([entry], DAY):
+                    yield _garbage(stage, name_of(entry), "leftover", [entry])
         for folder in ("", RUNS, REGISTRIES, *(f"{stage}/{SHARDS}" for stage in named)):
             yield from self._leftovers(folder, self._entries(folder))
         for entry in self._entries("registry"):

@@ -4,6 +4,7 @@
 <store>/<stage>/<key>/...                 its own files
 <store>/<stage>/shards/<key>.json         a shard exists exactly when this file does
 <store>/<stage>/shards/<key>.<sha256>.*   its files, shared by every artifact that names them
+<store>/<stage>/locks/<key>.json          owner of a shard that is being built
 
 A shard's file has its own sha256 in its name: a shard that is built again, with other bytes,
 changes nothing that an artifact names.
@@ -52,6 +53,7 @@ from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
 SHARDS = "shards"
+LOCKS = "locks"
 #: Folders of a store that are no stages.
 NO_STAGES = {"compiled", "models", "registries", "registry", "runs"}
 log = logging.getLogger("kiln")
@@ -310,6 +312,12 @@ class Store:
     ) -> AbstractContextManager[Lock]:
         """Be the only builder of a key."""
         return hold(self.fs, f"{self.root}/{stage}/{key}/lock.json", on_wait=on_wait)
+
+    def shard_lock(
+        self, stage: str, key: str, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None
+    ) -> AbstractContextManager[Lock]:
+        """Be the only builder of a shard."""
+        return hold(self.fs, f"{self.root}/{stage}/{LOCKS}/{key}.json", on_wait=on_wait)
 
     def shards_path(self, stage: str) -> str:
         """Path of a stage's shards on the store's filesystem."""

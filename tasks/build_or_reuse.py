@@ -83,6 +83,7 @@ def build_or_reuse(
     build: Callable[[Draft], dict[str, Any]],
     *,
     parents: dict[str, Artifact],
+    help_builder: Callable[[], object] | None = None,
 ) -> StageResult:
     """Reuse the artifact of `parts`, or build it under a lock.
 
@@ -90,6 +91,8 @@ def build_or_reuse(
         build: adds files to the draft and returns the summary. Facts of the run, which do not
             affect the artifact's digest, are in the summary's `run`.
         parents: input name -> artifact, for the lineage.
+        help_builder: does a share of the work while a process of another host builds the artifact.
+            A process of this host already uses its devices.
 
     Raises:
         StageFailed: the input is wrong, which only `build` could detect.
@@ -99,7 +102,8 @@ def build_or_reuse(
     with failing(parts.stage), storing(store):
         artifact = store.find(parts.stage, parts.key)
         if artifact is None:
-            with store.lock(parts.stage, parts.key, partial(_log_builder, parts)) as lock:
+            on_wait = partial(_on_wait, parts, help_builder)
+            with store.lock(parts.stage, parts.key, on_wait) as lock:
                 artifact = store.find(parts.stage, parts.key)  # another may have built it
                 if artifact is None:
                     outcome, reason = "built", why_built(store, parts)
@@ -112,9 +116,15 @@ def build_or_reuse(
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
 
 
-def _log_builder(parts: KeyParts, owner: dict[str, Any]) -> None:
+def _on_wait(
+    parts: KeyParts, help_builder: Callable[[], object] | None, owner: dict[str, Any]
+) -> None:
     where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
-    log.info("%s %s: %s is building it; waiting", parts.stage, parts.key[:12], where)
+    helps = help_builder is not None and owner.get("host") != socket.gethostname()
+    word = "helping" if helps else "waiting"
+    log.info("%s %s: %s is building it; %s", parts.stage, parts.key[:12], where, word)
+    if help_builder is not None and helps:
+        help_builder()
 
 
 def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str, Any]:

@@ -335,6 +335,7 @@ def test_gc_deletes_temporary_files_of_killed_processes(local: Store) -> None:
         "train/shards/shard1.tar.0123.tmp",
         "train/shards/shard9.abc.tar",  # whose record was never written
         f"train/{model.key}/data.0123.tmp",
+        "train/locks/shard9.json.3",
         "runs/a-run.json.0123.tmp",
         "registry/digits/champion.0123.tmp",
         ".probe-0123",
@@ -344,10 +345,21 @@ def test_gc_deletes_temporary_files_of_killed_processes(local: Store) -> None:
     age(local, 2 * DAY)
     found = collector(local, model, min_age=DAY)
     removed = list(found.delete(list(found.garbage())))
-    assert sorted(item.kind for item in removed) == ["leftover"] * 5 + ["shard"]
+    assert sorted(item.kind for item in removed) == ["leftover"] * 6 + ["shard"]
     left = {str(p.relative_to(local.root)) for p in Path(local.root).rglob("*") if p.is_file()}
     assert {path for path in left if "0123" in path or "shard9" in path} == set()
     assert local.find("train", model.key) is not None
+
+
+def test_gc_keeps_the_lock_of_a_shard_that_is_being_built(local: Store) -> None:
+    model = make(local, "train", 1)
+    with local.shard_lock("train", "shard9") as lock:
+        age(local, 2 * DAY)
+        lock.renew()
+        found = collector(local, model, min_age=DAY)
+        assert list(found.delete(list(found.garbage()))) == []
+        lock.renew()
+        lock.check()
 
 
 def test_gc_deletes_unused_compiled_programs_and_staged_models(

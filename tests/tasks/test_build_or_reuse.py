@@ -80,6 +80,38 @@ def test_of_two_builders_one_builds_and_the_other_reuses(
     assert results[0].digest == results[1].digest
 
 
+@pytest.mark.parametrize(("host", "helps"), [("another", True), (None, False)])
+def test_the_second_builder_helps_a_builder_of_another_host(
+    store: Store, host: str | None, helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, waits = list[str](), threading.Event()
+
+    def build(draft: Draft) -> dict[str, Any]:
+        assert waits.wait(60)
+        events.append("built")
+        return write(draft)
+
+    def help_builder() -> None:
+        events.append("helped")
+        waits.set()
+
+    if host is not None:
+        monkeypatch.setattr("socket.gethostname", lambda: host)
+    with ThreadPoolExecutor(1) as threads, store.lock("encode", parts().key):
+        monkeypatch.undo()
+        second = threads.submit(
+            build_or_reuse, store, parts(), write, parents={}, help_builder=help_builder
+        )
+        if helps:
+            assert waits.wait(60)
+        else:
+            waits.set()
+        build_lock_free = Draft(store, parts())
+        build_lock_free.commit(build(build_lock_free), {})
+    assert second.result().outcome == "reused"
+    assert events == (["helped", "built"] if helps else ["built"])
+
+
 def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:
     def fail(draft: Draft) -> dict[str, Any]:
         draft.write("file", b"half")
