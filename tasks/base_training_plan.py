@@ -68,13 +68,23 @@ class TrainingPlan(ABC):
 
     @property
     def bytes_per_picture(self) -> int:
-        """Stored bytes per picture: 16-bit moments, masks with masked means, one caption."""
+        """Stored bytes per picture with one caption."""
+        return self.latent_bytes + self.embedding_bytes
+
+    @property
+    def latent_bytes(self) -> int:
+        """Stored bytes of latents per picture: 16-bit moments, masks with masked means."""
         info, encode = self.info, self.recipe.encode
         pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
         moments = 2 * 2 * info["latent_channels"] * pixels
         masked = encode.masks * (1 + 2 * info["latent_channels"]) * pixels
-        pictures = (moments + masked) * (2 if encode.flip else 1)
-        return pictures + 2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0))
+        return int(moments + masked) * (2 if encode.flip else 1)
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Stored bytes of a caption's 16-bit embeddings; a shard stores equal captions once."""
+        info = self.info
+        return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
 
     @property
     def storage_bytes(self) -> int | None:
