@@ -48,7 +48,13 @@ class Encode(Section):
     max_bad: Fraction = Field(
         0.05, description="Maximum fraction of undecodable or NaN samples, 0 to 1."
     )
-    device: str = Field("auto", description="Device: see train.device.")
+    device: str = Field(
+        "auto", description="Device: see train.device; without a number, all devices of its kind."
+    )
+    processes: PositiveInt | None = Field(
+        None,
+        description="Encoder processes per machine; null: one per accelerator, one on a CPU.",
+    )
     dtype: Dtype = Field("float32", description="Compute precision of the encoders.")
     beam: dict[str, Any] = Field(
         default_factory=dict,

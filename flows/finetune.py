@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
+from uuid import uuid4
 
 from prefect import flow, runtime, task
 from prefect.states import Completed
@@ -28,6 +29,7 @@ from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import stage as publish_stage
 from tasks.show_in_prefect import artifact_key, show_in_prefect
+from tasks.worker_reports import REPORTS
 
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
@@ -57,11 +59,14 @@ def download(run: Run) -> StageResult:
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
     pictures = images.load(run.store)
-    parts = encode_stage.key_parts(run.recipe, pictures, run.base, run.vae)
-    build = partial(
-        encode_stage.build, run.recipe, pictures, run.base, run.vae, progress=run.begin(parts)
-    )
-    result = build_or_reuse(run.store, parts, build, parents={"images": pictures})
+    given = (run.recipe, pictures, run.base, run.vae)
+    parts = encode_stage.key_parts(*given)
+    progress = run.begin(parts)
+    build = partial(encode_stage.build, *given, progress=progress)
+    reports = f"{run.store.root}/{parts.stage}/{parts.key}/{REPORTS}-{uuid4().hex}"
+    share = partial(encode_stage.encode_missing, *given, run.store, reports, progress)
+    parents = {"images": pictures}
+    result = build_or_reuse(run.store, parts, build, parents=parents, help_builder=share)
     return ended(run.store, run.model_name, result, encode_stage.show)
 
 

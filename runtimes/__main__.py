@@ -2,8 +2,7 @@
 
 `python -P -m runtimes JOB.json` runs one job;
 `python -P -m runtimes --probe RUNTIME` prints the runtime's Probe as JSON;
-`python -P -m runtimes --check RUNTIME SETTINGS` prints the unsupported train settings as JSON;
-`python -P -m runtimes --encode SOCKET` serves encoders to its parent process (encoder_server.py).
+`python -P -m runtimes --check RUNTIME SETTINGS` prints the unsupported train settings as JSON.
 
 `-P` keeps the working directory out of sys.path: a user's `configs` or `tasks` would shadow ours.
 
@@ -37,7 +36,6 @@ from artifacts.resolve_model import ModelNotFound, resolve_model
 from configs.train import Train
 from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput
-from runtimes.encoder_server import serve
 from runtimes.process.events import Events
 from runtimes.process.job import Job, TrainJob, read_job
 from runtimes.process.launcher import Launcher, LostRank
@@ -66,9 +64,6 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments[:1] == ["--check"] and len(arguments) == 3:
         print(json.dumps({"wrong": _wrong_with(arguments[1], json.loads(arguments[2]))}))
-        return 0
-    if arguments[:1] == ["--encode"] and len(arguments) == 2:
-        serve(int(arguments[1]))
         return 0
     if len(arguments) != 1:
         print("usage: python -P -m runtimes JOB.json (more: see its docstring)", file=sys.stderr)

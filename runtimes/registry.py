@@ -27,14 +27,21 @@ class RuntimeSpec:
     #: Whether one process locks the device: the encoder process must end before training starts.
     exclusive: bool = False
     denoisers: tuple[str, ...] | None = None  # supported denoiser classes; None: all
+    uses_all_devices: bool = False  # whether one process shares batches among all devices
 
 
 RUNTIMES = {
     "torch": RuntimeSpec("runtimes.torch", ("torch", "diffusers", "transformers", "safetensors")),
     "jax": RuntimeSpec(
-        "runtimes.jax", ("jax", "torchax", "diffusers"), exclusive=True, schedulers=TABULATED
+        "runtimes.jax",
+        ("jax", "torchax", "diffusers"),
+        exclusive=True,
+        schedulers=TABULATED,
+        uses_all_devices=True,
     ),
-    "xla": RuntimeSpec("runtimes.xla", ("torch_xla",), "-xla", schedulers=TABULATED),
+    "xla": RuntimeSpec(
+        "runtimes.xla", ("torch_xla",), "-xla", schedulers=TABULATED, uses_all_devices=True
+    ),
     "mindspore": RuntimeSpec(
         "runtimes.mindspore",
         ("mindspore", "mindone"),

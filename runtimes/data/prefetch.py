@@ -6,15 +6,16 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
+from typing import Generic, TypeVar
 
 from artifacts.clock import REAL, Clock
-from runtimes.contract import StepBatch
 
+Batch = TypeVar("Batch")
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 5.0
 
 
-class Prefetch:
+class Prefetch(Generic[Batch]):
     """An iterator over batches that a thread prepares. Enter it as a context manager first.
 
     Args:
@@ -29,20 +30,20 @@ class Prefetch:
 
     def __init__(
         self,
-        batches: Iterable[StepBatch],
+        batches: Iterable[Batch],
         depth: int,
-        stopping: Callable[[], bool],
+        stopping: Callable[[], bool] = lambda: False,
         clock: Clock = REAL,
     ) -> None:
         self.waited = 0.0
         self._batches = batches
         self._stopping = stopping
         self._clock = clock
-        self._ready: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="loader", daemon=True)
 
-    def __enter__(self) -> Prefetch:
+    def __enter__(self) -> Prefetch[Batch]:
         self._thread.start()
         return self
 
@@ -55,7 +56,7 @@ class Prefetch:
         self._stop.set()
         self._thread.join(JOIN_SECONDS)  # a stalled read must not block the process's exit
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         while True:
             begin = self._clock.now()
             item = self._next()
@@ -66,7 +67,7 @@ class Prefetch:
                 raise item
             yield item
 
-    def _next(self) -> StepBatch | BaseException | None:
+    def _next(self) -> Batch | BaseException | None:
         """The next batch or the thread's error; None at the end or after a stop request."""
         while not self._stopping():
             try:
@@ -86,7 +87,7 @@ class Prefetch:
         else:
             self._put(None)
 
-    def _put(self, item: StepBatch | BaseException | None) -> None:
+    def _put(self, item: Batch | BaseException | None) -> None:
         while not self._stop.is_set():
             try:
                 return self._ready.put(item, timeout=POLL_SECONDS)

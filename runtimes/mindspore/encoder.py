@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
+from runtimes.data.padding import pad_rows
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.mindspore.loading import load_text_encoder, load_vae
 from runtimes.mindspore.text_encoding import encode_ids
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
+from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH, describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
 
@@ -33,6 +34,8 @@ class Encoder:
         dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
             config computes in float32 where `dtype` is float16.
         flash: whether the VAE uses fused attention, see loading.load_vae.
+        images, captions: rows to which every batch is padded: MindSpore compiles a program for
+            each shape.
 
     Raises:
         WrongInput: weights are missing, damaged or do not match their config.
@@ -45,7 +48,10 @@ class Encoder:
         dtype: ms.Type = ms.float32,
         *,
         flash: bool = True,
+        images: int = 1,
+        captions: int = 1,
     ) -> None:
+        self._image_rows, self._caption_rows = images, captions
         self.info = describe_encoders(model_folder, vae_folder)
         self._dtype = dtype
         self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
@@ -67,8 +73,8 @@ class Encoder:
         Args:
             pixels: images [B, 3, H, W] f32 in -1..1.
         """
-        batch = Tensor(pixels).astype(self.vae.dtype)
-        moments = self.vae.encode(batch, return_dict=False)[0].astype(ms.float32)
+        batch = Tensor(pad_rows(pixels, self._image_rows)).astype(self.vae.dtype)
+        moments = self.vae.encode(batch, return_dict=False)[0].astype(ms.float32)[: len(pixels)]
         mean, logvar = ops.split(moments, moments.shape[1] // 2, 1)
         return mean.asnumpy(), np.clip(logvar.asnumpy(), -30.0, 20.0)  # as diffusers
 
@@ -77,11 +83,12 @@ class Encoder:
 
         SD 1 and 2 have no pooled embeddings: the second value is None.
         """
-        ids = Tensor(self.input_ids(captions))
+        ids = Tensor(pad_rows(self.input_ids(captions), self._caption_rows))
         models = list(self.text_encoders.values())
         states, pooled = encode_ids(self._family.clip_states == "penultimate", models, ids)
-        embeds = states.astype(ms.float32).asnumpy()
-        return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()
+        count = len(captions)
+        embeds = states.astype(ms.float32).asnumpy()[:count]
+        return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()[:count]
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
@@ -97,7 +104,9 @@ def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises WrongInput."""
     dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
     start(job.device)
-    return Encoder(job.model_folder, job.vae_folder, dtype)
+    return Encoder(
+        job.model_folder, job.vae_folder, dtype, images=job.batch_size, captions=TEXT_BATCH
+    )
 
 
 def _tokenizer(folder: Path, vocabulary: int) -> Any:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.utils.shared import Shared
 
 from artifacts.commit import Damaged
-from artifacts.image_shards import read_tar
+from artifacts.lock import LockLost
 from artifacts.resolve_model import ModelNotFound
 from artifacts.store import Shard, Store
-from runtimes.contract import PipelineEncoder, WrongInput
-from runtimes.process.job import EncodeJob
-from runtimes.registry import encodes_in_subprocess, open_encoder
+from runtimes.contract import WrongInput
+from runtimes.encoder_devices import encoder_devices
 from tasks.beam import ShardProgress, run_linear
-from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.encode_shard import encode_shard
-from tasks.encode.encoder_client import ServedEncoder
+from tasks.beam_workers import Workers, workers_of
+from tasks.encode.encoder_pool import EncoderPool
+from tasks.encode.encoder_process import SHARDS_PER_DEVICE, EncodingPlan
 from tasks.encode.encoders_in_store import EncodersInStore
 from tasks.encode.keys import STAGE
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
@@ -39,44 +37,70 @@ class EncodeTask:
 
 
 class EncodeShard(beam.DoFn):
-    """Commits the latent shard of each element, unless the store has it intact."""
+    """Commits the latent shard of each element, unless the store has it intact.
+
+    Args:
+        store_url: of the store.
+        reports: folder of the workers' reports.
+        plan: encoders and settings.
+        processes: encoder processes per machine, see encoder_devices.
+        copy: for workers without the folders of `plan`.
+        waits: whether it waits for shards that others encode; otherwise it leaves them out.
+    """
 
     def __init__(
         self,
         store_url: str,
         reports: str,
-        encoders: EncodeJob,
-        settings: TransformSettings,
-        batch_size: int,
-        copy: EncodersInStore | None = None,  # for workers without the folders of `encoders`
+        plan: EncodingPlan,
+        processes: int | None = None,
+        copy: EncodersInStore | None = None,
+        waits: bool = True,
     ) -> None:
-        self.store_url, self.reports = store_url, reports
-        self.encoders, self.copy = encoders, copy
-        self.settings, self.batch_size = settings, batch_size
+        self.store_url, self.reports, self.plan, self.copy = store_url, reports, plan, copy
+        self.processes, self.waits = processes, waits
         self._shared = Shared()
 
     def process(self, task: EncodeTask) -> Iterator[str]:
         """Yield the shard's key once it is committed."""
         store = Store(self.store_url)
-        shard = store.shard(STAGE, task.key)
-        if shard is None:
-            # Loaded once per process, at the first shard to encode.
-            encoder = self._shared.acquire(self._open)
-            with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
-                path = Path(folder) / "shard.safetensors"
-                samples = read_tar(task.tar, task.sha256)
-                facts = encode_shard(samples, encoder, self.settings, self.batch_size, path)
-                files = {".safetensors": str(path)}
-                shard = store.commit_shard(STAGE, task.key, files, facts)
+        try:
+            shard = store.shard(STAGE, task.key) or self._built(store, task)
+        except _Busy:
+            return
         written, failed = sum(entry.size for entry in shard.files), shard.meta["bad_reasons"]
         counts = shard_counts(task.samples, failed, written, is_new=shard.is_new)
         worker_report(self.store_url, self.reports).add(task.key, counts)
         yield task.key
 
-    def _open(self) -> PipelineEncoder:
-        """The encoder, in a separate process if the runtime has its own environment."""
-        job = self.encoders if self.copy is None else self.copy.fetched(self.encoders)
-        return ServedEncoder(job) if encodes_in_subprocess(job) else open_encoder(job)
+    def _built(self, store: Store, task: EncodeTask) -> Shard:
+        """The shard, encoded here or meanwhile by another process. Raises _Busy."""
+        with store.shard_lock(STAGE, task.key, self._wait):
+            return store.shard(STAGE, task.key) or self._encoded(store, task)
+
+    def _wait(self, owner: dict[str, Any]) -> None:
+        if not self.waits:
+            raise _Busy
+
+    def _encoded(self, store: Store, task: EncodeTask) -> Shard:
+        encoders = self.open()
+        with tempfile.TemporaryDirectory(prefix="kiln-encode-") as folder:
+            path = f"{folder}/shard.safetensors"
+            facts = encoders.encode(task.tar, task.sha256, path)
+            return store.commit_shard(STAGE, task.key, {".safetensors": path}, facts)
+
+    def open(self, make: Callable[[], EncoderPool] | None = None) -> EncoderPool:
+        """The encoders of this process, loaded at the first call and kept while they are in use."""
+        encoders: EncoderPool = self._shared.acquire(make or self._loaded)
+        return encoders
+
+    def _loaded(self) -> EncoderPool:
+        job = self.plan.job if self.copy is None else self.copy.fetched(self.plan.job)
+        return EncoderPool(replace(self.plan, job=job), self.processes)
+
+
+class _Busy(Exception):
+    """Another process encodes the shard."""
 
 
 class _Placeholder:
@@ -92,21 +116,36 @@ def encode_shards(
 ) -> list[Shard]:
     """Commit every latent shard, and return them in the order of `tasks`.
 
-    Raises WrongInput; Damaged if an image shard is not the committed one.
+    Several flows may call it for the same shards: each encodes those that nobody else does.
+
+    Raises WrongInput; Damaged if an image shard is not the committed one; LockLost.
     """
     sizes = {task.key: task.samples for task in tasks}
     watch = ShardProgress(store, dofn.reports, sizes, progress, unit="pictures")
     reports = WorkerReports(store, dofn.reports)
     reports.clear()  # of an earlier run
+    is_here = workers_of(options) is Workers.THREADS
+    devices = len(encoder_devices(dofn.plan.job, dofn.processes)) if is_here else 1
+
+    def run(some: Sequence[EncodeTask], *, waits: bool) -> None:
+        dofn.waits = waits
+        known = (WrongInput, Damaged, ModelNotFound, LockLost)
+        threads = devices * SHARDS_PER_DEVICE
+        run_linear(some, dofn, options, watch, threads=threads, known=known)
+
     try:
-        run_linear(tasks, dofn, options, watch, known=(WrongInput, Damaged, ModelNotFound))
+        run(tasks, waits=False)
+        shards = list(store.committed_shards(STAGE, sizes))
+        if None in shards:
+            run([t for t, shard in zip(tasks, shards, strict=True) if shard is None], waits=True)
+            shards = list(store.committed_shards(STAGE, sizes))
         reports.clear()
     finally:
         # Beam keeps a reference to the last shared object. A new one releases the encoders.
         Shared().acquire(_Placeholder)
         _free_memory()
-    found = [shard for shard in store.committed_shards(STAGE, sizes) if shard is not None]
-    if len(found) < len(sizes):
+    found = [shard for shard in shards if shard is not None]
+    if len(found) < len(shards):
         raise RuntimeError("encode: the pipeline ended without committing every shard")
     return found
 

@@ -1,9 +1,11 @@
-"""Encode one image shard to a latent shard, deterministically in its content."""
+"""Encode image shards to latent shards on one device, deterministically in their content."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from artifacts.latent_shards import (
     to_bfloat16,
 )
 from runtimes.contract import PipelineEncoder, WrongInput
+from runtimes.data.prefetch import Prefetch
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from tasks.encode.buckets import bucket_sizes
-from tasks.encode.decode_and_crop import BadSample, Transformed, TransformSettings, transform
+from tasks.encode.decode_ahead import Batch, Picture, decoded_batches
+from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.holdout_split import is_holdout
 from tasks.encode.masks import draw_mask
 
@@ -39,44 +43,74 @@ class _Encoded:
     variants: list[LatentSample]  # the plain one, then the mirrored one if there is one
 
 
-@dataclass
-class _Picture:
-    """A transformed picture in a batch of its bucket."""
+class ShardEncoder:
+    """Encodes shards on one device, one at a time, while others are decoded or written.
 
-    position: int  # in the shard
-    captions: tuple[str, ...]
-    sha256: bytes
-    score: float | None  # aesthetic
-    variants: list[Transformed]  # the plain one, then the mirrored one if there is one
-
-
-def encode_shard(
-    samples: Iterable[Sample],
-    encoder: PipelineEncoder,
-    settings: TransformSettings,
-    batch_size: int,
-    path: Path,
-) -> dict[str, Any]:
-    """Encode samples to a latent shard at `path`; return the shard's facts.
-
-    The facts are {"groups": {group: samples}, "bad": n, "bad_reasons": {reason: n}, "captions":
-    distinct captions, "uncaptioned": samples without one, "caption_tokens": {lowest length of the
-    bin: n}, "truncated": captions above the encoder's limit}.
-
-    Batches are formed per bucket in sample order. A shard therefore always has the same batches,
-    and on one machine the same bytes.
-
-    Raises:
-        WrongInput: the text encoders return NaN for the empty caption.
+    Args:
+        encoder: the encoders on the device.
+        settings: of the transform.
+        batch_size: pictures per forward pass.
+        decoders: threads that decode pictures.
     """
-    bad: Counter[str] = Counter()
-    encoded = dict(_encode_pictures(samples, encoder, settings, batch_size, bad))
-    in_order = [encoded[position] for position in sorted(encoded)]
-    texts, rows = _encode_captions(in_order, encoder)
+
+    def __init__(
+        self,
+        encoder: PipelineEncoder,
+        settings: TransformSettings,
+        batch_size: int,
+        decoders: int = 1,
+    ) -> None:
+        self.encoder, self._settings, self._batch_size = encoder, settings, batch_size
+        self._buckets = bucket_sizes(settings, encoder.info["size_step"])
+        self._ahead = 2 * max(batch_size, decoders)
+        self._decoders = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
+        #: Held for a whole shard: shards that took turns would all be written at the same time.
+        self._device = threading.Lock()
+
+    def encode(self, samples: Iterable[Sample], path: Path) -> dict[str, Any]:
+        """Encode samples to a latent shard at `path`; return the shard's facts. Thread-safe.
+
+        The facts are {"groups": {group: samples}, "bad": n, "bad_reasons": {reason: n}, "captions":
+        distinct captions, "uncaptioned": samples without one, "caption_tokens": {lowest length of
+        the bin: n}, "truncated": captions above the encoder's limit}.
+
+        On one machine, a shard always has the same bytes.
+
+        Raises:
+            WrongInput: the text encoders return NaN for the empty caption.
+        """
+        bad: Counter[str] = Counter()
+        batches = decoded_batches(
+            samples,
+            self._settings,
+            self._buckets,
+            self._batch_size,
+            self._decoders,
+            self._ahead,
+            bad,
+        )
+        encoded: dict[int, _Encoded] = {}
+        with Prefetch(batches, depth=1) as ready, self._device:
+            for batch in ready:
+                encoded.update(_encode_batch(batch, self.encoder, self._settings, bad))
+            in_order = [encoded[position] for position in sorted(encoded)]
+            texts, rows = _encode_captions(in_order, self.encoder)
+        return _write(path, in_order, texts, rows, self.encoder, bad)
+
+
+def _write(
+    path: Path,
+    samples: list[_Encoded],
+    texts: Texts,
+    rows: dict[str, int],
+    encoder: PipelineEncoder,
+    bad: Counter[str],
+) -> dict[str, Any]:
+    """Write the latent shard and return its facts."""
     groups: dict[str, list[LatentSample]] = defaultdict(list)
     kept: list[str] = []
     uncaptioned = 0
-    for sample in in_order:
+    for sample in samples:
         captions = [caption for caption in sample.captions if caption in rows]
         if not captions:
             bad["NaN embedding"] += 1
@@ -99,48 +133,20 @@ def encode_shard(
     }
 
 
-def _encode_pictures(
-    samples: Iterable[Sample],
-    encoder: PipelineEncoder,
-    settings: TransformSettings,
-    batch_size: int,
-    bad: Counter[str],
-) -> Iterator[tuple[int, _Encoded]]:
-    """(position in the shard, sample) of every picture with finite moments."""
-    buckets = bucket_sizes(settings, encoder.info["size_step"])
-    waiting: dict[tuple[int, int], list[_Picture]] = {bucket: [] for bucket in buckets}
-    for position, sample in enumerate(samples):
-        sha256 = sample.source_sha256
-        try:
-            variants = transform(sample.image, sha256, sample.meta, settings, buckets)
-            score = sample.meta.get("aesthetic_score") if settings.scored else None
-            if settings.scored and score is None:
-                raise BadSample("no aesthetic score")
-        except BadSample as error:
-            bad[error.reason] += 1
-            continue
-        batch = waiting[variants[0].target_size]
-        batch.append(_Picture(position, sample.captions, sha256, score, variants))
-        if len(batch) == batch_size:
-            yield from _encode_batch(batch, encoder, settings, bad)
-            batch.clear()
-    for bucket in buckets:
-        if waiting[bucket]:
-            yield from _encode_batch(waiting[bucket], encoder, settings, bad)
-
-
 def _encode_batch(
-    batch: list[_Picture], encoder: PipelineEncoder, settings: TransformSettings, bad: Counter[str]
+    batch: Batch, encoder: PipelineEncoder, settings: TransformSettings, bad: Counter[str]
 ) -> Iterator[tuple[int, _Encoded]]:
-    """Encode a batch: first the plain variants, then the mirrored ones in a batch of their own."""
+    """(position in the shard, sample) of every picture with finite moments.
+
+    The plain variants are encoded first, then the mirrored ones in a batch of their own.
+    """
     found: dict[int, list[LatentSample | None]] = defaultdict(list)
-    for variant in range(2):
-        pictures = [picture for picture in batch if len(picture.variants) > variant]
-        if pictures:
-            latents = _encode_variant(pictures, variant, encoder, settings)
-            for picture, latent in zip(pictures, latents, strict=True):
-                found[picture.position].append(latent)
-    for picture in batch:
+    for variant, pixels in enumerate(batch.pixels):
+        pictures = [picture for picture in batch.pictures if len(picture.variants) > variant]
+        latents = _encode_variant(pictures, variant, pixels, encoder, settings)
+        for picture, latent in zip(pictures, latents, strict=True):
+            found[picture.position].append(latent)
+    for picture in batch.pictures:
         variants = [latent for latent in found[picture.position] if latent is not None]
         if len(variants) < len(picture.variants):
             bad["NaN latent"] += 1
@@ -151,14 +157,17 @@ def _encode_batch(
 
 
 def _encode_variant(
-    pictures: list[_Picture], variant: int, encoder: PipelineEncoder, settings: TransformSettings
+    pictures: list[Picture],
+    variant: int,
+    pixels: NDArray[np.float32],
+    encoder: PipelineEncoder,
+    settings: TransformSettings,
 ) -> Iterator[LatentSample | None]:
     """The latents of each picture's variant 0 (plain) or 1 (mirrored); None if not finite.
 
     They have bf16 bits, which halves their memory until the shard is written.
     """
     transformed = [picture.variants[variant] for picture in pictures]
-    pixels = np.stack([one.pixels for one in transformed])
     means, logvars = encoder.images(pixels)
     masks = [
         np.stack(

@@ -1,4 +1,4 @@
-"""Client of an encoder process that runs in another runtime's Python environment."""
+"""Client of an encoder process (encoder_process.py)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from runtimes.contract import WrongInput
-from runtimes.encoder_server import Arrays, receive, send
-from runtimes.process.job import EncodeJob
 from runtimes.registry import interpreter
+from tasks.encode.encoder_process import (
+    KNOWN,
+    SHARDS_PER_DEVICE,
+    EncodingPlan,
+    receive,
+    send,
+)
 
 END_SECONDS = 10.0
 log = logging.getLogger("kiln")
@@ -28,76 +31,85 @@ class EncoderLost(RuntimeError):
     """The encoder process has ended; the message has the last line of its log."""
 
 
-class ServedEncoder:
-    """Implements contract.PipelineEncoder by requests to a process; thread-safe.
+class EncoderFailed(RuntimeError):
+    """A shard could not be encoded; the message has the error."""
 
-    Raises:
-        WrongInput: the model or the device is unusable.
-        EncoderLost: the process ended; any method may raise it.
+
+class EncoderProcess:
+    """A process that encodes shards on its device.
+
+    The process loads its encoders while the caller goes on; `wait` returns when it is ready.
+
+    Args:
+        plan: encoders, device and settings.
+        module: entry point of the process.
+
+    Attributes:
+        slots: functions that encode a shard each, as encoder_process.encode_tar. One thread may
+            call one at a time. They raise EncoderFailed if the shard could not be encoded, and
+            EncoderLost if the process has ended.
     """
 
-    def __init__(self, job: EncodeJob) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, plan: EncodingPlan, *, module: str = "tasks.encode.encoder_process") -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed with us
-        ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
+        self._ending = threading.Lock()
+        with ExitStack() as theirs:
+            pairs = [socket.socketpair() for _ in range(SHARDS_PER_DEVICE)]
+            numbers = [theirs.enter_context(pair[1]).fileno() for pair in pairs]
             self._child = subprocess.Popen(
-                [interpreter(job.runtime), "-P", "-m", "runtimes", "--encode", str(number)],
-                pass_fds=(number,),
+                [interpreter(plan.job.runtime), "-P", "-m", module, *map(str, numbers)],
+                pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # the closed socket ends it, not Ctrl-C
+                start_new_session=True,  # the closed sockets end it, not Ctrl-C
             )
-        self._connection = Connection(ours.detach())
-        facts, _ = self._request(asdict(job))
-        if "wrong_input" in facts:
-            raise WrongInput(facts["wrong_input"])
-        self.info: dict[str, Any] = facts["info"]
+        self.pid = self._child.pid
+        self._connections = [Connection(ours.detach()) for ours, _ in pairs]
+        self.slots = [partial(self._encode, connection) for connection in self._connections]
+        send(self._connections[0], asdict(plan))
 
-    def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
-        _, found = self._request({"call": "images"}, {"pixels": pixels})
-        return found["mean"], found["logvar"]
-
-    def texts(self, captions: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        _, found = self._request({"call": "texts", "captions": list(captions)})
-        return found["states"], found.get("pooled")
-
-    def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
-        return self._request({"call": "input_ids", "captions": list(captions)})[1]["ids"]
-
-    def token_counts(self, captions: Sequence[str]) -> list[int]:
-        facts, _ = self._request({"call": "token_counts", "captions": list(captions)})
-        return list(facts["counts"])
-
-    def __del__(self) -> None:
-        """End the process by closing its socket."""
-        if hasattr(self, "_connection"):
-            self._end()
-
-    def _end(self) -> int:
-        """Close the socket, wait for the process and return its exit code."""
-        self._connection.close()
+    def wait(self) -> None:
+        """Return when the encoders are loaded. Raises WrongInput or EncoderLost."""
         try:
-            return self._child.wait(END_SECONDS)
+            found = receive(self._connections[0])
+        except (EOFError, OSError):
+            raise self._lost() from None
+        if "error" in found:
+            raise WrongInput(found["message"])
+
+    def _encode(self, connection: Connection, tar: str, sha256: str, path: str) -> dict[str, Any]:
+        try:
+            send(connection, {"tar": tar, "sha256": sha256, "path": path})
+            found = receive(connection)
+        except (EOFError, OSError):
+            raise self._lost() from None
+        if "facts" in found:
+            return dict(found["facts"])
+        raise KNOWN.get(found["error"], EncoderFailed)(found["message"])
+
+    def close(self) -> None:
+        """Close the sockets, which ends the process."""
+        for connection in self._connections:
+            connection.close()
+
+    def join(self, seconds: float = END_SECONDS) -> int:
+        """Wait for the process, which `close` ends, and return its exit code.
+
+        Args:
+            seconds: it is killed after this time.
+        """
+        try:
+            return self._child.wait(seconds)
         except subprocess.TimeoutExpired:
             self._child.kill()
             return self._child.wait()
 
-    def _request(
-        self, facts: dict[str, Any], arrays: Arrays | None = None
-    ) -> tuple[dict[str, Any], Arrays]:
-        with self._lock:
-            try:
-                if self._connection.closed:  # an earlier call lost the process
-                    raise EOFError
-                send(self._connection, facts, arrays)
-                return receive(self._connection)
-            except (EOFError, OSError):
-                code = self._end()
-                self._log.seek(0)
-                text = self._log.read().strip()
-                log.debug("%s", text)
-                last = text.rpartition("\n")[2]
-                raise EncoderLost(f"the encoder process ended with {code}: {last}") from None
+    def _lost(self) -> EncoderLost:
+        with self._ending:
+            code = self.join()
+            self._log.seek(0)
+            text = self._log.read().strip()
+        log.debug("%s", text)
+        last = text.rpartition("\n")[2]
+        return EncoderLost(f"the encoder process ended with {code}: {last}")

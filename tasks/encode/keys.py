@@ -15,11 +15,12 @@ VERSION = 4
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that affect latents, without the device, `max_bad` and `beam`.
+    """The settings that affect latents, without devices, processes, `max_bad` and `beam`.
 
     The batch size is included because it affects rounding.
     """
-    settings = recipe.encode.model_dump(mode="json", exclude={"device", "max_bad", "beam"})
+    excluded = {"device", "processes", "max_bad", "beam"}
+    settings = recipe.encode.model_dump(mode="json", exclude=excluded)
     scored = TransformSettings.of(recipe).scored
     return {**settings, "max_pixels": recipe.download.max_pixels, "scored": scored}
 

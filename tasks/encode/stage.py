@@ -12,7 +12,7 @@ from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO
-from artifacts.store import Artifact, Draft, Shard
+from artifacts.store import Artifact, Draft, Shard, Store
 from configs.recipe import Recipe
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob
@@ -20,6 +20,7 @@ from tasks.beam_workers import Workers, beam_options, workers_of
 from tasks.build_or_reuse import runtime_facts
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
+from tasks.encode.encoder_process import EncodingPlan
 from tasks.encode.encoders_in_store import put_encoders
 from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
 from tasks.panels import Facts, Panel, Table
@@ -55,6 +56,46 @@ def build(
         WrongInput: the model or the settings are invalid; nothing was encoded.
         EncodeFailed: more than `encode.max_bad` of the samples are bad, or no sample is left.
     """
+    given = (recipe, images, model_folder, vae_folder)
+    shards = encode_missing(*given, draft.store, f"{draft.path}/{REPORTS}", progress)
+    info = describe_encoders(model_folder, vae_folder)
+    summary = summarise(shards, info["vae_scale_factor"])
+    check(summary, recipe.encode.max_bad)
+    if summary["uncaptioned"]:
+        log.warning(
+            "encode: %d of %d pictures have no caption and train unconditionally; if this is "
+            "wrong, check source.caption_column or the .txt files beside them",
+            summary["uncaptioned"],
+            summary["samples"],
+        )
+    for shard in shards:
+        draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
+    settings = TransformSettings.of(recipe)
+    info |= {"masks": settings.masks, "scored": settings.scored}
+    draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
+    return summary | {"run": runtime_facts(recipe.runtime)}
+
+
+def encode_missing(
+    recipe: Recipe,
+    images: Artifact,
+    model_folder: Path,
+    vae_folder: Path | None,
+    store: Store,
+    reports: str,
+    progress: Callable[[int, int, str], None],
+) -> list[Shard]:
+    """The latent shards of all image shards; those that the store lacks are encoded.
+
+    Several flows may do so at once: each shard is encoded by one of them.
+
+    Args:
+        reports: folder of the workers' reports, of this flow alone.
+
+    Raises:
+        WrongInput: the model or the settings are invalid; nothing was encoded.
+        EncodeFailed: there is no image shard.
+    """
     # Beam takes seconds to import, which a reused artifact does not need.
     with quiet_import():
         from tasks.encode.beam_pipeline import EncodeShard, EncodeTask, encode_shards
@@ -72,8 +113,7 @@ def build(
             tasks[key] = EncodeTask(key, tar, entry.sha256, samples)
     if not tasks:
         raise EncodeFailed("encode: the images artifact has no image shard")
-    store = draft.store
-    encoders = EncodeJob(
+    job = EncodeJob(
         runtime=recipe.runtime,
         model=str(model_folder),
         vae=None if vae_folder is None else str(vae_folder),
@@ -85,23 +125,9 @@ def build(
     options = beam_options(recipe, "encode")
     is_remote = workers_of(options) is Workers.REMOTE
     copy = put_encoders(store, model_folder, vae_folder) if is_remote else None
-    reports = f"{draft.path}/{REPORTS}"
-    dofn = EncodeShard(store.url, reports, encoders, settings, recipe.encode.batch_size, copy)
-    shards = encode_shards(list(tasks.values()), store, dofn, options, progress)
-    summary = summarise(shards, info["vae_scale_factor"])
-    check(summary, recipe.encode.max_bad)
-    if summary["uncaptioned"]:
-        log.warning(
-            "encode: %d of %d pictures have no caption and train unconditionally; if this is "
-            "wrong, check source.caption_column or the .txt files beside them",
-            summary["uncaptioned"],
-            summary["samples"],
-        )
-    for shard in shards:
-        draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
-    info |= {"masks": settings.masks, "scored": settings.scored}
-    draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
-    return summary | {"run": runtime_facts(recipe.runtime)}
+    plan = EncodingPlan(job, settings)
+    dofn = EncodeShard(store.url, reports, plan, recipe.encode.processes, copy)
+    return encode_shards(list(tasks.values()), store, dofn, options, progress)
 
 
 def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:

@@ -59,7 +59,9 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def note(store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact]) -> Any:
+    def note(
+        store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact], **_: Any
+    ) -> Any:
         raise Asked(parts, parents)
 
     def asked(task: Any, *arguments: Any) -> tuple[dict[str, str], dict[str, Artifact]]:

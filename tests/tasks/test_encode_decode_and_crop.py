@@ -1,42 +1,17 @@
 """The transform of pictures: buckets, crops, flips and their records."""
 
 import hashlib
-import io
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from encoder_inputs import BUCKETS, SQUARE, encode_picture, gradient
 from PIL import Image
 
 from runtimes.contract import WrongInput
 from tasks.encode.buckets import bucket_sizes, nearest_bucket
 from tasks.encode.decode_and_crop import BadSample, TransformSettings, decode, transform
 from tasks.encode.holdout_split import is_holdout
-
-SQUARE = TransformSettings(
-    resolution=64,
-    aspect_buckets=False,
-    bucket_step=16,
-    max_aspect=2.0,
-    crop="center",
-    flip=False,
-    seed=0,
-    holdout=0.1,
-    max_pixels=1_000_000,
-)
-BUCKETS = replace(SQUARE, aspect_buckets=True)
-
-
-def _encode(image: Image.Image, kind: str = "png", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def _gradient(width: int, height: int) -> bytes:
-    """Red increases to the right, green downwards."""
-    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
-    return _encode(Image.fromarray(np.stack([x, y, 0 * x], -1).astype(np.uint8)))
 
 
 def _apply(data: bytes, settings: TransformSettings, meta: dict | None = None):
@@ -75,7 +50,7 @@ def test_a_picture_is_in_the_bucket_of_its_aspect_ratio() -> None:
 
 
 def test_the_recorded_crop_is_the_real_one_and_covers_the_target() -> None:
-    wide = _apply(_gradient(200, 100), SQUARE)
+    wide = _apply(gradient(200, 100), SQUARE)
     assert wide.pixels.shape == (3, 64, 64) and wide.pixels.dtype == np.float32
     assert wide.original_size == (100, 200)
     assert wide.crop_top_left == (0, 32) and wide.target_size == (64, 64)
@@ -86,7 +61,7 @@ def test_the_recorded_crop_is_the_real_one_and_covers_the_target() -> None:
 
 def test_random_crops_depend_on_bytes_and_seed_only() -> None:
     settings = replace(SQUARE, crop="random", flip=True, holdout=0.0)
-    pictures = [_gradient(200 + i, 100) for i in range(40)]
+    pictures = [gradient(200 + i, 100) for i in range(40)]
     first = [_apply(data, settings) for data in pictures]
     again = [_apply(data, settings) for data in reversed(pictures)][::-1]
     assert [p.crop_top_left for p in first] == [p.crop_top_left for p in again]
@@ -108,7 +83,7 @@ def test_random_crops_depend_on_bytes_and_seed_only() -> None:
 def test_training_pictures_are_mirrored_and_held_out_ones_are_not() -> None:
     settings = replace(SQUARE, flip=True, holdout=0.3)
     for width in range(100, 140):
-        data = _gradient(width, 90)
+        data = gradient(width, 90)
         sha256 = hashlib.sha256(data).digest()
         variants = transform(data, sha256, {}, settings, bucket_sizes(settings, 4))
         assert [v.flip for v in variants] == ([False] if is_holdout(sha256, 0.3) else [False, True])
@@ -121,31 +96,35 @@ def test_training_pictures_are_mirrored_and_held_out_ones_are_not() -> None:
 
 def test_original_size_is_the_one_before_the_download_resized() -> None:
     meta = {"original_width": 4000, "original_height": 3000}
-    assert _apply(_gradient(80, 60), SQUARE, meta).original_size == (3000, 4000)
-    assert _apply(_gradient(80, 60), SQUARE, {"original_width": None}).original_size == (60, 80)
+    assert _apply(gradient(80, 60), SQUARE, meta).original_size == (3000, 4000)
+    assert _apply(gradient(80, 60), SQUARE, {"original_width": None}).original_size == (60, 80)
 
 
 def test_pictures_are_upright_in_rgb_over_white() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned: shown a quarter turn clockwise
-    turned = decode(_encode(Image.new("RGB", (40, 20), "red"), "jpeg", exif=exif), 10_000)
+    turned = decode(encode_picture(Image.new("RGB", (40, 20), "red"), "jpeg", exif=exif), 10_000)
     assert turned.size == (20, 40)
-    clear = decode(_encode(Image.new("RGBA", (4, 4), (255, 0, 0, 0))), 10_000)
+    clear = decode(encode_picture(Image.new("RGBA", (4, 4), (255, 0, 0, 0))), 10_000)
     assert clear.mode == "RGB" and clear.getpixel((0, 0)) == (255, 255, 255)
     palette = Image.new("P", (4, 4), 0)
     palette.putpalette([10, 20, 30])
-    assert decode(_encode(palette, transparency=0), 10_000).getpixel((0, 0)) == (255, 255, 255)
+    assert decode(encode_picture(palette, transparency=0), 10_000).getpixel((0, 0)) == (
+        255,
+        255,
+        255,
+    )
     deep = Image.fromarray(np.full((4, 4), 0x8000, np.uint16))
-    assert decode(_encode(deep), 10_000).getpixel((0, 0)) == (128, 128, 128)
+    assert decode(encode_picture(deep), 10_000).getpixel((0, 0)) == (128, 128, 128)
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"<html>", "undecodable"),
-        (_gradient(50, 50)[:-40], "undecodable"),
-        (_gradient(120, 100), "too many pixels"),
-        (_gradient(1500, 5), "too many pixels"),  # after it is resized to the bucket's height
+        (gradient(50, 50)[:-40], "undecodable"),
+        (gradient(120, 100), "too many pixels"),
+        (gradient(1500, 5), "too many pixels"),  # after it is resized to the bucket's height
     ],
 )
 def test_a_bad_picture_has_a_reason(data: bytes, reason: str) -> None:

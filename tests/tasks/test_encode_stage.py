@@ -2,7 +2,9 @@
 
 import io
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +20,15 @@ from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput
+from runtimes.process.job import EncodeJob
 from runtimes.torch_models.vae_and_text_encoders import Encoder
-from tasks.encode import beam_pipeline
+from tasks.encode import encoder_process
 from tasks.encode import stage as encode
+from tasks.encode.beam_pipeline import EncodeShard, EncodeTask
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.encode_shard import encode_shard
+from tasks.encode.encode_shard import ShardEncoder
+from tasks.encode.encoder_pool import EncoderPool
+from tasks.encode.encoder_process import EncodingPlan
 
 pytestmark = pytest.mark.slow
 
@@ -168,7 +174,7 @@ def test_the_downloaded_bytes_alone_select_the_split(tiny_sdxl: Path, tmp_path: 
             for number in range(24)
         ]
         path = tmp_path / f"{width}.safetensors"
-        encode_shard(samples, Encoder(tiny_sdxl, device="cpu"), settings, 4, path)
+        ShardEncoder(Encoder(tiny_sdxl, device="cpu"), settings, 4).encode(samples, path)
         shard = LatentShard(path)
         groups = {
             name: [shard.sample(name, i) for i in range(n)] for name, n in shard.groups.items()
@@ -185,6 +191,75 @@ def test_rebuilt_shards_have_equal_bytes(make: Callable[..., Artifact]) -> None:
     assert first.summary == again.summary
     # a shard's batches do not depend on what else is in the dataset
     assert _shards(make(_pictures(shards=1), "three")).items() <= _shards(first).items()
+
+
+def test_bytes_do_not_depend_on_the_number_of_processes(make: Callable[..., Artifact]) -> None:
+    one = make(_pictures(4), "one")
+    two = make(_pictures(4), "two", processes=2)
+    assert _shards(two) == _shards(one) and two.digest == one.digest
+
+
+class _Counted(EncoderPool):
+    """Records the shards that it encodes, and waits for another pool with its first."""
+
+    def __init__(self, plan: EncodingPlan, counted: list[str], together: threading.Barrier) -> None:
+        super().__init__(plan)
+        self._counted, self._together = counted, together
+
+    def encode(self, tar: str, sha256: str, path: str) -> dict:
+        if not self._counted:
+            self._together.wait(60)
+        self._counted.append(sha256)
+        return super().encode(tar, sha256, path)
+
+
+def test_two_hosts_share_the_shards_and_encode_each_once(
+    make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    expected = make(_pictures(6), "one")
+    recipe = _recipe(tmp_path / "store", tiny_sdxl)
+    images = _images(Store(recipe.store), _pictures(6), tmp_path)
+    plan = EncodingPlan(
+        EncodeJob("torch", str(tiny_sdxl), batch_size=4, device="cpu"), TransformSettings.of(recipe)
+    )
+    together, counts = threading.Barrier(2), ([], [])
+    tasks = [
+        EncodeTask(f"{number:064}", images.url(entry.path), entry.sha256, 7)
+        for number, entry in enumerate(images.files)
+    ]
+
+    def host(pool: _Counted) -> None:
+        for waits in (False, True):
+            dofn = EncodeShard(recipe.store, f"{recipe.store}/reports", plan, waits=waits)
+            dofn.open = lambda: pool
+            for task in tasks:
+                list(dofn.process(task))
+
+    with ThreadPoolExecutor(2) as hosts:
+        pools = [_Counted(plan, counted, together) for counted in counts]
+        for done in [hosts.submit(host, pool) for pool in pools]:
+            done.result()
+    assert sorted(counts[0] + counts[1]) == sorted(task.sha256 for task in tasks)
+    assert all(counts), "one host encoded every shard"
+    found = [Store(recipe.store).shard("encode", task.key).files[0].sha256 for task in tasks]
+    assert sorted(found) == sorted(_shards(expected).values())
+
+
+def test_a_shard_that_another_host_encodes_is_left_to_the_end(
+    make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    recipe = _recipe(tmp_path / "store", tiny_sdxl)
+    images = _images(Store(recipe.store), _pictures(1), tmp_path)
+    (entry,) = images.files
+    plan = EncodingPlan(
+        EncodeJob("torch", str(tiny_sdxl), batch_size=4, device="cpu"), TransformSettings.of(recipe)
+    )
+    dofn = EncodeShard(recipe.store, f"{recipe.store}/reports", plan, waits=False)
+    task = EncodeTask("k" * 64, images.url(entry.path), entry.sha256, 7)
+    store = Store(recipe.store)
+    with store.shard_lock("encode", task.key):
+        assert list(dofn.process(task)) == [] and store.shard("encode", task.key) is None
+    assert list(dofn.process(task)) == [task.key] and store.shard("encode", task.key) is not None
 
 
 def test_a_changed_caption_or_picture_rebuilds_one_shard(make: Callable[..., Artifact]) -> None:
@@ -256,7 +331,7 @@ def test_sizes_are_multiples_of_a_transformers_patches(tiny_sd3: Path, tmp_path:
 def test_settings_without_effect_on_latents_are_not_in_the_key(tiny_sdxl: Path) -> None:
     settings = [
         encode.settings_for_key(_recipe("s", tiny_sdxl, **settings))
-        for settings in ({}, {"max_bad": 0.9}, {"device": "cpu"})
+        for settings in ({}, {"max_bad": 0.9}, {"device": "cpu"}, {"processes": 2})
     ]
     assert all(s == settings[0] for s in settings)
     for changed in ({"seed": 3}, {"batch_size": 2}):
@@ -267,8 +342,8 @@ def test_committed_shards_are_reused_and_a_flipped_byte_is_not(
     make: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = make(_pictures())
-    load, loads = beam_pipeline.open_encoder, []
-    monkeypatch.setattr(beam_pipeline, "open_encoder", lambda job: loads.append(1) or load(job))
+    load, loads = encoder_process.open_encoder, []
+    monkeypatch.setattr(encoder_process, "open_encoder", lambda job: loads.append(1) or load(job))
     assert make(_pictures()).digest == artifact.digest and not loads
 
     damaged = sorted((tmp_path / "store/encode/shards").glob("*.safetensors"))[1]
@@ -347,7 +422,7 @@ def test_nan_latents_and_embeddings_are_left_out(tiny_sdxl: Path, tmp_path: Path
     samples = _samples(_pictures(1, 24)[0])
     settings = TransformSettings.of(_recipe("s", tiny_sdxl))
     path = tmp_path / "a.safetensors"
-    facts = encode_shard(samples, _Diverging(tiny_sdxl, device="cpu"), settings, 5, path)
+    facts = ShardEncoder(_Diverging(tiny_sdxl, device="cpu"), settings, 5).encode(samples, path)
     assert set(facts["bad_reasons"]) == {"NaN latent", "NaN embedding"}
     shard = LatentShard(path)
     assert sum(shard.groups.values()) + facts["bad"] == 24

@@ -26,7 +26,7 @@ from runtimes.torch.sampler import Sampler
 from runtimes.torch_models.loading import load_denoiser
 from runtimes.torch_models.vae_and_text_encoders import Encoder
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.encode_shard import encode_shard
+from tasks.encode.encode_shard import ShardEncoder
 from tasks.encode.masks import draw_mask
 from tasks.publish.assemble_pipeline import assemble
 
@@ -62,7 +62,7 @@ def test_masks_are_drawn_by_the_picture_and_a_quarter_hides_everything() -> None
 
 def test_masks_and_scores_are_encoded_beside_the_pictures(tiny_sdxl: Path, tmp_path: Path) -> None:
     encoder = Encoder(tiny_sdxl, device="cpu")
-    facts = encode_shard(samples(), encoder, SETTINGS, 2, tmp_path / "shard")
+    facts = ShardEncoder(encoder, SETTINGS, 2).encode(samples(), tmp_path / "shard")
     assert facts["groups"] == {"train/8x8": 4} and facts["bad_reasons"] == {"no aesthetic score": 1}
     shard = LatentShard(tmp_path / "shard")
     for index, sample in zip(range(4), samples(), strict=False):

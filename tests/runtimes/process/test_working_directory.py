@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from chips import standing_in
 from command import ROOT
@@ -14,14 +13,17 @@ from runtimes.check_support import _query
 from runtimes.process.job import EncodeJob
 from runtimes.registry import RUNTIMES, has_own_environment, interpreter
 from tasks.child_process import run_job
-from tasks.encode.encoder_client import ServedEncoder
+from tasks.encode.decode_and_crop import TransformSettings
+from tasks.encode.encoder_client import EncoderProcess
+from tasks.encode.encoder_process import EncodingPlan
 
+SQUARE = TransformSettings(32, False, 64, 2.0, "center", False, 0, 0.0, 10**6)
 #: Modules of ours, and two that we import, by whose names a user's project may have its own.
 TAKEN = ("artifacts", "configs", "demo", "flows", "runtimes", "tasks", "numpy", "json")
 #: Runtimes that are asked in `make soak` alone: one start shows what all of them do.
 OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in RUNTIMES if name != "torch"]
 #: A module of ours as the program of a process.
-STARTED = re.compile(r"""-m(?:"?,? ?"?)runtimes\b""")
+STARTED = re.compile(r"""-m(?:"?,? ?"?)(?:runtimes\b|module,)""")
 SAFE = re.compile(r"""-P(?:", "| )(?:-u(?:", "| ))?-m""")
 
 
@@ -48,12 +50,13 @@ def test_a_job_trains_where_the_working_directory_has_modules_by_our_names(
 
 
 @pytest.mark.soak
-def test_encoders_are_served_where_the_working_directory_has_modules_by_our_names(
+def test_an_encoder_process_starts_where_the_working_directory_has_modules_by_our_names(
     hostile: None, tiny_sd: Path
 ) -> None:
-    served = ServedEncoder(EncodeJob("torch", str(tiny_sd), device="cpu"))
-    states, _ = served.texts(["a red cat", "a dog"])
-    assert not np.array_equal(states[0], states[1])
+    process = EncoderProcess(EncodingPlan(EncodeJob("torch", str(tiny_sd), device="cpu"), SQUARE))
+    process.wait()
+    process.close()
+    assert process.join() == 0
 
 
 @pytest.mark.slow

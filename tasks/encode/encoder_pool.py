@@ -1,0 +1,75 @@
+"""The encoders of one machine: an encoder process for each accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from runtimes.encoder_devices import encoder_devices
+from runtimes.registry import encodes_in_subprocess
+from tasks.encode.encoder_client import EncoderProcess
+from tasks.encode.encoder_process import SHARDS_PER_DEVICE, EncodingPlan, encode_tar
+
+
+class EncoderPool:
+    """Encodes shards on all devices of this machine; thread-safe.
+
+    One device needs no process of its own, unless its runtime has another environment or locks it.
+
+    Args:
+        plan: encoders and settings; its device may be a kind of devices, such as `cuda`.
+        processes: see encoder_devices.
+        start: starts an encoder process.
+
+    Attributes:
+        devices: their number.
+
+    Raises:
+        WrongInput: the model or a device is unusable.
+    """
+
+    def __init__(
+        self,
+        plan: EncodingPlan,
+        processes: int | None = None,
+        start: Callable[..., EncoderProcess] = EncoderProcess,
+    ) -> None:
+        self._processes: list[EncoderProcess] = []
+        devices = encoder_devices(plan.job, processes)
+        self.devices = count = len(devices)
+        if count == 1 and not encodes_in_subprocess(plan.job):
+            encoder = plan.on(devices[0], count).open()
+            slots = [partial(encode_tar, encoder)] * SHARDS_PER_DEVICE
+        else:
+            for device in devices:
+                self._processes.append(start(plan.on(device, count)))
+            for process in self._processes:
+                process.wait()
+            of_devices = (process.slots for process in self._processes)
+            # First one slot of each device: few shards use all devices.
+            slots = [slot for row in zip(*of_devices, strict=True) for slot in row]
+        self._free: SimpleQueue[Callable[..., dict[str, Any]]] = SimpleQueue()
+        for slot in slots:
+            self._free.put(slot)
+
+    def encode(self, tar: str, sha256: str, path: str) -> dict[str, Any]:
+        """Encode a shard on a free device, as encoder_process.encode_tar.
+
+        Raises:
+            EncoderFailed: the shard could not be encoded.
+            EncoderLost: the device's process has ended.
+        """
+        slot = self._free.get()
+        try:
+            return slot(tar, sha256, path)
+        finally:
+            self._free.put(slot)
+
+    def __del__(self) -> None:
+        """End the processes and wait for them: the next stage needs their devices."""
+        for process in self._processes:
+            process.close()
+        for process in self._processes:
+            process.join()
