@@ -12,7 +12,17 @@ from command import environment
 
 import bench
 import demo
-from bench import checkpoint, gpu, inputs, loader, manifest, ours, same_picture, train_mindspore
+from bench import (
+    checkpoint,
+    encode,
+    gpu,
+    inputs,
+    loader,
+    manifest,
+    ours,
+    same_picture,
+    train_mindspore,
+)
 from bench.steps import Context, Workload
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
@@ -102,6 +112,15 @@ def test_loaders_are_compared_and_steps_of_a_large_artifact_measured(
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
     steps = {"commit", "load", "verify", "gc_mark", "gc_collect"}
     assert {f"{step}_peak_mib" for step in steps} <= figures["1,000 shards"].keys()
+
+
+@pytest.mark.soak
+def test_encode_rates_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert encode.main(["--quick"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    loop = {"rate_vs_bare_loop", "cpu_vs_bare_loop"}
+    assert found["ratios"].keys() == loop | {"scaling_2", "scaling_4"}
+    assert found["figures"]["devices"]["device_busy_on_1"]["rounds"] == 1
 
 
 @pytest.mark.soak

@@ -1,0 +1,243 @@
+"""Pictures per second of the encode stage: `python -m bench.encode [--quick]`.
+
+Rows:
+
+* `bare_loop`: the stage, from image shards to committed latent shards, against a loop over the same
+  models and batches whose pictures are decoded and in memory before the clock starts.
+* `devices`: the stage with a stand-in encoder of a fixed time per batch, on 1, 2 and 4 devices.
+
+The models are loaded before the clock starts, on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from artifacts.hashing import digest_bytes
+from artifacts.image_shards import Sample, write_tar
+from artifacts.store import Store
+from bench import inputs
+from bench.report import Row, log, machine, publish, spread, versions
+from bench.stand_in import NAME
+from bench.steps import Context
+from runtimes.process.job import EncodeJob
+from tasks.encode.beam_pipeline import EncodeShard, EncodeTask, encode_shards
+from tasks.encode.decode_and_crop import TransformSettings, transform
+from tasks.encode.encoder_client import EncoderProcess
+from tasks.encode.encoder_pool import EncoderPool
+from tasks.encode.encoder_process import EncodingPlan
+
+ROUNDS = 5
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class Size:
+    """The work of one round."""
+
+    shards: int
+    pictures: int  # per shard
+    side: int  # of the encoded pictures, in pixels; the stored ones have twice that
+    batch: int = 8
+    seconds: float = 1.0  # per batch of the stand-in
+
+    @property
+    def total(self) -> int:
+        return self.shards * self.pictures
+
+
+FULL = {"bare_loop": Size(2, 48, 128), "devices": Size(4, 32, 128)}
+QUICK = {"bare_loop": Size(2, 4, 64, 2), "devices": Size(1, 4, 32, 2, 0.01)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rows; 1 if one failed."""
+    os.environ.setdefault(THREADS, str(len(os.sched_getaffinity(0))))
+    parser = argparse.ArgumentParser(prog="python -m bench.encode", description=__doc__)
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; with --quick: 1")
+    parser.add_argument("--quick", action="store_true", help="few small pictures, for tests")
+    parser.add_argument("--only", nargs="+", choices=sorted(ROWS), default=sorted(ROWS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
+    options = parser.parse_args(arguments)
+    sizes = QUICK if options.quick else FULL
+    facts = {"machine": machine(int(os.environ[THREADS])), "versions": versions()}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
+        rounds = options.rounds or (1 if options.quick else ROUNDS)
+        context = Context(Path(folder), None, rounds, steps=1)
+        for name in options.only:
+            log(f"{name} ...")
+            rows.append(context.row(name, partial(ROWS[name], size=sizes[name])))
+    publish("encode", rows, facts, options.json)
+    return int(any(row.failed for row in rows))
+
+
+def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
+    """`rate_vs_bare_loop`: pictures per second of the stage, divided by those of the loop.
+
+    `cpu_vs_bare_loop`: CPU seconds of the loop, divided by those of the stage.
+    """
+    model = _write_model(context.folder / "model")
+    job = EncodeJob("torch", str(model), batch_size=size.batch, device="cpu")
+    pool = EncoderPool(EncodingPlan(job, _transform(size)))
+    tasks = _write_shards(context.folder / "images", size)
+    encoder = EncodingPlan(job, _transform(size)).open().encoder
+    pixels, captions = _decoded(size)
+
+    def bare(folder: Path) -> tuple[float, float]:
+        since = _Clock()
+        for start in range(0, len(pixels), size.batch):
+            encoder.images(pixels[start : start + size.batch])
+        for start in range(0, len(captions), 32):
+            encoder.texts(captions[start : start + 32])
+        return since.elapsed()
+
+    def ours(folder: Path) -> tuple[float, float]:
+        return _stage(folder, tasks, pool, job, size)
+
+    theirs, mine = context.alternate(bare, ours)
+    pairs = list(zip(theirs, mine, strict=True))
+    ratio, cpu = (spread([their[n] / our[n] for their, our in pairs]) for n in (0, 1))
+    figures: dict[str, Any] = {"pictures": size.total, "ratio": ratio, "cpu_ratio": cpu}
+    for side, times in (("bare_loop", theirs), ("stage", mine)):
+        figures[f"{side}_pictures_per_second"] = spread([size.total / t for t, _ in times])
+        figures[f"{side}_cpu_seconds_per_picture"] = spread([cpu / size.total for _, cpu in times])
+    ratios = {"rate_vs_bare_loop": ratio["median"], "cpu_vs_bare_loop": cpu["median"]}
+    return Row(name, ratios, figures)
+
+
+def devices_row(context: Context, name: str, *, size: Size) -> Row:
+    """`scaling_N`: rate on N devices, divided by N times the rate on one; 1 is linear."""
+    counts = (1, 2, 4)
+    job = EncodeJob(NAME, str(size.seconds), batch_size=size.batch, device="cpu")
+    start = partial(EncoderProcess, module="bench.stand_in")
+    plan = EncodingPlan(job, _transform(size))
+    pools = {count: EncoderPool(plan, count, start) for count in counts}
+    shards = {
+        count: _write_shards(context.folder / f"images{count}", size, count * size.shards)
+        for count in counts
+    }
+
+    def side(count: int, folder: Path) -> float:
+        seconds, _ = _stage(folder, shards[count], pools[count], job, size)
+        return count * size.total / seconds
+
+    found = context.alternate(*(partial(side, count) for count in counts))
+    rates = dict(zip(counts, found, strict=True))
+    limit = size.batch / size.seconds  # of one device
+    figures: dict[str, Any] = {
+        f"pictures_per_second_on_{count}": spread(rates[count]) for count in counts
+    }
+    figures |= {
+        f"device_busy_on_{count}": spread([rate / limit / count for rate in rates[count]])
+        for count in counts
+    }
+    ratios = {
+        f"scaling_{count}": spread(
+            [rate / count / one for rate, one in zip(rates[count], rates[1], strict=True)]
+        )["median"]
+        for count in counts[1:]
+    }
+    return Row(name, ratios, figures)
+
+
+ROWS = {"bare_loop": bare_loop_row, "devices": devices_row}
+
+
+class _Clock:
+    """Seconds, and CPU seconds of this process, since it was made."""
+
+    def __init__(self) -> None:
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+
+    def elapsed(self) -> tuple[float, float]:
+        return time.perf_counter() - self._since, time.process_time() - self._cpu_since
+
+
+def _stage(
+    folder: Path, tasks: Sequence[EncodeTask], pool: EncoderPool, job: EncodeJob, size: Size
+) -> tuple[float, float]:
+    """Seconds and CPU seconds from image shards to committed latent shards in a new store."""
+    store = Store(str(folder / "store"))
+    dofn = EncodeShard(
+        store.url, f"{store.root}/reports", EncodingPlan(job, _transform(size)), pool.devices
+    )
+    dofn.open(lambda: pool)
+    since = _Clock()
+    shards = encode_shards(tasks, store, dofn, {}, lambda done, total, text: None)
+    elapsed = since.elapsed()
+    assert sum(sum(shard.meta["groups"].values()) for shard in shards) == len(tasks) * size.pictures
+    return elapsed
+
+
+def _transform(size: Size) -> TransformSettings:
+    return TransformSettings(size.side, False, 64, 2.0, "center", False, 0, 0.0, 10**8)
+
+
+def _write_model(folder: Path) -> Path:
+    """The demo's pipeline with a random VAE of half the width of Stable Diffusion's."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    inputs.write_pipeline(folder)
+    torch.manual_seed(0)
+    AutoencoderKL(
+        block_out_channels=(64, 128, 256, 256),
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        layers_per_block=2,
+        latent_channels=4,
+    ).save_pretrained(folder / "vae")
+    return folder
+
+
+def _samples(size: Size, shard: int) -> list[Sample]:
+    """Pictures of smooth noise as JPEG files; each has a caption of its own."""
+    random, samples = np.random.default_rng(shard), []
+    for number in range(size.pictures):
+        small = random.integers(0, 256, (16, 16, 3), np.uint8)
+        picture = Image.fromarray(small).resize((2 * size.side,) * 2, Image.Resampling.BICUBIC)
+        buffer = io.BytesIO()
+        picture.save(buffer, "jpeg", quality=90)
+        meta = {"sha256": digest_bytes(buffer.getvalue())}
+        caption = f"picture {number} of shard {shard}"
+        samples.append(Sample(f"{number:06}", buffer.getvalue(), "jpg", (caption,), meta))
+    return samples
+
+
+def _write_shards(folder: Path, size: Size, shards: int | None = None) -> list[EncodeTask]:
+    folder.mkdir()
+    tasks = []
+    for number in range(shards or size.shards):
+        path = folder / f"{number}.tar"
+        write_tar(path, _samples(size, number))
+        sha256 = digest_bytes(path.read_bytes())
+        tasks.append(EncodeTask(f"{number:064x}", str(path), sha256, size.pictures))
+    return tasks
+
+
+def _decoded(size: Size) -> tuple[np.ndarray, list[str]]:
+    samples = [sample for shard in range(size.shards) for sample in _samples(size, shard)]
+    settings, buckets = _transform(size), [(size.side, size.side)]
+    pixels = [
+        transform(one.image, one.source_sha256, one.meta, settings, buckets)[0].pixels
+        for one in samples
+    ]
+    return np.stack(pixels), [one.captions[0] for one in samples]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
