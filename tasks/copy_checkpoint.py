@@ -9,6 +9,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from artifacts.listing import entries, name_of, subfolders
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.train import Train
 from runtimes.train.best_checkpoint import CheckpointRanking
@@ -37,8 +38,9 @@ def copy_checkpoint(draft: Draft, settings: Train) -> None:
         if (best := _best_of(fs, found[step], settings) or step) not in found:
             continue
         log.info("%s: continuing a run of other steps from its step %d", recipe.stage, step)
-        for copied in sorted({best, step}):  # the newest last: a resume from it needs the best
-            _copy_folder(fs, found[copied], f"{draft.path}/checkpoints")
+        with suppress(FileNotFoundError):  # `kiln gc` deletes checkpoints of finished runs
+            for copied in sorted({best, step}):  # the newest last: a resume from it needs the best
+                _copy_folder(fs, found[copied], f"{draft.path}/checkpoints")
         return
 
 
@@ -60,17 +62,18 @@ def _copy_folder(fs: AbstractFileSystem, source: str, parent: str) -> None:
 
 def _artifacts(store: Store, stage: str) -> Iterator[Artifact]:
     """The artifacts of a stage with a readable manifest."""
-    for manifest in store.fs.glob(f"{store.root}/{stage}/*/{MANIFEST}"):
+    for key in subfolders(store.fs, f"{store.root}/{stage}"):
         with suppress(ValueError):
-            if (artifact := store.load(stage, str(manifest).split("/")[-2])) is not None:
+            if (artifact := store.load(stage, key)) is not None:
                 yield artifact
 
 
 def _checkpoint_folders(fs: AbstractFileSystem, path: str) -> dict[int, str]:
     """Folders of the committed checkpoints in a run's folder, by step."""
-    found = fs.glob(f"{path}/checkpoints/step-*/{MANIFEST}")
-    folders = (str(manifest).rpartition("/")[0] for manifest in found)
-    return {int(folder.rpartition("-")[2]): folder for folder in folders}
+    names = subfolders(fs, f"{path}/checkpoints")
+    folders = [f"{path}/checkpoints/{name}" for name in names if name.startswith("step-")]
+    committed = [one for one in folders if MANIFEST in map(name_of, entries(fs, one))]
+    return {int(folder.rpartition("-")[2]): folder for folder in committed}
 
 
 def _without_steps(parts: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import FileEntry, read_record, write_record
+from artifacts.listing import entries, name_of, subfolders
 from artifacts.safetensors import StoredArray, writing
 from runtimes.contract import OneWriter, Owners, Shapes, State, Writers
 from runtimes.train.checkpoint_array_files import (
@@ -95,7 +96,8 @@ class Checkpoints:
         shard_bytes: int = 10**9,
         writers: Writers | None = None,
     ) -> None:
-        self._fs, root = url_to_fs(work)
+        # A listing that the client remembers lacks what other hosts have written since.
+        self._fs, root = url_to_fs(work, use_listings_cache=False)
         self._root = f"{root.rstrip('/')}/checkpoints"
         self._keep = keep
         self._best = best
@@ -145,7 +147,7 @@ class Checkpoints:
                     return saved
             return None
         except Exception as error:
-            if not is_unreachable(self._fs, error):
+            if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
                 raise
             message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
             raise CheckpointsUnreachable(getattr(error, "errno", None), message) from error
@@ -291,7 +293,7 @@ class Checkpoints:
 
     def discard_after(self, step: int) -> None:
         """Delete the checkpoints of later steps."""
-        for later in self._folders("step-*"):
+        for later in self._folders():
             if later > step:
                 self._discard(self._path(later))
 
@@ -299,7 +301,7 @@ class Checkpoints:
         committed = [step for step in self._steps() if step <= newest]
         best = (step for step in best_first if step in committed and self._has_manifest(step))
         kept = {*committed[-self._keep :], *islice(best, self._best)}
-        for step in self._folders("step-*"):  # also partial checkpoints of a killed run
+        for step in self._folders():  # also partial checkpoints of a killed run
             if step < newest and step not in kept:
                 self._discard(self._path(step))
 
@@ -321,10 +323,12 @@ class Checkpoints:
         return f"{self._root}/step-{step:08d}"
 
     def _steps(self) -> list[int]:
-        """Steps of all committed checkpoints, oldest first."""
-        return self._folders(f"step-*/{MANIFEST}")
+        """Steps of all committed checkpoints, oldest first. Raises as the filesystem does."""
+        return [step for step in self._folders() if self._is_committed(step)]
 
-    def _folders(self, pattern: str) -> list[int]:
-        found = self._fs.glob(f"{self._root}/{pattern}")
-        steps = [re.search(r"/step-(\d+)(/[^/]*)?$", path.rstrip("/")) for path in found]
-        return sorted(int(match[1]) for match in steps if match)
+    def _is_committed(self, step: int) -> bool:
+        return MANIFEST in map(name_of, entries(self._fs, self._path(step)))
+
+    def _folders(self) -> list[int]:
+        names = (re.fullmatch(r"step-(\d+)", name) for name in subfolders(self._fs, self._root))
+        return sorted(int(match[1]) for match in names if match)

@@ -152,3 +152,22 @@ def test_a_copied_checkpoint_counts_once_its_manifest_is_there(
     assert Checkpoints(draft.uri, 9)._steps() == []
     copy_checkpoint(draft, Train(steps=12))
     assert Checkpoints(draft.uri, 9)._steps() == [5]
+
+
+def test_a_checkpoint_that_gc_deletes_meanwhile_starts_the_run_at_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path))
+    finished_run(store, parts_of(6), 5)
+    draft, copy = store.draft(parts_of(12)), type(store.fs).cp_file
+
+    def deleted(fs: Any, path: str, target: str, **more: Any) -> None:
+        if fs.exists(folder := path.rpartition("/")[0]):
+            copy(fs, path, target, **more)
+            fs.rm(folder, recursive=True)
+            return
+        copy(fs, path, target, **more)
+
+    monkeypatch.setattr(type(store.fs), "cp_file", deleted)
+    copy_checkpoint(draft, Train(steps=12))
+    assert Checkpoints(draft.uri, 9).latest() is None

@@ -73,7 +73,7 @@ def bad_request(*_: object, **__: object) -> None:
     validate_response(400, b'{"error": {"message": "invalid argument"}}', "bucket/checkpoints")
 
 
-@pytest.mark.parametrize("call", ["glob", "cat_file", "open"])
+@pytest.mark.parametrize("call", ["ls", "cat_file", "open"])
 @pytest.mark.parametrize(
     ("answer", "reason"), [(away, r"HttpError: .*503"), (bad_request, r"\w+: Bad Request")]
 )
@@ -86,6 +86,27 @@ def test_checkpoints_of_a_store_that_is_away_are_not_skipped(
         patch.setattr(MemoryFileSystem, call, answer)
         with pytest.raises(CheckpointsUnreachable, match=f"cannot be read: {reason}"):
             checkpoints.latest()
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 2
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3's SlowDown is an OSError too, which `glob` takes for an empty folder."""
+    checkpoints = Checkpoints(url_of(kind), keep=2)
+    save(checkpoints, 1, 2)
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, "Slow down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(checkpoints._fs), "ls", busy)
+        with pytest.raises(CheckpointsUnreachable, match="cannot be read: Slow down"):
+            checkpoints.latest()
+        with pytest.raises(OSError, match="Slow down"):
+            checkpoints.discard_after(1)
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 2
 
