@@ -78,6 +78,13 @@ class Champions:
         self._follow()
         return version
 
+    def settle(self) -> Moves:
+        """The moves; a `move` that has chosen before and is not among them chooses again."""
+        while True:
+            seen, moves = self._read_both()
+            if swap(self._fs, self._copy, seen[0], _encode(moves, settled=uuid.uuid4().hex)):
+                return moves
+
     def _read_both(self) -> tuple[tuple[State, State], Moves]:
         """The states of the copy and of the history, made equal, and their moves."""
         while True:
@@ -119,8 +126,8 @@ class Champions:
                 swap(self._fs, self._alias, seen, champion.encode())
 
 
-def _encode(moves: Moves) -> bytes:
-    return encode_record({"format": FORMAT, "moves": moves})
+def _encode(moves: Moves, **facts: str) -> bytes:
+    return encode_record({"format": FORMAT, "moves": moves, **facts})
 
 
 def _decode(state: State, path: str) -> Moves | None:

@@ -23,13 +23,12 @@ from artifacts.commit import (
     copy_checked,
     encode_record,
     file_fault,
-    open_checked,
     read_record,
     stamped,
     write_atomic,
 )
 from artifacts.compare_and_swap import create
-from artifacts.listing import entries, name_of, subfolders
+from artifacts.listing import entries, files, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_registry
 from artifacts.store import MANIFEST, Artifact, Store
@@ -116,7 +115,7 @@ class Registry:
             for version in self.versions():
                 if version.manifest["key"] == artifact.key and self._mend(version, artifact, lock):
                     return version
-            return self._add(artifact, self._next_name(), lock)
+            return self._add(artifact, self._next_name(artifact), lock)
 
     def promote(
         self, version: str, why: str = "promoted", *, expected: str | EllipsisType | None = ...
@@ -196,7 +195,21 @@ class Registry:
         """
         with hold(self.fs, f"{self.root}/lock.json") as lock:
             old = [version.name for version in self.versions()][:-count]
-            return [name for name in old if self._delete(name, lock)]
+            deleted = [name for name in old if self._delete(name, lock)]
+            self._delete_leftovers(lock)
+        return deleted
+
+    def _delete_leftovers(self, lock: Lock) -> None:
+        """Delete folders without a manifest, which killed processes left, below the last version.
+
+        Their numbers are never used again.
+        """
+        names, needed = self._version_names(), not_rolled_back(self.history())
+        complete = [name for name in names if self._is_complete(name)]
+        for name in names[: names.index(complete[-1])] if complete else []:
+            if name not in (*complete, *needed):
+                lock.check()
+                self.fs.rm(f"{self.root}/{name}", recursive=True)
 
     def _delete(self, name: str, lock: Lock) -> bool:
         """Delete a version; False if it is a champion, also if it has become one meanwhile."""
@@ -205,8 +218,9 @@ class Registry:
             return False
         lock.check()
         manifest = self.fs.cat_file(f"{root}/{MANIFEST}")
-        self.fs.rm_file(f"{root}/{MANIFEST}")  # from here on nobody can promote it
-        if name in not_rolled_back(self.history()):
+        self.fs.rm_file(f"{root}/{MANIFEST}")
+        # A promotion that found the manifest is among the moves, or looks for it again.
+        if name in not_rolled_back(self._champions.settle()):
             create(self.fs, f"{root}/{MANIFEST}", manifest)
             return False
         self.fs.rm(root, recursive=True)
@@ -244,11 +258,22 @@ class Registry:
         names = (name for name in subfolders(self.fs, self.root) if re.fullmatch(r"v\d+", name))
         return sorted(names, key=lambda name: int(name[1:]))
 
-    def _next_name(self) -> str:
-        """The name after the last version; an interrupted copy without a manifest is reused."""
+    def _next_name(self, artifact: Artifact) -> str:
+        """The name after the last version.
+
+        An interrupted copy without a manifest is reused, but not beside files of another model.
+        """
         used = [name for name in self._version_names() if self._is_complete(name)]
         used += [move["version"] for move in self.history()]
-        return f"v{max((int(name[1:]) for name in used), default=0) + 1}"
+        number = max((int(name[1:]) for name in used), default=0) + 1
+        while self._has_other_files(f"v{number}", artifact):
+            number += 1
+        return f"v{number}"
+
+    def _has_other_files(self, name: str, artifact: Artifact) -> bool:
+        root, own = f"{self.root}/{name}", {entry.path for entry in artifact.files} | {REPORT}
+        found = [str(entry["name"])[len(root) + 1 :] for entry in files(self.fs, root)]
+        return any(path not in own and not path.endswith(".tmp") for path in found)
 
     def _is_complete(self, name: str) -> bool:
         held = entries(self.fs, f"{self.root}/{name}")  # raises where `exists` would say no
@@ -257,6 +282,9 @@ class Registry:
     def _add(self, artifact: Artifact, name: str, lock: Lock) -> Version:
         """Copy every file, the manifest last, which makes the folder a version."""
         root = f"{self.root}/{name}"
+        for left in files(self.fs, root):  # .tmp of a killed publisher on a local disk
+            if name_of(left).endswith(".tmp"):
+                self.fs.rm_file(left["name"])
         copied = [self._copy(artifact, entry, root, lock) for entry in artifact.files]
         if artifact.store.fs.exists(f"{artifact.path}/{REPORT}"):
             write_atomic(self.fs, f"{root}/{REPORT}", artifact.read(REPORT), lock.check)
@@ -283,7 +311,5 @@ class Registry:
         if self.store.is_local or entry.size > SMALL:
             etag = copy_checked(source, entry.sha256, self.fs, target, lock.check)
             return replace(entry, etag=etag)
-        with open_checked(source, entry.sha256) as stream:
-            data = stream.read()
-        lock.write(target, data)
+        lock.write(target, artifact.read(entry.path))
         return replace(entry, etag=None)

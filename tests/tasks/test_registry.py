@@ -130,6 +130,56 @@ def test_a_version_promoted_while_it_is_deleted_stays(
     assert first_fault(found.fs, f"{found.root}/v1", champion.manifest["files"]) is None
 
 
+def test_a_version_is_not_deleted_under_a_promotion_that_has_found_it(
+    any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The promotion pauses after it has found the version, and `keep` deletes it meanwhile."""
+    store, found = any_registry
+    for n in (1, 2):
+        found.publish(model(store, n))
+    found.promote("v2")
+    other, swap = Registry(found.store.url, "digits"), champion_history.swap
+
+    def paused(*given: Any) -> Any:
+        monkeypatch.setattr(champion_history, "swap", swap)
+        assert other.keep(1) == ["v1"]
+        return swap(*given)
+
+    monkeypatch.setattr(champion_history, "swap", paused)
+    with pytest.raises(RegistryError, match="v1: no such version"):
+        found.promote("v1")
+    champion = found.champion()
+    assert champion is not None and champion.name == "v2"
+    assert [move["version"] for move in found.history()] == ["v2"]
+
+
+def test_an_interrupted_copy_beside_another_models_files_is_not_completed(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    """Adapters beside the model_index.json of a pipeline would load as that pipeline."""
+    store, found = any_registry
+    found.publish(model(store, 1))
+    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    draft = store.draft(KeyParts("publish", 1, {"lora": True}, {}))
+    draft.write("pytorch_lora_weights.safetensors", b"adapters")
+    adapters = draft.commit({}, {})
+    version = found.publish(adapters)
+    assert version.name == "v2"
+    names = {str(path).rpartition("/")[2] for path in found.fs.find(f"{found.root}/v2")}
+    assert names == {"manifest.json", "pytorch_lora_weights.safetensors"}
+    assert found.keep(5) == [] and not found.fs.exists(f"{found.root}/v1/model_index.json")
+    assert [version.name for version in found.versions()] == ["v2"]
+
+
+def test_a_version_has_no_temporary_file_of_a_killed_publisher(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    found = Registry(f"{store.url}/registry", "digits")
+    left = Path(found.root, "v1/unet/weights.safetensors.0123.tmp")
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half of the wei")
+    assert found.publish(model(store, 1)).name == "v1" and not left.exists()
+
+
 def test_the_error_for_an_unknown_version_lists_the_known_ones(
     registry: tuple[Store, Registry],
 ) -> None:
