@@ -101,6 +101,8 @@ def _fetch_url(url: str) -> Path:
         raise ModelNotFound(f"model {url}: {error}") from None
     if not files:
         raise ModelNotFound(f"model {url}: no files there")
+    if outside := [path for path in files if ".." in path.split("/")]:
+        raise ModelNotFound(f"model {url}: {outside[0]!r} leads out of its folder")
     target = cache_folder() / "models" / digest_bytes(canonical_json([url, sorted(files.items())]))
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         is_index = path.name.endswith(".index.json")
-        if path.is_file() and path.suffix not in WEIGHTS and not is_index:
+        if path.is_file() and path.suffix.lower() not in WEIGHTS and not is_index:
             shutil.copyfile(path, target / path.name)
     weights = weight_files(source)
     if weights:

@@ -16,11 +16,12 @@ from tasks.panels import human
 Models = Mapping[str, Estimates]
 
 #: Groups: metric, operator, number, model, adjustment, amount, level.
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,3})?"
 _RULE = re.compile(
     r"\s*([A-Za-z_][\w/.-]*)\s*(>=|<=|>|<)\s*"
-    r"(?:([-+]?[\d.]+(?:e[-+]?\d+)?)"
-    r"|(base|champion)(?:\s*([*+-])\s*([\d.]+(?:e[-+]?\d+)?))?)"
-    r"(?:\s+at\s+([\d.]+)\s*%)?\s*",
+    rf"(?:([-+]?{_NUMBER})"
+    rf"|(base|champion)(?:\s*([*+-])\s*({_NUMBER}))?)"
+    rf"(?:\s+at\s+({_NUMBER})\s*%)?\s*",
     re.IGNORECASE,
 )
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}

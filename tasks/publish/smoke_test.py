@@ -57,7 +57,7 @@ def check(folder: Path, base: Path, recipe: Recipe) -> None:
 def check_files(folder: Path, max_bytes: int | None) -> None:
     """Raise SmokeTestFailed unless a folder has safe files only, of at most `max_bytes`."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    unsafe = [path.name for path in files if path.suffix in UNSAFE]
+    unsafe = [path.name for path in files if path.suffix.lower() in UNSAFE]
     if unsafe:
         raise SmokeTestFailed(f"{unsafe[0]} is no safetensors file")
     size = sum(path.stat().st_size for path in files)

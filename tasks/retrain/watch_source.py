@@ -30,10 +30,13 @@ def stamp(recipe: Recipe) -> str:
 
 
 def last_stamp(recipe: Recipe) -> str | None:
-    """The stamp of the last `remember`; None without one."""
+    """The stamp of the last `remember`; None without one, or if it is damaged."""
     registry = registry_of(recipe)
     data = read(registry.fs, f"{registry.root}/{FILE}").data
-    return None if data is None else str(json.loads(data)["stamp"])
+    try:
+        return None if data is None else str(json.loads(data)["stamp"])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def remember(recipe: Recipe, found: str) -> None:

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from hub_server import HubServer, Repository
 from huggingface_hub.utils import filter_repo_objects
-from stores import REMOTE, UrlOf
+from stores import REMOTE, S3Server, UrlOf
 
 from artifacts.resolve_model import (
     HUB_FILES,
@@ -50,6 +50,19 @@ def test_a_remote_model_is_copied_once_and_nothing_else_stays(remote: str) -> No
     assert resolve_model(remote) == folder
     assert (folder / "model_index.json").stat().st_mtime_ns == written
     assert list((cache_folder() / "models").iterdir()) == [folder]
+
+
+def test_a_name_that_leads_out_of_a_remote_model_is_refused(
+    s3: S3Server, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`..` is a name like any other to a bucket, and the folder above to a disk."""
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    url = url_of("s3")
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe({f"{root}/model_index.json": b"{}", f"{root}/../../../../outside.txt": b"evil"})
+    with pytest.raises(ModelNotFound, match="leads out of its folder"):
+        resolve_model(url)
+    assert not list(tmp_path.rglob("outside.txt"))
 
 
 def test_a_remote_model_that_changes_is_copied_again(remote: str) -> None:

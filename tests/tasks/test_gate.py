@@ -55,7 +55,11 @@ def test_a_rule_fails_without_a_value_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["cmmd", "cmmd = 3", "cmmd < tuned", "cmmd < 1 < 2", "cmmd < 1 at 95", ""]
+    "text",
+    [
+        *("cmmd", "cmmd = 3", "cmmd < tuned", "cmmd < 1 < 2", "cmmd < 1 at 95", ""),
+        *("cmmd < 1.2.3", "cmmd < base * .", "cmmd < base at 9.9.5%"),
+    ],
 )
 def test_the_error_of_an_invalid_rule_has_the_syntax(text: str) -> None:
     with pytest.raises(GateError, match="write it as"):

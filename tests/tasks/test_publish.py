@@ -186,9 +186,11 @@ def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> 
     (folder / "weights.safetensors").write_bytes(bytes(100))
     with pytest.raises(SmokeTestFailed, match=r"100 bytes exceed publish\.max_bytes \(99\)"):
         check_files(folder, 99)
-    (folder / "weights.bin").write_bytes(b"")
-    with pytest.raises(SmokeTestFailed, match=r"weights\.bin is no safetensors file"):
-        check_files(folder, None)
+    for name in ("weights.bin", "WEIGHTS.PKL"):
+        (folder / name).write_bytes(b"")
+        with pytest.raises(SmokeTestFailed, match=rf"{name} is no safetensors file"):
+            check_files(folder, None)
+        (folder / name).unlink()
 
 
 def test_files_are_checked_without_the_smoke_test(

@@ -53,3 +53,14 @@ def test_a_stamp_is_remembered_in_the_registry(tmp_path: Path) -> None:
     for found in ("one", "two"):
         remember(recipe, found)
         assert last_stamp(recipe) == found
+
+
+def test_a_damaged_stamp_is_a_change(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {"kind": "digits"})
+    remember(recipe, "one")
+    (file,) = Path(recipe.store).glob("registry/*/watched.json.*")
+    for data in (b'{"stamp', b"[]", b"{}", b"\xff"):
+        file.write_bytes(data)
+        assert last_stamp(recipe) is None
+    remember(recipe, "two")
+    assert last_stamp(recipe) == "two"
