@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.atomic_disk_writes import replacing
 from artifacts.concurrent_requests import AT_ONCE, ask_at_once
-from artifacts.hashing import canonical_json, digest_stream, parse_json
+from artifacts.hashing import canonical_json, digest_bytes, digest_stream, parse_json
 from artifacts.remote_clients import is_of_client, make_folder_of, read_small_file, refusals
 from artifacts.stamps import TICK, distrust, present_stamp, time_stamp
 
@@ -322,6 +322,15 @@ def open_checked(url: str, sha256: str) -> Iterator[Any]:
             raise _damaged(fs, path, url) from error
         if stream.sha256() != sha256:
             raise _damaged(fs, path, url)
+
+
+def read_checked(fs: AbstractFileSystem, root: str, path: str, sha256: str) -> bytes:
+    """The bytes of the committed file `root/path`. Raises Damaged if its sha256 is another."""
+    place = _locate(root, path)
+    data = bytes(fs.cat_file(place))
+    if digest_bytes(data) != sha256:
+        raise _damaged(fs, place, place)
+    return data
 
 
 def copy_checked(

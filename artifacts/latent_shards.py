@@ -31,7 +31,7 @@ import numpy as np
 from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
-from artifacts.commit import read_record
+from artifacts.commit import read_checked, read_record
 from artifacts.hashing import parse_json
 from artifacts.tensor_header import TensorPlace, read_header
 
@@ -244,11 +244,12 @@ def open_latents(url: str) -> Latents:
         url: the artifact's folder, a local path or an fsspec URL.
 
     Raises:
-        ValueError: `url` has no latents artifact.
+        ValueError: `url` has no latents artifact, or its latents.json is damaged.
     """
     fs, root = url_to_fs(url.rstrip("/"))
     record = read_record(fs, f"{root}/manifest.json")
-    if record is None or not any(entry.path == INFO for entry in record["files"]):
+    info = next((one for one in record["files"] if one.path == INFO), None) if record else None
+    if record is None or info is None:
         raise ValueError(f"{url}: no latents artifact is there")
     stage_url = url.rstrip("/").rpartition("/")[0]
     shards = [
@@ -261,4 +262,4 @@ def open_latents(url: str) -> Latents:
         for entry in sorted(record["files"], key=lambda entry: entry.path)
         if entry.path.endswith(".safetensors")
     ]
-    return Latents(parse_json(fs.cat_file(f"{root}/{INFO}")), shards)
+    return Latents(parse_json(read_checked(fs, root, INFO, info.sha256)), shards)

@@ -31,13 +31,13 @@ def subfolders(fs: AbstractFileSystem, path: str) -> list[str]:
     return sorted(name_of(e) for e in entries(fs, path) if e["type"] == "directory")
 
 
-def files(fs: AbstractFileSystem, path: str) -> Iterator[Entry]:
-    """Every file in a folder and in its subfolders. Raises as `entries`."""
+def files(fs: AbstractFileSystem, path: str, depth: float = math.inf) -> Iterator[Entry]:
+    """Every file in a folder and in its subfolders, to a depth. Raises as `entries`."""
     for entry in entries(fs, path):
-        if entry["type"] == "directory":
-            yield from files(fs, f"{path}/{name_of(entry)}")
-        else:
+        if entry["type"] != "directory":
             yield entry
+        elif depth > 1:
+            yield from files(fs, f"{path}/{name_of(entry)}", depth - 1)
 
 
 def name_of(entry: Entry) -> str:

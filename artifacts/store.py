@@ -30,7 +30,6 @@ from artifacts.atomic_disk_writes import sync_tree
 from artifacts.commit import (
     FORMAT,
     SMALL,
-    Damaged,
     FileEntry,
     digest_files,
     encode_record,
@@ -38,6 +37,7 @@ from artifacts.commit import (
     hash_file,
     hash_local,
     put_atomic,
+    read_checked,
     read_record,
     stamped,
     write_atomic,
@@ -48,7 +48,6 @@ from artifacts.concurrent_requests import AT_ONCE, ask_at_once
 from artifacts.hashing import digest_bytes
 from artifacts.listing import subfolders
 from artifacts.lock import Lock, hold
-from artifacts.stamps import distrust
 from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
@@ -101,13 +100,10 @@ class Artifact:
 
     def read(self, path: str) -> bytes:
         """The bytes of one of its files. Raises Damaged if they are not those committed."""
-        place = f"{self.path}/{path}"
-        data = bytes(self.store.fs.cat_file(place))
         committed = next((one.sha256 for one in self.manifest["files"] if one.path == path), None)
-        if committed not in (None, digest_bytes(data)):
-            distrust(self.store.fs, place)
-            raise Damaged(f"{self.uri}/{path} is damaged: run again")
-        return data
+        if committed is None:
+            return bytes(self.store.fs.cat_file(f"{self.path}/{path}"))
+        return read_checked(self.store.fs, self.path, path, committed)
 
 
 @dataclass

@@ -43,7 +43,6 @@ SHOWS = {
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
     plan = run.plan()
-    run.begin(plan.parts)
     again = run.retry_failed
     retry = download_stage.choose_retry(run.recipe, plan, run.store, retry_failed=again)
     parts = download_stage.key_parts(run.recipe, plan, retry)

@@ -87,10 +87,13 @@ class Run:
         return model_digests(self.base, self.vae) | measuring
 
     def plan(self) -> download.Plan:
-        """The shards of the source; a retraining keeps those of the champion."""
+        """The shards of the source; a retraining keeps those of the champion.
+
+        The run records that it needs the plan before it looks for one.
+        """
         if self.champion is None:
-            return download.plan(self.recipe)
-        return plan_changes(self.recipe, self.store, self.champion)[0]
+            return download.plan(self.recipe, self.begin)
+        return plan_changes(self.recipe, self.store, self.champion, self.begin)[0]
 
     def check_champion(self) -> None:
         """Raise StageFailed if the champion is not the one that a retraining started from."""

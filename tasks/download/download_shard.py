@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from artifacts.commit import read_checked
 from artifacts.hashing import digest_bytes, digest_json
 from artifacts.image_shards import Sample, read_rows, read_tar, write_rows, write_tar
 from artifacts.store import SHARDS, Shard, Store
@@ -21,6 +22,7 @@ from tasks.download.download_row_by_img2dataset import RowDownloader
 from tasks.download.errors import SourceError
 from tasks.download.event_loop import run
 from tasks.download.failure_reasons import is_transient
+from tasks.download.plan_file import distrust_file
 from tasks.download.plan_source import ShardSpec, read_spans, rows_digest
 from tasks.download.rows import Row
 from tasks.download.shard_statistics import shard_statistics
@@ -145,6 +147,8 @@ def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> li
     """The planned rows of a shard; their embedded pictures are copied to `scratch`."""
     planned = read_spans(spec.spans, context.plan_key).to_pylist()
     if shard_key(context.settings)(rows_digest(row["hash"] for row in planned)) != spec.key:
+        for file in {span.file for span in spec.spans}:
+            distrust_file(file)
         raise SourceError(f"source: its plan {spec.spans[0].file} is damaged: run again")
     source = SOURCES[context.source.kind](context.source)
     places = (Place(row["file"], row["row"]) for row in planned if row["file"] is not None)
@@ -225,8 +229,8 @@ def _outcomes(store: Store, shard: Shard, scratch: Path) -> list[dict[str, Any]]
     for sample in read_tar(tar, files["tar"].sha256):
         number = int(sample.key.rpartition("_")[2])
         _picture(scratch, number).write_bytes(sample.image)
-    parquet = f"{store.shards_path(STAGE)}/{files['parquet'].path}"
-    rows = read_rows(store.fs.cat_file(parquet))
+    parquet, root = files["parquet"], store.shards_path(STAGE)
+    rows = read_rows(read_checked(store.fs, root, parquet.path, parquet.sha256))
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import difflib
+import math
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +15,10 @@ import duckdb
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
 
+from artifacts import listing
 from artifacts.hashing import digest_json, digest_stream
 from artifacts.remote_clients import is_of_client
 from configs.redact_errors_and_logs import one_line
@@ -69,11 +74,12 @@ def list_files(
     with reading(path):
         fs, root = url_to_fs(path)
         fs.invalidate_cache()
+        is_local = isinstance(fs, LocalFileSystem)
         if is_glob(root):
-            globbed = fs.glob(root, detail=True)
+            globbed = _glob(fs, root) if is_local else fs.glob(root, detail=True)
             found = {name: info for name, info in globbed.items() if info["type"] != "directory"}
         elif fs.isdir(root):
-            files = fs.find(root, detail=True)
+            files = _files(fs, root, math.inf) if is_local else fs.find(root, detail=True)
             found = {name: i for name, i in files.items() if name.lower().endswith(suffixes)}
         else:
             found = {root: fs.info(root)} if fs.exists(root) else {}
@@ -81,11 +87,34 @@ def list_files(
             check_absent(fs, root)
             kinds = ", ".join(suffixes)
             raise SourceError(f"{setting}: {path}: no such file, or no {kinds} files in the folder")
-        is_local = "file" in fs.protocol
         named = {
             name if is_local else str(fs.unstrip_protocol(name)): found[name] for name in found
         }
+        for name in named:
+            if not _is_utf8(name):
+                raise SourceError(f"{setting}: the name of {name!r} is not UTF-8: rename the file")
         return [ListedFile(name, named[name]) for name in sorted(named)]
+
+
+def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[str, Any]]:
+    """Every file below a folder. Raises as the filesystem does, where its `find` omits folders."""
+    return {entry["name"]: entry for entry in listing.files(fs, folder, depth)}
+
+
+def _glob(fs: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
+    """Every file that matches. Raises as `_files`."""
+    folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+    depth = math.inf if "**" in pattern else pattern.count("/") - folder.count("/")
+    matches = re.compile(glob_translate(pattern)).match
+    return {name: i for name, i in _files(fs, folder, depth).items() if matches(name)}
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_absent(fs: AbstractFileSystem, path: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -18,9 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from fsspec.core import url_to_fs
 
 from artifacts.hashing import digest_bytes
 from artifacts.resolve_model import cache_folder
+from artifacts.stamps import distrust
 from tasks.download.errors import SourceError
 from tasks.download.list_files import reading
 from tasks.download.rows import HASHED
@@ -76,8 +79,7 @@ class PlanWriter:
 
 def read_group(file: str, group: int, key: str) -> pa.Table:
     """The rows of HASHED of one row group. Raises SourceError if it cannot be read."""
-    with reading(file), fsspec.open(file, "rb") as stream:
-        parquet = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
+    with _reading(file) as parquet:
         table = parquet.read_row_group(group, use_threads=False)
     try:
         opened = _opened(table[SEALED.name][0].as_py(), key)
@@ -90,23 +92,46 @@ def read_group(file: str, group: int, key: str) -> pa.Table:
 
 def read_hashes(file: str, group: int) -> list[bytes]:
     """The hash of each row of one row group, which needs no key. Raises SourceError."""
-    with reading(file), fsspec.open(file, "rb") as stream:
-        parquet = pq.ParquetFile(stream, pre_buffer=False)
+    with _reading(file) as parquet:
         table = parquet.read_row_group(group, columns=["hash"], use_threads=False)
     return list(table["hash"].to_pylist())
 
 
+@contextmanager
+def _reading(file: str) -> Iterator[pq.ParquetFile]:
+    try:
+        with reading(file), fsspec.open(file, "rb") as stream:
+            yield pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
+    except SourceError:
+        distrust_file(file)
+        raise
+
+
+def distrust_file(file: str) -> None:
+    """Have the next run check a file of a plan, which is built again if it is damaged."""
+    distrust(*url_to_fs(file))
+
+
 def plan_key() -> str:
-    """The key (base64) of this machine's plans; made once, and readable by its owner only."""
+    """The key (base64) of this machine's plans; made once, and readable by its owner only.
+
+    Raises SourceError if it is damaged.
+    """
     path = cache_folder() / "plan.key"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent) as beside:  # mode 600
             beside.write(base64.b64encode(AESGCM.generate_key(256)))
             beside.flush()
+            os.fsync(beside.fileno())
             with suppress(FileExistsError):  # another process was first
                 os.link(beside.name, path)
-    return path.read_text()
+    key = path.read_text(errors="replace")
+    try:
+        _cipher(key)
+    except ValueError:
+        raise SourceError(f"source: the key {path} is damaged: delete it") from None
+    return key
 
 
 def key_id(key: str) -> str:

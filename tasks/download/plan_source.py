@@ -24,11 +24,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from artifacts.artifact_key import KeyParts
+from artifacts.commit import read_checked
 from artifacts.hashing import digest_json
 from artifacts.store import SHARDS, Artifact, Draft, Shard, Store
 from tasks.build_or_reuse import StageFailed, build_or_reuse
 from tasks.download.errors import SourceError
 from tasks.download.plan_file import PlanWriter, key_id, plan_key, read_group, read_hashes
+from tasks.download.read_lists_by_duckdb import MalformedList
 from tasks.download.rows import HASH_SIZE, HASHED
 from tasks.download.shard_boundaries import shard_ends
 from tasks.download.sources import Piece, Source
@@ -45,6 +47,7 @@ INDEX_SCHEMA = pa.schema(
         ("group", pa.int32()),
     ]
 )
+Begin = Callable[[KeyParts], object]
 log = logging.getLogger("kiln")
 
 
@@ -105,13 +108,18 @@ def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def make_plan(
-    source: Source, store: Store, shard_size: int, shard_key: Callable[[str], str]
+    source: Source,
+    store: Store,
+    shard_size: int,
+    shard_key: Callable[[str], str],
+    begin: Begin = lambda parts: None,
 ) -> Plan:
     """The plan of a source: the one in the store if nothing changed, else a new one.
 
     Args:
         shard_size: average rows of a shard.
         shard_key: returns the key of a shard, given the digest of its rows.
+        begin: called before the plan is looked for; it records that a run needs it.
 
     Raises:
         SourceError: the source cannot be read, or has no rows.
@@ -121,6 +129,7 @@ def make_plan(
     settings = {"shard_size": shard_size, "key": key_id(key)}
     inputs = {"source": digest_json([piece.identity for piece in pieces])}
     parts = KeyParts(STAGE, VERSION, settings, inputs)
+    begin(parts)
 
     def build(draft: Draft) -> dict[str, Any]:
         return _Builder(draft, shard_size, key).build(pieces)
@@ -177,7 +186,7 @@ class _Builder:
                 shard, read = self._write(key, piece, rest), read + 1
             self.draft.add_shard(shard)
             names = {entry.path.split(".", 2)[2]: entry.path for entry in shard.files}
-            index.append(self._index(names))
+            index.append(self._index(shard, names))
             rest = _rest(shard.meta, names)
         if rest is not None:
             index.append(pa.Table.from_pylist([rest.as_shard()], schema=INDEX_SCHEMA))
@@ -190,11 +199,17 @@ class _Builder:
 
     def _write(self, key: str, piece: Piece, rest: _Rest | None) -> Shard:
         """Read a piece of the source and commit it."""
+        try:
+            return self._commit(key, piece.read(), rest)
+        except MalformedList:
+            return self._commit(key, piece.read_malformed(), rest)
+
+    def _commit(self, key: str, tables: Iterator[pa.Table], rest: _Rest | None) -> Shard:
         with tempfile.TemporaryDirectory(prefix="kiln-") as scratch:
             writer = PlanWriter(Path(scratch), self.key)
             index: list[dict[str, Any]] = []
             rows = [] if rest is None else [self._rows(rest)]
-            for table in piece.read():
+            for table in tables:
                 *shards, behind = _cut(pa.concat_tables([*rows, table]), self.shard_size)
                 index += [_written(writer, shard) for shard in shards]
                 rows = [behind]
@@ -214,10 +229,11 @@ class _Builder:
         url = self.store.url_of(f"{STAGE}/{SHARDS}/{place['file']}")
         return read_group(url, place["group"], self.key)
 
-    def _index(self, names: dict[str, str]) -> pa.Table:
-        """The shards of a piece, by the names of its files in the store."""
-        path = f"{self.store.shards_path(STAGE)}/{names[INDEX]}"
-        index = _table(self.store.fs.cat_file(path))
+    def _index(self, piece: Shard, names: dict[str, str]) -> pa.Table:
+        """The shards of a piece, by the names of its files in the store. Raises Damaged."""
+        (sha256,) = (one.sha256 for one in piece.files if one.path == names[INDEX])
+        root = self.store.shards_path(STAGE)
+        index = _table(read_checked(self.store.fs, root, names[INDEX], sha256))
         files = pa.array([names[file] for file in index["file"].to_pylist()], pa.string())
         return index.set_column(index.schema.get_field_index("file"), "file", files)
 

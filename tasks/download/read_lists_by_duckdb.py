@@ -16,9 +16,16 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
+from configs.redact_errors_and_logs import one_line
 from tasks.download.errors import SourceError
 from tasks.download.list_files import reading, require_columns
-from tasks.download.read_malformed_lists import csv_header, csv_rows, json_rows, text_rows
+from tasks.download.read_malformed_lists import (
+    BLANK,
+    csv_header,
+    csv_rows,
+    json_rows,
+    text_rows,
+)
 from tasks.download.rows import COLUMNS, HASHED, captions_of, literal, row_hash, score_of, text_of
 
 BATCH = 50_000  # rows
@@ -49,6 +56,10 @@ class ListFormat(NamedTuple):
     tolerant: Callable[[str], Iterator[dict[str, Any]]] | None = None
 
 
+class MalformedList(SourceError):
+    """DuckDB refuses a text file, such as one with a malformed line."""
+
+
 def read_list(
     file: str,
     format: ListFormat,
@@ -57,28 +68,33 @@ def read_list(
 ) -> Iterator[pa.Table]:
     """Tables of HASHED, in the order of the file.
 
-    A malformed line of a text file is a row whose values are empty.
-
     Args:
         columns: `url`, `captions`, `sha256` and `aesthetic_score` -> the file's column or None.
 
     Raises:
+        MalformedList: DuckDB refuses a text file, perhaps after some tables.
         SourceError: the file cannot be read.
     """
-    done = 0
     with reading(file), connection(file) as (db, path):
         try:
             selected = _selected(db, format, format.table(file, path), columns, file)
-            for table in _hashed(db, selected, base_url):
-                yield table
-                done += len(table)
-            return
-        except (duckdb.Error, pa.ArrowException, OSError):  # also by an Arrow stream of DuckDB
+            yield from _hashed(db, selected, base_url)
+        except (duckdb.Error, pa.ArrowException, OSError) as error:  # also by an Arrow stream
             if format.tolerant is None:
                 raise
+            raise MalformedList(f"source: {file}: {one_line(error)}") from None
+
+
+def read_malformed_list(
+    file: str, format: ListFormat, columns: Mapping[str, str | None], base_url: str | None
+) -> Iterator[pa.Table]:
+    """As `read_list`, in Python; a malformed line of a text file is a row whose values are empty.
+
+    All rows are of this reader, since the two number the rows of some files differently.
+    """
+    assert format.tolerant is not None
     with reading(file):
-        rows = map(partial(_row, columns), format.tolerant(file))
-        yield from hash_rows(islice(rows, done, None), base_url)
+        yield from hash_rows(map(partial(_row, columns), format.tolerant(file)), base_url)
 
 
 def hash_rows(rows: Iterable[Mapping[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
@@ -277,7 +293,8 @@ def _text_columns(file: str) -> list[str]:
 def _text_table(file: str, path: str) -> str:
     lines = "columns = {'line': 'VARCHAR'}, delim = '\x01', quote = '', escape = ''"
     read = f"read_csv({literal(path)}, {lines}, header = false, auto_detect = false)"
-    return f"(select trim(line) as url from {read} where trim(line) <> '')"
+    trimmed = f"trim(line, {literal(BLANK)})"
+    return f"(select {trimmed} as url from {read} where {trimmed} <> '')"
 
 
 #: The setting source.format -> the format.

@@ -13,6 +13,11 @@ import fsspec
 
 from artifacts.hashing import parse_json
 
+#: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
+MAX_LINE = 2**24
+#: Characters around a URL in a text file.
+BLANK = " \t\r\n\v\f"
+
 
 def csv_header(file: str, delimiter: str) -> list[str]:
     """Names of the columns: the fields of the first line."""
@@ -37,9 +42,11 @@ def json_rows(file: str) -> Iterator[dict[str, Any]]:
 
 
 def text_rows(file: str) -> Iterator[dict[str, Any]]:
-    """The URL of each line that is not blank."""
+    """The URL of each line that is not blank; an empty one for a line that is too long."""
     with _open_text(file) as stream:
-        yield from ({"url": line.strip()} for line in _lines(stream) if line.strip())
+        for line in _lines(stream):
+            if url := line.strip(BLANK):
+                yield {"url": url if len(line) < MAX_LINE else ""}
 
 
 def _open_text(file: str) -> Any:
@@ -47,10 +54,12 @@ def _open_text(file: str) -> Any:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """The lines of UTF-8 text, without the byte order mark."""
-    for number, line in enumerate(stream):
-        text = line if number else line.removeprefix(b"\xef\xbb\xbf")
-        yield text.decode(errors="replace")
+    """The lines of UTF-8 text, without the byte order mark; of a longer one the first MAX_LINE."""
+    mark, is_start = b"\xef\xbb\xbf", True
+    while line := stream.readline(MAX_LINE):
+        if is_start:
+            yield line.removeprefix(mark).decode(errors="replace")
+        mark, is_start = b"", line.endswith(b"\n")
 
 
 def _fields(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:

@@ -28,7 +28,12 @@ from tasks.download.list_files import (
     reading,
     require_columns,
 )
-from tasks.download.read_lists_by_duckdb import FORMATS, hash_rows, read_list
+from tasks.download.read_lists_by_duckdb import (
+    FORMATS,
+    hash_rows,
+    read_list,
+    read_malformed_list,
+)
 from tasks.download.read_malformed_lists import json_rows
 from tasks.download.rows import captions_of, score_of, text_of
 from tasks.download.serve_folder import check_port, serve_folder
@@ -50,7 +55,9 @@ class Piece(NamedTuple):
     """Consecutive rows of a source, such as a file: read again only if it changed."""
 
     identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
-    read: Callable[[], Iterator[pa.Table]]  # tables of rows.HASHED; SourceError
+    read: Callable[[], Iterator[pa.Table]]  # tables of rows.HASHED; SourceError, MalformedList
+    #: Reads all rows after a MalformedList.
+    read_malformed: Callable[[], Iterator[pa.Table]] = lambda: iter(())
 
 
 class Place(NamedTuple):
@@ -99,8 +106,12 @@ class UrlList:
             "aesthetic_score": s.aesthetic_column,
         }
         for file in self._files():
-            read = partial(read_list, file.name, self.format, columns, s.base_url)
-            yield Piece(_identity(s, [file]), read)
+            given = (file.name, self.format, columns, s.base_url)
+            yield Piece(
+                _identity(s, [file]),
+                partial(read_list, *given),
+                partial(read_malformed_list, *given),
+            )
 
     def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
         return iter(())

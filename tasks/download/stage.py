@@ -32,7 +32,7 @@ from tasks.download.download_shard import (
 from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
 from tasks.download.plan_file import plan_key
-from tasks.download.plan_source import Plan, make_plan
+from tasks.download.plan_source import Begin, Plan, make_plan
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.download.sources import SOURCES, Source
 from tasks.panels import Facts, Panel, Picture, Table
@@ -66,12 +66,16 @@ def check(recipe: Recipe) -> None:
     _source(recipe).check()
 
 
-def plan(recipe: Recipe) -> Plan:
-    """The source's rows, cut into shards: from the store unless it changed. Raises SourceError."""
+def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> Plan:
+    """The source's rows, cut into shards: from the store unless it changed. Raises SourceError.
+
+    Args:
+        begin: see make_plan.
+    """
     check(recipe)
     download = recipe.download
     key = shard_key(download)
-    return make_plan(_source(recipe), Store(recipe.store), download.shard_size, key)
+    return make_plan(_source(recipe), Store(recipe.store), download.shard_size, key, begin)
 
 
 def key_parts(recipe: Recipe, plan: Plan, retry: int = 0) -> KeyParts:

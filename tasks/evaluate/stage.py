@@ -10,15 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
+from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
 from artifacts.artifact_key import KeyParts
+from artifacts.commit import read_checked, read_record
 from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import resolve_model
-from artifacts.store import Artifact, Draft, Shard, Store
+from artifacts.store import MANIFEST, Artifact, Draft, Shard, Store
 from configs.recipe import Recipe
+from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.sample import noise_and_components
@@ -98,6 +100,7 @@ def build(
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
     suite = MetricSuite.of(given, store)
     base, tuned = (suite.measure(store, shard) for shard in shards)
+    _check_finite({"base": base.metrics, "tuned": tuned.metrics})
     for shard in [*shards, *suite.shards]:
         draft.add_shard(shard)
     draft.write(BOOTSTRAP, to_npz({"base": base.metrics, "tuned": tuned.metrics}))
@@ -115,6 +118,17 @@ def build(
     run_facts = runtime_facts(given.recipe.runtime)
     drawn = {model: shard.key for model, shard in zip(MODELS, shards, strict=True)}
     return {"pictures": len(spec.prompts), "drawn": drawn, **facts, "run": run_facts}
+
+
+def _check_finite(models: Mapping[str, Estimates]) -> None:
+    """Raise WrongInput for a metric without a value: no rule of a gate can compare it."""
+    for model, estimates in models.items():
+        for name, found in estimates.items():
+            if not np.isfinite(found.value):
+                raise WrongInput(
+                    f"{name} of the {model} model is {found.value}: its weights are not finite, "
+                    "or its activations exceed evaluate.dtype"
+                )
 
 
 def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metric]]:
@@ -235,13 +249,15 @@ def _pictures(store: Store, shard: Shard, wanted: set[int]) -> dict[int, NDArray
 
 
 def _published_estimates(uri: str, fingerprint: str) -> Estimates | None:
-    """The `tuned` metrics of a publication; None if they are missing or not comparable."""
+    """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable."""
     try:
-        with fsspec.open(f"{uri}/{METRICS}", "rb") as stream:
-            found = json.load(stream)
-        if not isinstance(found, dict) or found.get("fingerprint") != fingerprint:
+        fs, root = url_to_fs(uri)
+        manifest = read_record(fs, f"{root}/{MANIFEST}")
+        sha256 = {entry.path: entry.sha256 for entry in manifest["files"]} if manifest else {}
+        found = json.loads(read_checked(fs, root, METRICS, sha256[METRICS]))
+        if found["fingerprint"] != fingerprint:
             return None
-        with fsspec.open(f"{uri}/{BOOTSTRAP}", "rb") as stream:
-            return from_npz(stream.read(), found["metrics"], "tuned")
+        resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
+        return from_npz(resampled, found["metrics"], "tuned")
     except (OSError, ValueError, KeyError):
         return None

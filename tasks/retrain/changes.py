@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from artifacts.commit import Damaged, FileEntry, read_checked
 from artifacts.hashing import digest_json
 from artifacts.image_shards import read_rows
 from artifacts.store import SHARDS, Artifact, Store
@@ -13,6 +15,7 @@ from configs.recipe import Recipe
 from tasks.download import stage as download
 from tasks.download.download_shard import STAGE, shard_key
 from tasks.download.plan_source import (
+    Begin,
     Plan,
     ShardSpec,
     Span,
@@ -24,6 +27,7 @@ from tasks.download.shard_boundaries import shard_ends
 from tasks.retrain.champion import Champion
 
 Rows = dict[bytes, Span]  # row hash -> its place in the source
+log = logging.getLogger("kiln")
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,26 @@ class _Compared:
         return True
 
 
-def plan_changes(recipe: Recipe, store: Store, champion: Champion | None) -> tuple[Plan, Changes]:
+def plan_changes(
+    recipe: Recipe,
+    store: Store,
+    champion: Champion | None,
+    begin: Begin = lambda parts: None,
+) -> tuple[Plan, Changes]:
     """The shards to train on, and what changed since the champion.
 
     The order of rows does not matter. New rows are cut into shards of their own, so that no old row
     is fetched or encoded again, except for the other rows of a shard that lost one. A repetition of
     an old row may count as new.
 
+    Args:
+        begin: see make_plan.
+
     Raises:
         SourceError: the source cannot be read, or has no rows.
         WrongInput: the store lacks the champion's images.
     """
-    plan = download.plan(recipe)
+    plan = download.plan(recipe, begin)
     if champion is None:
         count = len(plan.shards)
         fetched = Changes(plan.source_digest, plan.rows, plan.rows, 0, plan.rows, 0, count)
@@ -115,14 +127,17 @@ def _spec(recipe: Recipe, rows: list[tuple[bytes, Span]]) -> ShardSpec:
     return ShardSpec(key, len(rows), join_spans(span for _, span in rows))
 
 
-def _row_lists(images: Artifact) -> dict[str, str]:
-    """Key of each shard -> path of its parquet below the stage's folder."""
-    listed = [entry.path for entry in images.files if entry.path.endswith(".parquet")]
-    paths = [path.removeprefix("../") for path in listed]
-    return {path.removeprefix(f"{SHARDS}/").partition(".")[0]: path for path in paths}
+def _row_lists(images: Artifact) -> dict[str, FileEntry]:
+    """Key of each shard -> its parquet."""
+    listed = [entry for entry in images.files if entry.path.endswith(".parquet")]
+    return {one.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: one for one in listed}
 
 
-def _row_hashes(images: Artifact, path: str) -> list[bytes]:
-    """The hashes of a shard's rows, in order."""
-    place = f"{images.store.root}/{STAGE}/{path}"
-    return [bytes.fromhex(row["row_hash"]) for row in read_rows(images.store.fs.cat_file(place))]
+def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
+    """The hashes of a shard's rows, in order; none of a damaged shard, which is fetched again."""
+    try:
+        data = read_checked(images.store.fs, images.path, entry.path, entry.sha256)
+    except (Damaged, FileNotFoundError) as error:
+        log.warning("retrain: %s; its rows count as new", error)
+        return []
+    return [bytes.fromhex(row["row_hash"]) for row in read_rows(data)]

@@ -1,6 +1,7 @@
 """Latent shards: what is written is read back, by us and by safetensors, byte for byte the same."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from stores import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import write_record
+from artifacts.commit import Damaged, write_record
 from artifacts.hashing import digest_bytes
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import (
@@ -191,3 +192,18 @@ def test_open_latents_refuses_another_artifact(tmp_path: Path) -> None:
         open_latents(f"{tmp_path}/x")
     with pytest.raises(ValueError, match="no latents artifact"):
         open_latents(f"{tmp_path}/y")
+
+
+def test_damaged_facts_of_latents_are_not_read(tmp_path: Path) -> None:
+    """A digit of the scaling factor that flipped would train on other latents."""
+    store = Store(str(tmp_path))
+    draft = store.draft(KeyParts("encode", 1, {}, {}))
+    draft.write("latents.json", b'{"scaling_factor": 0.18215}')
+    artifact = draft.commit({}, {})
+    assert open_latents(artifact.uri).info == {"scaling_factor": 0.18215}
+    path, at = Path(artifact.path, "latents.json"), os.stat(f"{artifact.path}/latents.json")
+    path.write_bytes(b'{"scaling_factor": 0.98215}')
+    os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
+    with pytest.raises(Damaged, match=r"latents\.json is damaged.*run again"):
+        open_latents(artifact.uri)
+    assert store.find("encode", artifact.key) is None, "the next run builds it again"

@@ -18,6 +18,7 @@ from fuzz.reader import Reader
 from artifacts.hashing import digest_bytes
 from configs.source import DatasetSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
+from tasks.download.read_lists_by_duckdb import MalformedList
 from tasks.download.sources import Dataset, Folder, Place, Source, UrlList
 
 ROWS: list[dict[str, Any]] = [
@@ -145,8 +146,7 @@ def _is_right(source: Source, folder: Path, rng: Random) -> bool:
     """Two readings find the same rows, which are text that can be stored, and their pictures."""
     try:
         source.check()
-        scanned, again = ([row for piece in source.pieces() for table in piece.read()
-                           for row in table.to_pylist()] for _ in range(2))  # fmt: skip
+        scanned, again = _rows(source), _rows(source)
         embedded = [row for row in scanned if row["file"] is not None]
         chosen = sorted(rng.sample(range(len(embedded)), min(3, len(embedded))))
         wanted = [embedded[number] for number in chosen]
@@ -159,6 +159,17 @@ def _is_right(source: Source, folder: Path, rng: Random) -> bool:
     for row in scanned:
         _check_row(row)
     return True
+
+
+def _rows(source: Source) -> list[dict[str, Any]]:
+    found = []
+    for piece in source.pieces():
+        try:
+            tables = list(piece.read())
+        except MalformedList:
+            tables = list(piece.read_malformed())
+        found += [row for table in tables for row in table.to_pylist()]
+    return found
 
 
 def _check_row(row: dict[str, Any]) -> None:

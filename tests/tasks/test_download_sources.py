@@ -1,9 +1,11 @@
 """Sources: every kind and format yields its rows, or any span of them, or a one-line error."""
 
 import csv
+import errno
 import gzip
 import hashlib
 import json
+import os
 import random
 import socket
 import tracemalloc
@@ -22,6 +24,7 @@ import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hub_server import HubServer, Repository
 from huggingface_hub import HfFileSystem
 from PIL import Image
@@ -29,9 +32,15 @@ from stores import REMOTE, UrlOf
 
 from configs.recipe import Recipe
 from tasks import download
-from tasks.download import plan_file, read_lists_by_duckdb, sources
+from tasks.download import (
+    plan_file,
+    plan_source,
+    read_lists_by_duckdb,
+    read_malformed_lists,
+    sources,
+)
 from tasks.download.download_shard import DownloadContext, download_shard, planned_rows
-from tasks.download.list_files import reading
+from tasks.download.list_files import list_files, reading
 from tasks.download.read_lists_by_duckdb import FORMATS, read_list
 from tasks.download.rows import Row
 from tasks.download.sources import ServedAt
@@ -498,6 +507,117 @@ def test_a_malformed_line_of_a_remote_list_is_a_row_without_a_picture(tmp_path: 
     source = {"kind": "urls", "path": "memory://lists/a.jsonl", "format": "jsonl"}
     found = rows_of(make_recipe(source), tmp_path)
     assert [row.url for row in found] == [*(row["url"] for row in _many(30)), ""]
+
+
+def test_a_late_malformed_line_loses_no_row_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DuckDB and Python differ in what a blank line is, so one of them reads the whole file."""
+    monkeypatch.setattr(read_lists_by_duckdb, "BATCH", 2048)
+    urls = [f"http://example.org/{n}.jpg" for n in range(20_000)]
+    lines = [*urls[:10], "\t", " \v ", *urls[10:]]
+    (tmp_path / "a.txt").write_bytes("\n".join(lines).encode() + b"\nhttp://h/\xff.jpg\n")
+    listed = {"kind": "urls", "path": str(tmp_path / "a.txt"), "format": "txt"}
+    source = {**listed, "caption_column": None}
+    shards = download.plan(make_recipe(source, shard_size=30_000)).shards
+    tables = [plan_source.read_spans(shard.spans, plan_file.plan_key()) for shard in shards]
+    read = [url for table in tables for url in table["url"].to_pylist()]
+    assert read == [*urls, "http://h/\ufffd.jpg"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "txt"])
+def test_a_line_that_unpacks_to_gigabytes_is_one_row_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(read_malformed_lists, "MAX_LINE", 2**20)
+    rows = {"csv": "url,caption\nhttp://h/1,a\n", "jsonl": '{"url": "http://h/1"}\n'}
+    before = rows.get(kind, "http://h/1\n")
+    with gzip.open(tmp_path / f"a.{kind}.gz", "wb", compresslevel=1) as stream:
+        stream.write(before.encode())
+        for _ in range(40):
+            stream.write(b"x" * 2**20)
+        stream.write(b"\n" + before.splitlines()[-1].encode() + b"\n")
+    found = FORMATS[kind].tolerant
+    assert found is not None
+    tracemalloc.start()
+    urls = [row.get("url", "") for row in found(str(tmp_path / f"a.{kind}.gz"))]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert urls == ["http://h/1", "", "http://h/1"] and peak < 2**24
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_list(tmp_path / name / "rows.parquet", ROWS)
+    ls = LocalFileSystem.ls
+
+    def failing(fs: LocalFileSystem, path: str, **more: Any) -> Any:
+        if path.endswith("/b"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return ls(fs, path, **more)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", failing)
+    for path in (tmp_path, f"{tmp_path}/*/*.parquet"):
+        with pytest.raises(download.SourceError, match=r"cannot be read: .*Input/output error"):
+            list_files(str(path), (".parquet",))
+
+
+def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    _folder(tmp_path / "in", ["a.png", "ein Bär 🐻.png"])
+    recipe = make_recipe({"kind": "folder", "path": str(tmp_path / "in")})
+    assert len(rows_of(recipe, tmp_path)) == 2
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/in/caf\xe9.png")).write_bytes(png(3))
+    with pytest.raises(download.SourceError, match=r"caf\\udce9\.png' is not UTF-8: rename"):
+        download.plan(recipe)
+
+
+def test_a_damaged_plan_is_built_again_by_the_next_run(tmp_path: Path) -> None:
+    path = write_list(tmp_path / "a.parquet", _many(40))
+    recipe = make_recipe({"kind": "urls", "path": path}, tmp_path / "store")
+    whole = rows_of(recipe, tmp_path)
+    files = [*(tmp_path / "store/plan/shards").glob("*.0.parquet")]
+    for file in files:
+        data, at = bytearray(file.read_bytes()), file.stat()
+        data[40] ^= 1
+        file.write_bytes(data)
+        os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
+    with pytest.raises(download.SourceError):
+        rows_of(recipe, tmp_path)
+    assert rows_of(recipe, tmp_path) == whole
+
+
+def test_a_damaged_index_of_a_plan_is_not_read(tmp_path: Path) -> None:
+    """A changed digest of a shard's rows would download it once more, under another key."""
+    write_list(tmp_path / "0.parquet", _many(40))
+    recipe = make_recipe({"kind": "urls", "path": f"{tmp_path}/*.parquet"}, tmp_path / "store")
+    before = download.plan(recipe)
+    (file,) = (tmp_path / "store/plan/shards").glob("*.shards.parquet")
+    data, at = file.read_bytes(), file.stat()
+    index = pq.read_table(BytesIO(data))
+    digests = [bytes(32), *index["digest"].to_pylist()[1:]]
+    changed = index.set_column(0, index.schema.field(0), pa.array(digests, pa.binary(32)))
+    pq.write_table(changed, file, compression="zstd")
+    file.write_bytes(file.read_bytes().ljust(len(data), b"\0")[: len(data)])
+    os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
+    write_list(tmp_path / "1.parquet", _many(40, seed=1))
+    with pytest.raises(ValueError, match=r"is damaged.*run again"):
+        download.plan(recipe)
+    keys = {shard.key for shard in download.plan(recipe).shards}
+    assert keys >= {shard.key for shard in before.shards[:-1]}
+
+
+def test_a_damaged_key_of_plans_is_named(tmp_path: Path) -> None:
+    plan_file.plan_key()
+    path = tmp_path / "cache/kilnworks/plan.key"
+    for damaged in ("", "AAAA", "\xff" * 44):
+        path.write_bytes(damaged.encode("latin-1"))
+        with pytest.raises(download.SourceError, match=r"plan\.key is damaged: delete it"):
+            plan_file.plan_key()
+    path.unlink()
+    assert plan_file.plan_key() == plan_file.plan_key()
 
 
 def test_an_unusable_source_is_a_one_line_error(tmp_path: Path) -> None:

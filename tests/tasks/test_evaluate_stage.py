@@ -335,6 +335,11 @@ def test_the_grid_shows_each_prompt_by_the_base_above_and_by_the_tuned_below(wor
     assert columns[0][1] == columns[1][1] < columns[2][1] and columns[0][0] < columns[1][0]
 
 
+def test_a_model_whose_loss_is_not_finite_is_one_line(world: World) -> None:
+    with pytest.raises(WrongInput, match=r"holdout_loss\S* of the tuned model is (inf|nan)"):
+        world.evaluate(world.trained(1e30))
+
+
 def test_a_champion_with_another_fingerprint_samples_again(world: World, tmp_path: Path) -> None:
     artifact = world.evaluate(world.trained(0.5))
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
@@ -350,14 +355,31 @@ def test_a_champion_with_another_fingerprint_samples_again(world: World, tmp_pat
 
 def test_a_champion_with_the_same_fingerprint_is_not_fetched(world: World, tmp_path: Path) -> None:
     artifact = world.evaluate(world.trained(0.5))
-    for name in ("metrics.json", "bootstrap.npz"):  # and no model
-        (tmp_path / name).write_bytes(artifact.read(name))
+    for name in ("manifest.json", "metrics.json", "bootstrap.npz"):  # and no model
+        (tmp_path / name).write_bytes(artifact.store.fs.cat_file(f"{artifact.path}/{name}"))
     found = world.metrics_of(tmp_path, artifact)
     tuned = evaluate.read_estimates(artifact)["tuned"]
     assert found.keys() == _metrics(artifact).keys()
     for name, estimate in found.items():
         assert estimate.value == _metrics(artifact)[name]["tuned"]["value"]
         np.testing.assert_array_equal(estimate.resampled, tuned[name].resampled)
+
+
+@pytest.mark.parametrize("damaged", ["metrics.json", "bootstrap.npz"])
+def test_a_champion_s_damaged_metrics_decide_nothing(
+    world: World, tmp_path: Path, damaged: str
+) -> None:
+    """A digit that flipped is JSON still; the pictures are drawn again, of files that are whole."""
+    artifact = world.evaluate(world.trained(0.5))
+    for name in ("manifest.json", "metrics.json", "bootstrap.npz"):
+        data = bytearray(artifact.store.fs.cat_file(f"{artifact.path}/{name}"))
+        if name == damaged:
+            at = data.index(b'"value": ') + 9 if name == "metrics.json" else len(data) // 2
+            data[at] ^= 1
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "recipe.yaml").write_text("{}")
+    with pytest.raises(Damaged, match="is missing or damaged"):
+        world.metrics_of(tmp_path, artifact)
 
 
 def test_the_loss_of_another_prediction_is_not_compared(world: World, tmp_path: Path) -> None:

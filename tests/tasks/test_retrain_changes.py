@@ -1,6 +1,7 @@
 """What changed in a source since the champion: rows as a set, and the shards that are kept."""
 
 import csv
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -143,3 +144,20 @@ def test_equal_rows_are_planned_at_their_first_place(recipe: Recipe, champion: C
     for spec in plan.shards:
         places = [(span.file, span.group, span.start) for span in spec.spans]
         assert places == sorted(places)
+
+
+def test_the_rows_of_a_damaged_shard_are_fetched_again(
+    recipe: Recipe, champion: Champion, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The row hashes of each shard with new neighbours are compared, so they must be right."""
+    store, more = Store(recipe.store), [("http://example.com/new.jpg", "new")]
+    whole = changes(recipe, champion, [*reversed(ROWS), *more])
+    assert (whole.new_rows, whole.rows_to_fetch) == (1, 1)
+    for path in Path(store.shards_path(STAGE)).glob("*.parquet"):
+        data, at = bytearray(path.read_bytes()), path.stat()
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
+    found = changes(recipe, champion, [*reversed(ROWS), *more])
+    assert (found.rows_to_fetch, found.removed_rows) == (201, 0)
+    assert "is damaged" in caplog.text
