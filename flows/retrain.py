@@ -51,12 +51,13 @@ def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
     with failing("retrain"):
         champion = find_champion(run.recipe, run.store)
-        _, changes = plan_changes(run.recipe, run.store, champion)
+        _, changes = plan_changes(run.recipe, run.store, champion, run.begin)
         models = run.model_digests()
+        if champion is None or changes.new_rows >= run.recipe.retrain.min_new_rows:
+            # Before it is looked for: `kiln gc` keeps what recent runs need.
+            run.begin(decision.key_parts(run.recipe, changes, champion, models))
         why = decision.why_unchanged(run.recipe, run.store, changes, champion, models)
         if why is not None:
-            # `kiln gc` keeps what recent runs need.
-            run.begin(decision.key_parts(run.recipe, changes, champion, models))
             log.info("retrain: unchanged: %s", why)
         elif champion is not None and run.recipe.retrain.start == "champion":
             start = champion.load(run.store, "train", champion.trained)
@@ -145,7 +146,9 @@ def _retrain(run: Run) -> Any:
     published = publish(run, images, latents, trained, evaluated)
     states: list[Any] = [*data, trained, evaluated, published]
     report = report_of([state.result() for state in states]) | facts
-    conclude(run, changes, report)
+    if not conclude(run, changes, report, return_state=True).is_completed():
+        # The model is published, or measured and rejected: that stands.
+        log.warning("retrain: the decision is not recorded: an equal retraining may run again")
     _show(run, changes, report)
     if report["status"] == "rejected":  # a measured outcome, not a failure
         return Completed(name="Rejected", message=states[-1].message, data=report)

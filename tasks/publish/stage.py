@@ -211,19 +211,23 @@ def register(
         with _warning("old versions are kept"):
             for name in registry.keep(recipe.publish.keep_versions):
                 log.info("publish: %s %s is deleted: publish.keep_versions", registry.name, name)
-    now_champion = registry.champion()
-    if recipe.publish.hub is not None and now_champion and now_champion.name == version.name:
+    if recipe.publish.hub is not None:
         registered["hub"] = _pushed(recipe.publish.hub, registry, version)
     return registered
 
 
 def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
-    """The URL of the commit; None after a failure, whose warning has the command to repeat it."""
+    """The URL of the commit; None after a failure, whose warning has the command to repeat it.
+
+    None also if another version is the champion, for example after a rollback.
+    """
     again = push_to_hub.command(registry, version, hub.repo, private=hub.private)
     with _warning(f"{version.uri} is not on the hub; to push it: {again}"):
-        url = push_to_hub.push(registry, version, hub.repo, private=hub.private)
-        log.info("publish: pushed to %s", url)
-        return url
+        champion = registry.champion()
+        if champion is not None and champion.name == version.name:
+            url = push_to_hub.push(registry, version, hub.repo, private=hub.private)
+            log.info("publish: pushed to %s", url)
+            return url
     return None
 
 

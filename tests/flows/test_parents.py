@@ -145,6 +145,22 @@ def test_an_artifact_names_its_parents(run: Run) -> None:
     assert needed.keys() == {("encode", made.key), ("download", images.key)}
 
 
+def test_a_run_records_its_plan_before_it_looks_for_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kiln gc` could otherwise delete the plan of last month's run between the two."""
+    before, find = run.plan(), Store.find
+    run.store.fs.rm(f"{run.store.root}/runs", recursive=True)
+
+    def recorded(store: Store, stage: str, key: str) -> Artifact | None:
+        (record,) = runs(store)
+        assert (stage, key) in record.keys
+        return find(store, stage, key)
+
+    monkeypatch.setattr(Store, "find", recorded)
+    assert run.plan() == before
+
+
 def _without_gate(run: Run) -> Any:
     return run.recipe.publish.model_copy(update={"gate": ()})
 
@@ -272,6 +288,29 @@ def test_a_failed_push_is_a_warning_with_the_command_that_repeats_it(
     assert registered["champion"]["version"] == "v1" and registered["hub"] is None
     registry = publish.registry_of(run.recipe).store.url
     assert f"kiln push digits@v1 someone/digits --registry {registry}" in caplog.text
+
+
+def test_a_registry_that_is_away_after_the_promotion_fails_no_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = publishing(run, hub=Hub(repo="someone/digits"), keep_versions=1)
+    promote = Registry.promote
+
+    def away(*_: Any, **__: Any) -> Any:
+        raise OSError("no route to host")
+
+    def promote_and_lose(self: Registry, *given: Any, **more: Any) -> Version:
+        promoted = promote(self, *given, **more)
+        for name in ("champion", "last_move", "keep"):
+            monkeypatch.setattr(Registry, name, away)
+        return promoted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "promote", promote_and_lose)
+        registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    assert registered["model"].endswith("/v1") and registered["hub"] is None
+    assert caplog.text.count("no route to host") == 3
+    assert "kiln push digits@v1 someone/digits" in caplog.text
 
 
 def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:

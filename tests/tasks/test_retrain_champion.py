@@ -5,13 +5,16 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.states import Failed
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load import load_recipe
+from flows import retrain as flow
 from flows.preflight import Run
 from flows.retrain import one_at_a_time
 from runtimes.contract import WrongInput
@@ -183,3 +186,23 @@ def test_few_new_rows_are_no_reason_to_train(run: Run) -> None:
         "the source has no new rows since v1; 7 rows were removed"
     )
     assert decision.why_unchanged(recipe, run.store, CHANGES, None, MODELS) is None
+
+
+def test_a_decision_that_cannot_be_recorded_fails_no_published_model(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stage(name: str) -> Any:
+        result = StageResult(name, "key", "uri", "digest", "built", 0.0)
+        return lambda *_: SimpleNamespace(result=lambda: result)
+
+    def conclude(*_: Any, return_state: bool = False) -> Any:
+        if not return_state:
+            raise OSError("no route to host")
+        return Failed()
+
+    for name in ("download", "encode", "train", "evaluate", "publish"):
+        monkeypatch.setattr(flow, name, stage(name))
+    monkeypatch.setattr(flow, "compare", lambda run: flow.Compared(None, CHANGES, None))
+    monkeypatch.setattr(flow, "conclude", conclude)
+    assert flow._retrain(run)["status"] == "published"
+    assert "the decision is not recorded" in caplog.text
