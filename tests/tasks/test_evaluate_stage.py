@@ -16,7 +16,7 @@ from diffusers import UNet2DConditionModel
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged
+from artifacts.commit import Damaged, hash_local, write_record
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Artifact, Shard, Store
@@ -346,6 +346,8 @@ def test_a_champion_with_another_fingerprint_samples_again(world: World, tmp_pat
     stale = json.loads(artifact.read("metrics.json")) | {"fingerprint": "older"}
     (champion / "metrics.json").write_text(json.dumps(stale))
     (champion / "bootstrap.npz").write_bytes(artifact.read("bootstrap.npz"))
+    measured = [hash_local(f"{champion}/{n}", n) for n in ("metrics.json", "bootstrap.npz")]
+    write_record(artifact.store.fs, f"{champion}/manifest.json", {"files": measured})
     found = world.metrics_of(champion, artifact)
     assert len(world.jobs) == 2 and found.keys() == _metrics(artifact).keys()
     # the champion's folder holds the base: it must measure as the base did
