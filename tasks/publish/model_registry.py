@@ -282,9 +282,7 @@ class Registry:
     def _add(self, artifact: Artifact, name: str, lock: Lock) -> Version:
         """Copy every file, the manifest last, which makes the folder a version."""
         root = f"{self.root}/{name}"
-        for left in files(self.fs, root):  # .tmp of a killed publisher on a local disk
-            if name_of(left).endswith(".tmp"):
-                self.fs.rm_file(left["name"])
+        self._delete_temporary(root)
         copied = [self._copy(artifact, entry, root, lock) for entry in artifact.files]
         if artifact.store.fs.exists(f"{artifact.path}/{REPORT}"):
             write_atomic(self.fs, f"{root}/{REPORT}", artifact.read(REPORT), lock.check)
@@ -297,6 +295,7 @@ class Registry:
     def _mend(self, version: Version, artifact: Artifact, lock: Lock) -> bool:
         """Copy damaged files again; False if the artifact has been rebuilt with other bytes."""
         root = f"{self.root}/{version.name}"
+        self._delete_temporary(root)
         for entry in version.manifest["files"]:
             fault = file_fault(self.fs, root, entry)
             if fault is not None:
@@ -305,6 +304,12 @@ class Registry:
                     return False
                 self._copy(artifact, entry, root, lock)
         return True
+
+    def _delete_temporary(self, root: str) -> None:
+        """Delete what a killed publisher left on a local disk: a signature would name it."""
+        for entry in files(self.fs, root) if self.store.is_local else ():
+            if name_of(entry).endswith(".tmp"):
+                self.fs.rm_file(entry["name"])
 
     def _copy(self, artifact: Artifact, entry: FileEntry, root: str, lock: Lock) -> FileEntry:
         source, target = artifact.url(entry.path), f"{root}/{entry.path}"

@@ -174,10 +174,11 @@ def test_an_interrupted_copy_beside_another_models_files_is_not_completed(
 def test_a_version_has_no_temporary_file_of_a_killed_publisher(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     found = Registry(f"{store.url}/registry", "digits")
-    left = Path(found.root, "v1/unet/weights.safetensors.0123.tmp")
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"half of the wei")
-    assert found.publish(model(store, 1)).name == "v1" and not left.exists()
+    for name in ("unet/weights.safetensors.0123.tmp", "manifest.json.4567.tmp"):
+        left = Path(found.root, "v1", name)
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_bytes(b"half of the wei")
+        assert found.publish(model(store, 1)).name == "v1" and not left.exists()
 
 
 def test_the_error_for_an_unknown_version_lists_the_known_ones(
