@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -40,7 +41,9 @@ def read_small_file(fs: AbstractFileSystem, path: str) -> bytes:
 
     Raises as the filesystem does.
     """
-    alone = {"max_concurrency": 1} if "s3" in protocols(fs) else {}
+    known = signature(fs._cat_file).parameters if "s3" in protocols(fs) else {}
+    # s3fs 2025.10, of runtime mindspore's environment, has one request and no such argument.
+    alone = {"max_concurrency": 1} if "max_concurrency" in known else {}
     return bytes(fs.cat_file(path, **alone))
 
 
