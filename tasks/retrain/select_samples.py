@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,6 @@ from artifacts.latent_shards import INFO
 from artifacts.store import SHARDS, Artifact, Draft, Shard
 from configs.recipe import Recipe
 from tasks.encode.keys import STAGE, VERSION
-from tasks.encode.stage import summarise
 
 
 def key_parts(recipe: Recipe, latents: Artifact, old: Artifact, champion: str) -> KeyParts:
@@ -31,7 +31,7 @@ def build(
 ) -> dict[str, Any]:
     """Add the new shards, and old ones up to the share `retrain.replay`, to the draft.
 
-    Returns the summary of an encode artifact, with `new` and `replayed` training samples.
+    Returns the summary: samples by group, shards, and `new` and `replayed` training samples.
     """
     known = {shard.key for shard in _shards(old)}
     shards = _shards(latents)
@@ -44,7 +44,16 @@ def build(
     for shard in (chosen := [*new, *replay]):
         draft.add_shard(shard)
     draft.write(INFO, latents.read(INFO))
-    return {**summarise(chosen, 1), "new": _count(new), "replayed": _count(replay)}
+    groups: Counter[str] = Counter()
+    for shard in chosen:
+        groups.update(shard.meta["groups"])
+    return {
+        "samples": groups.total(),
+        "groups": dict(sorted(groups.items())),
+        "shards": len(chosen),
+        "new": _count(new),
+        "replayed": _count(replay),
+    }
 
 
 def new_samples(latents: Artifact, old: Artifact) -> int:
