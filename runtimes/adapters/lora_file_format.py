@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from artifacts.hashing import parse_json
 from artifacts.safetensors import Arrays, read_floats
 from configs.lora import Lora
 from runtimes.adapters.lora_layers import Adapter, alpha, suffix_of
@@ -73,9 +75,9 @@ def read_adapters(path: Path) -> Adapters:
     """
     try:
         header, arrays = read_floats(path)
-        settings = json.loads(header[METADATA])
+        settings = parse_json(header[METADATA])
         return _by_layer(arrays, settings)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise WrongInput(f"{path} is no valid adapter file of Kilnworks: {error}") from None
 
 
@@ -86,6 +88,8 @@ def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:
             prefix = name.removesuffix(DOWN)
             part, _, layer = prefix.partition(".")
             scale = settings[f"{part}.lora_alpha"] / settings[f"{part}.r"]
+            if not math.isfinite(scale):
+                raise ValueError(f"its scale is {scale}")
             magnitude = None
             if settings[f"{part}.use_dora"]:
                 suffix = ".weight" if f"{prefix}{MAGNITUDE}.weight" in arrays else ""

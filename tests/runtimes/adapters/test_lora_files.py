@@ -1,6 +1,7 @@
 """What adapters are written as: ours and diffusers draw the same with it, and so does kohya's."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,19 @@ def test_adapters_of_another_model_are_refused(
     save_file(load_file(drawing.lora), other)
     with pytest.raises(WrongInput, match="no valid adapter file of Kilnworks"):
         read_adapters(other)
+
+
+@pytest.mark.parametrize(
+    ("rank", "scale"), [(0, 1.0), (4, math.nan), (4, 10**400), (1e-300, 1e300), (None, 1.0)]
+)
+def test_adapters_of_an_impossible_scale_are_refused(tmp_path: Path, rank: Any, scale: Any) -> None:
+    names = ("unet.conv_in.lora_A.weight", "unet.conv_in.lora_B.weight")
+    settings = {"unet.r": rank, "unet.lora_alpha": scale, "unet.use_dora": False}
+    header = {"lora_adapter_metadata": json.dumps(settings)}
+    path = tmp_path / "hostile.safetensors"
+    save_file({name: torch.ones(4, 4) for name in names}, path, metadata=header)
+    with pytest.raises(WrongInput, match="no valid adapter file of Kilnworks"):
+        read_adapters(path)
 
 
 def test_stored_in_half_they_are_read_in_float32(make_job: MakeJob, tmp_path: Path) -> None:
