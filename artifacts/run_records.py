@@ -15,7 +15,7 @@ from typing import Any
 from artifacts.commit import encode_record, read_record, write_record
 from artifacts.compare_and_swap import read, swap
 from artifacts.hashing import digest_json
-from artifacts.listing import entries, modified
+from artifacts.list_folder import entries, modified
 from artifacts.lock import wait_until_free
 from artifacts.store import Store
 

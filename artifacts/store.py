@@ -46,7 +46,7 @@ from artifacts.commit import (
 from artifacts.compare_and_swap import NoSwap, create
 from artifacts.concurrent_requests import AT_ONCE, ask_at_once
 from artifacts.hashing import digest_bytes
-from artifacts.listing import subfolders
+from artifacts.list_folder import subfolders
 from artifacts.lock import Lock, hold
 from configs.redact_urls import check_stored_url, without_secrets
 

@@ -25,7 +25,7 @@ from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import free_port
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.update.state import owned_copies, read_arrays
+from runtimes.update.training_state_copies import owned_copies, read_arrays
 
 ROUNDS = 5
 GROUPS = ("weights", "exp_avg", "exp_avg_sq", "ema")

@@ -29,10 +29,10 @@ from PIL import Image
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Store
-from bench import inputs
+from bench import benchmark_inputs
+from bench.compare_steps import Context
 from bench.report import Row, log, machine, publish, spread, versions
 from bench.stand_in import NAME
-from bench.steps import Context
 from runtimes.process.job import EncodeJob
 from tasks.encode.beam_pipeline import EncodeShard, EncodeTask, encode_shards
 from tasks.encode.decode_and_crop import TransformSettings, transform
@@ -192,7 +192,7 @@ def _write_model(folder: Path) -> Path:
     import torch
     from diffusers import AutoencoderKL
 
-    inputs.write_pipeline(folder)
+    benchmark_inputs.write_pipeline(folder)
     torch.manual_seed(0)
     AutoencoderKL(
         block_out_channels=(64, 128, 256, 256),

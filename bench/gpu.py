@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench import inputs, ours, report
-from bench.jobs import read_train_job
+from bench import benchmark_inputs, report, run_kilnworks
+from bench.compare_steps import METHODS, OURS
+from bench.job_command_line import read_train_job
 from bench.report import Row
-from bench.steps import METHODS, OURS
 from bench.train_cuda import BF16, SD2_UNET, SDXL_UNET, batch_size
 from runtimes.process.job import TrainJob, write_job
 
@@ -142,7 +142,9 @@ def run_piece(
 def _measure_alone(name: str, job: Path, steps: int, limit: float | None) -> Row:
     command = [sys.executable, "-m", "bench.gpu", "--measure", str(job), str(steps)]
     try:
-        done = subprocess.run(command, cwd=ours.ROOT, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(
+            command, cwd=run_kilnworks.ROOT, capture_output=True, text=True, timeout=limit
+        )
     except subprocess.TimeoutExpired:
         return Row(name, failed=f"did not end within {limit:.0f} s")
     if os.environ.get(PROFILE):
@@ -160,15 +162,15 @@ def job_maker(folder: Path) -> Callable[[Model, dict[str, Any]], TrainJob]:
     def files(model: Model) -> tuple[Path, str]:
         place = folder / model.name
         place.mkdir()
-        pipeline = inputs.write_full_size(place / "model", model.config)
+        pipeline = benchmark_inputs.write_full_size(place / "model", model.config)
         torch.cuda.empty_cache()
-        return pipeline, inputs.write_random_latents(place, pipeline, 64, model.size)
+        return pipeline, benchmark_inputs.write_random_latents(place, pipeline, 64, model.size)
 
     def make(model: Model, settings: dict[str, Any]) -> TrainJob:
         pipeline, latents = files(model)
         given = {name: value for name, value in settings.items() if name != "runtime"}
         common = {**OURS, **BF16, "global_batch_size": batch_size(model.batch), "steps": 100}
-        job = ours.make_job(pipeline, latents, folder, WARM_UP, **{**common, **given})
+        job = run_kilnworks.make_job(pipeline, latents, folder, WARM_UP, **{**common, **given})
         return replace(job, runtime=settings.get("runtime", "torch"))
 
     return make

@@ -23,10 +23,10 @@ from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import FileEntry
-from artifacts.gc import Collector
-from artifacts.gc_needed_artifacts import mark
+from artifacts.file_stamps import time_stamp
+from artifacts.gc_mark import mark
+from artifacts.gc_sweep import Collector
 from artifacts.run_records import record_run
-from artifacts.stamps import time_stamp
 from artifacts.store import Artifact, Shard, Store
 from bench.report import Row, log, machine, publish, versions
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import inputs
+from bench import benchmark_inputs
 from bench.train_cuda import SD2_UNET, SDXL_UNET
 from configs.train import Train
 from runtimes.contract import StepBatch
@@ -119,12 +119,18 @@ def main() -> None:
 
 def _cases(scratch: Path, cuda: bool) -> Iterator[tuple[str, Path, int, int, dict[str, Any]]]:
     if not cuda:
-        yield "tiny", inputs.write_pipeline(scratch / "tiny"), 32, 32, {}
-        yield "mid", inputs.write_pipeline(scratch / "mid", inputs.MIDDLE_UNET), 64, 8, {}
+        yield "tiny", benchmark_inputs.write_pipeline(scratch / "tiny"), 32, 32, {}
+        yield (
+            "mid",
+            benchmark_inputs.write_pipeline(scratch / "mid", benchmark_inputs.MIDDLE_UNET),
+            64,
+            8,
+            {},
+        )
         return
     bf16 = {"mixed_precision": "bf16"}
-    yield "sd2", inputs.write_full_size(scratch / "sd2", SD2_UNET), 512, 32, bf16
-    yield "sdxl", inputs.write_full_size(scratch / "sdxl", SDXL_UNET), 1024, 4, bf16
+    yield "sd2", benchmark_inputs.write_full_size(scratch / "sd2", SD2_UNET), 512, 32, bf16
+    yield "sdxl", benchmark_inputs.write_full_size(scratch / "sdxl", SDXL_UNET), 1024, 4, bf16
 
 
 if __name__ == "__main__":

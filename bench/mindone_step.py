@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
-from bench.jobs import read_train_job
+from bench.job_command_line import read_train_job
 from bench.overhead import BareSteps
 from bench.report import spread
 from configs.train import Train

@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from bench.jobs import run
+from bench.job_command_line import run
 from bench.report import spread
 from configs.train import Train
 from runtimes.data.loader import open_job_latents

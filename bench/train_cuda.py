@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench import inputs, ours
+from bench import benchmark_inputs, run_kilnworks
+from bench.compare_steps import Context, Workload, loop_figures, step_row
 from bench.report import Row, Skip, spread
-from bench.steps import Context, Workload, loop_figures, step_row
 
 MODELS = Path(__file__).with_name("models")
 SD2_UNET, SDXL_UNET = MODELS / "sd2-base.json", MODELS / "sdxl.json"
@@ -22,14 +22,14 @@ LARGE_MEMORY = 120 * 2**30  # bytes of device memory; from here on the batch siz
 @cache
 def sd2(batch: int) -> Workload:
     """Stable Diffusion 2 base, 512 x 512."""
-    write = partial(inputs.write_full_size, config=SD2_UNET)
+    write = partial(benchmark_inputs.write_full_size, config=SD2_UNET)
     return Workload("sd2", write, 256, 512, batch, family="sd", train=BF16, peer=BF16)
 
 
 @cache
 def sdxl(batch: int) -> Workload:
     """Stable Diffusion XL, 1024 x 1024."""
-    write = partial(inputs.write_full_size, config=SDXL_UNET)
+    write = partial(benchmark_inputs.write_full_size, config=SDXL_UNET)
     return Workload("sdxl", write, 64, 1024, batch, train=BF16, peer=BF16)
 
 
@@ -63,7 +63,7 @@ def full_size_row(context: Context, name: str, workload: Workload, method: str) 
         row = step_row(context, name, workload=workload, method=method)
     except Skip as reason:
         (times,) = context.alternate(
-            lambda folder: ours.time_loop(context.job(workload, method, folder))
+            lambda folder: run_kilnworks.time_loop(context.job(workload, method, folder))
         )
         row = Row(name, figures=loop_figures(times) | {"peer": f"skipped: {reason}"})
     row.figures["batch"] = workload.batch
@@ -83,8 +83,8 @@ def cuda_jax_row(
 def two_runtimes_row(context: Context, name: str, workload: Workload) -> Row:
     """The same on any device."""
 
-    def time_by(runtime: str) -> Callable[[Path], ours.LoopTime]:
-        return lambda folder: ours.time_loop(
+    def time_by(runtime: str) -> Callable[[Path], run_kilnworks.LoopTime]:
+        return lambda folder: run_kilnworks.time_loop(
             replace(context.job(workload, "full", folder), runtime=runtime)
         )
 

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import inputs, ours
+from bench import benchmark_inputs, run_kilnworks
+from bench.compare_steps import Context, Workload
 from bench.report import Row, Skip
-from bench.steps import Context, Workload
 from runtimes.check_support import probe_runtime
 from runtimes.process.job import TrainJob, write_job
 from runtimes.registry import interpreter
 
-SMALL = Workload("small", inputs.write_pipeline, pictures=100, size=32, batch=16)
+SMALL = Workload("small", benchmark_inputs.write_pipeline, pictures=100, size=32, batch=16)
 TENFOLD = replace(SMALL, name="tenfold", pictures=1000)
 #: Steps of an epoch.
 EPOCH = TENFOLD.pictures // TENFOLD.batch
@@ -35,7 +35,9 @@ def _job(context: Context, workload: Workload, folder: Path, **train: Any) -> Tr
 def _measure(job: TrainJob, folder: Path, *arguments: object) -> dict[str, Any]:
     write_job(job, folder / "job.json")
     words = [str(folder / "job.json"), *map(str, arguments)]
-    _, result = ours.run_module("bench.mindone_step", *words, python=interpreter("mindspore"))
+    _, result = run_kilnworks.run_module(
+        "bench.mindone_step", *words, python=interpreter("mindspore")
+    )
     return dict(result)
 
 
@@ -52,7 +54,7 @@ def step_row(context: Context, name: str, *, mode: str) -> Row:
         }
     ratios = {name: result["ratio"]["median"], f"{name}_memory": memory["theirs"] / memory["ours"]}
     more = {"memory_bytes": memory["ours"], "peer_memory_bytes": memory["theirs"]}
-    unet = inputs.count_parameters(context.files(SMALL).model)
+    unet = benchmark_inputs.count_parameters(context.files(SMALL).model)
     return Row(name, ratios, {**result, **more, "unet_parameters": unet, "batch": SMALL.batch})
 
 
@@ -78,7 +80,7 @@ def _peak(context: Context, workload: Workload, *, theirs: bool) -> int:
         if theirs:
             result = _measure(job, folder, 1, 2, "pynative", "theirs")
             return int(result["memory_bytes"])
-        return ours.time_loop(job).memory_bytes
+        return run_kilnworks.time_loop(job).memory_bytes
 
 
 def _require_mindspore() -> None:

@@ -10,18 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench import inputs, ours
-from bench.peer import SCRIPTS
+from bench import benchmark_inputs, run_kilnworks
+from bench.compare_steps import COMMON, OURS, Context, Workload, step_row
 from bench.report import Row, Skip, spread
-from bench.steps import COMMON, OURS, Context, Workload, step_row
+from bench.run_diffusers_scripts import SCRIPTS
 from bench.train_cuda import CUDA_ROWS
 from runtimes.process.job import write_job
 
 EQUAL_STEPS, EQUAL_BATCH, EQUAL_WITHIN = 50, 8, 1e-5
-TINY = Workload("tiny", inputs.write_pipeline, pictures=512, size=32, batch=32)
+TINY = Workload("tiny", benchmark_inputs.write_pipeline, pictures=512, size=32, batch=32)
 MIDDLE = Workload(
     "mid",
-    partial(inputs.write_pipeline, unet=inputs.MIDDLE_UNET),
+    partial(benchmark_inputs.write_pipeline, unet=benchmark_inputs.MIDDLE_UNET),
     pictures=128,
     size=64,
     batch=8,
@@ -44,7 +44,7 @@ def run_row(context: Context, name: str) -> Row:
 
     def mine(folder: Path) -> tuple[float, dict[str, float]]:
         train = {**OURS, "steps": steps, "global_batch_size": RUN.batch}
-        return ours.whole_run(files.images, files.model, folder, RUN.size, train)
+        return run_kilnworks.whole_run(files.images, files.model, folder, RUN.size, train)
 
     their, our = context.alternate(theirs, mine)
     ratio = spread([a / b for a, (b, _) in zip(their, our, strict=True)])
@@ -71,7 +71,7 @@ def equal_row(context: Context, name: str) -> Row:
         peer.run(script, files.model, files.images, folder, **options)
         settings = {"steps": EQUAL_STEPS, "global_batch_size": EQUAL_BATCH}
         write_job(context.job(TINY, "full", folder, **settings), job)
-        _, result = ours.run_module("bench.equal", str(job), str(record))
+        _, result = run_kilnworks.run_module("bench.compare_losses", str(job), str(record))
     difference = result["max_relative_loss_difference"]
     failed = f"losses differ by {difference:.2g}" if difference > EQUAL_WITHIN else ""
     return Row(name, figures=result, failed=failed)
@@ -82,7 +82,7 @@ def overhead_row(context: Context, name: str, *, workload: Workload) -> Row:
     with context.scratch() as folder:
         job, rounds, steps = folder / "job.json", context.rounds, context.timed_steps(workload)
         write_job(context.job(workload, "full", folder), job)
-        _, result = ours.run_module("bench.overhead", str(job), str(rounds), str(steps))
+        _, result = run_kilnworks.run_module("bench.overhead", str(job), str(rounds), str(steps))
     return Row(name, {name: result["ratio"]["median"]}, result)
 
 
@@ -99,7 +99,7 @@ def jax_row(context: Context, name: str) -> Row:
 
     def seconds(runtime: str, folder: Path, **train: Any) -> float:
         job = context.job(MIDDLE, "full", folder, device="cpu", **train)
-        return ours.time_loop(replace(job, runtime=runtime)).seconds
+        return run_kilnworks.time_loop(replace(job, runtime=runtime)).seconds
 
     sides = {
         "torch": partial(seconds, "torch"),

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from configs.load import RecipeError, load_recipe
+from configs.load_recipe import RecipeError, load_recipe
 from configs.recipe import Recipe
-from configs.recipe_yaml import parse_yaml
+from configs.strict_yaml import parse_yaml
 from configs.train import key_settings
 
 

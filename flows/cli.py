@@ -13,7 +13,7 @@ import typer
 from typer.exceptions import TyperException
 
 from configs.generate import read_settings
-from configs.load import dump, json_schema, load_recipe, parse_override, recipe_names
+from configs.load_recipe import dump, json_schema, load_recipe, parse_override, recipe_names
 from configs.load_sweep import load_trials, parse_values
 from configs.recipe import StageName
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors

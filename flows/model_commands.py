@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from artifacts.commit import first_fault
-from artifacts.listing import subfolders
+from artifacts.list_folder import subfolders
 from artifacts.resolve_model import resolve_model
 from artifacts.store import Store
 from tasks.publish.model_registry import Registry, Version

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo
 
-from configs.load import RecipeError, find_recipe, load_recipe, recipe_names
+from configs.load_recipe import RecipeError, find_recipe, load_recipe, recipe_names
 from configs.redact_urls import has_secrets, is_secret_name
 
 NO_OVERRIDES: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from artifacts.latent_shards import Latents
 from artifacts.resolve_model import ModelNotFound, resolve_model
 from artifacts.store import Artifact, Store
 from configs.best_checkpoint import HOLDOUT_LOSS
-from configs.load import RecipeError, dump
+from configs.load_recipe import RecipeError, dump
 from configs.recipe import STAGES, Recipe, StageName
 from flows.task_settings import begin
 from runtimes import check_support
@@ -26,15 +26,15 @@ from runtimes.objective.scheduler_config import read_config, read_schedule, trai
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.train.wandb_board import check_wandb
-from tasks import check_targets, download
+from tasks import check_training_targets, download
 from tasks.beam_workers import BEAM_STAGES, Workers, beam_options, check_workers, workers_of
 from tasks.build_or_reuse import storage_error
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import holdout_loss
 from tasks.evaluate import stage as evaluate
+from tasks.evaluate.evaluation_inputs import EvalInputs, measuring_models, model_digests
 from tasks.evaluate.feature_encoders import check_clip, check_image_encoder
-from tasks.evaluate.inputs import EvalInputs, measuring_models, model_digests
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
@@ -222,7 +222,7 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     check_support.check_scheduler(
         recipe.runtime, read_config(model / "scheduler"), recipe.evaluate.scheduler
     )
-    check_targets.check(recipe, model)
+    check_training_targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
 
 

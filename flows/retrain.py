@@ -15,7 +15,7 @@ from prefect.states import Completed
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold
 from artifacts.store import Artifact
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from configs.recipe import Recipe
 from configs.redact_errors_and_logs import redacted_errors
 from flows.finetune import download, encode, evaluate, publish, report_of, train
@@ -31,7 +31,7 @@ from tasks.publish.stage import registry_of
 from tasks.retrain import continue_training, decision, select_samples
 from tasks.retrain.champion import Champion, find_champion
 from tasks.retrain.changes import Changes, plan_changes
-from tasks.retrain.show import show_retraining
+from tasks.retrain.retraining_summary import show_retraining
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 
 log = logging.getLogger("kiln")

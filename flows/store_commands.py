@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from artifacts.commit import first_fault
-from artifacts.gc import Collector, Garbage
-from artifacts.gc_needed_artifacts import Marks, mark
-from artifacts.listing import entries, subfolders
+from artifacts.gc_mark import Marks, mark
+from artifacts.gc_sweep import Collector, Garbage
+from artifacts.list_folder import entries, subfolders
 from artifacts.run_records import GarbageUnsure, registries
 from artifacts.store import Artifact, Store
-from configs.load import RecipeError
+from configs.load_recipe import RecipeError
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.publish.champion_history import RegistryError

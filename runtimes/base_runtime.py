@@ -16,7 +16,7 @@ from configs.train import Train
 from runtimes.contract import Owners, SavedState, Shapes, State, StepBatch, Writers
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.update.state import owned_copies, shapes_of
+from runtimes.update.training_state_copies import owned_copies, shapes_of
 
 
 class BaseRuntime(ABC):

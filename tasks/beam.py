@@ -20,7 +20,7 @@ from configs.redact_errors_and_logs import one_line
 from tasks.beam_options import make_pipeline, quiet_beam
 from tasks.beam_workers import Workers, is_dask, workers_of
 from tasks.build_or_reuse import TransientError
-from tasks.quiet_import import quiet_import
+from tasks.import_beam_quietly import quiet_import
 from tasks.worker_reports import WorkerReports, progress_text
 
 with quiet_import():

@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.redact_errors_and_logs import one_line
 from tasks.beam_workers import is_dask, uses_job_service
-from tasks.quiet_import import quiet_import
+from tasks.import_beam_quietly import quiet_import
 
 with quiet_import():
     import apache_beam as beam

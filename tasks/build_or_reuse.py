@@ -20,7 +20,7 @@ from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.concurrent_requests import ask_at_once
-from artifacts.listing import subfolders
+from artifacts.list_folder import subfolders
 from artifacts.remote_clients import is_of_client
 from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, Store
 from configs.redact_errors_and_logs import one_line

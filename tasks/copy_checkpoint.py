@@ -9,7 +9,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from artifacts.listing import entries, name_of, subfolders
+from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.train import Train
 from runtimes.train.best_checkpoint import CheckpointRanking

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["made_up_family", "stores"]
+pytest_plugins = ["made_up_family", "store_servers"]
 #: Prefixes of the xdist groups that start first, because they take longest.
 LONGEST_FIRST = ("tests/flows/test_scheduled_retraining", "tests/flows/test_killed", "conformance-")
 #: Time in seconds since 1970 from which no soak test starts; the gate sets it for slow machines.

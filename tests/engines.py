@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from command import ROOT
+from kiln_command import ROOT
 
 BIN = Path(sys.executable).parent
 START_SECONDS = 120  # for a busy machine

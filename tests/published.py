@@ -16,7 +16,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.store import Store
 from configs.recipe import Recipe
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.train.checkpoints import Checkpoints
 
 STAGES = ["download", "encode", "train", "evaluate", "publish"]

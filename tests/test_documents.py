@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from command import ROOT
+from kiln_command import ROOT
 from typer.exceptions import TyperException
 
 from configs.generate import read_settings
-from configs.load import load_recipe, parse_override
+from configs.load_recipe import load_recipe, parse_override
 from flows.cli import app
 
 DOCUMENTS = sorted(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from configs.lora import Lora
 from runtimes.contract import WrongInput
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 
 Float32 = NDArray[np.float32]
 Layer = Literal["linear", "conv"]

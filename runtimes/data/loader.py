@@ -22,8 +22,8 @@ from runtimes.data.sample_order import Order, SampleIndex, Window
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
 from runtimes.families.inpainting_and_scores import NO_EXTRA_INPUTS, ExtraInputs
-from runtimes.objective.caption_and_noise_draws import Choices
 from runtimes.objective.noised_batch import Objective
+from runtimes.objective.random_draws import Choices
 
 
 class BatchReader:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.contract import WrongInput
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.objective.latents_from_moments import LatentScale
-from runtimes.objective.random import Stream, generator
 
 Float32 = NDArray[np.float32]
 UNET = "UNet2DConditionModel"

@@ -17,11 +17,11 @@ from configs.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack
+from runtimes.jax.parameters_and_optimizer_state import names_without_gradient, trained_names
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
 from runtimes.jax.torchax_bridge import as_function, recompute
 from runtimes.jax.tpu_step_memory import Request
-from runtimes.jax.weights import names_without_gradient, trained_names
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.torch_models.sample_batch import sample_batch

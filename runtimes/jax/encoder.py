@@ -16,17 +16,17 @@ from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.families import Family
 from runtimes.jax.device import start
 from runtimes.jax.mesh import Mesh
+from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
-from runtimes.jax.weights import move
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob
-from runtimes.torch_models import vae_and_text_encoders
-from runtimes.torch_models.text_encoding import encode_ids, join_t5
-from runtimes.torch_models.vae_and_text_encoders import Float32
+from runtimes.torch_models import encode_images_and_captions
+from runtimes.torch_models.encode_images_and_captions import Float32
+from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
 
 
-class Encoder(vae_and_text_encoders.Encoder):
-    """The encoder of torch_models/vae_and_text_encoders.py, compiled by JAX.
+class Encoder(encode_images_and_captions.Encoder):
+    """The encoder of torch_models/encode_images_and_captions.py, compiled by JAX.
 
     Every batch is padded to one size and runs one program, so the bits of an image do not depend on
     the size of its batch.

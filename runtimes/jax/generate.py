@@ -15,10 +15,10 @@ from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import held_out_errors
 from runtimes.jax.optimizer_and_ema import Arrays
+from runtimes.jax.parameters_and_optimizer_state import frozen_arrays
 from runtimes.jax.sampler import Sampler, same_architecture
 from runtimes.jax.step import errors
 from runtimes.jax.torchax_bridge import as_function
-from runtimes.jax.weights import frozen_arrays
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
 from runtimes.sample.load_network import load_network

@@ -23,17 +23,17 @@ from runtimes.contract import UNCAST
 from runtimes.data.padding import pad_rows, padded_rows
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.optimizer_and_ema import Arrays
+from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
-from runtimes.jax.weights import move
 from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.guidance import guide, is_guided
 from runtimes.sample.tabulated_schedulers import Table, scheduler_step
+from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
+from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.network import Network
-from runtimes.torch_models.text_encoding import encode_ids, join_t5
-from runtimes.torch_models.vae_and_text_encoders import Encoder, vae_dtype
 
 Float32 = NDArray[np.float32]
 

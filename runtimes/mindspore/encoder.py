@@ -16,8 +16,8 @@ from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
+from runtimes.mindspore.encode_token_ids import encode_ids
 from runtimes.mindspore.loading import load_text_encoder, load_vae
-from runtimes.mindspore.text_encoding import encode_ids
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH, describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary

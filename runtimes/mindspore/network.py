@@ -13,6 +13,7 @@ from runtimes.adapters.lora_layers import state_name
 from runtimes.check_support import check_family
 from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.inpainting_and_scores import ExtraInputs
+from runtimes.mindspore.encode_token_ids import encode_ids
 from runtimes.mindspore.loading import (
     load_denoiser,
     load_text_encoder,
@@ -20,7 +21,6 @@ from runtimes.mindspore.loading import (
     random_init_denoiser,
 )
 from runtimes.mindspore.lora_injection import add_adapters
-from runtimes.mindspore.text_encoding import encode_ids
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
 

@@ -25,8 +25,8 @@ from runtimes.contract import Owners, SavedState, Shapes, State
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import owned_copies, read_arrays, shapes_of
 from runtimes.update.step_scalars import bias_corrections, text_encoder_factor
+from runtimes.update.training_state_copies import owned_copies, read_arrays, shapes_of
 
 Gradients = Sequence[Tensor]
 Parameters = Mapping[str, Parameter]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.contract import WrongInput
 from runtimes.families import Family, detect_family
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.process.job import Drawing

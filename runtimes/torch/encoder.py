@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.torch.device import make_deterministic, open_device
-from runtimes.torch_models.vae_and_text_encoders import Encoder, PaddedEncoder
+from runtimes.torch_models.encode_images_and_captions import Encoder, PaddedEncoder
 
 
 def open_encoder(job: EncodeJob) -> Encoder:

@@ -15,7 +15,7 @@ from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import owned_copies, read_arrays
+from runtimes.update.training_state_copies import owned_copies, read_arrays
 
 
 class Update:

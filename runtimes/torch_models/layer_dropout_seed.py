@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 
 
 def has_dropout(network: torch.nn.Module) -> bool:

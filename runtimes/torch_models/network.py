@@ -17,6 +17,7 @@ from runtimes.families import Family, detect_family
 from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
+from runtimes.torch_models.encode_token_ids import encode_in_step
 from runtimes.torch_models.loading import (
     empty_denoiser,
     empty_text_encoder,
@@ -25,9 +26,8 @@ from runtimes.torch_models.loading import (
     open_weights,
 )
 from runtimes.torch_models.lora_injection import add_adapters
-from runtimes.torch_models.npu_formulas import keep_diffusers_formulas
 from runtimes.torch_models.random_init import random_init_denoiser
-from runtimes.torch_models.text_encoding import encode_in_step
+from runtimes.torch_models.undo_torch_npu_patches import keep_diffusers_formulas
 
 #: No weights on `meta`, by the tensor's id.
 NOTHING: Mapping[int, StoredRows] = {}

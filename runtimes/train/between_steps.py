@@ -25,7 +25,7 @@ from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.result import write_result
 from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
-from runtimes.update.state import published
+from runtimes.update.training_state_copies import published
 
 ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
 

@@ -26,7 +26,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import FileEntry, read_record, write_record
-from artifacts.listing import entries, name_of, subfolders
+from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.safetensors import StoredArray, writing
 from runtimes.contract import OneWriter, Owners, Shapes, State, Writers
 from runtimes.train.checkpoint_array_files import (
@@ -45,7 +45,7 @@ from runtimes.train.checkpoint_errors import (
     is_unreachable,
     reason_of,
 )
-from runtimes.update.state import shapes_of
+from runtimes.update.training_state_copies import shapes_of
 
 MANIFEST = "manifest.json"
 log = logging.getLogger("kiln")

@@ -9,14 +9,14 @@ import torch_xla
 
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob
-from runtimes.torch_models.vae_and_text_encoders import PaddedEncoder
+from runtimes.torch_models.encode_images_and_captions import PaddedEncoder
 from runtimes.xla.device import start
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.model_patches import replace_nearest_upsampling
 
 
 class Encoder(PaddedEncoder):
-    """The encoder of torch_models/vae_and_text_encoders.py on XLA devices.
+    """The encoder of torch_models/encode_images_and_captions.py on XLA devices.
 
     Args:
         folder: local diffusers pipeline folder.

@@ -16,8 +16,8 @@ import torch_xla
 from configs.train import Train
 from runtimes.contract import Owners, SavedState, Shapes, State
 from runtimes.update.ema_swap import swapped
-from runtimes.update.state import owned_copies, read_arrays, shapes_of
 from runtimes.update.step_scalars import step_scalars, text_encoder_factor
+from runtimes.update.training_state_copies import owned_copies, read_arrays, shapes_of
 from runtimes.xla.mesh import Mesh
 
 Parameters = Mapping[str, torch.nn.Parameter]

@@ -10,7 +10,7 @@ import apache_beam as beam
 
 from artifacts.commit import write_atomic
 from artifacts.concurrent_requests import ask_at_once
-from artifacts.listing import entries
+from artifacts.list_folder import entries
 from artifacts.store import Store
 from tasks.beam import ShardProgress, run_linear
 from tasks.download.download_shard import Deferred, DownloadContext, download_shard

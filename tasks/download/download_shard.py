@@ -18,10 +18,10 @@ from artifacts.store import SHARDS, Shard, Store
 from configs.download import Download
 from configs.redact_urls import without_secrets
 from tasks.download.dead_hosts import is_outage
-from tasks.download.download_row_by_img2dataset import RowDownloader
 from tasks.download.errors import SourceError
 from tasks.download.event_loop import run
 from tasks.download.failure_reasons import is_transient
+from tasks.download.fetch_and_resize_row import RowDownloader
 from tasks.download.plan_file import distrust_file
 from tasks.download.plan_source import ShardSpec, read_spans, rows_digest
 from tasks.download.rows import Row

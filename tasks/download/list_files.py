@@ -18,7 +18,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
-from artifacts import listing
+from artifacts import list_folder
 from artifacts.hashing import digest_json, digest_stream
 from artifacts.remote_clients import is_of_client
 from configs.redact_errors_and_logs import one_line
@@ -98,7 +98,7 @@ def list_files(
 
 def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[str, Any]]:
     """Every file below a folder. Raises as the filesystem does, where its `find` omits folders."""
-    return {entry["name"]: entry for entry in listing.files(fs, folder, depth)}
+    return {entry["name"]: entry for entry in list_folder.files(fs, folder, depth)}
 
 
 def _glob(fs: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:

@@ -21,9 +21,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fsspec.core import url_to_fs
 
+from artifacts.file_stamps import distrust
 from artifacts.hashing import digest_bytes
 from artifacts.resolve_model import cache_folder
-from artifacts.stamps import distrust
 from tasks.download.errors import SourceError
 from tasks.download.list_files import reading
 from tasks.download.rows import HASHED

@@ -35,9 +35,9 @@ from tasks.download.plan_file import plan_key
 from tasks.download.plan_source import Begin, Plan, make_plan
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.download.sources import SOURCES, Source
+from tasks.import_beam_quietly import quiet_import
 from tasks.panels import Facts, Panel, Picture, Table
 from tasks.picture_grid import picture_grid, to_png
-from tasks.quiet_import import quiet_import
 from tasks.worker_reports import REPORTS
 
 NOTES = "deferred"  # folder in the draft with a note for each deferred shard

@@ -23,8 +23,8 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encoder_process import EncodingPlan
 from tasks.encode.encoders_in_store import put_encoders
 from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
+from tasks.import_beam_quietly import quiet_import
 from tasks.panels import Facts, Panel, Table
-from tasks.quiet_import import quiet_import
 from tasks.worker_reports import REPORTS
 
 log = logging.getLogger("kiln")

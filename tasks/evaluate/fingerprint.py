@@ -14,8 +14,8 @@ from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS, VERSION, SamplingSpec
+from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.holdout_loss import LEVELS
-from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import judge_names
 from tasks.evaluate.metric_names import all_prompts, compared_sets
 from tasks.evaluate.prompts import prompt_sets

@@ -12,6 +12,7 @@ import yaml
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.commit import Damaged, read_record
+from artifacts.file_stamps import distrust
 from artifacts.hashing import digest_json
 from artifacts.resolve_model import (
     IGNORED,
@@ -21,7 +22,6 @@ from artifacts.resolve_model import (
     digest_model_file,
     resolve_model,
 )
-from artifacts.stamps import distrust
 from artifacts.store import MANIFEST
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput

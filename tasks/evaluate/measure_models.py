@@ -16,6 +16,7 @@ from tasks.evaluate.bootstrap import Estimate
 from tasks.evaluate.clip_score import clip_scores
 from tasks.evaluate.distribution_distances import DISTANCES, cmmd
 from tasks.evaluate.draw_pictures import read_losses, read_pictures
+from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.feature_encoders import (
     Clip,
     Float32,
@@ -25,7 +26,6 @@ from tasks.evaluate.feature_encoders import (
     open_image_encoder,
 )
 from tasks.evaluate.holdout_loss import holdout_losses
-from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.judges import Judge, Scores, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
 from tasks.evaluate.metric_names import CLIP_SCORE, CMMD, all_prompts, compared_sets, slices_by_set

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from configs.load import dump
+from configs.load_recipe import dump
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.evaluate.metric_table import metric_rows

@@ -28,7 +28,7 @@ from artifacts.commit import (
     write_atomic,
 )
 from artifacts.compare_and_swap import create
-from artifacts.listing import entries, files, name_of, subfolders
+from artifacts.list_folder import entries, files, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_registry
 from artifacts.store import MANIFEST, Artifact, Store

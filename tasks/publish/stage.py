@@ -15,7 +15,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.commit import write_atomic
 from artifacts.hashing import digest_json
 from artifacts.store import Artifact, Draft, Store
-from configs.load import dump
+from configs.load_recipe import dump
 from configs.publish import Hub
 from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters

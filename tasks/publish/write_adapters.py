@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.safetensors import Arrays
-from runtimes.adapters import kohya_names as kohya
+from runtimes.adapters import kohya_format as kohya
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.families import detect_family
 from tasks.publish.assemble_pipeline import cast

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
-from stores import REMOTE, UrlOf
+from store_servers import REMOTE, UrlOf
 
 from artifacts import compare_and_swap as cas
 

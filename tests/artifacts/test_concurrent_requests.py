@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from stores import REMOTE, RequestsTo, UrlOf
+from store_servers import REMOTE, RequestsTo, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.concurrent_requests import AT_ONCE, ask_at_once

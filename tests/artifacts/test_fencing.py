@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stores import UrlOf
+from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock

@@ -9,8 +9,8 @@ from typing import Any
 import fsspec
 import pytest
 from cut_rows import cut_shards
-from drawn import JSON, holds_for
 from hypothesis import strategies as st
+from property_tests import JSON, holds_for
 
 from artifacts.commit import FileEntry, read_record, write_record
 from artifacts.hashing import canonical_json, digest_json

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fsspec.core import url_to_fs
-from stores import REMOTE, UrlOf
+from store_servers import REMOTE, UrlOf
 
 from artifacts import compare_and_swap as cas
 from artifacts import lock

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from gcs_objects import Refused
 from gcs_server import GcsServer
-from stores import UrlOf
+from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.remote_clients import StoreRefused, is_of_client

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from hub_server import HubServer, Repository
 from huggingface_hub.utils import filter_repo_objects
-from stores import REMOTE, S3Server, UrlOf
+from store_servers import REMOTE, S3Server, UrlOf
 
 from artifacts.resolve_model import (
     HUB_FILES,

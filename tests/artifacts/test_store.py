@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import REMOTE, RequestsTo, UrlOf
+from store_servers import REMOTE, RequestsTo, UrlOf
 
 from artifacts import commit
 from artifacts import compare_and_swap as cas

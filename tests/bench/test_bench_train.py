@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import inputs, ours, overhead
-from bench.equal import compare as compare_losses
-from bench.peer import SCRIPTS, Peer, PeerFailed, PeerTime
-from bench.peer_hooks import Stopwatch
+from bench import benchmark_inputs, overhead, run_kilnworks
+from bench.compare_losses import compare as compare_losses
+from bench.compare_steps import Context, Workload, compare_steps
+from bench.diffusers_script_hooks import Stopwatch
 from bench.report import Row, publish
-from bench.steps import Context, Workload, compare_steps
+from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerFailed, PeerTime
 from bench.train_rows import ROWS, TINY
 from runtimes.families import detect_family
 from runtimes.torch.runtime import TheRuntime
@@ -93,12 +93,12 @@ def test_loop_time_excludes_the_warm_up() -> None:
         {**progress, "step": 10, "time": 102.0, "data_wait": 0.1},
         {**progress, "step": 15, "time": 105.0, "data_wait": 0.3},
     ]
-    time = ours.LoopTime.from_events(events, batch_size=4)
-    assert time == ours.LoopTime(0.5, 0.2, 8.0, 7, None)
+    time = run_kilnworks.LoopTime.from_events(events, batch_size=4)
+    assert time == run_kilnworks.LoopTime(0.5, 0.2, 8.0, 7, None)
 
 
 def test_step_ratio_excludes_encoding_in_the_step() -> None:
-    mine = [ours.LoopTime(2.0, 0.0, 1.0, 1, None)] * 3
+    mine = [run_kilnworks.LoopTime(2.0, 0.0, 1.0, 1, None)] * 3
     encodes = [PeerTime(fetch=2.0, encode=2.0, body=4.0)] * 3
     row = compare_steps("step", encodes, mine)
     assert row.ratios == {"step": 2.0, "step_training_only": 1.0, "step_whole_iteration": 3.0}
@@ -185,7 +185,11 @@ def test_error_contains_the_output_of_a_failed_script(context: Context, tmp_path
 def test_full_size_pipeline_is_encoded_and_trained(
     family: str, context: Context, tmp_path: Path
 ) -> None:
-    config = {**inputs.MIDDLE_UNET, "block_out_channels": (32, 32, 32), "attention_head_dim": 2}
+    config = {
+        **benchmark_inputs.MIDDLE_UNET,
+        "block_out_channels": (32, 32, 32),
+        "attention_head_dim": 2,
+    }
     if family == "sd":
         config = {name: value for name, value in config.items() if "addition" not in name}
         del config["projection_class_embeddings_input_dim"]
@@ -193,7 +197,7 @@ def test_full_size_pipeline_is_encoded_and_trained(
     path.write_text(json.dumps(config))
     workload = Workload(
         f"full-size-{family}",
-        lambda folder: inputs.write_full_size(folder, path),
+        lambda folder: benchmark_inputs.write_full_size(folder, path),
         pictures=2,
         size=64,
         batch=2,
@@ -201,7 +205,7 @@ def test_full_size_pipeline_is_encoded_and_trained(
     )
     assert detect_family(context.files(workload).model).name == family
     job = context.job(workload, "full", tmp_path)
-    ours.time_loop(job)
+    run_kilnworks.time_loop(job)
     lines = (Path(job.out) / "history.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert len(losses) == job.train["steps"]

@@ -8,22 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import environment
+from kiln_command import environment
 
 import bench
 import demo
 from bench import (
+    benchmark_inputs,
     checkpoint,
     encode,
     gpu,
-    inputs,
     loader,
     manifest,
-    ours,
+    run_kilnworks,
     same_picture,
     train_mindspore,
 )
-from bench.steps import Context, Workload
+from bench.compare_steps import Context, Workload
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
 from configs.train import Train
@@ -130,7 +130,7 @@ def test_mindone_step_is_compared_with_ours(
     found = probe_runtime("mindspore")
     if not found.available:
         pytest.skip(found.reason)
-    small = Workload("small", inputs.write_pipeline, pictures=4, size=32, batch=2)
+    small = Workload("small", benchmark_inputs.write_pipeline, pictures=4, size=32, batch=2)
     monkeypatch.setattr(train_mindspore, "SMALL", small)
     row = train_mindspore.step_row(context, "step", mode="pynative")
     assert row.ratios.keys() == {"step", "step_memory"}
@@ -140,9 +140,9 @@ def test_mindone_step_is_compared_with_ours(
 @pytest.mark.soak
 def test_whole_run_is_timed_by_stage(tmp_path: Path) -> None:
     model = TINY.write(tmp_path / "model")
-    images = inputs.write_images(tmp_path / "images", 2, TINY.size)
+    images = benchmark_inputs.write_images(tmp_path / "images", 2, TINY.size)
     settings = {"steps": 2, "global_batch_size": 2, "device": "cpu", "sample_every_n_steps": 0}
-    whole, stages = ours.whole_run(images, model, tmp_path, TINY.size, settings)
+    whole, stages = run_kilnworks.whole_run(images, model, tmp_path, TINY.size, settings)
     assert stages.keys() == {"download", "encode", "train"}
     assert sum(stages.values()) < whole
     (weights,) = (tmp_path / "store/train").rglob("unet/*.safetensors")

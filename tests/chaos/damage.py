@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from chaos.faults import Fault
 
-from artifacts.listing import files
+from artifacts.list_folder import files
 from artifacts.store import Store
 from tasks.publish.champion_history import Champions, RegistryError
 

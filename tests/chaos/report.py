@@ -16,7 +16,7 @@ import gcs_server
 from chaos.faults import STORES
 from chaos.round import Outcome, Place, Reference, Round, Undisturbed, processes
 from chaos.worker import Given
-from stores import BUCKET, serving_s3
+from store_servers import BUCKET, serving_s3
 
 SLOTS, FAULTS_PER_ROUND = 3, 85
 

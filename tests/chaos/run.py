@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    import stores  # noqa: F401 (it sets variables that clients read when they are imported)
+    import store_servers  # noqa: F401 (it sets variables that clients read when they are imported)
     from chaos.report import run_all
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

@@ -28,10 +28,10 @@ from chaos.faults import DAY, EXPIRY, HEARTBEAT, Fault
 from chaos.local_faults import LocalFaults
 from fsspec.exceptions import FSTimeoutError
 
-from artifacts import gc, gc_needed_artifacts, lock
+from artifacts import gc_mark, gc_sweep, lock
 from artifacts.clock import Clock
 from artifacts.commit import Damaged
-from artifacts.listing import present_time
+from artifacts.list_folder import present_time
 from artifacts.lock import LockLost
 from artifacts.remote_clients import is_of_client
 from artifacts.run_records import RUNS, GarbageUnsure
@@ -119,7 +119,7 @@ def prepare(jump: Jump) -> None:
         days = (jump.value > 0) - (jump.value < 0)
         return present_time(fs, folder) + 1.1 * DAY * days
 
-    gc.present_time = gc_needed_artifacts.present_time = present  # type: ignore[attr-defined]
+    gc_sweep.present_time = gc_mark.present_time = present  # type: ignore[attr-defined]
     quick = SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20))
     gcsfs.retry.asyncio = quick  # which waits up to 32 seconds between attempts
     stage._git_commit = lambda: None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from configs.load import RecipeError
+from configs.load_recipe import RecipeError
 from configs.load_sweep import load_trials, parse_values
 
 

@@ -21,7 +21,7 @@ from tolerances import PICTURE
 
 from configs.train import Train
 from runtimes.families import detect_family
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.events import Events

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from command import ROOT
+from kiln_command import ROOT
 
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from tasks.retrain.watch_source import EVENT, resource_of
 
 DEPLOY = ROOT / "deploy"

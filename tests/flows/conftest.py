@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, command, environment, run_json
-from server import shared_server
+from kiln_command import ROOT, command, environment, run_json
+from prefect_server import shared_server
 
 from flows.cli import main
 
@@ -107,7 +107,7 @@ def here(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., str]:
-    """`here(*words)` is `kiln` of tests/command.py in this process, which need not start first."""
+    """`here(*words)` is `kiln` of tests/kiln_command.py, in this process."""
 
     def call(
         *words: str,

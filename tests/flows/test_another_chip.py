@@ -10,11 +10,11 @@ import compiled_programs
 import numpy as np
 import published
 import pytest
-from killing import kill_training
+from kill_training import kill_training
 from safetensors.numpy import load_file
 from tolerances import LOSS, WEIGHTS
 
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 
 pytestmark = pytest.mark.slow
 STEPS, SAVED = 12, 4

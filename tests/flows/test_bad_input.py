@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import kiln
-from server import Server
+from kiln_command import kiln
+from prefect_server import Server
 
 from configs.recipe import STAGES
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import reuse
-from configs.load import dump, load_recipe
+from configs.load_recipe import dump, load_recipe
 
 
 @pytest.mark.soak

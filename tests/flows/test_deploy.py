@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import is_running, processes_below
-from server import Server, deployed
+from kiln_command import is_running, processes_below
+from prefect_server import Server, deployed
 
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from configs.recipe import STAGES
 from flows.retrain import one_at_a_time
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, command, environment, is_running, processes_below
-from stores import UrlOf
+from kiln_command import ROOT, command, environment, is_running, processes_below
+from store_servers import UrlOf
 
 from artifacts.store import Store
 

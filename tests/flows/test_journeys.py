@@ -13,12 +13,12 @@ import numpy as np
 import picture_sources
 import published
 import pytest
-from command import ROOT, run_json
+from kiln_command import ROOT, run_json
 from PIL import Image
 from safetensors.numpy import load_file
 from toy_recipes import toy
 
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from tasks.download.serve_folder import serve_folder
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, command, environment, is_running, processes_below
-from killing import kill_training
+from kill_training import kill_training
+from kiln_command import ROOT, command, environment, is_running, processes_below
 
 pytestmark = pytest.mark.slow
 Overrides = dict[str, Any]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from prefect.exceptions import ParameterTypeError
 
-from configs.load import recipe_names
+from configs.load_recipe import recipe_names
 from configs.recipe import STAGES
 from flows.finetune import finetune
 from flows.generate import generate

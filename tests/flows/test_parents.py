@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from artifacts.artifact_key import KeyParts
-from artifacts.gc_needed_artifacts import needed_by
+from artifacts.gc_mark import needed_by
 from artifacts.latent_shards import INFO
 from artifacts.resolve_model import digest_model
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
 from configs.generate import read_settings
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from configs.publish import Hub
 from flows import finetune, generate
 from flows.preflight import Run

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from artifacts.latent_shards import Latents, ShardRef
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from flows.preflight import check_gate, prepare
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
@@ -138,7 +138,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         moments = [Moment({**dict.fromkeys(KINDS, (0, 0)), "activations": (GIB, 0)})]
         return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tasks.gpu.peak_memory.ask_planner", ask)
+    monkeypatch.setattr("tasks.gpu.run_peak_memory.ask_planner", ask)
     return models
 
 

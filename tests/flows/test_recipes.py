@@ -14,7 +14,7 @@ import in_process
 import picture_sources
 import published
 import pytest
-from command import run_json
+from kiln_command import run_json
 from toy_recipes import BASES, toy
 
 from demo.make_base import make_base

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT
 from gcs_server import GcsServer
 from hub_server import HubServer, Repository
-from killing import kill_training
-from stores import UrlOf
+from kill_training import kill_training
+from kiln_command import ROOT
+from store_servers import UrlOf
 
 from artifacts.store import Store
 

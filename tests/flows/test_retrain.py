@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import kill_training
+from kill_training import kill_training
 
 from tasks.publish.model_registry import Registry
 

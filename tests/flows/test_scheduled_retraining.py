@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from server import Server, deployed
+from prefect_server import Server, deployed
 
 from demo import dataset
 from tasks.publish.model_registry import Registry

@@ -17,8 +17,8 @@ import aiohttp
 import picture_sources
 import pyarrow.parquet as pq
 import pytest
-from command import command
-from server import Server
+from kiln_command import command
+from prefect_server import Server
 from toy_recipes import toy
 from yarl import URL
 

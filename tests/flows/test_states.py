@@ -9,7 +9,7 @@ from prefect.states import Completed
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Store
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from configs.recipe import STAGES
 from flows import finetune
 from flows.preflight import Run

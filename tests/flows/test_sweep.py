@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, command, environment
+from kiln_command import ROOT, command, environment
 
 from tasks.publish.model_registry import Registry
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, command, environment, is_running, processes_below
+from kiln_command import ROOT, command, environment, is_running, processes_below
 from terminal import Terminal
 
 pytestmark = pytest.mark.slow

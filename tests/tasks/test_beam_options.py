@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command import ROOT
+from kiln_command import ROOT
 
 from tasks.beam_options import BeamOptionsError, check_options, make_pipeline
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gcs_server import GcsServer
-from stores import UrlOf
+from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Draft, Store

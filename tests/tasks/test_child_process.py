@@ -12,8 +12,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from command import jobs_of
 from fsspec.core import url_to_fs
+from kiln_command import jobs_of
 
 from artifacts import compare_and_swap as cas
 from artifacts import lock

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stores import REMOTE, UrlOf
+from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from configs.train import Train, key_settings
 from runtimes.process.job import TrainJob
 from runtimes.train.checkpoints import Checkpoints

@@ -32,7 +32,7 @@ from configs.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
-from tasks.download.download_row_by_img2dataset import img2dataset_parts
+from tasks.download.fetch_and_resize_row import img2dataset_parts
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings, transform

@@ -28,7 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 from hub_server import HubServer, Repository
 from huggingface_hub import HfFileSystem
 from PIL import Image
-from stores import REMOTE, UrlOf
+from store_servers import REMOTE, UrlOf
 
 from configs.recipe import Recipe
 from tasks import download

@@ -19,7 +19,7 @@ from transformers import CLIPTokenizer
 
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
-from runtimes.torch_models.vae_and_text_encoders import Encoder
+from runtimes.torch_models.encode_images_and_captions import Encoder
 
 CAPTIONS = ["a cat on a mat", "", "Déjà vu, 123 & more", "long " * 60]
 

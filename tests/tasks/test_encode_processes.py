@@ -10,8 +10,8 @@ from pathlib import Path
 import chips
 import numpy as np
 import pytest
-from command import ROOT
 from encoder_inputs import SQUARE, gradient
+from kiln_command import ROOT
 
 from artifacts.commit import Damaged
 from artifacts.hashing import digest_bytes
@@ -22,7 +22,7 @@ from runtimes.contract import WrongInput
 from runtimes.encoder_devices import encoder_devices
 from runtimes.process.job import EncodeJob
 from runtimes.registry import interpreter
-from runtimes.torch_models.vae_and_text_encoders import Encoder
+from runtimes.torch_models.encode_images_and_captions import Encoder
 from tasks.encode.encoder_client import EncoderFailed, EncoderLost, EncoderProcess
 from tasks.encode.encoder_process import EncodingPlan, send
 

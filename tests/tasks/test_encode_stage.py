@@ -21,7 +21,7 @@ from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
-from runtimes.torch_models.vae_and_text_encoders import Encoder
+from runtimes.torch_models.encode_images_and_captions import Encoder
 from tasks.encode import encoder_process
 from tasks.encode import stage as encode
 from tasks.encode.beam_pipeline import EncodeShard, EncodeTask

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT
 from engines import dask_cluster, job_service
+from kiln_command import ROOT
 from picture_sources import make_pictures, write_folder
 
 from artifacts.store import Artifact, Store

@@ -36,8 +36,8 @@ from tasks.evaluate import stage as evaluate
 from tasks.evaluate.before_after_grid import MARGIN
 from tasks.evaluate.bootstrap import Estimates, difference
 from tasks.evaluate.distribution_distances import DISTANCES
+from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.fingerprint import fingerprint
-from tasks.evaluate.inputs import EvalInputs
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.prompts import sample_prompts

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from stores import UrlOf
+from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged

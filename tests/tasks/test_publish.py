@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from configs.recipe import Recipe
 from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
 from tasks.evaluate.stage import metrics_by_name

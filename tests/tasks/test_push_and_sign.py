@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 from hub_server import HubServer, Repository
 from huggingface_hub import constants, snapshot_download
-from stores import UrlOf
+from store_servers import UrlOf
 from tiny_adapters import make_lora
 
 from artifacts.artifact_key import KeyParts

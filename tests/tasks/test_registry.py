@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from stores import REMOTE, UrlOf
+from store_servers import REMOTE, UrlOf
 
 from artifacts import compare_and_swap as cas
 from artifacts.artifact_key import KeyParts

@@ -14,7 +14,7 @@ from PIL import Image
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from tasks.build_or_reuse import StageResult
 from tasks.panels import Chart, Comparison, Panel, Picture, Strip, Table
 from tasks.panels_charts import loss_chart

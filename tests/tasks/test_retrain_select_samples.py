@@ -8,7 +8,7 @@ import pytest
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO, open_latents
 from artifacts.store import Artifact, Store
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from configs.recipe import Recipe
 from tasks.encode.keys import STAGE
 from tasks.retrain import continue_training, select_samples

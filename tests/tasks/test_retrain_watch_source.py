@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from configs.recipe import Recipe
 from tasks.retrain.watch_source import last_stamp, remember, stamp
 

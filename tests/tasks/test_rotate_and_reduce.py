@@ -10,7 +10,7 @@ from PIL import Image
 
 from configs.download import Download
 from tasks.download.decoding_bomb_checks import Header
-from tasks.download.download_row_by_img2dataset import RowDownloader
+from tasks.download.fetch_and_resize_row import RowDownloader
 from tasks.download.rotate_and_reduce import reduction
 from tasks.download.sources import ServedAt
 
@@ -47,7 +47,7 @@ def resized(tmp_path: Path, body: bytes, **settings: Any) -> tuple[dict[str, Any
 def whole(tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     """The same, from the whole picture as img2dataset does."""
     with monkeypatch.context() as patch:
-        target = "tasks.download.download_row_by_img2dataset.reduction"
+        target = "tasks.download.fetch_and_resize_row.reduction"
         patch.setattr(target, lambda *_: 1)
         return resized(tmp_path, body, **settings)
 

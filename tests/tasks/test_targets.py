@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from runtimes.contract import WrongInput
 from tasks import train
-from tasks.check_targets import check
+from tasks.check_training_targets import check
 
 
 def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None:

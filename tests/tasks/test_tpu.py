@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.load import RecipeError, load_recipe
+from configs.load_recipe import RecipeError, load_recipe
 from configs.monitoring import Wandb
 from configs.tpu import Tpu
 from runtimes.contract import WrongInput

@@ -13,7 +13,7 @@ from PIL import Image
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Store
-from configs.load import load_recipe
+from configs.load_recipe import load_recipe
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
 from tasks.train import _summary, _Watch, settings_for_key, show

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from stores import REMOTE, UrlOf
+from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.commit import Damaged

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from configs.lora import Lora
 from configs.train import Train
-from runtimes.adapters.kohya_names import to_kohya
+from runtimes.adapters.kohya_format import to_kohya
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import fields
 
 import numpy as np
-from drawn import holds_for
 from hypothesis import strategies as st
+from property_tests import holds_for
 
 from artifacts.latent_shards import open_latents
 from runtimes.contract import StepBatch

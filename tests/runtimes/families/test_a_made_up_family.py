@@ -23,7 +23,7 @@ from runtimes.pipeline_folder.describe_encoders import describe_encoders, t5_len
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
-from runtimes.torch_models.vae_and_text_encoders import Encoder
+from runtimes.torch_models.encode_images_and_captions import Encoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plugged_in")]
 PROMPTS = ("a red cat", "a hill", "two dogs")

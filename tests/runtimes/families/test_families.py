@@ -17,10 +17,10 @@ from artifacts.latent_shards import LatentSample
 from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES, Captioned, detect_family
 from runtimes.pipeline_folder.describe_encoders import t5_length
+from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.torch_models.encode_token_ids import encode_in_step
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
 from runtimes.torch_models.network import Network
-from runtimes.torch_models.text_encoding import encode_in_step
-from runtimes.torch_models.vae_and_text_encoders import Encoder
 
 CAPTIONS = ["a cat", "", "Déjà vu"]
 SAMPLE = LatentSample(

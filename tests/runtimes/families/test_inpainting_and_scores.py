@@ -18,13 +18,13 @@ from artifacts.latent_shards import LatentShard, from_bfloat16
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.torch.device import open_device
 from runtimes.torch.sampler import Sampler
+from runtimes.torch_models.encode_images_and_captions import Encoder
 from runtimes.torch_models.loading import load_denoiser
-from runtimes.torch_models.vae_and_text_encoders import Encoder
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import ShardEncoder
 from tasks.encode.masks import draw_mask

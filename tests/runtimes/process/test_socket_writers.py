@@ -14,7 +14,7 @@ from runtimes.process import socket_writers
 from runtimes.process.ranks import Ranks
 from runtimes.process.socket_writers import LOOPBACK, SocketWriters
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.update.state import owned_copies, shapes_of
+from runtimes.update.training_state_copies import owned_copies, shapes_of
 
 
 class Broadcasts:

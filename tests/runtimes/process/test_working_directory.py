@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from chips import standing_in
-from command import ROOT
 from jobs import MakeJob
+from kiln_command import ROOT
 
 from runtimes.check_support import _query
 from runtimes.process.job import EncodeJob

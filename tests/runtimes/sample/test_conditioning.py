@@ -8,7 +8,7 @@ import pytest
 from jobs import SAMPLER
 
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner
-from runtimes.torch_models.vae_and_text_encoders import Encoder
+from runtimes.torch_models.encode_images_and_captions import Encoder
 
 PROMPTS = ("a red cat", "a blue dog", "a hill")
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 import runtimes.sample.generate_job
 from runtimes.contract import WrongInput
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command import jobs_of
 from jobs import MakeJob, curve, outputs
+from kiln_command import jobs_of
 from safetensors.numpy import load_file
 
 from runtimes.__main__ import main

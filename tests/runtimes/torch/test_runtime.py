@@ -23,12 +23,12 @@ from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from configs.train import Train
 from runtimes.contract import State, WeightsLost, WrongInput
 from runtimes.data.loader import open_job_latents
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.sampler import Sampler
 from runtimes.train.trainer import make_loader
-from runtimes.update.state import published
+from runtimes.update.training_state_copies import published
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ import chips
 import fsspec
 import numpy as np
 import pytest
-from command import ROOT
 from fsspec.implementations.memory import MemoryFileSystem
 from gcs_server import GcsServer
 from gcsfs.retry import HttpError, validate_response
+from kiln_command import ROOT
 from safetensors.numpy import load_file
-from stores import REMOTE, UrlOf
+from store_servers import REMOTE, UrlOf
 
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gcsfs.retry import HttpError
-from stores import UrlOf
+from store_servers import UrlOf
 
 from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.train import Train

@@ -14,8 +14,8 @@ from PIL import Image
 from tolerances import assert_close
 
 from runtimes.data.loader import open_job_latents
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.random import Stream, generator
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch_xla.debug import metrics
 
 from runtimes.contract import StepBatch, StepOutput
-from runtimes.objective.random import Stream, generator
+from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.objective.scheduler_config import read_config
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network

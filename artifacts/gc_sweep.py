@@ -1,6 +1,6 @@
 """Garbage collection: delete what nothing needs and what has not changed for a day.
 
-gc_needed_artifacts.py marks what is needed.
+gc_mark.py marks what is needed.
 
 A collection deletes under the lock that every run waits for once it has recorded what it needs. So
 either the run's record is seen here, or the run sees the store as it is after the deletion. An I/O
@@ -17,8 +17,9 @@ from itertools import islice
 
 from artifacts.commit import read_record
 from artifacts.compare_and_swap import create, read, remove
-from artifacts.gc_needed_artifacts import DAY, LOCK, Marks, is_held
-from artifacts.listing import (
+from artifacts.file_stamps import TICK
+from artifacts.gc_mark import DAY, LOCK, Marks, is_held
+from artifacts.list_folder import (
     Entry,
     checksum,
     entries,
@@ -30,7 +31,6 @@ from artifacts.listing import (
 )
 from artifacts.lock import LockLost, hold, seize
 from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
-from artifacts.stamps import TICK
 from artifacts.store import LOCKS, MANIFEST, SHARDS, Store
 
 CHECKPOINTS = "checkpoints"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from artifacts.listing import entries, modified, name_of, present_time
+from artifacts.list_folder import entries, modified, name_of, present_time
 from artifacts.lock import is_dead, read_owner
 from artifacts.run_records import GarbageUnsure, runs
 from artifacts.store import Artifact, Store

@@ -23,9 +23,9 @@ from runtimes.pipeline_folder.describe_encoders import (
     vae_path,
 )
 from runtimes.pipeline_folder.weight_files import weight_variant
+from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
 from runtimes.torch_models.loading import SAFE, load_text_encoder
 from runtimes.torch_models.micro_batches import Send, sender
-from runtimes.torch_models.text_encoding import encode_ids, join_t5
 from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
 
 Float32 = NDArray[np.float32]

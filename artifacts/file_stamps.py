@@ -11,7 +11,7 @@ from contextlib import suppress
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.listing import checksum
+from artifacts.list_folder import checksum
 from artifacts.remote_clients import file_info
 
 #: Seconds of a tick of the clock that the kernel stamps files by, at the least.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HOOKS = Path(__file__).with_name("peer_hooks.py")
+HOOKS = Path(__file__).with_name("diffusers_script_hooks.py")
 NEVER = 10**9
 ERROR_CHARACTERS = 2000
 #: Script by family and method. `train_text_to_image_sdxl.py` precomputes latents and text
@@ -54,7 +54,7 @@ class PeerTime:
 
     @classmethod
     def from_steps(cls, steps: Sequence[Mapping[str, float]], warm_up: int) -> PeerTime:
-        """From the steps that peer_hooks.py timed: all except the last."""
+        """From the steps that diffusers_script_hooks.py timed: all except the last."""
         kept = steps[warm_up:]
         means = {name: statistics.fmean(step[name] for step in kept) for name in kept[0]}
         return cls(**means)
@@ -65,7 +65,7 @@ class ScriptRun:
     """A successful run of a script."""
 
     seconds: float  # from start to end of the process
-    steps: list[dict[str, float]]  # from peer_hooks.py
+    steps: list[dict[str, float]]  # from diffusers_script_hooks.py
     memory_bytes: int  # peak of the device, or of the process on a CPU
 
 

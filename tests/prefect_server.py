@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from command import ROOT, environment
+from kiln_command import ROOT, environment
 
 PREFECT = [str(Path(sys.executable).parent / "prefect"), "--no-prompt"]
 TIMEOUT = 600  # timeout in seconds, for a busy machine

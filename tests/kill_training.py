@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import ROOT
+from kiln_command import ROOT
 
 TIMEOUT = 600  # seconds, for a busy machine
 

@@ -1,6 +1,6 @@
 """Run an unmodified diffusers example script; time its steps and record their arrays.
 
-    python peer_hooks.py NOTES.json RECORD_FOLDER|- SCRIPT ARGUMENTS...
+    python diffusers_script_hooks.py NOTES.json RECORD_FOLDER|- SCRIPT ARGUMENTS...
 
 Runs in the script's environment, so it imports none of our modules. It wraps library functions that
 the script calls:

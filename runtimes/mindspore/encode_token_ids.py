@@ -1,4 +1,4 @@
-"""Differentiable text encoding, as in torch_models/text_encoding.py."""
+"""Differentiable text encoding, as in torch_models/encode_token_ids.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Compare losses and gradient norms of a diffusers script with ours, on its recorded batches.
 
-    python -m bench.equal JOB.json RECORD_FOLDER
+    python -m bench.compare_losses JOB.json RECORD_FOLDER
 
-peer_hooks.py records latents, noise, timesteps and conditioning of each step of the script. Our
-objective and runtime repeat the steps from the same weights. The last line printed is JSON.
+diffusers_script_hooks.py records latents, noise, timesteps and conditioning of each step of the
+script. Our objective and runtime repeat the steps from the same weights. The last line printed is
+JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.jobs import read_train_job
+from bench.job_command_line import read_train_job
 from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.objective.latents_from_moments import LatentScale

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import REMOTE, UrlOf
+from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
 from artifacts.compare_and_swap import read, remove, swap
-from artifacts.gc import Collector, Garbage
-from artifacts.gc_needed_artifacts import Marks, mark, needed_by
+from artifacts.file_stamps import TICK
+from artifacts.gc_mark import Marks, mark, needed_by
+from artifacts.gc_sweep import Collector, Garbage
 from artifacts.lock import hold
 from artifacts.run_records import GarbageUnsure, record_run, runs
-from artifacts.stamps import TICK
 from artifacts.store import Artifact, Store
 
 DAY = 86400.0
@@ -191,7 +191,7 @@ def test_gc_never_hides_an_artifact_that_was_reused_before_its_turn(
         removed.append(path)
         return remove(fs, path)
 
-    monkeypatch.setattr("artifacts.gc.remove", recorded)
+    monkeypatch.setattr("artifacts.gc_sweep.remove", recorded)
     assert len(items) == 1 and list(found.delete(items)) == []
     assert removed == []
 
@@ -240,7 +240,7 @@ def test_a_paused_gc_restores_the_record_that_a_run_found(
     monkeypatch.setitem(hold.__wrapped__.__kwdefaults__, "clock", clock)  # type: ignore[attr-defined]
     found = collector(store)
     items = list(found.garbage())
-    monkeypatch.setattr("artifacts.gc.remove", paused)
+    monkeypatch.setattr("artifacts.gc_sweep.remove", paused)
     assert list(found.delete(items)) == []
     assert store.find("train", model.key) is not None
     assert store.shard("train", "shard1") is not None
@@ -286,7 +286,7 @@ def test_a_paused_gc_deletes_nothing_of_a_builder_that_took_its_lock(
         make(store, "train", 1)
         return data
 
-    monkeypatch.setattr("artifacts.gc.remove", paused)
+    monkeypatch.setattr("artifacts.gc_sweep.remove", paused)
     assert list(found.delete(items)) == []
     assert store.find("train", model.key) is not None
 
@@ -537,7 +537,7 @@ def test_gc_waits_a_clock_tick_between_listing_and_reading_the_runs(
     acts = list[Any]()
     listed = Collector._run_records
     monkeypatch.setattr(Collector, "_run_records", lambda c: acts.append("list") or listed(c))
-    monkeypatch.setattr("artifacts.gc.time.sleep", acts.append)
+    monkeypatch.setattr("artifacts.gc_sweep.time.sleep", acts.append)
     Collector(local, lambda: acts.append("read") or mark(local, [], 30))
     assert acts == ["list", TICK, "read"]
 

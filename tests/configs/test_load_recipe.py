@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import (
+from configs.load_recipe import (
     RecipeError,
     dump,
     json_schema,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.objective.random import Stream, generators
+from runtimes.objective.counter_based_random import Stream, generators
 from runtimes.objective.timesteps import Probabilities, level_at
 
 Array = NDArray[np.float32]

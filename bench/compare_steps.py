@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench import inputs, ours
-from bench.peer import SCRIPTS, Peer, PeerTime
+from bench import benchmark_inputs, run_kilnworks
 from bench.report import Row, Skip, spread
+from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerTime
 from runtimes.process.job import TrainJob
 
 WARM_UP = 5  # steps
@@ -27,7 +27,7 @@ OURS: dict[str, Any] = {
     "adam_betas": (0.9, 0.999),
     "ema_decay": None,
     "caption_dropout_rate": 0.0,
-    "checkpointing_steps": ours.NEVER,
+    "checkpointing_steps": run_kilnworks.NEVER,
     "sample_every_n_steps": 0,
 }
 METHODS: dict[str, dict[str, Any]] = {
@@ -112,8 +112,8 @@ class Context:
         folder = self.folder / workload.name
         folder.mkdir()
         model = workload.write(folder / "model")
-        images = inputs.write_images(folder / "images", workload.pictures, workload.size)
-        latents = ours.encode(images, model, folder / "store", workload.size)
+        images = benchmark_inputs.write_images(folder / "images", workload.pictures, workload.size)
+        latents = run_kilnworks.encode(images, model, folder / "store", workload.size)
         return InputFiles(model, images, latents)
 
     def timed_steps(self, workload: Workload) -> int:
@@ -131,7 +131,7 @@ class Context:
             **workload.train,
             **train,
         }
-        return ours.make_job(files.model, files.latents, folder, WARM_UP, **settings)
+        return run_kilnworks.make_job(files.model, files.latents, folder, WARM_UP, **settings)
 
 
 def step_row(context: Context, name: str, *, workload: Workload, method: str) -> Row:
@@ -152,17 +152,17 @@ def step_row(context: Context, name: str, *, workload: Workload, method: str) ->
         run = peer.run(script, files.model, files.images, folder, **options)
         return PeerTime.from_steps(run.steps, WARM_UP), run.memory_bytes
 
-    def mine(folder: Path) -> ours.LoopTime:
-        return ours.time_loop(context.job(workload, method, folder))
+    def mine(folder: Path) -> run_kilnworks.LoopTime:
+        return run_kilnworks.time_loop(context.job(workload, method, folder))
 
     their, our = context.alternate(theirs, mine)
     row = compare_steps(name, [time for time, _ in their], our)
     row.figures["peer_memory_bytes"] = max(memory for _, memory in their)
-    row.figures["unet_parameters"] = inputs.count_parameters(files.model)
+    row.figures["unet_parameters"] = benchmark_inputs.count_parameters(files.model)
     return row
 
 
-def compare_steps(name: str, theirs: list[PeerTime], mine: list[ours.LoopTime]) -> Row:
+def compare_steps(name: str, theirs: list[PeerTime], mine: list[run_kilnworks.LoopTime]) -> Row:
     """The row of a comparison, from the times of all rounds.
 
     The main ratio excludes the encoding of a script that encodes in the step, because ours is
@@ -184,7 +184,7 @@ def compare_steps(name: str, theirs: list[PeerTime], mine: list[ours.LoopTime]) 
     return Row(name, ratios, figures | loop_figures(mine))
 
 
-def loop_figures(times: list[ours.LoopTime]) -> dict[str, Any]:
+def loop_figures(times: list[run_kilnworks.LoopTime]) -> dict[str, Any]:
     """Figures of our side over all rounds."""
     figures: dict[str, Any] = {
         name: spread([getattr(time, name) for time in times])
