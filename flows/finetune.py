@@ -19,7 +19,8 @@ from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare
-from flows.task_settings import ended, rejected, stage_task
+from flows.task_settings import stage_task
+from flows.task_states import ended, rejected
 from tasks import download as download_stage
 from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing

@@ -17,7 +17,8 @@ from configs.generate import Generate, read_settings
 from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import Settings
-from flows.task_settings import begin, ended, stage_task
+from flows.task_settings import stage_task
+from flows.task_states import begin, ended
 from runtimes.contract import WrongInput
 from tasks import generate as stage
 from tasks.build_or_reuse import StageResult, build_or_reuse

@@ -15,7 +15,7 @@ from artifacts.store import Artifact, Store
 from configs.best_checkpoint import HOLDOUT_LOSS
 from configs.load_recipe import RecipeError, dump
 from configs.recipe import STAGES, Recipe, StageName
-from flows.task_settings import begin
+from flows.task_states import begin
 from runtimes import check_support
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs

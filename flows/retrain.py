@@ -22,7 +22,8 @@ from flows.finetune import download, encode, evaluate, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare
-from flows.task_settings import ended, stage_task
+from flows.task_settings import stage_task
+from flows.task_states import ended
 from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
 from tasks.evaluate.prompts import sample_prompts

@@ -1,28 +1,16 @@
-"""Prefect task settings, run records and final states of the stages."""
+"""Prefect task settings of the stages: retries, time limits, concurrency."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 
-from artifacts.artifact_key import KeyParts
-from artifacts.run_records import record_run
-from artifacts.store import Artifact, Store
-from tasks.build_or_reuse import StageResult, TransientError, storing
-from tasks.panels import Panel
-from tasks.progress import Progress
-from tasks.publish.stage import STAGE, Rejected, show_verdicts
-from tasks.show_in_prefect import artifact_key, show_in_prefect
+from tasks.build_or_reuse import TransientError
 
 DAY = 86400.0  # seconds
-log = logging.getLogger("kiln")
 
 
 class Limits(NamedTuple):
@@ -73,49 +61,3 @@ def stage_task(name: str) -> dict[str, Any]:
         "retry_condition_fn": may_pass,
         "retry_jitter_factor": 0.5,
     }
-
-
-def begin(
-    store: Store, run_id: str, parts: KeyParts, model: str, facts: dict[str, Any]
-) -> Progress:
-    """Record, before a stage is built, that a run needs it: `kiln gc` keeps what runs need.
-
-    Args:
-        facts: other facts of the run, for its record.
-
-    Returns the progress of building the stage.
-    """
-    with storing(store):
-        record_run(store, run_id, {**facts, "stages": {parts.stage: {"key": parts.key}}})
-    return Progress(parts.stage, model)
-
-
-def ended(
-    store: Store, model: str, result: StageResult, show: Callable[[Artifact], list[Panel]]
-) -> Any:
-    """Show a stage's artifact in the UI, and return the final state of its task.
-
-    Prefect passes the result to a task that receives the state, and draws an edge.
-
-    Args:
-        model: name of the model in training, which separates recipes in the UI.
-        show: returns the panels of the stage's artifact.
-    """
-    heading = f"{result.stage}: {result.outcome}"
-
-    def panels() -> list[Panel]:  # loads the artifact where an error is only logged
-        return show(result.load(store))
-
-    show_in_prefect(artifact_key(model, result.stage), heading, panels)
-    log.info("%s: %s in %.1f s (%s)", result.stage, result.outcome, result.seconds, result.key[:12])
-    return Completed(name="Reused" if result.outcome == "reused" else None, data=result)
-
-
-def rejected(model: str, parts: KeyParts, rejection: Rejected) -> Any:
-    """Show the gate's verdicts, and return the final state: a completed task, not a failed one."""
-    log.warning("%s", rejection)
-    panels = partial(show_verdicts, rejection.verdicts)
-    show_in_prefect(artifact_key(model, STAGE), f"{STAGE}: rejected by the gate", panels)
-    verdicts = [vars(verdict) for verdict in rejection.verdicts]
-    result = StageResult(STAGE, parts.key, "", "", "rejected", 0.0, {"gate": verdicts})
-    return Completed(name="Rejected", message=str(rejection), data=result)
