@@ -31,7 +31,7 @@ from runtimes.process.job import TrainJob
 from runtimes.torch.gpu_step_memory import step_memory
 from runtimes.torch.gpu_step_memory_records import Request
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.sample_batch import sample_batch
+from runtimes.torch_models.planning_batch import sample_batch
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -10,7 +10,7 @@ from configs.base_section import Fraction, Section
 
 
 class Download(Section):
-    """Fetch, check and resize pictures into WebDataset shards (img2dataset on Beam)."""
+    """Fetch, check and resize pictures into WebDataset shards (Beam; resized by img2dataset)."""
 
     image_size: PositiveInt = Field(1024, description="Target length of the side, in pixels.")
     resize_mode: Literal["no", "keep_ratio", "keep_ratio_largest", "center_crop", "border"] = Field(

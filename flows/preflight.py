@@ -44,7 +44,7 @@ from tasks.publish.gate import check_rules, parse_rule
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_of
 from tasks.publish.sign_model import check_key
 from tasks.retrain.champion import Champion, check_champion
-from tasks.retrain.changes import plan_changes
+from tasks.retrain.source_changes import plan_changes
 from tasks.tpu import launch
 
 

@@ -31,8 +31,8 @@ from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish.stage import registry_of
 from tasks.retrain import continue_training, decision, select_samples
 from tasks.retrain.champion import Champion, find_champion
-from tasks.retrain.changes import Changes, plan_changes
 from tasks.retrain.retraining_summary import show_retraining
+from tasks.retrain.source_changes import Changes, plan_changes
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 
 log = logging.getLogger("kiln")

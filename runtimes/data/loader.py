@@ -17,13 +17,14 @@ from artifacts.latent_shards import (
     stack_rows,
 )
 from runtimes.contract import StepBatch, WrongInput
+from runtimes.data.caption_dropout import caption_row, zeroed
 from runtimes.data.prefetch import Prefetch
 from runtimes.data.sample_order import Order, SampleIndex, Window
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
 from runtimes.families.inpainting_and_scores import NO_EXTRA_INPUTS, ExtraInputs
+from runtimes.objective.draw_noise_timesteps_and_captions import Choices
 from runtimes.objective.noised_batch import Objective
-from runtimes.objective.random_draws import Choices
 
 
 class BatchReader:
@@ -147,8 +148,7 @@ class BatchReader:
                 raise ValueError(f"picture {index.row} of {group} has no masks")
             if self._extras.aesthetic_score and sample.aesthetic_score is None:
                 raise ValueError(f"picture {index.row} of {group} has no aesthetic score")
-            rows = sample.caption_rows or (0,)
-            row = 0 if choices.dropped else rows[int(choices.caption * len(rows))]
+            row = caption_row(sample, choices)
             return self._captioned(sample, shard, row, choices.dropped and self._zeros)
         except (ValueError, IndexError, KeyError) as error:
             raise WrongInput(f"latent shard {shard.path} is damaged: {error}") from None
@@ -161,8 +161,7 @@ class BatchReader:
             return Captioned(sample, t5, None, shard.input_ids(row), zeros)
         prompt, pooled = self._prompt_embeds(shard, row), shard.pooled_prompt_embeds(row)
         if zeros:
-            prompt = np.zeros_like(prompt)
-            pooled = None if pooled is None else np.zeros_like(pooled)
+            prompt, pooled = zeroed(prompt, pooled)
         return Captioned(sample, prompt, pooled)
 
     def _prompt_embeds(self, shard: LatentShard, row: int) -> NDArray[np.uint16]:

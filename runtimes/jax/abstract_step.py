@@ -24,7 +24,7 @@ from runtimes.jax.torchax_bridge import as_function, recompute
 from runtimes.jax.tpu_step_memory import Request
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
-from runtimes.torch_models.sample_batch import sample_batch
+from runtimes.torch_models.planning_batch import sample_batch
 
 
 class AbstractStep:

@@ -12,17 +12,17 @@ from configs.timesteps import TimestepSampling
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.counter_based_random import Stream
-from runtimes.objective.latents_from_moments import LatentScale
-from runtimes.objective.loss_weights import FlowWeighting, loss_weight
-from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
-from runtimes.objective.prediction_targets import target_of
-from runtimes.objective.random_draws import (
+from runtimes.objective.draw_noise_timesteps_and_captions import (
     Choices,
     draw_choices,
     draw_noise,
     draw_normal,
     perturb,
 )
+from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.loss_weights import FlowWeighting, loss_weight
+from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
+from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.timesteps import Probabilities, level_bounds
 
 Array = NDArray[np.float32]

@@ -34,7 +34,7 @@ class TrainJob(_HasModel):
     latents: str  # URL of the latents artifact's folder
     train: dict[str, Any]  # configs.train.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
-    out: str  # URL of the folder for the trained weights (see train/result.py)
+    out: str  # URL of the folder for the trained weights (see train/write_result.py)
     sample_prompts: tuple[str, ...] = ()
     sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
     vae: str | None = None  # VAE that replaces the pipeline's own in sample images

@@ -21,7 +21,7 @@ from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.torch import hpu, npu
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.optimizers import check_optimizer
+from runtimes.torch.make_optimizer import check_optimizer
 from runtimes.torch_models.precision import check_precision
 
 ALONE = Ranks()

@@ -35,7 +35,7 @@ from runtimes.torch.tensor_lifetimes import LiveMemory, prime_batch_size
 from runtimes.torch_models.loading import empty_text_encoder
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
-from runtimes.torch_models.sample_batch import sample_batch
+from runtimes.torch_models.planning_batch import sample_batch
 
 CPU = torch.device("cpu")
 #: bitsandbytes keeps moments of smaller arrays in float32.

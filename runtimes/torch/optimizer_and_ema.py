@@ -11,7 +11,7 @@ from configs.train import Train
 from runtimes.contract import Owners, SavedState, Shapes, State
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.host_copy import HostCopies
-from runtimes.torch.optimizers import Optimizer, Parameters, Tensors
+from runtimes.torch.make_optimizer import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.update.ema_decay import ema_decay_at
 from runtimes.update.ema_swap import swapped

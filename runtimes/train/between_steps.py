@@ -23,8 +23,8 @@ from runtimes.train.learning_rate import learning_rate
 from runtimes.train.measurements import Measurements
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
-from runtimes.train.result import write_result
 from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
+from runtimes.train.write_result import write_result
 from runtimes.update.training_state_copies import published
 
 ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"

@@ -12,10 +12,10 @@ from artifacts.commit import write_atomic
 from artifacts.concurrent_requests import ask_at_once
 from artifacts.list_folder import entries
 from artifacts.store import Store
-from tasks.beam import ShardProgress, run_linear
 from tasks.download.download_shard import Deferred, DownloadContext, download_shard
 from tasks.download.errors import SourceError
 from tasks.download.plan_source import ShardSpec
+from tasks.run_shards_on_beam import ShardProgress, run_linear
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
 #: Shards in progress per process. They share its connections, which one shard's end leaves idle.

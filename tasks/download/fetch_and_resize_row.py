@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from contextlib import nullcontext
-from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,17 +14,11 @@ from tasks.download.decoding_bomb_checks import Header, check_picture
 from tasks.download.decoding_memory import DECODING
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetcher
+from tasks.download.resize_by_img2dataset import REASONS, img2dataset_parts
 from tasks.download.rotate_and_reduce import reduction, rotate_and_reduce
 from tasks.download.rows import Row
 from tasks.download.sources import ServedAt
 
-#: The resizer's error message -> the failure reason in our records.
-REASONS = {
-    "Image decoding error": "not an image",
-    "image too small": "too small",
-    "image area too large": "too many pixels",
-    "aspect ratio too large": "too thin",
-}
 #: Pixels that a decoder skips need this many times less memory than those that are resized.
 SKIPPED = 8
 
@@ -117,16 +108,3 @@ class RowDownloader:
 
 def _failed(status: str, reason: str, attempts: int) -> dict[str, Any]:
     return {"status": status, "error_message": reason, "attempts": attempts}
-
-
-@cache
-def img2dataset_parts() -> tuple[Any, Any]:
-    """img2dataset's Resizer and is_disallowed, imported on demand: the import takes seconds."""
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # no version check over the network
-    import img2dataset.resizer
-    from img2dataset.downloader import is_disallowed
-
-    # It redirects the stdout and stderr of the whole process during decoding. Two threads that do
-    # so at once lose the original streams, and other threads lose their output.
-    img2dataset.resizer.SuppressStdoutStderr = nullcontext
-    return img2dataset.resizer.Resizer, is_disallowed

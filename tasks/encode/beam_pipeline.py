@@ -17,12 +17,12 @@ from artifacts.resolve_model import ModelNotFound
 from artifacts.store import Shard, Store
 from runtimes.contract import WrongInput
 from runtimes.encoder_devices import encoder_devices
-from tasks.beam import ShardProgress, run_linear
 from tasks.beam_workers import Workers, workers_of
 from tasks.encode.encoder_pool import EncoderPool
 from tasks.encode.encoder_process import SHARDS_PER_DEVICE, EncodingPlan
 from tasks.encode.encoders_in_store import EncodersInStore
 from tasks.encode.keys import STAGE
+from tasks.run_shards_on_beam import ShardProgress, run_linear
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
 

@@ -29,10 +29,10 @@ from tasks.child_process import run_job
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import before_after_grid, draw_pictures
 from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
+from tasks.evaluate.comparable_metrics import fingerprint, loss_facts, sampling_spec
 from tasks.evaluate.compare_pictures import GRID, compare_pictures
 from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, Run
 from tasks.evaluate.evaluation_inputs import EvalInputs
-from tasks.evaluate.fingerprint import fingerprint, loss_facts, sampling_spec
 from tasks.evaluate.judges import check_prompts, judge_names
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.measure_models import Measured, MetricSuite, memorization_facts

@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.recipe import Recipe
 from configs.train import Train
-from tasks.gpu.run_peak_memory import Planner, executed_flops, micro_batch, with_train
+from tasks.gpu.estimate_peak_memory import Planner, executed_flops, micro_batch, with_train
 
 Change = tuple[dict[str, Any], str]  # train settings, and what they cost besides FLOPs
 #: Changes that save memory, cheapest first.

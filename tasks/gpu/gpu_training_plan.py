@@ -20,7 +20,7 @@ from runtimes.torch.gpu_step_memory_records import StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.base_training_plan import PlanFailed, TrainingPlan
 from tasks.gpu.advice import Advice, advise
-from tasks.gpu.run_peak_memory import Peaks, Planner, executed_flops, moments
+from tasks.gpu.estimate_peak_memory import Peaks, Planner, executed_flops, moments
 
 #: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
 #: fragmentation of the allocator; drivers also report up to 8% less than data sheets.

@@ -15,7 +15,7 @@ from tasks.encode import keys as encode
 from tasks.evaluate import stage as evaluate
 from tasks.publish import stage as publish
 from tasks.retrain.champion import Champion
-from tasks.retrain.changes import Changes
+from tasks.retrain.source_changes import Changes
 
 STAGE = "retrain"
 VERSION = 1

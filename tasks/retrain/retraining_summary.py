@@ -12,7 +12,7 @@ from configs.recipe import Recipe
 from tasks.panels import Facts, Links, Panel, Picture, Table
 from tasks.publish import gate
 from tasks.retrain.champion import Champion
-from tasks.retrain.changes import Changes
+from tasks.retrain.source_changes import Changes
 from tasks.show_in_prefect import artifact_key
 
 

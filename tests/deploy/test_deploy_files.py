@@ -184,7 +184,7 @@ def dask_commands() -> list[list[str]]:
 def test_dask_command_is_one_of_dask(words: list[str]) -> None:
     (entry,) = entry_points(group="dask_cli", name=words[0])
     context = entry.load().make_context(words[0], words[1:])
-    assert words[0] == "scheduler" or context.params["preload"] == ("tasks.beam",)
+    assert words[0] == "scheduler" or context.params["preload"] == ("tasks.run_shards_on_beam",)
 
 
 def test_compose_file_builds_the_worker_image() -> None:

@@ -138,7 +138,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         moments = [Moment({**dict.fromkeys(KINDS, (0, 0)), "activations": (GIB, 0)})]
         return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tasks.gpu.run_peak_memory.ask_planner", ask)
+    monkeypatch.setattr("tasks.gpu.estimate_peak_memory.ask_planner", ask)
     return models
 
 

@@ -32,7 +32,7 @@ from configs.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
-from tasks.download.fetch_and_resize_row import img2dataset_parts
+from tasks.download.resize_by_img2dataset import img2dataset_parts
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings, transform
@@ -622,7 +622,11 @@ def test_invalid_beam_options_are_named(
 
 @pytest.mark.slow
 def test_importing_beam_prints_nothing() -> None:
-    command = [sys.executable, "-c", "import tasks.beam, logging; assert not logging.root.handlers"]
+    command = [
+        sys.executable,
+        "-c",
+        "import tasks.run_shards_on_beam, logging; assert not logging.root.handlers",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -35,9 +35,9 @@ from tasks.evaluate import draw_pictures, holdout_loss
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.before_after_grid import MARGIN
 from tasks.evaluate.bootstrap import Estimates, difference
+from tasks.evaluate.comparable_metrics import fingerprint
 from tasks.evaluate.distribution_distances import DISTANCES
 from tasks.evaluate.evaluation_inputs import EvalInputs
-from tasks.evaluate.fingerprint import fingerprint
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.prompts import sample_prompts

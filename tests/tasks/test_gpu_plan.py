@@ -62,7 +62,7 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     steps = Steps()
-    monkeypatch.setattr("tasks.gpu.run_peak_memory.ask_planner", steps)
+    monkeypatch.setattr("tasks.gpu.estimate_peak_memory.ask_planner", steps)
     return steps
 
 
@@ -231,6 +231,6 @@ def test_a_run_starts_if_it_cannot_be_planned(
     def fail(*_: Any) -> dict[str, Any]:
         raise PlanFailed("no such operator")
 
-    monkeypatch.setattr("tasks.gpu.run_peak_memory.ask_planner", fail)
+    monkeypatch.setattr("tasks.gpu.estimate_peak_memory.ask_planner", fail)
     check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, small=0)
     assert "the memory of training is unknown: no such operator" in caplog.text

@@ -23,7 +23,7 @@ from tasks.encode.keys import settings_for_key
 from tasks.publish import stage as publish
 from tasks.retrain import decision
 from tasks.retrain.champion import find_champion
-from tasks.retrain.changes import Changes
+from tasks.retrain.source_changes import Changes
 
 CHANGES = Changes("source", rows=90, new_rows=30)
 MODELS = {"base": "the base", "clip": "the CLIP"}

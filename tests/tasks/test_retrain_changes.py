@@ -17,7 +17,7 @@ from tasks.download.download_shard import STAGE, shard_key
 from tasks.download.plan_file import plan_key
 from tasks.download.plan_source import ShardSpec, read_spans, rows_digest
 from tasks.retrain.champion import Champion
-from tasks.retrain.changes import Changes, plan_changes
+from tasks.retrain.source_changes import Changes, plan_changes
 
 Rows = list[tuple[str, str]]  # (url, caption)
 ROWS = [(f"http://example.com/{n}.jpg", f"number {n}") for n in range(200)]

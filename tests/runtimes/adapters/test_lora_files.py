@@ -32,7 +32,7 @@ from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.network import Network
-from runtimes.train.result import write_result
+from runtimes.train.write_result import write_result
 
 pytestmark = pytest.mark.slow
 

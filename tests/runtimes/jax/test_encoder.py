@@ -20,7 +20,9 @@ CAPTIONS = ["a red cat", "", "a blue dog on a hill"]
     "family",
     [
         pytest.param("sd", marks=pytest.mark.soak),
-        pytest.param("sdxl", marks=pytest.mark.soak),  # also by tests/tasks/test_encode_client.py
+        pytest.param(
+            "sdxl", marks=pytest.mark.soak
+        ),  # also by tests/tasks/test_encode_processes.py
         "sd3",
     ],
 )

@@ -18,7 +18,7 @@ from runtimes.torch.gpu_step_memory import main, step_memory
 from runtimes.torch.gpu_step_memory_records import Request, StepMemory
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
-from runtimes.torch_models.sample_batch import sample_batch
+from runtimes.torch_models.planning_batch import sample_batch
 
 ROOT = Path(__file__).parents[3]
 SDXL = ROOT / "bench/models/sdxl.json"

@@ -16,7 +16,7 @@ from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.micro_batches import Inputs, sender
 from runtimes.torch_models.network import Network
-from runtimes.train.result import write_result
+from runtimes.train.write_result import write_result
 from tasks.publish.assemble_pipeline import assemble
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
 """Random draws per sample: noise, offset noise, input perturbation, caption dropout and choices.
 
-Each draw is keyed on (seed, stream, sample counter), see random.py.
+Each draw is keyed on (seed, stream, sample counter), see counter_based_random.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import apache_beam as beam
 import pytest
 
 from artifacts.store import Store
-from tasks.beam import ShardProgress, _in_turn, run_linear
+from tasks.run_shards_on_beam import ShardProgress, _in_turn, run_linear
 
 SECONDS = 30.0  # for a busy machine
 

@@ -12,7 +12,7 @@ from store_servers import UrlOf
 from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.train import Train
 from runtimes.process.job import TrainJob
-from runtimes.train.result import RETRY_SECONDS, write_result
+from runtimes.train.write_result import RETRY_SECONDS, write_result
 
 BASE = Path(__file__).parents[3] / "demo" / "base"
 
@@ -53,7 +53,7 @@ def test_trained_weights_outlast_a_store_that_does_not_respond(
             raise HttpError({"code": 503, "message": "Service Unavailable"})
         write_arrays(*arguments)
 
-    monkeypatch.setattr("runtimes.train.result.write_arrays", unreachable)
+    monkeypatch.setattr("runtimes.train.write_result.write_arrays", unreachable)
     monkeypatch.setattr(time, "sleep", waited.append)
     if failures > len(RETRY_SECONDS):
         with pytest.raises(HttpError):

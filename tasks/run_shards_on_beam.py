@@ -26,7 +26,7 @@ from tasks.worker_reports import WorkerReports, progress_text
 with quiet_import():
     import apache_beam as beam
 
-    from tasks.worker_code import OnEqualWorkers, WorkerDiffers
+    from tasks.check_worker_code import OnEqualWorkers, WorkerDiffers
 
 FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 #: Errors of runners that have lost workers, or the connection to their service.
@@ -103,7 +103,7 @@ def _dask_settings() -> AbstractContextManager[Any]:
     """Make the workers of this run's own cluster import Beam quietly, before their first shard."""
     import dask
 
-    return dask.config.set({"distributed.worker.preload": ["tasks.beam"]})
+    return dask.config.set({"distributed.worker.preload": ["tasks.run_shards_on_beam"]})
 
 
 class _Exhaust(beam.DoFn):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.worker_code import WorkerDiffers, check_versions, versions
+from tasks.check_worker_code import WorkerDiffers, check_versions, versions
 
 
 def test_equal_workers_are_accepted() -> None:
