@@ -12,7 +12,7 @@ import chips
 import numpy as np
 import pytest
 import torch
-from conformance.plain import Figures, Plain, Weights, read_weights
+from conformance.reference_training import Figures, Plain, Weights, read_weights
 from numpy.typing import NDArray
 from peft import LoraConfig
 from PIL import Image
