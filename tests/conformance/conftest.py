@@ -160,7 +160,7 @@ def _encode(folder: Path, model: Path) -> str:
     draft = store.draft(KeyParts("encode", 1, {}, {}))
     found = images.commit({}, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.encode.beam_pipeline.open_encoder", Drawn)
+        patch.setattr("tasks.encode.encoder_process.open_encoder", Drawn)
         draft.commit(encode.build(recipe, found, model, None, draft, Progress("encode")), {})
     return draft.uri
 
