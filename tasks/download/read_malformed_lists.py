@@ -6,7 +6,9 @@ DuckDB is many times faster, but it refuses a file with a malformed line, or dro
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import fsspec
@@ -15,6 +17,7 @@ from artifacts.hashing import parse_json
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
 MAX_LINE = 2**24
+BUFFER = 2**16  # bytes
 #: Characters around a URL in a text file.
 BLANK = " \t\r\n\v\f"
 
@@ -49,8 +52,12 @@ def text_rows(file: str) -> Iterator[dict[str, Any]]:
                 yield {"url": url if len(line) < MAX_LINE else ""}
 
 
-def _open_text(file: str) -> Any:
-    return fsspec.open(file, "rb", compression="infer")
+@contextmanager
+def _open_text(file: str) -> Iterator[IO[bytes]]:
+    """The unpacked bytes of a file, which is buffered: files of buckets have no readline(size)."""
+    opened: Any = fsspec.open(file, "rb", compression="infer")
+    with opened as stream, io.BufferedReader(stream, BUFFER) as buffered:
+        yield buffered
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:

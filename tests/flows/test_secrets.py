@@ -271,7 +271,7 @@ def test_the_traceback_of_a_library_has_no_secrets(
     planted = Planted()
     url = URL(planted.url("a bug", UNUSED, "a.png"))
 
-    def plan(recipe: Any) -> Any:
+    def plan(recipe: Any, begin: Any) -> Any:
         request: Any = aiohttp.RequestInfo(url, "GET", {}, url)  # type: ignore[arg-type]
         try:
             raise aiohttp.ClientResponseError(request, (), status=500, message="broken")

@@ -43,10 +43,15 @@ OTHERS = {
     "retries",
     "backoff",
     "max_failed",
+    "max_duplicates",
+    "min_caption_length",
+    "max_short_captions",
+    "max_undersized",
     "max_transient",
     "max_host_failures",
     "retry_failed",
     "shard_size",
+    "beam",
 }
 
 

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 from hub_server import HubServer, Repository
 from huggingface_hub import HfFileSystem
 from PIL import Image
@@ -507,6 +508,23 @@ def test_a_malformed_line_of_a_remote_list_is_a_row_without_a_picture(tmp_path: 
     source = {"kind": "urls", "path": "memory://lists/a.jsonl", "format": "jsonl"}
     found = rows_of(make_recipe(source), tmp_path)
     assert [row.url for row in found] == [*(row["url"] for row in _many(30)), ""]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_malformed_lists_are_read_from_files_without_a_line_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The files of buckets and of web servers read whole lines only."""
+    file = write_list(tmp_path / f"a.{kind}", ROWS)
+
+    class RemoteFile(AbstractBufferedFile):
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            return Path(self.path).read_bytes()[start:end]
+
+    monkeypatch.setattr(LocalFileSystem, "_open", lambda fs, path, *_, **__: RemoteFile(fs, path))
+    found = FORMATS[kind].tolerant
+    assert found is not None
+    assert [row["url"] for row in found(file)] == [row["url"] for row in ROWS]
 
 
 def test_a_late_malformed_line_loses_no_row_before_it(
