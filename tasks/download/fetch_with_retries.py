@@ -153,6 +153,8 @@ class Fetcher:
                     url, deadline, room=room, admit=admit, truncate=truncate
                 )
             except FetchFailed as failure:
+                if room is not None:
+                    room.free()  # before the pause: rows that wait for memory hold connections
                 if visited:
                     self.shared.hosts.wait_for(visited[-1].host, failure.wait)
                 raise

@@ -462,6 +462,26 @@ def _fetcher(host: str, clock: AsyncClock | None = None, **settings: Any) -> Fet
     return Fetcher(Download(**chosen), ServedAt(f"http://{host}/base", (host,)), clock)
 
 
+def test_a_row_that_waits_for_a_retry_reserves_no_memory() -> None:
+    """Otherwise rows that failed keep the memory that the others wait for."""
+    memory, used = BodyMemory(1000), list[int]()
+
+    async def sleep(_: float) -> None:
+        used.append(memory.used)
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        reply(handler, body=png(), Content_Length="900")
+
+    async def fetched(fetcher: Fetcher) -> None:
+        async with fetcher:
+            with Room(memory) as room, pytest.raises(FetchFailed, match="connection broken"):
+                await fetcher.get(Row("cut-off", ("",)), room)
+
+    with serving(answer) as host:
+        run(fetched(_fetcher(host, AsyncClock(sleep=sleep))))
+    assert used == [0, 0]
+
+
 def test_transient_failures_are_retried_and_permanent_ones_are_not() -> None:
     tries: dict[str, int] = {}
 
