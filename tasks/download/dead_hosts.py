@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tasks.download.failure_reasons import NO_ANSWER, FetchFailed, is_transient
+from tasks.download.failure_reasons import CRAWL_DELAY, NO_ANSWER, FetchFailed, is_transient
 
 #: Failures without any answer of the host.
 SILENT = {"timeout", "name not resolved", "connection refused", "connection broken"}
@@ -55,7 +55,8 @@ class DeadHosts:
 def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) -> bool:
     """Whether more than `limit` of the rows, and of the hosts, have transient failures.
 
-    One dead host is therefore no outage, even if most rows name it.
+    One dead host is therefore no outage, even if most rows name it. A crawl delay is none either:
+    the next run would meet it again.
 
     Args:
         urls: of all rows of a shard.
@@ -66,7 +67,7 @@ def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) 
     failed = Counter(
         host_of(url)
         for url, reason in zip(urls, reasons, strict=True)
-        if reason is not None and is_transient(reason)
+        if reason is not None and reason != CRAWL_DELAY and is_transient(reason)
     )
     down = [host for host, count in failed.items() if count > limit * rows[host]]
     return failed.total() > limit * len(urls) and len(down) > limit * len(rows)

@@ -14,13 +14,15 @@ import aiohttp
 
 #: Reasons of rows that are not requested: their host is dead, or asks for a long wait.
 NO_ANSWER, BUSY = "host does not answer", "host asks to wait"
+#: The host's crawl delay keeps the row for too long: no outage, its other rows are fetched.
+CRAWL_DELAY = "crawl delay too long"
 #: Its robots.txt excludes the URL, or cannot be read for now (RFC 9309).
 DISALLOWED, NO_ROBOTS = "robots.txt disallows", "robots.txt unavailable"
-NOT_REQUESTED = {NO_ANSWER, BUSY, DISALLOWED, NO_ROBOTS}
+NOT_REQUESTED = {NO_ANSWER, BUSY, CRAWL_DELAY, DISALLOWED, NO_ROBOTS}
 #: Reasons that may pass: network trouble, overload (RFC 9110, RFC 6585, RFC 8470), server errors.
 TRANSIENT = re.compile(
     "timeout|name not resolved|connection refused|connection broken|http (408|425|429|[5-9]..)|"
-    + "|".join(map(re.escape, (NO_ANSWER, BUSY, NO_ROBOTS)))
+    + "|".join(map(re.escape, (NO_ANSWER, BUSY, CRAWL_DELAY, NO_ROBOTS)))
 )
 
 

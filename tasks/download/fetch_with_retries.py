@@ -184,11 +184,15 @@ class Fetcher:
 
     async def _read_rules(self, origin: str) -> Rules:
         async with self.shared.hosts.turn(f"{origin}/robots.txt", 1):  # one process reads it
-            body = await asyncio.to_thread(self.shared.robots.read, origin)
-            if body is None:
-                body = await self._read_robots(f"{origin}/robots.txt")
+            kept = await asyncio.to_thread(self.shared.robots.read, origin)
+            body = await self._read_robots(f"{origin}/robots.txt") if kept is None else kept
+            try:
+                rules = await asyncio.to_thread(Rules, body, self.token)
+            except Exception:  # of the parser: one host's file does not end the download
+                raise FetchFailed(NO_ROBOTS) from None
+            if kept is None:
                 await asyncio.to_thread(self.shared.robots.keep, origin, body)
-        return await asyncio.to_thread(Rules, body, self.token)
+        return rules
 
     async def _read_robots(self, url: str) -> bytes:
         """The body of a robots.txt; empty if there is none (RFC 9309, 2.3.1)."""

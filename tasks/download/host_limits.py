@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.download.failure_reasons import BUSY, NO_ANSWER, FetchFailed
+from tasks.download.failure_reasons import BUSY, CRAWL_DELAY, NO_ANSWER, FetchFailed
 
 #: Maximum wait that a server's Retry-After can cause, in seconds.
 MAX_WAIT = 30.0
@@ -71,13 +71,13 @@ class HostLimits:
             delay: seconds between the starts of requests; with a delay there is one connection.
 
         Raises:
-            FetchFailed: the host asked for too long a wait.
+            FetchFailed: the host asked for too long a wait, or its delay keeps the row too long.
         """
         connections = 1 if delay else connections
         key = (host, connections)
         queue = self._queues.setdefault(key, _Queue(asyncio.Semaphore(connections)))
         if queue.rows * delay > MAX_QUEUE:
-            raise FetchFailed(BUSY)
+            raise FetchFailed(CRAWL_DELAY)
         queue.rows += 1
         offset, until = None, 0.0
         try:

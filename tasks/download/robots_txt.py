@@ -12,6 +12,7 @@ from protego import Protego
 
 MAX_BYTES = 500 * 1024  # of a robots.txt; the rest is ignored (RFC 9309, 2.5)
 MAX_AGE = 24 * 3600.0  # seconds (RFC 9309, 2.4)
+MAX_DELAY = 24 * 3600  # seconds between two requests
 
 
 class Rules:
@@ -21,9 +22,12 @@ class Rules:
         self.token = token
         self.parsed = Protego.parse(body.decode("utf-8-sig", errors="replace"))
         rate = self.parsed.request_rate(token)
-        delay = self.parsed.crawl_delay(token) or 0.0
+        delays = [
+            self.parsed.crawl_delay(token) or 0.0,
+            min(rate.seconds, MAX_DELAY) / rate.requests if rate else 0.0,  # integers of any size
+        ]
         #: Seconds between the starts of two requests.
-        self.delay = max(delay, rate.seconds / rate.requests if rate else 0.0)
+        self.delay = min(max(delays), MAX_DELAY)
 
     def allows(self, url: str) -> bool:
         """Whether the user agent may fetch `url`."""

@@ -163,6 +163,7 @@ def test_the_status_of_robots_txt_decides_without_its_rules(
 def test_an_unavailable_robots_txt_is_a_transient_failure() -> None:
     assert FetchFailed("robots.txt unavailable").transient
     assert FetchFailed("host asks to wait").transient
+    assert FetchFailed("crawl delay too long").transient
     assert not FetchFailed("robots.txt disallows").transient
 
 
@@ -217,6 +218,30 @@ def test_a_dead_host_is_only_asked_for_its_robots_txt(site: Site) -> None:
     site.server.shutdown()
     site.server.server_close()
     assert outcomes(site, *"abcdef", retries=1) == ["host does not answer"] * 6
+
+
+@pytest.mark.parametrize(
+    "line", [f"Request-rate: 1/{'9' * 400}", "Crawl-delay: 1e300"], ids=["request rate", "delay"]
+)
+def test_an_enormous_crawl_delay_is_a_day(line: str) -> None:
+    assert Rules(f"User-agent: *\n{line}\n".encode(), "kilnworks").delay == 24 * 3600
+    assert not Rules(f"User-agent: *\nDisallow: /a\n{line}\n".encode(), "k").allows("http://b/a")
+    fast = f"User-agent: *\nRequest-rate: 1{'0' * 400}/9\n"
+    assert Rules(fast.encode(), "kilnworks").delay == 0
+
+
+def test_a_robots_txt_that_the_parser_refuses_fails_its_hosts_rows_alone(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(body: str) -> None:
+        raise OverflowError
+
+    site.robots = (200, b"User-agent: *\n", {})
+    with monkeypatch.context() as patch:
+        patch.setattr("protego.Protego.parse", refuse)
+        assert outcomes(site, "a", "b") == ["robots.txt unavailable"] * 2
+    assert outcomes(site, "a") == ["ok"]
+    assert site.requests["/robots.txt"] == 2  # the refused one was not kept
 
 
 def test_the_stages_own_server_has_no_robots_txt(site: Site) -> None:
@@ -289,7 +314,7 @@ def test_rows_that_a_crawl_delay_would_keep_too_long_are_transient_failures(site
                 task.cancel()
             return sorted(task.result() for task in done)
 
-    assert run(two_rows()) == ["host asks to wait", "ok"]
+    assert run(two_rows()) == ["crawl delay too long", "ok"]
     assert site.pictures() == 1
 
 

@@ -586,3 +586,4 @@ def test_an_outage_affects_most_rows_and_most_hosts(failed: list[str], outage: b
         reasons.append("timeout" if lost else None)
     assert is_outage(urls, reasons, 0.5) is outage
     assert not is_outage(urls, ["http 404"] * 10, 0.0)
+    assert not is_outage(urls, ["crawl delay too long"] * 10, 0.0)
