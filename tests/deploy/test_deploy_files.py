@@ -194,6 +194,8 @@ def test_compose_file_builds_the_worker_image() -> None:
         root = (file.parent / service["build"]["context"]).resolve()
         assert (root, root / service["build"]["dockerfile"]) == (ROOT, file.parent / "Dockerfile")
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        for entry in service.get("env_file", []):
+            assert (file.parent / entry["path"]).resolve() == ROOT / ".env"
 
 
 def test_an_event_of_a_source_starts_the_retraining_of_its_model() -> None:
@@ -214,3 +216,8 @@ def test_an_event_of_a_source_starts_the_retraining_of_its_model() -> None:
 def test_dockerignore_excludes_environments() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert any(pattern in ignored for pattern in (".venv*", ".venv*/", "**/.venv*"))
+
+
+def test_credentials_in_a_file_of_variables_are_in_no_image_and_no_commit() -> None:
+    for file in (".dockerignore", ".gitignore"):
+        assert "**/.env*" in (ROOT / file).read_text(encoding="utf-8").split()
