@@ -51,8 +51,7 @@ def shared(max_connections: int) -> Shared:
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with _creation:
-        connections, bodies, decoders = _of_process(max_connections)
-        return Shared(connections, bodies, decoders, *_of_folder(folder))
+        return Shared(_connections(max_connections), *_of_process(), *_of_folder(folder))
 
 
 @cache
@@ -63,9 +62,14 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 @cache
-def _of_process(max_connections: int) -> tuple[asyncio.Semaphore, BodyMemory, ThreadPoolExecutor]:
+def _connections(limit: int) -> asyncio.Semaphore:
+    return asyncio.Semaphore(limit)
+
+
+@cache
+def _of_process() -> tuple[BodyMemory, ThreadPoolExecutor]:
     decoders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kiln-decode")
-    return asyncio.Semaphore(max_connections), BodyMemory(BODIES), decoders
+    return BodyMemory(BODIES), decoders
 
 
 @cache

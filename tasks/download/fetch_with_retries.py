@@ -84,19 +84,19 @@ class Fetcher:
             room: memory for the picture.
         """
         if row.file:
-            fetched = await asyncio.to_thread(self._read_file, row.file)
+            fetched = await self._read_file(Path(row.file), room)
         else:
             fetched = await self._fetch(row, room)
         if row.sha256 is not None and digest_bytes(fetched.body) != row.sha256:
             raise FetchFailed("sha256 differs", attempts=fetched.attempts)
         return fetched
 
-    def _read_file(self, file: str) -> Fetched:
-        with Path(file).open("rb") as stream:
-            body = stream.read(self.settings.max_bytes + 1)
-        if len(body) > self.settings.max_bytes:
+    async def _read_file(self, file: Path, room: Room) -> Fetched:
+        size = file.stat().st_size
+        if size > self.settings.max_bytes:
             raise FetchFailed("too large")
-        return Fetched(body, Message())
+        await room.reserve(size)
+        return Fetched(await asyncio.to_thread(file.read_bytes), Message())
 
     async def _fetch(self, row: Row, room: Room) -> Fetched:
         if not row.url:

@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from contextvars import ContextVar
@@ -182,15 +182,27 @@ class SafeHttpClient:
             size = response.content_length
             if truncate is None and size is not None and size > self.limits.max_bytes:
                 raise FetchFailed("too large")
-            if room is not None:
-                limit.reschedule(None)  # a wait for memory is not the server's fault
-                deadline.at += await room.reserve(size)
-                limit.reschedule(deadline.at)
-            return await self._read_body(response, truncate), _message(response)
 
-    async def _read_body(self, response: aiohttp.ClientResponse, truncate: int | None) -> bytes:
+            async def waited(reserved: Awaitable[float]) -> None:
+                limit.reschedule(None)  # a wait for memory is not the server's fault
+                deadline.at += await reserved
+                limit.reschedule(deadline.at)
+
+            if room is not None:
+                await waited(room.reserve(size))
+            return await self._read_body(response, truncate, room, waited), _message(response)
+
+    async def _read_body(
+        self,
+        response: aiohttp.ClientResponse,
+        truncate: int | None,
+        room: Room | None,
+        waited: Callable[[Awaitable[float]], Awaitable[None]],
+    ) -> bytes:
         body = bytearray()
         async for chunk in response.content.iter_any():
+            if room is not None and room.size < len(body) + len(chunk) <= self.limits.max_bytes:
+                await waited(room.grow(self.limits.max_bytes))
             body += chunk
             if truncate is not None and len(body) >= truncate:
                 return bytes(body[:truncate])

@@ -1,5 +1,6 @@
 """Fetching hostile URLs: only public addresses, and never more than the limits allow."""
 
+import asyncio
 import base64
 import socket
 import threading
@@ -21,7 +22,7 @@ from tasks.download.body_memory import BodyMemory, Room
 from tasks.download.dead_hosts import DeadHosts, is_outage
 from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import PixelBudget
-from tasks.download.event_loop import run
+from tasks.download.event_loop import run, shared
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetched, Fetcher
 from tasks.download.host_limits import AsyncClock
@@ -480,6 +481,41 @@ def test_a_row_that_waits_for_a_retry_reserves_no_memory() -> None:
     with serving(answer) as host:
         run(fetched(_fetcher(host, AsyncClock(sleep=sleep))))
     assert used == [0, 0]
+
+
+def test_bodies_of_unknown_size_and_files_reserve_what_they_read(tmp_path: Path) -> None:
+    """Of larger bodies than expected one is read at a time, so that they do not wait in a ring."""
+    size, limit, largest = 50_000, 100_000, 60_000
+    memory, most = BodyMemory(limit, unknown=20_000), [0]
+    (tmp_path / "a").write_bytes(bytes(size))
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()  # the end of the connection ends the body
+        handler.wfile.write(bytes(size))
+
+    async def picture(fetcher: Fetcher, row: Row) -> None:
+        with Room(memory) as room:
+            body = (await fetcher.get(row, room)).body
+            assert room.size >= len(body) == size
+            most.append(memory.used)
+            await asyncio.sleep(0)  # as a decoder
+        assert room.size == 0
+
+    async def pictures(fetcher: Fetcher) -> None:
+        rows = [Row(str(n), ("",), file=str(tmp_path / "a") if n % 2 else None) for n in range(12)]
+        async with fetcher, asyncio.timeout(60):
+            await asyncio.gather(*(picture(fetcher, row) for row in rows))
+
+    with serving(answer) as host:
+        run(pictures(_fetcher(host, max_bytes=largest)))
+    assert memory.used == 0 and max(most) <= limit + largest
+
+
+def test_a_process_has_one_memory_of_bodies_for_all_recipes() -> None:
+    assert shared(3).bodies is shared(4).bodies
+    assert shared(3).decoders is shared(4).decoders
+    assert shared(3).connections is not shared(4).connections
 
 
 def test_transient_failures_are_retried_and_permanent_ones_are_not() -> None:
