@@ -30,7 +30,7 @@ test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU
 .PHONY: help demo environments setup setup-plan setup-oldest setup-xla setup-mindspore quick test soak faults fuzz chaos lint format ui clean
 
 help:
-	@echo "make demo    fine-tune, evaluate and publish a model of digits (3 minutes after set-up)"
+	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of processor time after set-up)"
 	@echo "make quick   unit tests, in under a minute"
 	@echo "make test    lint, types and tests (of some runtimes: RUNTIMES=\"torch jax\")"
 	@echo "make soak    long tests: more kills, more model families, full-size models"
