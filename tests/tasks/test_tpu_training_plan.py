@@ -25,6 +25,11 @@ from tasks.tpu.tpu_training_plan import Size, _largest, _size
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
+#: Of the encoders.
+INFO = {
+    **{"vae_scale_factor": 8, "latent_channels": 4},
+    **{"tokens": 77, "prompt_dim": 32, "pooled_dim": None},
+}
 PLAN = StepCost("a compiler", 2 * GIB, 0, 0, 1e12, 0.0, 1e9, 0.1, 1e12, 10, 1.0, True)
 
 
@@ -116,9 +121,8 @@ def test_padding_rows_are_not_counted_as_pictures(
     recipe = make_recipe(tmp_path, global_batch_size=16, micro_batch_size=4)
     size = _size(recipe, SLICE)
     assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
-    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, {})
+    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, INFO)
     monkeypatch.setattr("flows.show_plan.make_plan", lambda *_, **__: found)
-    monkeypatch.setattr(tpu_training_plan.SlicePlan, "bytes_per_picture", 7)
     show_plan(recipe, "v5e-8", search=False, as_json=True)
     facts = json.loads(capsys.readouterr().out)
     assert facts["global_batch_size"] == 16
@@ -129,7 +133,7 @@ def test_padding_rows_are_not_counted_as_pictures(
 def test_attention_kernels_add_their_time_at_half_of_the_peak(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, global_batch_size=16)
     size, step = _size(recipe, SLICE), replace(PLAN, kernel_flops=SLICE.chip.peak)
-    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, step, {})
+    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, step, INFO)
     assert found.step_seconds == pytest.approx(0.1 + 2)
     assert "attention kernels at 50% of the chip's peak" in found.assumption
 
@@ -141,9 +145,8 @@ def test_the_error_of_a_large_batch_has_the_largest_that_fits(
     """Also if the compiler does not report the size."""
     recipe = make_recipe(tmp_path, global_batch_size=64)
     size, refused = _size(recipe, SLICE), replace(PLAN, total=total, flops=0, fits=False)
-    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, refused, {}, size.with_per_chip(3))
+    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, refused, INFO, size.with_per_chip(3))
     monkeypatch.setattr("flows.show_plan.make_plan", lambda *_, **__: found)
-    monkeypatch.setattr(tpu_training_plan.SlicePlan, "bytes_per_picture", 7)
     with pytest.raises(DoesNotFit, match="micro_batch_size=24"):
         show_plan(recipe, "v5e-8", search=False, as_json=False)
     said = capsys.readouterr().out
@@ -159,8 +162,7 @@ def test_inputs_other_than_text_are_planned(tmp_path: Path) -> None:
     size = _size(recipe, SLICE)
     asked = Train(**tpu_training_plan._of_the_step(recipe.train, size))
     assert asked.inpainting and asked.aesthetic_score
-    info = {"vae_scale_factor": 8, "latent_channels": 4, "tokens": 77, "prompt_dim": 32}
-    planned = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, {**info, "pooled_dim": None})
+    planned = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, INFO)
     latents, masks = np.zeros((4, 4, 4), np.uint16), np.zeros((3, 4, 4), np.uint8)
     masked_means, prompt = np.zeros((3, 4, 4, 4), np.uint16), np.zeros((77, 32), np.uint16)
     kept = [latents, latents, masks, masked_means, prompt]  # two: mean and log-variance
