@@ -32,7 +32,7 @@ from artifacts.store import Store
 from bench import benchmark_inputs
 from bench.compare_steps import Context
 from bench.report import Row, log, machine, publish, spread, versions
-from bench.stand_in import NAME
+from bench.stand_in import NAME, registered
 from runtimes.process.job import EncodeJob
 from tasks.encode.beam_pipeline import EncodeShard, EncodeTask, encode_shards
 from tasks.encode.decode_and_crop import TransformSettings, transform
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     sizes = QUICK if options.quick else FULL
     facts = {"machine": machine(int(os.environ[THREADS])), "versions": versions()}
     rows = []
-    with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder, registered():
         rounds = options.rounds or (1 if options.quick else ROUNDS)
         context = Context(Path(folder), None, rounds, steps=1)
         for name in options.only:

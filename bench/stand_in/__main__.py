@@ -2,6 +2,8 @@
 
 import sys
 
+from bench.stand_in import registered
 from tasks.encode.encoder_process import serve
 
-serve([int(number) for number in sys.argv[1:]])
+with registered():
+    serve([int(number) for number in sys.argv[1:]])

@@ -16,7 +16,7 @@ from kiln_command import ROOT
 from artifacts.commit import Damaged
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from bench.stand_in import NAME
+from bench.stand_in import NAME, registered
 from runtimes import encoder_devices as devices
 from runtimes.contract import WrongInput
 from runtimes.encoder_devices import encoder_devices
@@ -32,7 +32,8 @@ CAPTIONS = ["a red cat", "", "a dog"]
 def start() -> EncoderProcess:
     """A process whose encoders return zeros: it starts without PyTorch."""
     plan = EncodingPlan(EncodeJob(NAME, "0.0", batch_size=4, device="cpu"), SQUARE)
-    process = EncoderProcess(plan, module="bench.stand_in")
+    with registered():
+        process = EncoderProcess(plan, module="bench.stand_in")
     process.wait()
     return process
 
