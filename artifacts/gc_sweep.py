@@ -85,7 +85,7 @@ class Collector:
         for stage in sorted(named.keys() - self._busy):
             yield from self._shards(stage, named[stage])
         for stage in sorted(named):  # a lock without a heartbeat for a day has no owner
-            for entry in self._entries(f"{stage}/{LOCKS}"):
+            for entry in self._files(f"{stage}/{LOCKS}"):
                 if self._is_old([entry], DAY):
                     yield _garbage(stage, name_of(entry), "leftover", [entry])
         for folder in ("", RUNS, REGISTRIES, *(f"{stage}/{SHARDS}" for stage in named)):

@@ -21,6 +21,7 @@ from fsspec import AbstractFileSystem
 
 from artifacts.clock import REAL, Clock
 from artifacts.compare_and_swap import State, read, swap
+from artifacts.remote_clients import make_folder_of
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0
@@ -92,7 +93,9 @@ class Lock:
 
     def release(self) -> None:
         """Free the lock if it is still ours. Raises as the filesystem does."""
-        self.renew()
+        if self.lost.is_set() or swap(self._fs, self._path, self._state, _FREE) is not None:
+            return
+        self.renew()  # an earlier heartbeat may have got through although its answer was an error
         if not self.lost.is_set():
             swap(self._fs, self._path, self._state, _FREE)
 
@@ -198,7 +201,7 @@ def _acquire(
     clock: Clock,
 ) -> None:
     notified, seen, since = False, None, clock.now()
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    make_folder_of(fs, path)
     while True:
         state = read(fs, path)
         if state != seen:
@@ -207,7 +210,7 @@ def _acquire(
         if owner is None or is_dead(owner) or clock.now() - since > expiry:
             if lock.take(state):
                 return
-            fs.makedirs(path.rpartition("/")[0], exist_ok=True)  # it may have been deleted
+            make_folder_of(fs, path)  # it may have been deleted
             continue
         if owner and not notified:  # an incomplete record names no owner
             on_wait(owner)

@@ -4,7 +4,7 @@
 <store>/<stage>/<key>/...                 its own files
 <store>/<stage>/shards/<key>.json         a shard exists exactly when this file does
 <store>/<stage>/shards/<key>.<sha256>.*   its files, shared by every artifact that names them
-<store>/<stage>/locks/<key>.json          owner of a shard that is being built
+<store>/<stage>/locks/<k>/<key>.json      owner of a shard that is being built; k: key[:3]
 
 A shard's file has its own sha256 in its name: a shard that is built again, with other bytes,
 changes nothing that an artifact names.
@@ -313,7 +313,9 @@ class Store:
         self, stage: str, key: str, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None
     ) -> AbstractContextManager[Lock]:
         """Be the only builder of a shard."""
-        return hold(self.fs, f"{self.root}/{stage}/{LOCKS}/{key}.json", on_wait=on_wait)
+        # Each request lists the folder of its lock on a local disk: few locks share one.
+        path = f"{self.root}/{stage}/{LOCKS}/{key[:3]}/{key}.json"
+        return hold(self.fs, path, on_wait=on_wait)
 
     def shards_path(self, stage: str) -> str:
         """Path of a stage's shards on the store's filesystem."""

@@ -42,10 +42,14 @@ def test_a_stage_asks_a_bucket_once_per_shard_and_lists_nothing(
     before = len(requests_to(kind))
     for key in keys:
         assert store.shard("encode", key) is None
-        store.commit_shard("encode", key, {".safetensors": str(local)}, {"groups": {"a": 1}})
+        with store.shard_lock("encode", key):
+            assert store.shard("encode", key) is None
+            store.commit_shard("encode", key, {".safetensors": str(local)}, {"groups": {"a": 1}})
     built = requests_to(kind)[before:]
-    # No record yet; the file, its checksum, the record.
-    assert len(built) == 4 * SHARDS and not any(map(is_listing, built))
+    # No record yet, twice; the file, its checksum, the record; the lock read, acquired, released.
+    assert len(built) == 8 * SHARDS and not any(map(is_listing, built)), built[
+        : len(built) // SHARDS
+    ]
 
     before = len(requests_to(kind))
     shards = [shard for shard in store.committed_shards("encode", keys) if shard is not None]

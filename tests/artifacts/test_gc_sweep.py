@@ -335,7 +335,7 @@ def test_gc_deletes_temporary_files_of_killed_processes(local: Store) -> None:
         "train/shards/shard1.tar.0123.tmp",
         "train/shards/shard9.abc.tar",  # whose record was never written
         f"train/{model.key}/data.0123.tmp",
-        "train/locks/shard9.json.3",
+        "train/locks/sha/shard9.json.3",
         "runs/a-run.json.0123.tmp",
         "registry/digits/champion.0123.tmp",
         ".probe-0123",

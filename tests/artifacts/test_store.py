@@ -192,6 +192,24 @@ def test_shards_are_shared_and_verified(
     assert any_store.find("encode", one.recipe.key) is None
 
 
+def test_a_lock_of_a_shard_lists_few_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the locks of a stage would cost the square of its shards."""
+    store, listed = Store(str(tmp_path)), []
+    keys = [digest_bytes(b"%d" % number) for number in range(100)]
+    for key in keys[1:]:
+        with store.shard_lock("encode", key):
+            pass
+    found = os.listdir
+    monkeypatch.setattr(
+        os, "listdir", lambda folder: listed.append(len(names := found(folder))) or names
+    )
+    with store.shard_lock("encode", keys[0]):
+        pass
+    assert listed and max(listed) < 10
+
+
 def test_a_shard_half_written_is_not_there(any_store: Store) -> None:
     any_store.fs.makedirs(any_store.shards_path("encode"), exist_ok=True)
     any_store.fs.pipe_file(f"{any_store.shards_path('encode')}/k2.tar", b"half")
