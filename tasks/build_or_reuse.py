@@ -124,7 +124,10 @@ def _on_wait(
     word = "helping" if helps else "waiting"
     log.info("%s %s: %s is building it; %s", parts.stage, parts.key[:12], where, word)
     if help_builder is not None and helps:
-        help_builder()
+        try:
+            help_builder()
+        except Exception as error:  # the builder needs no help
+            log.warning("%s: cannot help, waits: %s", parts.stage, one_line(error))
 
 
 def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import errno
+import logging
 import os
 import re
 import threading
@@ -21,12 +22,14 @@ from tasks.beam_options import make_pipeline, quiet_beam
 from tasks.beam_workers import Workers, is_dask, workers_of
 from tasks.build_or_reuse import TransientError
 from tasks.import_beam_quietly import quiet_import
-from tasks.worker_reports import WorkerReports, progress_text
+from tasks.worker_reports import WorkerReports, progress_text, shard_counts
 
 with quiet_import():
     import apache_beam as beam
 
     from tasks.check_worker_code import OnEqualWorkers, WorkerDiffers
+
+log = logging.getLogger("kiln")
 
 FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 #: Errors of runners that have lost workers, or the connection to their service.
@@ -49,6 +52,17 @@ class ShardProgress:
     sizes: Mapping[str, int]  # shard key -> rows
     progress: Callable[[int, int, str], None]
     unit: str = "rows"
+
+    def show_end(self, failed: Mapping[str, int]) -> None:
+        """Show that all is done: workers do not report their last shards at once.
+
+        Args:
+            failed: rows without a result, by reason.
+        """
+        total, count = sum(self.sizes.values()), len(self.sizes)
+        counts = shard_counts(0, failed, 0, is_new=False)
+        shown = f"{count:,} of {count:,} shards"
+        self.progress(total, total, progress_text(total, total, shown, self.unit, counts, 0.0))
 
 
 @quiet_beam()
@@ -150,7 +164,11 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
     total, count, stop = sum(watch.sizes.values()), len(watch.sizes), threading.Event()
 
     def report() -> None:
-        found = reports.done()
+        try:
+            found = reports.done()
+        except Exception as error:  # stores raise any type; the pipeline itself fails if they do
+            log.debug("no progress was read: %s", one_line(error))
+            return
         done, seconds = found.rows(watch.sizes), time.monotonic() - begun
         shown = f"{len(found.shards):,} of {count:,} shards"
         text = progress_text(done, total, shown, watch.unit, found.counts, seconds)
@@ -158,10 +176,7 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
 
     def poll() -> None:
         while not stop.wait(0.5 if watch.store.is_local else 10.0):
-            try:
-                report()
-            except OSError:
-                continue  # the pipeline itself reports a broken store
+            report()
 
     # The caller's context variables hold the Prefect run that displays the progress.
     context = contextvars.copy_context()

@@ -35,7 +35,7 @@ from tasks.show_in_prefect import show_in_prefect
 from tasks.tpu import launch
 
 STAGE = "train"
-VERSION = 1
+VERSION = 2
 #: Figures of the last progress event in the manifest; null if unknown.
 FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
 #: Facts of the chosen checkpoint in the summary, with `train.best_checkpoint`.

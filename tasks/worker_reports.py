@@ -71,17 +71,21 @@ class WorkerReport:
             log.debug("no progress was reported: %s", one_line(error))
 
 
-#: Reports of this process, by folder.
-_reports: dict[str, WorkerReport] = {}
+#: Run and report of this process, by folder.
+_reports: dict[str, tuple[str, WorkerReport]] = {}
 _reports_lock = threading.Lock()
 
 
-def worker_report(store: str, folder: str) -> WorkerReport:
-    """The report of this process for the reports in a folder."""
+def worker_report(store: str, folder: str, run: str) -> WorkerReport:
+    """The report of this process for the reports in a folder.
+
+    Args:
+        run: unique id of the pipeline's run; a worker that outlives a run begins another report.
+    """
     with _reports_lock:
-        if folder not in _reports:
-            _reports[folder] = WorkerReport(store, folder)
-        return _reports[folder]
+        if folder not in _reports or _reports[folder][0] != run:
+            _reports[folder] = run, WorkerReport(store, folder)
+        return _reports[folder][1]
 
 
 @dataclass
@@ -145,13 +149,16 @@ class WorkerReports:
     def clear(self) -> None:
         """Delete the reports, also those of an earlier run."""
         _reports.pop(self._folder, None)
-        for entry in entries(self._store.fs, self._folder):
-            self._store.fs.rm_file(entry["name"])
+        try:
+            for entry in entries(self._store.fs, self._folder):
+                self._store.fs.rm_file(entry["name"])
+        except Exception as error:  # the pipeline itself fails if the store does
+            log.debug("reports of progress stay: %s", one_line(error))
 
     def flush(self) -> None:
         """Write the report of this process now, if it has one."""
-        if (report := _reports.get(self._folder)) is not None:
-            report.flush()
+        if self._folder in _reports:
+            _reports[self._folder][1].flush()
 
     def done(self) -> Done:
         """The sum of all reports. Raises as the filesystem does."""

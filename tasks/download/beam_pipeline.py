@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import apache_beam as beam
 
@@ -26,7 +27,7 @@ class DownloadShard(beam.DoFn):
     """Downloads a shard, or writes a note with the reasons for deferring it."""
 
     def __init__(self, context: DownloadContext) -> None:
-        self.context = context
+        self.context, self.run = context, uuid4().hex
 
     def process(self, spec: ShardSpec) -> Iterator[str]:
         result = download_shard(spec, self.context)
@@ -38,7 +39,8 @@ class DownloadShard(beam.DoFn):
             failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
             fetched = result.meta["bytes"]
             counts = shard_counts(spec.rows, failed, fetched, is_new=result.is_new)
-            worker_report(self.context.store, self.context.reports).add(spec.key, counts)
+            report = worker_report(self.context.store, self.context.reports, self.run)
+            report.add(spec.key, counts)
         yield spec.key
 
 
@@ -64,8 +66,11 @@ def run_pipeline(
     _clear(store, context.notes)
     sizes = {spec.key: spec.rows for spec in specs}
     watch = ShardProgress(store, context.reports, sizes, progress)
-    run_linear(specs, DownloadShard(context), options, watch, threads=THREADS, known=(SourceError,))
-    reports.clear()
+    dofn, known = DownloadShard(context), (SourceError,)
+    try:
+        run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
+    finally:
+        reports.clear()
     deferred = _read_notes(store, context.notes)
     _clear(store, context.notes)
     return deferred

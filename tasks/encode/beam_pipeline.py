@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 import apache_beam as beam
 from apache_beam.utils.shared import Shared
@@ -18,6 +20,7 @@ from artifacts.store import Shard, Store
 from runtimes.contract import WrongInput
 from runtimes.encoder_devices import encoder_devices
 from tasks.beam_workers import Workers, workers_of
+from tasks.encode.encoder_client import EncoderFailed, EncoderLost
 from tasks.encode.encoder_pool import EncoderPool
 from tasks.encode.encoder_process import SHARDS_PER_DEVICE, EncodingPlan
 from tasks.encode.encoders_in_store import EncodersInStore
@@ -59,6 +62,7 @@ class EncodeShard(beam.DoFn):
     ) -> None:
         self.store_url, self.reports, self.plan, self.copy = store_url, reports, plan, copy
         self.processes, self.waits = processes, waits
+        self.run = uuid4().hex
         self._shared = Shared()
 
     def process(self, task: EncodeTask) -> Iterator[str]:
@@ -70,7 +74,7 @@ class EncodeShard(beam.DoFn):
             return
         written, failed = sum(entry.size for entry in shard.files), shard.meta["bad_reasons"]
         counts = shard_counts(task.samples, failed, written, is_new=shard.is_new)
-        worker_report(self.store_url, self.reports).add(task.key, counts)
+        worker_report(self.store_url, self.reports, self.run).add(task.key, counts)
         yield task.key
 
     def _built(self, store: Store, task: EncodeTask) -> Shard:
@@ -95,6 +99,7 @@ class EncodeShard(beam.DoFn):
         return encoders
 
     def _loaded(self) -> EncoderPool:
+        Shared().acquire(_Placeholder)  # which releases those of the last run
         job = self.plan.job if self.copy is None else self.copy.fetched(self.plan.job)
         return EncoderPool(replace(self.plan, job=job), self.processes)
 
@@ -129,7 +134,7 @@ def encode_shards(
 
     def run(some: Sequence[EncodeTask], *, waits: bool) -> None:
         dofn.waits = waits
-        known = (WrongInput, Damaged, ModelNotFound, LockLost)
+        known = (WrongInput, Damaged, ModelNotFound, LockLost, EncoderLost, EncoderFailed)
         threads = devices * SHARDS_PER_DEVICE
         run_linear(some, dofn, options, watch, threads=threads, known=known)
 
@@ -137,16 +142,21 @@ def encode_shards(
         run(tasks, waits=False)
         shards = list(store.committed_shards(STAGE, sizes))
         if None in shards:
+            others = worker_report(store.url, dofn.reports, dofn.run)
+            for task, shard in zip(tasks, shards, strict=True):
+                if shard is not None:  # also those of other flows, which no report here has
+                    others.add(task.key, {})
             run([t for t, shard in zip(tasks, shards, strict=True) if shard is None], waits=True)
             shards = list(store.committed_shards(STAGE, sizes))
-        reports.clear()
     finally:
+        reports.clear()
         # Beam keeps a reference to the last shared object. A new one releases the encoders.
         Shared().acquire(_Placeholder)
         _free_memory()
     found = [shard for shard in shards if shard is not None]
     if len(found) < len(shards):
         raise RuntimeError("encode: the pipeline ended without committing every shard")
+    watch.show_end(sum((Counter(shard.meta["bad_reasons"]) for shard in found), Counter()))
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from runtimes.contract import WrongInput
 from runtimes.registry import interpreter
+from tasks.build_or_reuse import TransientError
 from tasks.encode.encoder_process import (
     KNOWN,
     SHARDS_PER_DEVICE,
@@ -27,7 +28,7 @@ END_SECONDS = 10.0
 log = logging.getLogger("kiln")
 
 
-class EncoderLost(RuntimeError):
+class EncoderLost(TransientError):
     """The encoder process has ended; the message has the last line of its log."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -9,7 +10,7 @@ from typing import Any
 
 from runtimes.encoder_devices import encoder_devices
 from runtimes.registry import encodes_in_subprocess
-from tasks.encode.encoder_client import EncoderProcess
+from tasks.encode.encoder_client import EncoderLost, EncoderProcess
 from tasks.encode.encoder_process import SHARDS_PER_DEVICE, EncodingPlan, encode_tar
 
 
@@ -53,6 +54,7 @@ class EncoderPool:
         self._free: SimpleQueue[Callable[..., dict[str, Any]]] = SimpleQueue()
         for slot in slots:
             self._free.put(slot)
+        self._slots, self._alone = len(slots), threading.Lock()
 
     def encode(self, tar: str, sha256: str, path: str) -> dict[str, Any]:
         """Encode a shard on a free device, as encoder_process.encode_tar.
@@ -61,11 +63,17 @@ class EncoderPool:
             EncoderFailed: the shard could not be encoded.
             EncoderLost: the device's process has ended.
         """
-        slot = self._free.get()
+        slot, stays = self._free.get(), True
         try:
             return slot(tar, sha256, path)
+        except EncoderLost:
+            with self._alone:
+                self._slots -= 1
+                stays = self._slots <= 0  # the last one: who waits for a slot gets its error
+            raise
         finally:
-            self._free.put(slot)
+            if stays:
+                self._free.put(slot)
 
     def __del__(self) -> None:
         """End the processes and wait for them: the next stage needs their devices."""

@@ -80,10 +80,19 @@ def test_of_two_builders_one_builds_and_the_other_reuses(
     assert results[0].digest == results[1].digest
 
 
-@pytest.mark.parametrize(("host", "helps"), [("another", True), (None, False)])
+@pytest.mark.parametrize(
+    ("host", "helps", "error"),
+    [("another", True, None), ("another", True, OSError("no device")), (None, False, None)],
+)
 def test_the_second_builder_helps_a_builder_of_another_host(
-    store: Store, host: str | None, helps: bool, monkeypatch: pytest.MonkeyPatch
+    store: Store,
+    host: str | None,
+    helps: bool,
+    error: Exception | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """One that cannot help waits."""
     events, waits = list[str](), threading.Event()
 
     def build(draft: Draft) -> dict[str, Any]:
@@ -94,6 +103,8 @@ def test_the_second_builder_helps_a_builder_of_another_host(
     def help_builder() -> None:
         events.append("helped")
         waits.set()
+        if error is not None:
+            raise error
 
     if host is not None:
         monkeypatch.setattr("socket.gethostname", lambda: host)
@@ -110,6 +121,7 @@ def test_the_second_builder_helps_a_builder_of_another_host(
         build_lock_free.commit(build(build_lock_free), {})
     assert second.result().outcome == "reused"
     assert events == (["helped", "built"] if helps else ["built"])
+    assert ("encode: cannot help, waits: no device" in caplog.text) == (error is not None)
 
 
 def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:

@@ -66,6 +66,24 @@ def test_at_most_the_given_number_of_pictures_is_read_ahead() -> None:
             assert len(read) <= 4 * number + 8
 
 
+def test_each_bucket_keeps_at_most_a_batch_of_pictures() -> None:
+    read, encoded = 0, 0
+
+    def samples() -> Iterator[Sample]:
+        nonlocal read
+        for sample in _samples(40)[4:]:
+            read += 1
+            yield sample
+
+    buckets = bucket_sizes(BUCKETS, 4)
+    assert len(buckets) > 1
+    with ThreadPoolExecutor(2) as decoders:
+        for batch in decoded_batches(samples(), BUCKETS, buckets, 4, decoders, 8, Counter()):
+            encoded += len(batch.pictures)
+            assert read - encoded <= 8 + 3 * len(buckets)
+    assert read == encoded == 36
+
+
 class _SlowEncoder:
     """Waits in its first batch until `go` is set."""
 

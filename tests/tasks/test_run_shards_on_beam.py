@@ -10,6 +10,7 @@ import pytest
 
 from artifacts.store import Store
 from tasks.run_shards_on_beam import ShardProgress, _in_turn, run_linear
+from tasks.worker_reports import Done, WorkerReports
 
 SECONDS = 30.0  # for a busy machine
 
@@ -47,6 +48,28 @@ def watch(folder: Path) -> ShardProgress:
 def test_other_threads_do_the_shards_behind_a_slow_one(tmp_path: Path) -> None:
     run_linear(range(10), Meet(), {}, watch(tmp_path), threads=2)
     assert sorted(Meet.done) == list(range(10))
+
+
+class Once(beam.DoFn):
+    """Yields each element."""
+
+    def process(self, element: int) -> Iterator[int]:
+        yield element
+
+
+def test_an_unreadable_report_ends_no_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store's client raises errors of its own types."""
+    asked = []
+
+    def refused(reports: WorkerReports) -> Done:
+        asked.append(reports)
+        raise ArithmeticError("503")
+
+    monkeypatch.setattr(WorkerReports, "done", refused)
+    run_linear(range(2), Once(), {}, watch(tmp_path))
+    assert asked
 
 
 def test_no_shard_begins_after_an_error() -> None:

@@ -14,6 +14,7 @@ from tasks.worker_reports import (
     duration,
     progress_text,
     shard_counts,
+    worker_report,
 )
 
 KEYS = [f"{number:064d}"[::-1] for number in range(1, 6)]
@@ -39,6 +40,19 @@ def test_the_flow_adds_up_what_all_workers_have_done(tmp_path: Path) -> None:
     assert len(list(Path(folder).iterdir())) == 2
     reports.clear()
     assert WorkerReports(store, folder).done().shards == set()
+
+
+def test_a_worker_of_two_runs_reports_the_second_alone(tmp_path: Path) -> None:
+    store, folder = Store(str(tmp_path)), f"{tmp_path}/encode/key/progress"
+    worker_report(store.url, folder, "one").add(KEYS[0], {"rows": 10})
+    for report in Path(folder).iterdir():  # as the flow, another process, clears them
+        report.unlink()
+    for key in KEYS[1:3]:
+        report = worker_report(store.url, folder, "two")
+        report.add(key, {"rows": 20})
+    report.flush()
+    found = WorkerReports(store, folder).done()
+    assert found.counts == {"rows": 40} and len(found.shards) == 2
 
 
 def test_only_reports_that_have_grown_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
