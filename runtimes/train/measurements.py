@@ -75,7 +75,7 @@ class Measurements:
             return
         found = measure(self._runtime, self._holdout, lambda: self._stop.requested)
         if found is None:
-            self.interrupted = self._ranking.needs_validation(step)
+            self.interrupted |= self._ranking.needs_validation(step)
             return
         if not math.isfinite(found.loss):  # the next training loss will be NaN as well
             message = f"the validation loss is {found.loss} at step {step}"
@@ -90,7 +90,7 @@ class Measurements:
         """Draw the sample pictures; record their score if `ranking` needs it."""
         needed = self._ranking.needs_samples(step)
         if self._runtime.any_rank(self._stop.requested):
-            self.interrupted = needed
+            self.interrupted |= needed
             return
         drawn = self._samples.draw(step)
         if needed:
@@ -101,7 +101,7 @@ class Measurements:
         scores: dict[str, float] | None = {}
         if drawn:
             scores = self._samples.scores(step, lambda: self._stop.requested)
-        self.interrupted = self._runtime.any_rank(scores is None)
+        self.interrupted |= self._runtime.any_rank(scores is None)
         if scores and (score := scores.get(self._ranking.field)) is not None:
             recorder.amend_last(**{self._ranking.field: score})
             self._boards.scalars(step, {self._ranking.field: score})

@@ -180,8 +180,9 @@ def test_a_resumed_run_stops_early_at_the_same_step_with_the_same_weights(
 def test_a_stop_request_during_the_last_validation_leaves_it_to_the_next_process(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {**SETTINGS, "steps": 5, "best_checkpoint": {}}
-    whole, parts = make_job("whole", **settings), make_job("parts", **settings)
+    monkeypatch.setattr(TheRuntime, "sample", lambda *_: np.zeros((1, 8, 8, 3), np.uint8))
+    settings = {**SETTINGS, "steps": 5, "sample_every_n_steps": 5, "best_checkpoint": {}}
+    whole, parts = (with_prompts(make_job(name, **settings)) for name in ("whole", "parts"))
     result, losses = run(whole)
     assert list(losses) == [2, 4, 5], "the last step is scored although it is not scheduled"
     measure, heard = measurements.measure, RecordedEvents()
