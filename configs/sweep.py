@@ -20,7 +20,11 @@ class Sweep(Section):
     metric: str = Field(
         "holdout_loss", description="Metric of the evaluation that selects the best trial."
     )
-    mode: Literal["min", "max"] = Field("min", description="The best metric: min or max.")
+    mode: Literal["min", "max"] | None = Field(
+        None,
+        description="Best value of the metric: min or max; null: min for losses, distances and "
+        "memorisation, else max.",
+    )
 
     @field_validator("values")
     @classmethod

@@ -19,7 +19,16 @@ from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, prepare
 from tasks.build_or_reuse import StageFailed, failing
 from tasks.show_in_prefect import artifact_key, show_in_prefect
-from tasks.sweep import STAGE, check_comparable, check_metric, choose_best, read_curve, show
+from tasks.sweep import (
+    STAGE,
+    check_comparable,
+    check_metric,
+    choose_best,
+    mode_of,
+    read_curve,
+    show,
+    tuned_metrics,
+)
 
 log = logging.getLogger("kiln")
 
@@ -82,18 +91,18 @@ def _try(
         trained: Any = train.with_options(task_run_name=f"train {number}")(run, latents)
         measure = evaluate.with_options(task_run_name=f"evaluate {number}")
         evaluated: Any = measure(run, images, latents, trained)
+        report = report_of([trained.result(), evaluated.result()])
+        metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
+        curve = read_curve(trained.result().load(run.store))
     except Exception as error:  # a failed trial does not end the others
         log.warning("sweep: trial %d failed: %s", number, one_line(error))
         return outcome | {"error": one_line(error)}, []
-    report = report_of([trained.result(), evaluated.result()])
-    metrics = {name: models["tuned"] for name, models in report["metrics"].items()}
-    curve = read_curve(trained.result().load(run.store))
     found = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
     return outcome | found | {"status": "measured"}, [trained, evaluated]
 
 
 def _show(run: Run, outcomes: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
     settings = run.recipe.sweep
-    facts = {**facts, "metric": f"{settings.metric} ({settings.mode})"}
+    facts = {**facts, "metric": f"{settings.metric} ({mode_of(settings)})"}
     panels = partial(show, tuple(outcomes), settings, facts)
     show_in_prefect(artifact_key(run.model_name, STAGE), f"{run.model_name}: sweep", panels)

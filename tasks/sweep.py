@@ -14,8 +14,9 @@ from configs.sweep import Sweep
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import schedule_facts
 from runtimes.objective.scheduler_config import read_schedule
+from tasks.build_or_reuse import StageFailed
 from tasks.evaluate import holdout_loss
-from tasks.evaluate.metric_names import metric_names
+from tasks.evaluate.metric_names import lower_is_better, metric_names
 from tasks.evaluate.metric_table import with_interval
 from tasks.panels import Chart, Facts, Panel, Table, human
 from tasks.panels_charts import running_mean, trials_chart
@@ -69,6 +70,26 @@ def read_curve(trained: Artifact) -> list[tuple[int, float]]:
     return pairs[:: -max(1, -(-len(pairs) // POINTS))][::-1]
 
 
+def mode_of(sweep: Sweep) -> str:
+    """Best value of the metric: min or max."""
+    return sweep.mode or ("min" if lower_is_better(sweep.metric) else "max")
+
+
+def tuned_metrics(metrics: Mapping[str, Any], sweep: Sweep) -> dict[str, Any]:
+    """Metric name -> result of the tuned model.
+
+    Args:
+        metrics: metric name -> results by model.
+
+    Raises:
+        StageFailed: `sweep.metric` was not measured.
+    """
+    found = {name: models["tuned"] for name, models in metrics.items() if "tuned" in models}
+    if sweep.metric not in found:
+        raise StageFailed(f"sweep: {sweep.metric} was not measured")
+    return found
+
+
 def choose_best(trials: Sequence[Outcome], sweep: Sweep) -> int | None:
     """The number of the measured trial with the best metric, the first of equal ones; or None."""
     order = _best_first(trials, sweep)
@@ -76,7 +97,7 @@ def choose_best(trials: Sequence[Outcome], sweep: Sweep) -> int | None:
 
 
 def _best_first(trials: Sequence[Outcome], sweep: Sweep) -> list[int]:
-    sign = 1 if sweep.mode == "min" else -1
+    sign = 1 if mode_of(sweep) == "min" else -1
     measured = [n for n, trial in enumerate(trials) if trial["status"] == "measured"]
     return sorted(measured, key=lambda n: sign * trials[n]["metrics"][sweep.metric]["value"])
 

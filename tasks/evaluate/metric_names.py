@@ -11,6 +11,11 @@ from tasks.evaluate.judges import judge_names
 from tasks.evaluate.prompts import PromptSets
 
 CLIP_SCORE, CMMD = "clip_score", "cmmd"
+#: Metrics, and the bands and prompt sets of metrics, whose lower value is better.
+LOWER_IS_BETTER = (
+    *(holdout_loss.NAME, CMMD, "fd", "kid"),
+    *(memorization.FEATURES, memorization.PIXELS),
+)
 
 
 def metric_names(recipe: Recipe, *, held_out: bool = True) -> list[str]:
@@ -27,6 +32,11 @@ def metric_names(recipe: Recipe, *, held_out: bool = True) -> list[str]:
     names += [memorization.FEATURES, memorization.PIXELS]
     judges = judge_names(recipe.evaluate.judges)
     return names + [name for judge in judges for name in by_set(judge, sets)]
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a lower value of a metric, or of a part such as `cmmd/NAME`, is better."""
+    return metric.partition("/")[0] in LOWER_IS_BETTER
 
 
 def by_set(metric: str, sets: Iterable[str]) -> list[str]:

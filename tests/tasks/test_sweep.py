@@ -13,8 +13,16 @@ from configs.load_recipe import load_recipe
 from configs.sweep import Sweep
 from runtimes.contract import WrongInput
 from tasks import sweep
+from tasks.build_or_reuse import StageFailed
 from tasks.panels import Chart, Table, to_markdown
-from tasks.sweep import check_comparable, check_metric, choose_best, read_curve, terminal_lines
+from tasks.sweep import (
+    check_comparable,
+    check_metric,
+    choose_best,
+    read_curve,
+    terminal_lines,
+    tuned_metrics,
+)
 
 
 def trial(rate: float, value: float | None, curve: Any = ()) -> dict[str, Any]:
@@ -36,6 +44,28 @@ def test_the_best_trial_leads_in_the_metric_and_a_failed_one_never_does() -> Non
     assert choose_best(TRIALS, Sweep(mode="max")) == 0
     assert choose_best([trial(1.0, 0.5), trial(2.0, 0.5)], Sweep()) == 0
     assert choose_best(TRIALS[1:2], Sweep()) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        *[(name, "min") for name in ("holdout_loss/level1", "cmmd", "fd", "kid", "memorized")],
+        *[(name, "max") for name in ("clip_score", "digit/new", "precision", "recall")],
+    ],
+)
+def test_a_score_is_maximized_and_a_loss_or_distance_minimized(metric: str, best: str) -> None:
+    trials = [trial(1.0, value) for value in (0.1, 0.9)]
+    for one in trials:
+        one["metrics"] = {metric: one["metrics"]["holdout_loss"]}
+    assert choose_best(trials, Sweep(metric=metric)) == ["min", "max"].index(best)
+    assert choose_best(trials, Sweep(metric=metric, mode="max")) == 1
+
+
+def test_a_trial_without_the_metric_of_the_sweep_has_failed() -> None:
+    metrics = {"holdout_loss": {"base": 2, "tuned": 1}}
+    assert tuned_metrics(metrics, Sweep()) == {"holdout_loss": 1}
+    with pytest.raises(StageFailed, match="cmmd was not measured"):
+        tuned_metrics(metrics, Sweep(metric="cmmd"))
 
 
 def test_the_terminal_has_a_row_and_a_curve_per_trial_the_best_first() -> None:
