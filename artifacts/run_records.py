@@ -30,7 +30,10 @@ class GarbageUnsure(ValueError):
 
 
 def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
-    """Remember what a run needs (`facts["stages"][name]["key"]`), beside what it did before.
+    """Remember the artifacts that a run needs, beside those that it needed before.
+
+    Args:
+        facts: of the run; `stages` has a list of keys per stage.
 
     A collection that did not see the record has ended when this returns: what the run then finds in
     the store stays.
@@ -41,11 +44,17 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
     while not recorded:
         known = _read(store, path)
         if known is not None:
-            facts = {**known, **facts, "stages": known["stages"] | facts["stages"]}
+            facts = {**known, **facts, "stages": _united(known["stages"], facts["stages"])}
         _write(store, path, facts)
         wait_until_free(store.fs, f"{store.root}/{COLLECTION}", _log_collection)
         # An expired record was garbage until then.
         recorded = read_record(store.fs, path) is not None
+
+
+def _united(known: dict[str, list[str]], more: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Keys per stage, of both."""
+    merged = {stage: known.get(stage, []) + keys for stage, keys in more.items()}
+    return known | {stage: list(dict.fromkeys(keys)) for stage, keys in merged.items()}
 
 
 def _write(store: Store, path: str, facts: dict[str, Any]) -> None:
@@ -79,16 +88,16 @@ def runs(store: Store) -> Iterator[RunRecord]:
     for entry in entries(store.fs, f"{store.root}/{RUNS}"):
         path = entry["name"]
         if path.endswith(".json") and (record := _read(store, path)) is not None:
-            keys = {(stage, at["key"]) for stage, at in record["stages"].items()}
+            keys = {(stage, key) for stage, keys in record["stages"].items() for key in keys}
             yield RunRecord(path, modified(entry), keys)
 
 
 def _read(store: Store, path: str) -> dict[str, Any] | None:
     try:
         record = read_record(store.fs, path)
-        keys = [at["key"] for at in record["stages"].values()] if record else []
-        if not all(isinstance(key, str) for key in keys):
-            raise TypeError("a key is a string")
+        for keys in record["stages"].values() if record else ():
+            if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+                raise TypeError("the keys of a stage are a list of strings")
     except (AttributeError, KeyError, TypeError, ValueError):
         raise GarbageUnsure(
             f"{path} is damaged: delete it if its run is no longer needed"

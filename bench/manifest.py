@@ -102,7 +102,7 @@ def _commit(store: Store, shards: int) -> dict[str, Any]:
         files = [FileEntry(n, 0, EMPTY, {}, s) for n, s in zip(names, stamps, strict=True)]
         draft.add_shard(Shard(key, files, FACTS))
     made = draft.commit({"shards": shards}, {})
-    record_run(store, "run", {"stages": {"download": {"key": made.key}}})
+    record_run(store, "run", {"stages": {"download": [made.key]}})
     return {"manifest_mib": Path(made.path, "manifest.json").stat().st_size >> 20}
 
 

@@ -48,8 +48,7 @@ def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) ->
     run_id = runtime.flow_run.id
     with redacted_errors():
         trials = load_trials(recipe, overrides)
-        # `kiln gc` keeps one artifact of a stage per run, so each trial has a record.
-        runs = [prepare(one.recipe, run_id=f"{run_id}-{n}") for n, one in enumerate(trials, 1)]
+        runs = [prepare(one.recipe, run_id=run_id) for one in trials]
         check_metric(runs[0].recipe)
         check_comparable([run.recipe for run in runs], runs[0].base)
         return _sweep(trials, runs)

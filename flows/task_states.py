@@ -32,7 +32,7 @@ def begin(
     Returns the progress of building the stage.
     """
     with storing(store):
-        record_run(store, run_id, {**facts, "stages": {parts.stage: {"key": parts.key}}})
+        record_run(store, run_id, {**facts, "stages": {parts.stage: [parts.key]}})
     return Progress(parts.stage, model)
 
 

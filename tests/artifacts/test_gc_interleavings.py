@@ -139,7 +139,7 @@ def reused(store: Store, folder: Path) -> Callable[[], None]:
         draft.commit({}, {})
 
     def run() -> None:
-        record_run(store, "a-run", {"stages": {"train": {"key": PARTS.key}}})
+        record_run(store, "a-run", {"stages": {"train": [PARTS.key]}})
         if store.find("train", PARTS.key) is None:
             with store.lock("train", PARTS.key):
                 if store.find("train", PARTS.key) is None:
@@ -164,7 +164,7 @@ def built_from_a_shard(store: Store, folder: Path) -> Callable[[], None]:
         return store.commit_shard("train", "a-shard", {".tar": str(folder / "shard")}, {})
 
     def run() -> None:
-        record_run(store, "a-run", {"stages": {"train": {"key": PARTS.key}}})
+        record_run(store, "a-run", {"stages": {"train": [PARTS.key]}})
         with store.lock("train", PARTS.key) as held:
             draft = store.draft(PARTS, held)
             draft.add_shard(store.shard("train", "a-shard") or commit_shard())
@@ -175,7 +175,7 @@ def built_from_a_shard(store: Store, folder: Path) -> Callable[[], None]:
 
     commit_shard()
     store.draft(OTHER).commit({}, {})
-    record_run(store, "other-run", {"stages": {"train": {"key": OTHER.key}}})
+    record_run(store, "other-run", {"stages": {"train": [OTHER.key]}})
     return run
 
 

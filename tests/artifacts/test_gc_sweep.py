@@ -49,7 +49,7 @@ def make(store: Store, stage: str, n: int, **parents: Artifact) -> Artifact:
 
 def use(store: Store, run: str, *artifacts: Artifact) -> None:
     """What a run does before it looks for an artifact."""
-    record_run(store, run, {"stages": {a.stage: {"key": a.key} for a in artifacts}})
+    record_run(store, run, {"stages": {a.stage: [a.key] for a in artifacts}})
 
 
 def collector(store: Store, *needed: Artifact, days: float = 30, min_age: float = 0) -> Collector:
@@ -107,9 +107,18 @@ def test_gc_keeps_what_a_live_builder_works_on(store: Store) -> None:
 
 def test_a_run_record_accumulates_its_stages(store: Store) -> None:
     for stage in ("download", "encode"):
-        record_run(store, "a-run", {"stages": {stage: {"key": stage}}})
+        record_run(store, "a-run", {"stages": {stage: [stage]}})
     (found,) = runs(store)
     assert found.keys == {("download", "download"), ("encode", "encode")}
+
+
+def test_a_run_record_keeps_every_artifact_of_a_stage(store: Store) -> None:
+    """A sweep trains several models; a retraining encodes, and selects from the latents."""
+    keys = [("encode", "latents"), ("encode", "selection"), ("train", "1"), ("train", "2")]
+    for stage, key in [*keys, ("encode", "latents")]:
+        record_run(store, "a-run", {"stages": {stage: [key]}})
+    (found,) = runs(store)
+    assert found.keys == {*keys}
 
 
 def test_gc_keeps_unfinished_artifacts_of_recent_runs_and_their_shards(
@@ -117,7 +126,7 @@ def test_gc_keeps_unfinished_artifacts_of_recent_runs_and_their_shards(
 ) -> None:
     old = make(store, "download", 1)
     parts = KeyParts("download", 1, {}, {})
-    record_run(store, "a-run", {"stages": {"download": {"key": parts.key}}})
+    record_run(store, "a-run", {"stages": {"download": [parts.key]}})
     store.draft(parts).write("half", b"1")
     found = collector(store)
     assert kinds(found.delete(list(found.garbage()))) == [("download", "artifact")]
@@ -131,7 +140,7 @@ def test_gc_keeps_the_inputs_of_a_run_longer_than_the_retention(
     images = make(local, "download", 1)
     parts = KeyParts("train", 1, {}, {})
     use(local, "a-run", images)
-    record_run(local, "a-run", {"stages": {"train": {"key": parts.key}}})
+    record_run(local, "a-run", {"stages": {"train": [parts.key]}})
     age(local, 40 * DAY)
     with local.lock("train", parts.key):
         assert list(collector(local).garbage()) == []
@@ -401,12 +410,12 @@ def test_gc_keeps_staged_models_during_a_build(local: Store) -> None:
     assert [item.kind for item in items] == ["model"]
     with local.lock("train", "2" * 64):
         assert list(collector(local, min_age=DAY).garbage()) == []
-        record_run(local, "a-run", {"stages": {"train": {"key": "2" * 64}}})
+        record_run(local, "a-run", {"stages": {"train": ["2" * 64]}})
         assert list(found.delete(items)) == []
     assert Path(local.root, "models", f"{'1' * 64}.json").exists()
 
 
-@pytest.mark.parametrize("stages", [None, [], {"train": {}}, {"train": {"key": 1}}])
+@pytest.mark.parametrize("stages", [None, [], {"train": {}}, {"train": [1]}])
 def test_a_run_record_without_stages_is_damaged(local: Store, stages: object) -> None:
     record_run(local, "r1", {"stages": stages})
     with pytest.raises(GarbageUnsure, match=r"r1\.json is damaged"):
@@ -453,7 +462,7 @@ def test_gc_keeps_the_records_of_recent_and_of_unfinished_runs(local: Store) -> 
     use(local, "old", make(local, "train", 1))
     parts = KeyParts("train", 1, {"n": 9}, {})
     with local.lock("train", parts.key):
-        record_run(local, "long", {"stages": {"train": {"key": parts.key}}})
+        record_run(local, "long", {"stages": {"train": [parts.key]}})
         age(local, 2 * DAY, "runs")
         use(local, "recent", make(local, "train", 2))
         found = collector(local, days=1)
@@ -551,7 +560,7 @@ store, chance, number = Store(sys.argv[1]), random.Random(int(sys.argv[2])), 0
 print("ready", flush=True)
 while number < int(sys.argv[3]):
     parts = KeyParts("train", 1, {"n": chance.randrange(4)}, {})
-    record_run(store, sys.argv[2], {"stages": {"train": {"key": parts.key}}})
+    record_run(store, sys.argv[2], {"stages": {"train": [parts.key]}})
     if store.find("train", parts.key) is None:
         with store.lock("train", parts.key) as lock:
             if store.find("train", parts.key) is None:
@@ -606,7 +615,7 @@ def test_a_request_that_arrives_late_takes_no_stage_from_a_run_record(
 
     monkeypatch.setattr("artifacts.run_records.swap", kept)
     for stage in ("download", "encode", "train"):
-        record_run(store, "r1", {"stages": {stage: {"key": stage}}})
+        record_run(store, "r1", {"stages": {stage: [stage]}})
     assert len(requests) == 3
     for request in requests:
         swap(*request)

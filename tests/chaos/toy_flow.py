@@ -58,7 +58,7 @@ def run(url: str, toy: ToyRecipe, run_id: str, base: Path) -> dict[str, StageRes
     def stage(
         parts: KeyParts, build: Callable[[Draft], dict[str, Any]], **parents: Artifact
     ) -> Artifact:
-        record_run(store, run_id, {**facts, "stages": {parts.stage: {"key": parts.key}}})
+        record_run(store, run_id, {**facts, "stages": {parts.stage: [parts.key]}})
         found[parts.stage] = build_or_reuse(store, parts, build, parents=parents)
         return found[parts.stage].load(store)
 
@@ -114,7 +114,7 @@ def generate(url: str, seed: int, run_id: str) -> None:
         draft.write("pictures.json", json.dumps({"pictures": 2}).encode())
         return {"pictures": 2}
 
-    record_run(store, run_id, {"stages": {"generate": {"key": parts.key}}})
+    record_run(store, run_id, {"stages": {"generate": [parts.key]}})
     build_or_reuse(store, parts, build, parents={}).load(store)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from kiln_command import ROOT, command, environment
 
+from artifacts.run_records import runs
+from artifacts.store import Store
 from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow
@@ -46,6 +48,9 @@ def test_the_best_trial_is_published_and_a_failed_one_does_not_end_the_others(
     best = min(losses, key=lambda n: losses[n])
     assert (report["status"], report["best"]) == ("published", best + 1)
     assert report["stages"]["train"]["key"] == report["trials"][best]["stages"]["train"]["key"]
+    used = {(name, s["key"]) for trial in report["trials"] for name, s in trial["stages"].items()}
+    used |= {(name, report["stages"][name]["key"]) for name in ("download", "encode")}
+    assert any(used <= run.keys for run in runs(Store(small["store"]))), "`kiln gc` keeps them all"
     registry = Registry(f"{small['store']}/registry", "digits")
     found = {version.manifest["inputs"]["model"] for version in registry.versions()}
     assert len(found) == 1 + (best != 0), "the other trials stay unpublished"
