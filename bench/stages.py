@@ -60,7 +60,7 @@ class Stages:
 
         latents = self.latents()
         return self._stage(
-            train.key_parts(self._recipe, latents, self._model),
+            train.key_parts(self._recipe, latents, self._model, Path(self._recipe.evaluate.clip)),
             lambda draft: train.build(
                 self._recipe,
                 latents,

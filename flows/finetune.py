@@ -79,7 +79,7 @@ def train(run: Run, latents: StageResult) -> StageResult:
         check_gate(run.recipe, open_latents(encoded.uri))
     prompts = sample_prompts(run.recipe)
     score = SampleScorer(run.recipe.evaluate.judges, run.clip, prompts)
-    parts = train_stage.key_parts(run.recipe, encoded, run.base)
+    parts = train_stage.key_parts(run.recipe, encoded, run.base, run.clip)
     build = partial(
         train_stage.build,
         *(run.recipe, encoded, run.base, run.vae, prompts, score),

@@ -81,7 +81,7 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
         selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
         recipe = continue_training.recipe_of(run.recipe, selected)
         start = champion.load(store, "train", champion.trained)
-        parts = train_stage.key_parts(recipe, selected, run.base, start)
+        parts = train_stage.key_parts(recipe, selected, run.base, run.clip, start)
     prompts = sample_prompts(recipe)
     score = SampleScorer(recipe.evaluate.judges, run.clip, prompts)
     build = partial(

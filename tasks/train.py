@@ -28,6 +28,7 @@ from tasks.child_process import Event, run_job
 from tasks.copy_checkpoint import copy_checkpoint
 from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS
 from tasks.evaluate.prompts import sample_prompts
+from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.panels import Chart, Facts, Panel, Picture, Strip, Table, human
 from tasks.panels_charts import loss_chart
 from tasks.progress import Progress
@@ -56,24 +57,34 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         settings["denoiser_config"] = config
     rule = recipe.train.best_checkpoint
     if rule is not None and rule.by_samples:  # these settings affect the scores
-        names = {*SAMPLER_SETTINGS, "judges", "clip"}
-        settings["best_checkpoint"] |= recipe.evaluate.model_dump(mode="json", include=names)
-        settings["best_checkpoint"]["prompts"] = [*sample_prompts(recipe)]
+        settings["best_checkpoint"] |= {
+            **recipe.evaluate.model_dump(mode="json", include=SAMPLER_SETTINGS),
+            "scores": sample_metrics(recipe.evaluate.judges),
+            "prompts": [*sample_prompts(recipe)],
+        }
     return settings
 
 
 def key_parts(
-    recipe: Recipe, latents: Artifact, model_folder: Path, start: Artifact | None = None
+    recipe: Recipe,
+    latents: Artifact,
+    model_folder: Path,
+    clip: Path,
+    start: Artifact | None = None,
 ) -> KeyParts:
     """The artifact's key: settings, latents, the weights of the base in training, and the start.
 
     Args:
+        clip: folder of the CLIP model; its weights count if scores choose the checkpoint.
         start: train artifact whose weights training continues from; None: the base's.
     """
     base = digest_base(recipe, model_folder)
     inputs = {"latents": latents.digest, "base": base}
     if start is not None:
         inputs["start"] = start.digest
+    rule = recipe.train.best_checkpoint
+    if rule is not None and rule.by_samples:
+        inputs["clip"] = digest_model(clip)
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
 

@@ -52,7 +52,7 @@ def test_the_start_is_an_input_of_the_training(recipe: Recipe) -> None:
     latents = trained(recipe, KeyParts("encode", 1, {}, {}))
     starts = [trained(recipe, replace(parts_of(recipe), inputs={"n": n}), n.encode()) for n in "ab"]
     base = Path(recipe.model.path)
-    keys = [train.key_parts(recipe, latents, base, start) for start in (None, *starts)]
+    keys = [train.key_parts(recipe, latents, base, base, start) for start in (None, *starts)]
     assert [key.inputs.get("start") for key in keys] == [None, *(one.digest for one in starts)]
     assert len({key.inputs["base"] for key in keys}) == 1
 

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.store import Store
+from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
-from tasks.train import _summary, _Watch, settings_for_key, show
+from tasks.train import _summary, _Watch, key_parts, settings_for_key, show
 
 LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
 
@@ -96,6 +96,29 @@ def test_a_rule_by_samples_has_the_settings_of_its_scores_in_the_key() -> None:
     rule = {**common, "train.best_checkpoint": {"metric": "digit"}}
     changed = {"evaluate.num_inference_steps": 3}
     assert key(rule) != key({**rule, **changed}) and key(common) == key({**common, **changed})
+    more = {"evaluate.judges": ["digits", {"name": "taste", "path": "/a"}]}
+    assert key(rule) == key({**rule, **more}), "a preference model scores no sample"
+
+
+def test_a_rule_by_samples_has_the_content_of_its_clip_model_in_the_key(tmp_path: Path) -> None:
+    latents = Artifact(Store(str(tmp_path)), "encode", "0" * 64, {"digest": "0"})
+    folders = [tmp_path / name for name in ("a", "moved", "other")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "weights").write_text("2" if folder.name == "other" else "1")
+
+    def keys(overrides: dict[str, Any]) -> list[str]:
+        found = []
+        for folder in folders:
+            recipe = load_recipe("digits", {**overrides, "evaluate.clip": str(folder)})
+            base = Path(recipe.model.path)
+            found.append(key_parts(recipe, latents, base, folder).key)
+        return found
+
+    assert len({*keys({})}) == 1
+    common = {"train.sample_every_n_steps": 50, "train.checkpointing_steps": 100}
+    first, moved, other = keys({**common, "train.best_checkpoint": {"metric": "clip_score"}})
+    assert first == moved != other
 
 
 def key(overrides: dict[str, Any]) -> dict[str, Any]:
