@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.remote_clients import is_of_client
+
+#: Seconds before each further attempt, besides the attempts of a store's own client.
+RETRY_SECONDS = (10, 60, 300)
+log = logging.getLogger("kiln")
+T = TypeVar("T")
 
 
 class CheckpointError(OSError):
@@ -33,3 +43,21 @@ def is_unreachable(fs: AbstractFileSystem, error: Exception) -> bool:
     if isinstance(fs, LocalFileSystem) or isinstance(error, FileNotFoundError):
         return False
     return isinstance(error, OSError) or is_of_client(error)
+
+
+def with_retries(fs: AbstractFileSystem, work: Callable[[], T], failure: str) -> T:
+    """The result of `work`; a remote store that does not respond is tried again.
+
+    Args:
+        failure: what could not be done, for the log.
+    """
+    for seconds in RETRY_SECONDS:
+        try:
+            return work()
+        except Exception as error:  # clients of remote stores define their own exception types
+            if not is_unreachable(fs, error):
+                raise
+            words = "%s: %s; next attempt in %d seconds"
+            log.warning(words, failure, reason_of(error), seconds)
+            time.sleep(seconds)
+    return work()

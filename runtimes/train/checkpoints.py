@@ -19,6 +19,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ from runtimes.train.checkpoint_errors import (
     CheckpointsUnreachable,
     is_unreachable,
     reason_of,
+    with_retries,
 )
 from runtimes.update.training_state_copies import shapes_of
 
@@ -129,20 +131,35 @@ class Checkpoints:
     ) -> Checkpoint | None:
         """The first of these steps whose checkpoint has valid checksums; as `latest`.
 
+        A remote store that does not respond is tried again: a finished run must not fail.
+
         Args:
             steps: those of rank 0 count.
         """
-        return self._first_valid(lambda committed: (n for n in steps if n in committed), ranks)
+        failure = f"the checkpoints in {self._root} could not be read"
+        return self._first_valid(
+            lambda committed: (n for n in steps if n in committed),
+            ranks,
+            # Inside the collectives: an attempt of one rank alone must not call them again.
+            lambda work: with_retries(self._fs, work, failure),
+        )
 
     def _first_valid(
-        self, choose: Callable[[list[int]], Iterable[int]], ranks: Agreement | None
+        self,
+        choose: Callable[[list[int]], Iterable[int]],
+        ranks: Agreement | None,
+        attempt: Callable[[Callable[[], Any]], Any] = lambda work: work(),
     ) -> Checkpoint | None:
-        """The first valid checkpoint of the steps that `choose` selects from the committed ones."""
+        """The first valid checkpoint of the steps that `choose` selects from the committed ones.
+
+        Args:
+            attempt: calls a function that lists or reads, maybe repeatedly.
+        """
         ranks = ranks or _Alone()
         try:
-            steps = iter(choose(self._steps()) if self._first else ())
+            steps = iter(choose(attempt(self._steps)) if self._first else ())
             while (step := ranks.broadcast(next(steps, -1))) >= 0:
-                saved = self._read_if_valid(step)
+                saved: Checkpoint | None = attempt(partial(self._read_if_valid, step))
                 if not ranks.any_rank(saved is None):
                     return saved
             return None

@@ -10,8 +10,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,10 @@ from runtimes.contract import State
 from runtimes.objective.scheduler_config import SCHEDULER_FILE, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.job import TrainJob
-from runtimes.train.checkpoint_errors import is_unreachable, reason_of
+from runtimes.train.checkpoint_errors import with_retries
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXT_WEIGHTS = "model.safetensors"  # transformers' name
-#: Seconds before each further attempt, besides the attempts of a store's own client.
-RETRY_SECONDS = (10, 60, 300)
-log = logging.getLogger("kiln")
 
 
 def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
@@ -44,16 +39,8 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
         The files' paths relative to `job.out`, sorted.
     """
     fs, root = url_to_fs(job.out)
-    for seconds in RETRY_SECONDS:
-        try:
-            return _write(fs, root, job, state, history)
-        except Exception as error:  # clients of remote stores define their own exception types
-            if not is_unreachable(fs, error):
-                raise
-            words = "the trained weights could not be written: %s; next attempt in %d seconds"
-            log.warning(words, reason_of(error), seconds)
-            time.sleep(seconds)
-    return _write(fs, root, job, state, history)
+    failure = "the trained weights could not be written"
+    return with_retries(fs, lambda: _write(fs, root, job, state, history), failure)
 
 
 def _write(

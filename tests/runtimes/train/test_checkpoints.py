@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,11 @@ from store_servers import REMOTE, UrlOf
 
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
-from runtimes.train.checkpoint_errors import CheckpointNotWritten, CheckpointsUnreachable
+from runtimes.train.checkpoint_errors import (
+    RETRY_SECONDS,
+    CheckpointNotWritten,
+    CheckpointsUnreachable,
+)
 from runtimes.train.checkpoints import Checkpoints
 
 FACTS = {"seed": 1, "train": {}}
@@ -71,6 +76,29 @@ def test_the_newest_is_not_skipped_because_the_store_does_not_give_it(
 def bad_request(*_: object, **__: object) -> None:
     """gcsfs has an error of Python's for this status."""
     validate_response(400, b'{"error": {"message": "invalid argument"}}', "bucket/checkpoints")
+
+
+@pytest.mark.parametrize("call", ["ls", "cat_file"])
+@pytest.mark.parametrize("failures", [2, 4])
+def test_the_best_checkpoint_is_read_after_a_short_outage(
+    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch, call: str, failures: int
+) -> None:
+    checkpoints, waited = Checkpoints(url_of("memory"), keep=2), list[float]()
+    save(checkpoints, 1, 2)
+    read = getattr(MemoryFileSystem, call)
+
+    def short_outage(*arguments: Any, **more: Any) -> Any:
+        return (away if len(waited) < failures else read)(*arguments, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, call, short_outage)
+    monkeypatch.setattr(time, "sleep", waited.append)
+    if failures > len(RETRY_SECONDS):
+        with pytest.raises(CheckpointsUnreachable):
+            checkpoints.first_valid([1, 2])
+    else:
+        found = checkpoints.first_valid([1, 2])
+        assert found is not None and found.step == 1
+    assert waited == list(RETRY_SECONDS[:failures])
 
 
 @pytest.mark.parametrize("call", ["ls", "cat_file", "open"])

@@ -12,7 +12,8 @@ from store_servers import UrlOf
 from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.train import Train
 from runtimes.process.job import TrainJob
-from runtimes.train.write_result import RETRY_SECONDS, write_result
+from runtimes.train.checkpoint_errors import RETRY_SECONDS
+from runtimes.train.write_result import write_result
 
 BASE = Path(__file__).parents[3] / "demo" / "base"
 
