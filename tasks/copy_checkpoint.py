@@ -35,7 +35,12 @@ def copy_checkpoint(draft: Draft, settings: Train) -> None:
         if _without_steps(parts) == _without_steps(recipe.as_dict()):
             found |= _checkpoint_folders(fs, artifact.path)
     for step in sorted((step for step in found if step <= settings.steps), reverse=True):
-        if (best := _best_of(fs, found[step], settings) or step) not in found:
+        try:
+            best = _best_of(fs, found[step], settings) or step
+        except (FileNotFoundError, KeyError, ValueError) as error:  # gc may delete it meanwhile
+            log.warning("%s: checkpoint %s is skipped: %s", recipe.stage, found[step], error)
+            continue
+        if best not in found:
             continue
         log.info("%s: continuing a run of other steps from its step %d", recipe.stage, step)
         with suppress(FileNotFoundError):  # `kiln gc` deletes checkpoints of finished runs

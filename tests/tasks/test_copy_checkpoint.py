@@ -92,6 +92,23 @@ def test_a_checkpoint_whose_best_one_is_deleted_is_not_continued(tmp_path: Path)
     assert Checkpoints(draft.uri, 9)._steps() == [8]
 
 
+@pytest.mark.parametrize("damage", [b'{"step":\n', None])
+def test_a_checkpoint_with_a_damaged_history_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes | None
+) -> None:
+    store, losses = Store(str(tmp_path)), {2: 0.1, 4: 0.3}
+    finished_run(store, parts_of(4, **RULE), 2, 4, losses=losses)
+    (history,) = tmp_path.glob("train/*/checkpoints/step-00000004/history.jsonl")
+    if damage is None:
+        history.unlink()
+    else:
+        history.write_bytes(damage * 4)  # a line per step
+    draft = store.draft(parts_of(12, **RULE))
+    copy_checkpoint(draft, Train(steps=12, **RULE))
+    assert Checkpoints(draft.uri, 9)._steps() == [2]
+    assert "step-00000004 is skipped" in caplog.text
+
+
 def test_epochs_continue_a_run_of_fewer_epochs(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     finished_run(store, parts_of(1000, epochs=1), 5)
