@@ -18,6 +18,7 @@ from runtimes.adapters.lora_file_format import to_state_names
 from runtimes.contract import Runtime, StoredRows, WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
+from runtimes.train.checkpoint_errors import is_unreachable
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
 from runtimes.train.recorder import Recorder
 
@@ -65,6 +66,8 @@ def start_from_adapters(url: str, runtime: Runtime) -> None:
     try:
         adapters = to_state_names(read_arrays(fs, path))
     except (OSError, ValueError) as error:
+        if is_unreachable(fs, error):
+            raise
         raise WrongInput(f"{url} is no valid adapter file of Kilnworks: {error}") from None
     state: dict[str, Mapping[str, StoredRows]] = {}
     for group, shapes in runtime.state_shapes().items():

@@ -1,5 +1,6 @@
 """A training starts from the adapters of an earlier one, instead of new ones."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from jobs import MakeJob
+from store_servers import UrlOf
 from training import history, train
 
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
+from runtimes.train.resume import start_from_adapters
 
 pytestmark = pytest.mark.slow
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 2, "dora": True}, "learning_rate": 1e-2}
@@ -35,6 +38,19 @@ def test_training_starts_from_the_adapters_of_a_file(make_job: MakeJob) -> None:
                 arrays = (getattr(one, field) for one in (adapter, then[part][name]))
                 np.testing.assert_allclose(*arrays, atol=1e-25, rtol=0)
     assert history(still)[0]["loss"] != history(before)[0]["loss"]
+
+
+def test_adapters_of_a_store_that_is_away_are_not_refused(
+    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, "Slow down")
+
+    monkeypatch.setattr("runtimes.train.resume.read_arrays", busy)
+    with pytest.raises(OSError, match="Slow down"):
+        start_from_adapters(f"{url_of('memory')}/{LORA_WEIGHTS}", None)  # type: ignore[arg-type]
+    with pytest.raises(WrongInput, match="no valid adapter file"):
+        start_from_adapters(f"/tmp/{LORA_WEIGHTS}", None)  # type: ignore[arg-type]
 
 
 def test_wrong_adapters_are_refused(make_job: MakeJob, tmp_path: Path) -> None:
