@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from artifacts.store import Artifact, Draft
+from configs.monitoring import Profile
 from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput
@@ -34,6 +35,9 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
         "init": "base",  # the start has the denoiser's weights and its config
         "denoiser_config": None,
     }
+    profile = recipe.train.profile
+    if profile.start + profile.steps > changed["steps"]:
+        changed["profile"] = Profile()  # a trace of steps that this short run lacks
     if settings.learning_rate is not None:
         changed["learning_rate"] = settings.learning_rate
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=changed)})

@@ -9,7 +9,9 @@ from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO, open_latents
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
+from configs.monitoring import Profile
 from configs.recipe import Recipe
+from configs.train import Train
 from tasks.encode.keys import STAGE
 from tasks.retrain import continue_training, select_samples
 
@@ -79,3 +81,6 @@ def test_steps_are_proportional_to_the_samples_up_to_a_limit(store: Store) -> No
     train = continue_training.recipe_of(changed, selection).train
     assert (train.steps, train.learning_rate) == (7, 1e-4)
     assert train.global_batch_size == recipe.train.global_batch_size
+    traced = changed.train.model_copy(update={"profile": Profile(start=train.steps, steps=1)})
+    traced = continue_training.recipe_of(changed.model_copy(update={"train": traced}), selection)
+    assert Train(**traced.train.model_dump()).steps == train.steps, "without the trace"
