@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -55,6 +55,22 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
             raise RecipeError(f"sweep: {same.label} and {trial.label} train equal weights")
         trials.append(trial)
     return trials
+
+
+def parse_grid(texts: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The override of `sweep.values` by options `--set`, as parse_values reads each.
+
+    Raises:
+        RecipeError: a setting is named twice, or `overrides` have `sweep.values`, too.
+    """
+    if "sweep.values" in overrides:
+        raise RecipeError("sweep.values: -o and --set both give it; use one of them")
+    grid: dict[str, list[Any]] = {}
+    for name, values in map(parse_values, texts):
+        if name in grid:
+            raise RecipeError(f"--set {name} is given twice: write {name}=value,value")
+        grid[name] = values
+    return {"sweep.values": grid}
 
 
 def parse_values(text: str) -> tuple[str, list[Any]]:

@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 
 from configs.generate import read_settings
 from configs.load_recipe import dump, json_schema, load_recipe, parse_override, recipe_names
-from configs.load_sweep import load_trials, parse_values
+from configs.load_sweep import load_trials, parse_grid
 from configs.recipe import StageName
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
 
@@ -148,7 +148,7 @@ def sweep(
     """
     overrides = _parsed(override)
     if values:
-        overrides["sweep.values"] = dict(parse_values(text) for text in values)
+        overrides = {**overrides, **parse_grid(values, overrides)}
     load_trials(recipe, overrides)  # report wrong input before slow imports and servers
     from flows import runner
 

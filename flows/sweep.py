@@ -17,7 +17,7 @@ from flows.finetune import download, encode, evaluate, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, prepare
-from tasks.build_or_reuse import StageFailed, failing
+from tasks.build_or_reuse import StageFailed, failing, is_ours
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 from tasks.sweep import (
     STAGE,
@@ -94,7 +94,8 @@ def _try(
         metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
         curve = read_curve(trained.result().load(run.store))
     except Exception as error:  # a failed trial does not end the others
-        log.warning("sweep: trial %d failed: %s", number, one_line(error))
+        is_bug = not (isinstance(error, StageFailed) or is_ours(error))
+        log.warning("sweep: trial %d failed: %s", number, one_line(error), exc_info=is_bug)
         return outcome | {"error": one_line(error)}, []
     found = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
     return outcome | found | {"status": "measured"}, [trained, evaluated]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.load_recipe import RecipeError
-from configs.load_sweep import load_trials, parse_values
+from configs.load_sweep import load_trials, parse_grid, parse_values
 
 
 def sweep(**values: Any) -> dict[str, Any]:
@@ -55,3 +55,13 @@ def test_a_recipe_without_values_names_the_remedy() -> None:
 def test_malformed_values_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="write it as key=value,value"):
         parse_values(text)
+
+
+def test_a_setting_is_given_once() -> None:
+    assert parse_grid(["train.seed=0,1", "train.steps=5"], {}) == {
+        "sweep.values": {"train.seed": [0, 1], "train.steps": [5]}
+    }
+    with pytest.raises(RecipeError, match="is given twice"):
+        parse_grid(["train.seed=0", "train.seed=1"], {})
+    with pytest.raises(RecipeError, match="-o and --set both give it"):
+        parse_grid(["train.seed=0"], {"sweep.values": {"train.steps": [5]}})
