@@ -57,14 +57,11 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
     return trials
 
 
-def parse_grid(texts: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def parse_grid(texts: Sequence[str]) -> dict[str, Any]:
     """The override of `sweep.values` by options `--set`, as parse_values reads each.
 
-    Raises:
-        RecipeError: a setting is named twice, or `overrides` have `sweep.values`, too.
+    Raises RecipeError, also for a setting that is named twice.
     """
-    if "sweep.values" in overrides:
-        raise RecipeError("sweep.values: -o and --set both give it; use one of them")
     grid: dict[str, list[Any]] = {}
     for name, values in map(parse_values, texts):
         if name in grid:

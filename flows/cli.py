@@ -148,7 +148,7 @@ def sweep(
     """
     overrides = _parsed(override)
     if values:
-        overrides = {**overrides, **parse_grid(values, overrides)}
+        overrides |= parse_grid(values)
     load_trials(recipe, overrides)  # report wrong input before slow imports and servers
     from flows import runner
 
