@@ -94,8 +94,9 @@ def _try(
         metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
         curve = read_curve(trained.result().load(run.store))
     except Exception as error:  # a failed trial does not end the others
-        is_bug = not (isinstance(error, StageFailed) or is_ours(error))
-        log.warning("sweep: trial %d failed: %s", number, one_line(error), exc_info=is_bug)
+        # The message of our own error says what to do; any other error is a bug.
+        text = one_line(error)
+        log.warning("sweep: trial %d failed: %s", number, text, exc_info=not is_ours(error))
         return outcome | {"error": one_line(error)}, []
     found = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
     return outcome | found | {"status": "measured"}, [trained, evaluated]

@@ -54,7 +54,7 @@ class EncoderPool:
         self._free: SimpleQueue[Callable[..., dict[str, Any]]] = SimpleQueue()
         for slot in slots:
             self._free.put(slot)
-        self._slots, self._alone = len(slots), threading.Lock()
+        self._slots, self._lock = len(slots), threading.Lock()
 
     def encode(self, tar: str, sha256: str, path: str) -> dict[str, Any]:
         """Encode a shard on a free device, as encoder_process.encode_tar.
@@ -67,7 +67,7 @@ class EncoderPool:
         try:
             return slot(tar, sha256, path)
         except EncoderLost:
-            with self._alone:
+            with self._lock:
                 self._slots -= 1
                 stays = self._slots <= 0  # the last one: who waits for a slot gets its error
             raise

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from kiln_command import ROOT, command, environment
 
+import flows.sweep as sweep_flow
 from artifacts.run_records import runs
 from artifacts.store import Store
+from configs.load_sweep import Trial
+from tasks.build_or_reuse import StageFailed
 from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow
@@ -62,6 +65,30 @@ def test_the_best_trial_is_published_and_a_failed_one_does_not_end_the_others(
     assert [row.split()[-1] for row in rows] == ["best", "measured"]
     assert int(rows[0].split()[0]) != best // 2 + 1
     assert "rejected by the gate: holdout_loss < 0" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "traced"), [(KeyError("a bug"), True), (StageFailed("no"), False)]
+)
+def test_a_bug_in_a_trial_is_logged_with_its_traceback(
+    error: Exception,
+    traced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing:
+        def with_options(self, **_: Any) -> Callable[..., Any]:
+            def call(*_: Any) -> Any:
+                raise error
+
+            return call
+
+    monkeypatch.setattr(sweep_flow, "train", Failing())
+    none: Any = None
+    with caplog.at_level("WARNING", logger="kiln"):
+        outcome, states = sweep_flow._try(1, Trial({}, none), none, none, none)
+    assert (outcome["status"], states) == ("failed", [])
+    assert ("Traceback" in caplog.text) is traced
 
 
 @pytest.mark.parametrize(

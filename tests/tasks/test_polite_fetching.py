@@ -102,19 +102,21 @@ def outcomes(site: Site, *paths: str, **settings: Any) -> list[str]:
     """`ok` or the failure reason of each path, fetched at once by one shard."""
     fetcher = Fetcher(settings_for(site, **settings), ServedAt(f"http://{site.host}"))
 
-    async def outcome(path: str) -> str:
-        try:
-            with Room(BodyMemory(10**6)) as room:
-                await fetcher.get(Row(path, ("",)), room)
-        except FetchFailed as failure:
-            return failure.reason
-        return "ok"
-
     async def all_outcomes() -> list[str]:
         async with fetcher:
-            return await asyncio.gather(*map(outcome, paths))
+            return await asyncio.gather(*(outcome(fetcher, path) for path in paths))
 
     return run(all_outcomes())
+
+
+async def outcome(fetcher: Fetcher, path: str) -> str:
+    """`ok` or the failure reason of a path."""
+    try:
+        with Room(BodyMemory(10**6)) as room:
+            await fetcher.get(Row(path, ("",)), room)
+    except FetchFailed as failure:
+        return failure.reason
+    return "ok"
 
 
 def test_robots_txt_excludes_a_picture_before_any_request_of_it(site: Site) -> None:
@@ -297,16 +299,8 @@ def test_rows_that_a_crawl_delay_would_keep_too_long_are_transient_failures(site
     async def two_rows() -> list[str]:
         fetcher = Fetcher(settings_for(site), ServedAt(f"http://{site.host}"))
 
-        async def reason(path: str) -> str:
-            try:
-                with Room(BodyMemory(10**6)) as room:
-                    await fetcher.get(Row(path, ("",)), room)
-            except FetchFailed as failure:
-                return failure.reason
-            return "ok"
-
         async with fetcher:
-            tasks = [asyncio.create_task(reason(path)) for path in "abc"]
+            tasks = [asyncio.create_task(outcome(fetcher, path)) for path in "abc"]
             done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             while len(done) < 2:
                 done, waiting = await asyncio.wait(tasks, timeout=0.05)
