@@ -3,6 +3,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PORT ?= 4200
+# Address of the package index that has the wanted build of PyTorch; empty: pip's index.
+TORCH_INDEX ?=
 # Spinning OpenMP threads would take the cores from other processes of a small machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 10000
@@ -27,7 +29,7 @@ export KILN_RUNTIMES := $(RUNTIMES)
 # Tests of these fail if they cannot run; others are skipped.
 test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu)
 
-.PHONY: help demo environments setup setup-plan setup-oldest setup-xla setup-mindspore quick test soak faults fuzz chaos lint format ui clean
+.PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-plan setup-oldest setup-browser setup-deploy setup-xla setup-mindspore FORCE quick test soak faults fuzz chaos lint format ui clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of processor time after set-up)"
@@ -38,6 +40,8 @@ help:
 	@echo "make fuzz    read 100,000 damaged inputs; each must be refused or read correctly"
 	@echo "make chaos   500 faults on three kinds of store; nothing may be lost, wrong or hang"
 	@echo "make setup   create the environment (a minute, once)"
+	@echo "make setup-cuda  PyTorch for NVIDIA GPUs and bitsandbytes (TORCH_INDEX=ADDRESS: of another CUDA version)"
+	@echo "make setup-jax-tpu  libtpu for runtime jax on a TPU VM"
 	@echo "make setup-xla  create the environment of runtime xla, $(VENV)-xla (6 GB, a minute, once)"
 	@echo "make setup-plan  install the TPU compiler for kiln plan (requires no TPU)"
 	@echo "make setup-mindspore  create that of runtime mindspore, $(VENV)-mindspore (3 GB, half a minute, once)"
@@ -57,7 +61,7 @@ test:
 	$(MAKE) --no-print-directory --jobs 2 environments lint
 	$(PYTEST) -m "not soak" --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-soak: environments setup-oldest
+soak: environments setup-oldest setup-browser
 	$(PYTEST) -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 # Some of the faults: SHARD=3/8 is the fourth of eight parts; 11/8 is the same part.
@@ -73,7 +77,7 @@ STORES ?= local,s3,gcs
 chaos: $(VENV)/dev.stamp
 	$(BIN)/python tests/chaos/run.py --faults $(or $(FAULTS),510) --stores $(STORES)
 
-environments: $(VENV)/dev.stamp $(patsubst %,setup-%,$(filter $(OWN),$(RUNTIMES))) $(if $(LIBTPU),setup-plan)
+environments: $(VENV)/dev.stamp setup-deploy $(patsubst %,setup-%,$(filter $(OWN),$(RUNTIMES))) $(if $(LIBTPU),setup-plan)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -84,8 +88,10 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The second version of Prefect's UI asks an analytics host for its settings even if analytics are off.
 ui: setup
-	PREFECT_UI_API_URL=http://127.0.0.1:$(PORT)/api $(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
+	PREFECT_UI_API_URL=http://127.0.0.1:$(PORT)/api PREFECT_SERVER_UI_V2_ENABLED=false \
+	  $(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
 
 setup: $(VENV)/stamp
 
@@ -108,9 +114,19 @@ $(UV)/stamp: requirements/uv.txt
 	@$(UV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input --requirement $<
 	@touch $@
 
-$(VENV)/torch.stamp: requirements/torch.txt | $(UV)/stamp
+# Another index than that of the environment installs PyTorch again; without one, the build stays.
+TORCH_FROM := $(VENV)-torch-index
+ifneq ($(TORCH_INDEX),)
+$(TORCH_FROM): FORCE
+	@echo '$(TORCH_INDEX)' | cmp -s - $@ || echo '$(TORCH_INDEX)' > $@
+endif
+FORCE:
+
+# From its own index comes PyTorch alone: such an index lacks the pinned versions of other packages.
+$(VENV)/torch.stamp: requirements/torch.txt $(if $(TORCH_INDEX),$(TORCH_FROM)) | $(UV)/stamp
 	@echo "$(VENV): PyTorch"
 	@$(call make_environment,$(VENV))
+	@$(if $(TORCH_INDEX),$(call install,$(VENV)) --no-deps --reinstall-package torch --default-index '$(TORCH_INDEX)' --requirements $<)
 	@$(call install,$(VENV)) --constraints requirements/base.txt --requirements $<
 	@touch $@
 
@@ -126,6 +142,25 @@ $(VENV)/stamp: pyproject.toml $(VENV)/base.stamp
 
 $(VENV)/dev.stamp: requirements/dev.txt $(VENV)/stamp
 	@echo "$(VENV): pytest, ruff, mypy, import-linter"
+	@$(call install,$(VENV)) --no-deps --requirements $<
+	@touch $@
+
+# For NVIDIA GPUs. A CPU build is a mistake here, which only its index mends.
+setup-cuda: $(VENV)/cuda.stamp
+
+HAS_CUDA := import sys, torch; torch.version.cuda or sys.exit( \
+  "PyTorch is a CPU build: make setup-cuda TORCH_INDEX=ADDRESS, of an index with CUDA builds (docs/setup.md)")
+$(VENV)/cuda.stamp: requirements/cuda.txt $(VENV)/stamp
+	@$(BIN)/python -c '$(HAS_CUDA)'
+	@echo "$(VENV): bitsandbytes"
+	@$(call install,$(VENV)) --no-deps --requirements $<
+	@touch $@
+
+# For runtime jax on a TPU VM: deploy/tpu/setup.sh jax.
+setup-jax-tpu: $(VENV)/jax-tpu.stamp
+
+$(VENV)/jax-tpu.stamp: requirements/jax-tpu.txt $(VENV)/stamp
+	@echo "$(VENV): libtpu for runtime jax"
 	@$(call install,$(VENV)) --no-deps --requirements $<
 	@touch $@
 
@@ -156,6 +191,22 @@ setup-oldest: $(VENV)-oldest/stamp
 
 $(VENV)-oldest/stamp: requirements/oldest.txt | $(UV)/stamp
 	@echo "$(VENV)-oldest: the oldest supported diffusers and transformers"
+	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
+	@touch $@
+
+# Validators of the files in deploy/: of Dockerfiles, compose files, Kubernetes manifests and job templates.
+setup-deploy: $(VENV)-deploy/stamp
+
+$(VENV)-deploy/stamp: requirements/deploy.txt | $(UV)/stamp
+	@echo "$(VENV)-deploy: validators of the files in deploy/, 0.2 GB"
+	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
+	@touch $@
+
+# Playwright drives the Chromium of the system in tests of pages.
+setup-browser: $(VENV)-browser/stamp
+
+$(VENV)-browser/stamp: requirements/browser.txt | $(UV)/stamp
+	@echo "$(VENV)-browser: Playwright, which drives Chromium, 0.2 GB"
 	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
 	@touch $@
 

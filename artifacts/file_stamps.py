@@ -20,13 +20,18 @@ TICK = 0.01
 
 def time_stamp(path: str) -> str:
     """The stamp of a local file."""
-    return f"mtime:{os.stat(path).st_mtime_ns}"
+    return _stamp(os.stat(path))
+
+
+def _stamp(status: os.stat_result) -> str:
+    return f"mtime:{status.st_mtime_ns}"
 
 
 def present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | None]:
     """A file's stamp, and its size in bytes."""
     if isinstance(fs, LocalFileSystem):
-        return time_stamp(path), os.stat(path).st_size
+        status = os.stat(path)
+        return _stamp(status), status.st_size
     fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
     info = file_info(fs, path)
     return checksum(info), info.get("size")

@@ -12,13 +12,14 @@ from typing import IO, Any
 
 import fsspec
 
-from artifacts.commit import open_checked
+from artifacts.checksummed_files import open_checked
 from artifacts.hashing import canonical_json, parse_json
 
 EXTENSIONS = ("jpg", "png", "webp")
 #: Columns of a shard's parquet: one entry for every row of the shard, failures included.
 #: `attempts` counts the requests of a row without a picture, in all runs. `row_hash` identifies the
-#: row of the source.
+#: row of the source. A shard with further columns of the source has them as JSON in a column
+#: ADDITIONAL.
 COLUMNS = {
     "key": "string",
     "url": "string",
@@ -33,6 +34,7 @@ COLUMNS = {
     "sha256": "string",
     "row_hash": "string",
 }
+ADDITIONAL = "additional"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Sample:
     extension: str  # jpg | png | webp
     captions: tuple[str, ...]  # at least one, which may be empty
     #: url, caption, width, height, original_width, original_height (pixels); sha256 (hex) of the
-    #: downloaded bytes, before any resizing; aesthetic_score if the source has scores
+    #: downloaded bytes, before any resizing; aesthetic_score if the source has scores; further
+    #: columns of the source by their names
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -108,12 +111,19 @@ def read_tar(source: Path | str | IO[bytes], sha256: str | None = None) -> Itera
             raise ValueError(f"{name}: not a readable tar: {error}") from None
 
 
-def write_rows(path: Path | str, rows: Iterable[dict[str, Any]]) -> None:
-    """Write the parquet of a shard from dicts with keys of COLUMNS; absent values are null."""
+def write_rows(
+    path: Path | str, rows: Iterable[dict[str, Any]], *, additional: bool = False
+) -> None:
+    """Write the parquet of a shard from dicts with keys of COLUMNS; absent values are null.
+
+    Args:
+        additional: whether the rows also have ADDITIONAL.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema([(name, getattr(pa, kind)()) for name, kind in COLUMNS.items()])
+    columns = COLUMNS | ({ADDITIONAL: "string"} if additional else {})
+    schema = pa.schema([(name, getattr(pa, kind)()) for name, kind in columns.items()])
     pq.write_table(pa.Table.from_pylist(list(rows), schema), path, compression="zstd")
 
 

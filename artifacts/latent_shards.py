@@ -31,7 +31,7 @@ import numpy as np
 from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
-from artifacts.commit import read_checked, read_record
+from artifacts.checksummed_files import read_checked, read_record
 from artifacts.hashing import parse_json
 from artifacts.tensor_header import TensorPlace, read_header
 

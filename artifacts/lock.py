@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -41,10 +41,17 @@ class Lock:
         lost: set as soon as a heartbeat finds another owner.
     """
 
-    def __init__(self, fs: AbstractFileSystem, path: str, lease: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        fs: AbstractFileSystem,
+        path: str,
+        lease: float,
+        clock: Clock,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self.lost = threading.Event()
         self._fs, self._path, self._lease, self._clock = fs, path, lease, clock
-        self._owner = {"token": uuid.uuid4().hex, **_this_process(), "beat": 0}
+        self._owner = {**(facts or {}), "token": uuid.uuid4().hex, **_this_process(), "beat": 0}
         self._alone = threading.Lock()  # the heartbeat and the builder both renew
         self._state = State(None, None)
         self._renewed = clock.now()
@@ -112,6 +119,7 @@ def hold(
     path: str,
     *,
     on_wait: Callable[[dict[str, Any]], None] = lambda owner: None,
+    facts: Mapping[str, Any] | None = None,
     expiry: float = EXPIRY_SECONDS,
     heartbeat: float = HEARTBEAT_SECONDS,
     clock: Clock = REAL,
@@ -123,11 +131,12 @@ def hold(
     of different hosts need not agree.
 
     Args:
-        on_wait: called once with the owner's record, if there is an owner to wait for.
+        on_wait: called with the record of each owner that is waited for.
+        facts: added to our own record.
         expiry: seconds without a heartbeat.
         heartbeat: seconds between our own heartbeats.
     """
-    lock = Lock(fs, path, expiry / 2, clock)
+    lock = Lock(fs, path, expiry / 2, clock, facts)
     _acquire(fs, path, lock, on_wait, expiry, clock)
     with _kept(lock, path, heartbeat):
         before = _held.set(lock)
@@ -146,6 +155,22 @@ def wait_until_free(
     if read_owner(fs, path) is not None:
         with hold(fs, path, on_wait=on_wait):
             pass
+
+
+def is_alive(
+    fs: AbstractFileSystem, path: str, *, expiry: float = EXPIRY_SECONDS, clock: Clock = REAL
+) -> bool:
+    """Whether a living process owns the lock. It waits up to `expiry` seconds for a beat."""
+    seen, since = read(fs, path), clock.now()
+    state = seen
+    while (owner := _owner_of(state)) is not None and not is_dead(owner):
+        if state != seen:
+            return True
+        if clock.now() - since > expiry:
+            return False
+        clock.sleep(min(0.5, expiry / 4))
+        state = read(fs, path)
+    return False
 
 
 def check_held() -> None:
@@ -200,7 +225,7 @@ def _acquire(
     expiry: float,
     clock: Clock,
 ) -> None:
-    notified, seen, since = False, None, clock.now()
+    notified, seen, since = None, None, clock.now()
     make_folder_of(fs, path)
     while True:
         state = read(fs, path)
@@ -212,9 +237,9 @@ def _acquire(
                 return
             make_folder_of(fs, path)  # it may have been deleted
             continue
-        if owner and not notified:  # an incomplete record names no owner
+        if owner and owner.get("token", "") != notified:  # an incomplete record names no owner
+            notified = owner.get("token", "")
             on_wait(owner)
-            notified = True
         clock.sleep(min(0.5, expiry / 4))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 from fsspec.core import url_to_fs
 
-from artifacts.commit import put_atomic
+from artifacts.checksummed_files import put_atomic
 from artifacts.resolve_model import ModelNotFound, cache_folder
 from artifacts.store import Store
 

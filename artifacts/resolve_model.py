@@ -23,6 +23,9 @@ IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
 #: The hub matches with fnmatch, where * also matches /.
 HUB_FILES = ["*.json", "*.txt", "*.model", "*.md", "*/*.safetensors"]
 HUB_FILES += ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
+#: Texts that a derived model must come with; of the top level. Most have no suffix.
+LICENSE_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
+HUB_FILES += LICENSE_FILES
 HUB_CONFIGS = ["*.json", "*.txt"]
 HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*", "text_encoders/*"]
 #: Variants of the same weights, skipped unless one is requested.
@@ -131,12 +134,12 @@ def _fetch_hub(repo: str, revision: str | None, variant: str | None, files: Sequ
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise  # a full local disk does not mean that the model is missing
-        why = _hub_refusal(error, repo, revision)
+        why = hub_refusal(error, repo, revision)
         raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
     return Path(folder)
 
 
-def _hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
+def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
     """One line: the reason why the hub refused a model, and a remedy."""
     from httpx2 import ConnectError, TimeoutException
     from huggingface_hub import constants
@@ -155,7 +158,9 @@ def _hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
         return f"the hub has no such model visible to you: if it is private, {log_in}"
     if isinstance(error, RevisionNotFoundError):
         return f"the hub's model has no revision {revision}"
-    if isinstance(cause, ConnectError | TimeoutException):
+    if isinstance(error, ConnectError | TimeoutException) or isinstance(
+        cause, ConnectError | TimeoutException
+    ):
         return f"the hub cannot be reached at {constants.ENDPOINT}"
     reason = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
     return f"the hub could not serve it ({reason.strip()})"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from artifacts.commit import encode_record, read_record, write_record
+from artifacts.checksummed_files import encode_record, read_record, write_record
 from artifacts.compare_and_swap import read, swap
 from artifacts.hashing import digest_json
 from artifacts.list_folder import entries, modified

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
 from artifacts.atomic_disk_writes import replacing
-from artifacts.commit import FileEntry
+from artifacts.checksummed_files import FileEntry
 from artifacts.latent_shards import from_bfloat16
 from artifacts.tensor_header import TensorPlace, read_header
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.artifact_key import KeyParts
 from artifacts.atomic_disk_writes import sync_tree
-from artifacts.commit import (
+from artifacts.checksummed_files import (
     FORMAT,
     SMALL,
     FileEntry,
@@ -47,7 +47,7 @@ from artifacts.compare_and_swap import NoSwap, create
 from artifacts.concurrent_requests import AT_ONCE, ask_at_once
 from artifacts.hashing import digest_bytes
 from artifacts.list_folder import subfolders
-from artifacts.lock import Lock, hold
+from artifacts.lock import Lock, hold, is_alive
 from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
@@ -304,10 +304,21 @@ class Store:
         return Draft(self, recipe, lock)
 
     def lock(
-        self, stage: str, key: str, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None
+        self,
+        stage: str,
+        key: str,
+        on_wait: Callable[[dict[str, Any]], None] = lambda owner: None,
+        facts: Mapping[str, Any] | None = None,
     ) -> AbstractContextManager[Lock]:
-        """Be the only builder of a key."""
-        return hold(self.fs, f"{self.root}/{stage}/{key}/lock.json", on_wait=on_wait)
+        """Be the only builder of a key. Arguments as of `hold`."""
+        return hold(self.fs, self._lock_path(stage, key), on_wait=on_wait, facts=facts)
+
+    def is_being_built(self, stage: str, key: str) -> bool:
+        """Whether a living process builds a key. It waits for a heartbeat, at most 30 s."""
+        return is_alive(self.fs, self._lock_path(stage, key))
+
+    def _lock_path(self, stage: str, key: str) -> str:
+        return f"{self.root}/{stage}/{key}/lock.json"
 
     def shard_lock(
         self, stage: str, key: str, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from bench.report import Row, machine, publish, spread, versions
 from runtimes.contract import Shapes
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays
 from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import free_port
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.update.training_state_copies import owned_copies, read_arrays
 
 ROUNDS = 5
 GROUPS = ("weights", "exp_avg", "exp_avg_sq", "ema")

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     with (
         tempfile.TemporaryDirectory(prefix="kiln-bench-") as scratch,
-        _server(Path(scratch), is_quick=options.quick) as host,
+        photo_server(Path(scratch), is_quick=options.quick) as host,
     ):
         rows = []
         for name in options.row or WORKLOADS:
@@ -247,7 +247,7 @@ SIDES = {"ours": _ours, "img2dataset": _img2dataset}
 
 
 @contextmanager
-def _server(folder: Path, *, is_quick: bool) -> Iterator[str]:
+def photo_server(folder: Path, *, is_quick: bool) -> Iterator[str]:
     """host:port of a server of small and large pictures, in a process of its own."""
     pictures = folder / "pictures"
     for number in range(4 if is_quick else 64):

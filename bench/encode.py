@@ -32,10 +32,10 @@ from artifacts.store import Store
 from bench import benchmark_inputs
 from bench.compare_steps import Context
 from bench.report import Row, log, machine, publish, spread, versions
-from bench.stand_in import NAME, registered
+from bench.stand_in_encoder import NAME, registered
 from runtimes.process.job import EncodeJob
-from tasks.encode.beam_pipeline import EncodeShard, EncodeTask, encode_shards
 from tasks.encode.decode_and_crop import TransformSettings, transform
+from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
 from tasks.encode.encoder_client import EncoderProcess
 from tasks.encode.encoder_pool import EncoderPool
 from tasks.encode.encoder_process import EncodingPlan
@@ -123,7 +123,7 @@ def devices_row(context: Context, name: str, *, size: Size) -> Row:
     """`scaling_N`: rate on N devices, divided by N times the rate on one; 1 is linear."""
     counts = (1, 2, 4)
     job = EncodeJob(NAME, str(size.seconds), batch_size=size.batch, device="cpu")
-    start = partial(EncoderProcess, module="bench.stand_in")
+    start = partial(EncoderProcess, module="bench.stand_in_encoder")
     plan = EncodingPlan(job, _transform(size))
     pools = {count: EncoderPool(plan, count, start) for count in counts}
     shards = {

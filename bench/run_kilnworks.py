@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.latent_shards import open_latents
-from bench.stages import Stages, recipe_overrides
+from bench.run_without_prefect import Stages, recipe_overrides
 from configs.load_recipe import load_recipe
 from configs.train import Train
 from runtimes.process.job import TrainJob
@@ -79,7 +79,7 @@ def whole_run(
     overrides = recipe_overrides(images, model, folder / "store", size, **train)
     path = folder / "overrides.json"
     path.write_text(json.dumps(overrides), encoding="utf-8")
-    seconds, stages = run_module("bench.stages", str(path))
+    seconds, stages = run_module("bench.run_without_prefect", str(path))
     return seconds, dict(stages)
 
 

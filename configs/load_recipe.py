@@ -43,7 +43,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     path = find_recipe(name)
     settings = _read(path, seen=())
     for dotted, value in (overrides or {}).items():
-        _set(settings, dotted, _anchor(value, Path.cwd()))
+        _set(settings, dotted, anchored(value, Path.cwd()))
     try:
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
@@ -110,19 +110,19 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     if not isinstance(settings, dict):
         raise RecipeError(f"{path.name}: a recipe is a mapping of settings")
-    settings = _anchor(settings, path.parent)
+    settings = anchored(settings, path.parent)
     parent = settings.pop("extends", None)
     if parent is None:
         return settings
     return _merge(_read(find_recipe(str(parent)), (*seen, path)), settings)
 
 
-def _anchor(value: Any, folder: Path) -> Any:
+def anchored(value: Any, folder: Path) -> Any:
     """Resolve strings that start with ./ or ../ relative to the folder of their recipe."""
     if isinstance(value, dict):
-        return {key: _anchor(item, folder) for key, item in value.items()}
+        return {key: anchored(item, folder) for key, item in value.items()}
     if isinstance(value, list):
-        return [_anchor(item, folder) for item in value]
+        return [anchored(item, folder) for item in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
         return str((folder / value).resolve())
     return value

@@ -1,4 +1,4 @@
-"""A recipe: its sections, each in a file of its name, and the rules between sections."""
+"""A recipe: its sections, each in a file of its own, and the rules between sections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from configs.encode import Encode
 from configs.evaluate import Evaluate
 from configs.hardware import Hpu, MindSpore
 from configs.model import Model
-from configs.plan import Plan
+from configs.place import Place
+from configs.plan_assumptions import Plan
 from configs.publish import Publish
 from configs.retrain import Retrain
 from configs.source import Source
@@ -43,9 +44,10 @@ class Recipe(Section):
     )
     shared_folders: tuple[str, ...] = Field(
         (),
-        description="Folders that remote Beam workers have at the same paths as this machine, "
-        "such as the mount of a network file system.",
+        description="Folders that remote Beam workers and work pools have at the same paths as "
+        "this machine, such as the mount of a network file system.",
     )
+    place: Place = Place()
     encode: Encode = Encode()
     train: Train = Train()
     tpu: Tpu | None = Field(

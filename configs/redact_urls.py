@@ -16,7 +16,9 @@ USERINFO = re.compile(
     r"(?<=://)[^\s/?#:@]*:[^\s/?#]*@|(?<!hf)(?<!abfs)(?<!abfss)(?<!az)(://)[^\s/?#]*@"
 )
 #: Names of settings with a secret, such as beam.s3_secret_access_key.
-SECRET_NAME = re.compile(r"[^.]*(secret|password|api_?key|access_key|credentials)[^.]*$", re.I)
+SECRET_NAME = re.compile(
+    r"[^.]*(secret|password|api_?key|access_key|credentials)[^.]*$|(?<!user_agent_)token$", re.I
+)
 HTTP = re.compile("https?://", re.IGNORECASE)
 REMEDY = "set credentials in the environment (AWS_ACCESS_KEY_ID, HF_TOKEN, FSSPEC_...)"
 #: The end of a value, which keeps the punctuation of the sentence around it.

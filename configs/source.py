@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from configs.base_section import ReadUrl, Section
 
 AestheticColumn = Annotated[
     str | None,
     Field(description="Column of the aesthetic scores, for train.aesthetic_score; null: none."),
+]
+
+#: Names in a picture's metadata that have a meaning of their own.
+RESERVED = {
+    *("key", "url", "caption", "captions", "status", "error_message", "attempts", "row_hash"),
+    *("width", "height", "original_width", "original_height", "sha256", "aesthetic_score"),
+}
+
+
+def _free_names(names: Sequence[str]) -> Sequence[str]:
+    if taken := sorted(RESERVED.intersection(names)):
+        raise ValueError(f"pictures have {', '.join(taken)} already: rename the list's column")
+    if len({name.lower() for name in names}) < len(names):
+        raise ValueError("a column is named twice (capitals are as small letters)")
+    if odd := [name for name in names if not name.strip() or not set('"\\\0').isdisjoint(name)]:
+        raise ValueError(f"{odd[0]!r} is no name of a column: rename the list's column")
+    return names
+
+
+AdditionalColumns = Annotated[
+    tuple[str, ...],
+    AfterValidator(_free_names),
+    Field(
+        description="Further columns to keep in the metadata of each picture. Their URLs have no "
+        "secrets there."
+    ),
 ]
 
 
@@ -34,6 +61,7 @@ class UrlSource(Section):
         "another digest is a failed row.",
     )
     aesthetic_column: AestheticColumn = None
+    additional_columns: AdditionalColumns = ()
     base_url: ReadUrl | None = Field(
         None, description="Base of relative URLs; null: all URLs are absolute."
     )
@@ -46,6 +74,7 @@ class FolderSource(Section):
     path: ReadUrl = Field(description="Folder: local path or fsspec URL.")
     caption_column: str = Field("text", description="Column of metadata.jsonl with the caption.")
     aesthetic_column: AestheticColumn = None
+    additional_columns: AdditionalColumns = ()
 
 
 class DatasetSource(Section):
@@ -65,6 +94,7 @@ class DatasetSource(Section):
     image_column: str = Field("image", description="Column with the encoded image.")
     caption_column: str = Field("text", description="Column with the caption.")
     aesthetic_column: AestheticColumn = None
+    additional_columns: AdditionalColumns = ()
 
 
 class DigitsSource(Section):

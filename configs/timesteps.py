@@ -35,6 +35,12 @@ class TimestepSampling(Section):
     bias_begin: int = Field(0, ge=0, description="First timestep of the range.")
     bias_end: PositiveInt = Field(1000, description="End of the range, exclusive.")
 
+    resolution_shift: bool = Field(
+        False,
+        description="Shift a flow's noise levels by the picture's size, as its pipeline does when "
+        "it samples; the base's scheduler must have use_dynamic_shifting.",
+    )
+
     @model_validator(mode="after")
     def _check_bias(self) -> TimestepSampling:
         without = {

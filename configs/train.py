@@ -125,6 +125,12 @@ class Train(Section):
         0.0, ge=0, description="Scale of extra noise on the model's input (arXiv 2301.11706)."
     )
     timesteps: TimestepSampling = TimestepSampling()
+    guidance_scale: float = Field(
+        1.0,
+        ge=0,
+        description="Guidance scale that a guidance-distilled denoiser, such as FLUX.1 dev, is "
+        "given in training.",
+    )
     caption_dropout_rate: Fraction = Field(
         0.0, description="Fraction of samples, 0 to 1, with an empty caption."
     )
@@ -263,6 +269,12 @@ class Train(Section):
         return self.model_copy(update={"steps": steps, "epochs": None})
 
     @property
+    def held_out_loss(self) -> dict[str, float]:
+        """The settings that define a held-out loss; guidance where it is not the default."""
+        guidance = {} if self.guidance_scale == 1 else {"guidance_scale": self.guidance_scale}
+        return {"noise_offset": self.noise_offset, **guidance}
+
+    @property
     def compute_dtype(self) -> str:
         """The dtype name of forward and backward, as in PyTorch, JAX and MindSpore."""
         return {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.mixed_precision]
@@ -314,13 +326,23 @@ def key_settings(settings: Train) -> dict[str, Any]:
         excluded.add("lr_num_cycles")
     if settings.lr_scheduler != "polynomial":
         excluded.add("lr_power")
+    if settings.guidance_scale == 1:  # most models have no such input
+        excluded.add("guidance_scale")
+    found = _dump(settings, excluded)
     rule = settings.best_checkpoint
     if rule is None:
-        excluded.add("best_checkpoint")
-        return settings.model_dump(mode="json", exclude=excluded)
+        del found["best_checkpoint"]
+        return found
     # The candidates, and what their scores depend on.
-    found = settings.model_dump(mode="json", exclude=excluded - {"checkpointing_steps"})
+    found = _dump(settings, excluded - {"checkpointing_steps"})
     found["best_checkpoint"]["mode"] = "min" if rule.lower_is_better else "max"
     if not rule.by_samples:
         found["holdout_loss"] = settings.holdout_loss.model_dump(exclude={"every_n_steps"})
+    return found
+
+
+def _dump(settings: Train, excluded: set[str]) -> dict[str, Any]:
+    found = settings.model_dump(mode="json", exclude=excluded)
+    if not settings.timesteps.resolution_shift:  # diffusion has none
+        del found["timesteps"]["resolution_shift"]
     return found

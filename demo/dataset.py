@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from demo import digits
+from demo.styles import BASE_STYLES, NEW_STYLE, style_index
 
 LIST, NOTE = "urls.parquet", "recipe.json"
 REHEARSAL = 900  # half the number of new pictures; without them the model forgets old styles
@@ -27,7 +28,7 @@ def _png(picture: NDArray[np.uint8]) -> bytes:
 
 def _even_styles(count: int, rng: np.random.Generator) -> NDArray[np.intp]:
     """`count` indices of base styles, each as often as the others, in random order."""
-    known = [digits.style_index(name) for name in digits.BASE_STYLES]
+    known = [style_index(name) for name in BASE_STYLES]
     return rng.permutation(np.resize(known, count))
 
 
@@ -39,7 +40,7 @@ def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[int, byte
     rng = np.random.default_rng(seed)
     x8, labels = digits.load("all")
     again = rng.choice(len(x8), rehearsal, replace=rehearsal > len(x8))
-    new = np.full(len(x8), digits.style_index(digits.NEW_STYLE))
+    new = np.full(len(x8), style_index(NEW_STYLE))
     rows = np.concatenate([np.arange(len(x8)), again])
     styles = np.concatenate([new, _even_styles(rehearsal, rng)])
     for number in rng.permutation(len(rows)):

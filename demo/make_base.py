@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from demo import digits
+from demo.styles import STYLES
 
 BASE = Path(__file__).parent / "base"
 CLIP_STEPS, CLIP_BATCH = 1000, 128
@@ -55,7 +56,7 @@ def _train_clip(out: Path, steps: int) -> None:
         if name.endswith(("position_embedding.weight", "token_embedding.weight")):
             nn.init.normal_(weight, std=EMBEDDING_STD)
     tokenizer = CLIPTokenizer.from_pretrained(out / "evaluator")
-    styles = len(digits.STYLES)
+    styles = len(STYLES)
 
     def loss() -> Tensor:
         rows = rng.integers(len(x8), size=CLIP_BATCH)
@@ -107,7 +108,7 @@ def _vae_batch(count: int, rng: np.random.Generator) -> Tensor:
     cover = digits.strokes(chosen[:odd], rng)[..., None]
     ink, paper = rng.uniform(0, 255, (2, odd, 1, 1, 3))
     any_colours = (ink * cover + paper * (1 - cover)).astype(np.uint8)
-    known = digits.render(chosen[odd:], rng.integers(len(digits.STYLES), size=count - odd), rng)
+    known = digits.render(chosen[odd:], rng.integers(len(STYLES), size=count - odd), rng)
     return _pixels(np.concatenate([any_colours, known]))
 
 

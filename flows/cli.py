@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from configs.expand_sweep_trials import load_trials, parse_grid
 from configs.generate import read_settings
 from configs.load_recipe import dump, json_schema, load_recipe, parse_override, recipe_names
-from configs.load_sweep import load_trials, parse_grid
 from configs.recipe import StageName
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
 
@@ -63,6 +63,29 @@ FAILED = 1
 WRONG_INPUT = 2
 REJECTED = 3
 INTERRUPTED = 130
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from flows.version import version
+
+        print(f"kiln {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version and, in a checkout, the git commit.",
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def _parsed(override: list[str] | None) -> dict[str, Any]:
@@ -238,6 +261,25 @@ def plan(
 
 
 @app.command()
+def place(
+    recipe: RecipeArgument,
+    override: Overrides = None,
+    folder: Annotated[
+        str | None,
+        typer.Option(help="Folder of Kilnworks on the workers' machines; default: this checkout."),
+    ] = None,
+    accelerators: Annotated[
+        int | None, typer.Option(min=1, help="Stages with an accelerator at a time, of all runs.")
+    ] = None,
+) -> None:
+    """Let the work pools that a recipe's `place` names run its stages."""
+    loaded = load_recipe(recipe, _parsed(override))
+    from flows.deploy_stages import deploy_stages
+
+    deploy_stages(loaded, folder, accelerators)
+
+
+@app.command()
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Print this recipe, resolved.")] = None,
     override: Overrides = None,
@@ -254,11 +296,24 @@ def recipes(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Check this machine: versions, devices and missing parts of every runtime."""
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="Also check what this recipe needs.")
+    ] = None,
+    override: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, and a recipe's model, source and store; name the mending commands.
+
+    Neither pictures nor weights are fetched. Exit code: 0 ready, 1 a problem, 2 wrong input.
+    """
+    checked = None if recipe is None else load_recipe(recipe, _parsed(override))
+    if recipe is None and override:
+        raise typer.BadParameter("-o needs a recipe: kiln doctor RECIPE -o KEY=VALUE")
     from flows.doctor import examine
 
-    if not examine(as_json=as_json):
+    arguments = [recipe or "", *(word for one in override or () for word in ("-o", one))]
+    if not examine(checked, arguments, as_json=as_json):
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Check this machine: versions, devices, the Prefect server and missing parts."""
+"""Check this machine, and on request a recipe: what is missing, and the command that mends it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import json
 import platform
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, get_args
 
-from configs.recipe import RuntimeName
+from configs.recipe import Recipe, RuntimeName
 from configs.redact_urls import without_secrets
+from flows import check_machine
+from flows.check_machine import PINNED, TRAPS
+from flows.check_recipe import recipe_checks
+from flows.findings import Finding, collect, problem
+from flows.preflight import devices_here, stages_without_pool
 from flows.runner import ServerAway, check_server, configured_server
 from runtimes.check_support import probe_runtime
+from runtimes.contract import Probe
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import (
     cann_version,
@@ -22,47 +30,46 @@ from runtimes.hosts.detect_ascend import (
 from runtimes.process.launcher import count_cores
 from tasks.build_or_reuse import package_versions
 
-#: Packages that must not be installed, with the reason.
-TRAPS = {
-    "dataclasses": "shadows the standard library inside Prefect's server: uninstall it",
-}
-PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transformers")
 
+def examine(recipe: Recipe | None = None, arguments: Sequence[str] = (), *, as_json: bool) -> bool:
+    """Print the findings; returns whether `kiln run` works here.
 
-def examine(*, as_json: bool) -> bool:
-    """Print the findings; returns whether `kiln run` works here."""
-    found = _findings()
+    Args:
+        recipe: also check its model, source, store and runtime.
+        arguments: those that gave the recipe, for the commands of remedies; default: its name.
+    """
+    found = _facts()
+    probes, findings = found.pop("probes"), found.pop("server")
+    checks = [*_machine_checks(found, probes, recipe)]
+    checks += [] if recipe is None else recipe_checks(recipe, probes, arguments)
+    findings += collect(checks)
+    problems = [finding.words for finding in findings if finding.level == "problem"]
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps({**found, "findings": [*map(asdict, findings)], "problems": problems}))
     else:
-        _print(found)
-    return not found["problems"]
+        _print(found, findings)
+    return not problems
 
 
-def _findings() -> dict[str, Any]:
+def _facts() -> dict[str, Any]:
+    """What is here, by name.
+
+    `probes` has the runtimes' probes, `server` the findings of Prefect's server.
+    """
     probes = {name: probe_runtime(name) for name in get_args(RuntimeName)}
     fields = ("available", "devices", "reason")
-    runtimes = {name: {f: getattr(probe, f) for f in fields} for name, probe in probes.items()}
     installed = package_versions(sys.executable, (*PINNED, *TRAPS))
-    versions = {name: installed.get(name) for name in PINNED}
-    problems = [
-        f"{name} is not installed: run `make setup`" for name, v in versions.items() if not v
-    ]
-    problems += [f"{name} {why}" for name, why in TRAPS.items() if name in installed]
-    if not any(found["available"] for found in runtimes.values()):
-        problems.append("no runtime can train here")
-    server, wrong = _server()
-    problems += wrong
-    free = shutil.disk_usage(".").free
-    if free < 5 * 10**9:
-        problems.append(f"only {free / 1e9:.1f} GB of disk are free here")
+    server, away = _server()
     return {
+        "probes": probes,
         "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpus": count_cores(),
-        "disk_free_gb": round(free / 1e9, 1),
+        "disk_free_gb": _free_gb(),
         "prefect_api": server,
-        "versions": versions,
-        "runtimes": runtimes,
+        "server": away,
+        "versions": {name: installed.get(name) for name in PINNED},
+        "runtimes": {n: {f: getattr(probe, f) for f in fields} for n, probe in probes.items()},
         "ascend": {
             "npus": count_npus(),
             "cann": cann_version(),
@@ -75,20 +82,65 @@ def _findings() -> dict[str, Any]:
             "habana_frameworks": detect_gaudi.bridge_version(),
             "lacking": detect_gaudi.missing_components(),
         },
-        "problems": problems,
     }
 
 
-def _server() -> tuple[str, list[str]]:
+def _machine_checks(
+    found: dict[str, Any], probes: dict[str, Probe], recipe: Recipe | None
+) -> Iterator[Any]:
+    torch = found["versions"]["torch"]
+    cuda = [device for device in probes["torch"].devices if device.startswith("cuda")]
+
+    def packages() -> Iterator[Finding]:
+        return check_machine.packages(package_versions(sys.executable, (*PINNED, *TRAPS)))
+
+    def runtimes() -> Iterator[Finding]:
+        if not any(probe.available for probe in probes.values()):
+            yield problem("no runtime can train here", "run `make setup`")
+
+    def nvidia() -> Iterator[Finding]:
+        return check_machine.nvidia(cuda, torch, wanted=recipe is not None and _asks_cuda(recipe))
+
+    def disk() -> Iterator[Finding]:
+        return check_machine.disk("." if recipe is None else recipe.store)
+
+    yield from (check_machine.python_version, packages, runtimes, nvidia)
+    yield from (check_machine.compiler, disk)
+    yield from (check_machine.caches, check_machine.hub_token)
+
+
+def _asks_cuda(recipe: Recipe) -> bool:
+    devices = devices_here(recipe, stages_without_pool(recipe)).values()
+    return recipe.runtime == "torch" and any(name.startswith("cuda") for name in devices)
+
+
+def _server() -> tuple[str, list[Finding]]:
     """The Prefect server of a run as text, and the problems with it."""
-    url = configured_server()
-    if url is None:
-        return "embedded, during a run", []
+    state = "unknown"
+
+    def prefect_server() -> Iterator[Finding]:
+        nonlocal state
+        url = configured_server()
+        if url is None:
+            state = "embedded, during a run"
+            return
+        state = f"{without_secrets(url)} (does not answer)"
+        try:
+            check_server(url)
+            state = f"{without_secrets(url)} (answers)"
+        except ServerAway as error:
+            yield problem(str(error))
+
+    found = list(collect([prefect_server]))
+    return state, found
+
+
+def _free_gb() -> float | None:
+    """Free disk of the working directory in GB; None if it is gone."""
     try:
-        check_server(url)
-    except ServerAway as error:
-        return f"{without_secrets(url)} (does not answer)", [str(error)]
-    return f"{without_secrets(url)} (answers)", []
+        return round(shutil.disk_usage(".").free / 1e9, 1)
+    except OSError:
+        return None
 
 
 def _host(found: dict[str, Any], chips: str, *software: str) -> str:
@@ -98,8 +150,11 @@ def _host(found: dict[str, Any], chips: str, *software: str) -> str:
     return ", ".join(there) + "".join(f"; {words}" for words in found["lacking"])
 
 
-def _print(found: dict[str, Any]) -> None:
-    print(f"python {found['python']}, {found['cpus']} CPUs, {found['disk_free_gb']} GB free")
+def _print(found: dict[str, Any], findings: list[Finding]) -> None:
+    print(
+        f"python {found['python']} ({found['platform']}), {found['cpus']} CPUs, "
+        f"{found['disk_free_gb']} GB free"
+    )
     print(f"prefect server: {found['prefect_api']}")
     for name, number in found["versions"].items():
         print(f"  {name:14} {number or 'missing'}")
@@ -108,6 +163,7 @@ def _print(found: dict[str, Any]) -> None:
         print(f"runtime {name:10} {state}")
     print(f"ascend: {_host(found['ascend'], 'npus', 'cann', 'torch_npu')}")
     print(f"gaudi: {_host(found['gaudi'], 'hpus', 'driver', 'habana_frameworks')}")
-    for problem in found["problems"]:
-        print(f"problem: {problem}")
-    print("ready" if not found["problems"] else "not ready")
+    for finding in sorted(findings, key=lambda one: ("ok", "note", "problem").index(one.level)):
+        print(f"{finding.level}: {finding.words}")
+    ready = not any(finding.level == "problem" for finding in findings)
+    print("ready" if ready else "not ready")

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 from uuid import uuid4
 
-from prefect import flow, runtime, task
+from prefect import Task, flow, runtime, task
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
@@ -17,13 +17,16 @@ from configs.load_recipe import load_recipe
 from configs.recipe import STAGES, StageName
 from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
+from flows.model_events import emit_published
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare
-from flows.task_settings import stage_task
+from flows.send_stage import waiting_task
+from flows.task_settings import stage_task, without_edges
 from flows.task_states import ended, rejected
 from tasks import download as download_stage
 from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
+from tasks.code_versions import versions
 from tasks.encode import stage as encode_stage
 from tasks.evaluate import stage as evaluate_stage
 from tasks.evaluate.prompts import sample_prompts
@@ -49,7 +52,10 @@ def download(run: Run) -> StageResult:
     parts = download_stage.key_parts(run.recipe, plan, retry)
     progress = run.begin(parts)
     build = partial(download_stage.build, run.recipe, plan, progress=progress, retry_failed=again)
-    result = build_or_reuse(run.store, parts, build, parents={"plan": plan.artifact})
+    parents = {"plan": plan.artifact}
+    result = build_or_reuse(
+        run.store, parts, build, parents=parents, send=run.send(parts, progress)
+    )
     download_stage.check_data(result.load(run.store).summary, run.recipe.download)
     return ended(run.store, run.model_name, result, download_stage.show)
 
@@ -66,7 +72,13 @@ def encode(run: Run, images: StageResult) -> StageResult:
     reports = f"{run.store.root}/{parts.stage}/{parts.key}/{REPORTS}-{uuid4().hex}"
     share = partial(encode_stage.encode_missing, *given, run.store, reports, progress)
     parents = {"images": pictures}
-    result = build_or_reuse(run.store, parts, build, parents=parents, help_builder=share)
+    result = build_or_reuse(
+        *(run.store, parts, build),
+        parents=parents,
+        help_builder=share,
+        versions=partial(versions, run.recipe.runtime),
+        send=run.send(parts, progress),
+    )
     return ended(run.store, run.model_name, result, encode_stage.show)
 
 
@@ -80,12 +92,16 @@ def train(run: Run, latents: StageResult) -> StageResult:
     prompts = sample_prompts(run.recipe)
     score = SampleScorer(run.recipe.evaluate.judges, run.clip, prompts)
     parts = train_stage.key_parts(run.recipe, encoded, run.base, run.clip)
+    progress = run.begin(parts)
     build = partial(
         train_stage.build,
         *(run.recipe, encoded, run.base, run.vae, prompts, score),
-        progress=run.begin(parts),
+        progress=progress,
     )
-    result = build_or_reuse(run.store, parts, build, parents={"latents": encoded})
+    parents = {"latents": encoded}
+    result = build_or_reuse(
+        run.store, parts, build, parents=parents, send=run.send(parts, progress)
+    )
     return ended(run.store, run.model_name, result, train_stage.show)
 
 
@@ -98,9 +114,12 @@ def evaluate(
     pictures, encoded, tuned = (one.load(run.store) for one in (images, latents, trained))
     given = run.eval_inputs(pictures, encoded)
     parts = evaluate_stage.key_parts(given, tuned)
-    build = partial(evaluate_stage.build, given, tuned, progress=run.begin(parts))
+    progress = run.begin(parts)
+    build = partial(evaluate_stage.build, given, tuned, progress=progress)
     parents = {"images": given.images, "latents": given.latents, "model": tuned}
-    result = build_or_reuse(run.store, parts, build, parents=parents)
+    result = build_or_reuse(
+        run.store, parts, build, parents=parents, send=run.send(parts, progress)
+    )
     summary = result.load(run.store).summary
     result = replace(result, facts={name: summary[name] for name in ("metrics", "differences")})
     return ended(run.store, run.model_name, result, evaluate_stage.show)
@@ -121,7 +140,7 @@ def publish(
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
     parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base, run.force)
     given = run.eval_inputs(pictures, encoded)
-    champion_metrics = partial(evaluate_stage.metrics_of_published, given, measured)
+    champion_metrics = partial(evaluate_stage.metrics_of_published, given, measured, run.begin)
     lineage = publish_stage.lineage_of(pictures, encoded, tuned, measured)
     build = partial(
         publish_stage.build,
@@ -138,7 +157,9 @@ def publish(
     registered = publish_stage.register(
         run.recipe, run.base, run.store, (*before, result), SHOWS, start
     )
-    version = partial(publish_stage.show_version, registered)
+    if registered.pop("promoted"):  # not again for a model that is reused
+        emit_published(run.model_name, registered["model"], evaluated.facts.get("metrics", {}))
+    version = partial(publish_stage.show_version, run.model_name, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
     return ended(run.store, run.model_name, replace(result, facts=registered), publish_stage.show)
 
@@ -168,20 +189,26 @@ def finetune(
     with redacted_errors():
         checked = load_recipe(recipe, overrides)
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
-    states = list(islice(_stages(run), 1 + STAGES.index(until)))
+    states = list(islice(stages_of(run), 1 + STAGES.index(until)))
     report = report_of([state.result() for state in states])
     if report["status"] == "rejected":  # a measured outcome, not a failure
         return Completed(name="Rejected", message=states[-1].message, data=report)
     return report
 
 
-def _stages(run: Run) -> Iterator[Any]:
-    """The final state of each stage, in order."""
-    yield (images := download(run))
-    yield (latents := encode(run, images))
-    yield (trained := train(run, latents))
-    yield (evaluated := evaluate(run, images, latents, trained))
-    yield publish(run, images, latents, trained, evaluated)
+def stages_of(run: Run, training: Task[Any, Any] = train) -> Iterator[Any]:
+    """The final state of each stage, in order.
+
+    Args:
+        training: the task of stage train.
+    """
+    recipe, given = run.recipe, without_edges(run)
+    yield (images := waiting_task(download, recipe)(given))
+    yield (latents := waiting_task(encode, recipe)(given, images))
+    trained: Any = waiting_task(training, recipe)(given, latents)
+    yield trained
+    yield (evaluated := waiting_task(evaluate, recipe)(given, images, latents, trained))
+    yield publish(given, images, latents, trained, evaluated)
 
 
 def report_of(results: Sequence[StageResult]) -> dict[str, Any]:

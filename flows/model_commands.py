@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from artifacts.commit import first_fault
+from artifacts.checksummed_files import first_fault
 from artifacts.list_folder import subfolders
 from artifacts.resolve_model import resolve_model
 from artifacts.store import Store

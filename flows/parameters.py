@@ -6,21 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo
 
+from configs.hide_secrets import hide_secrets
 from configs.load_recipe import RecipeError, find_recipe, load_recipe, recipe_names
-from configs.redact_urls import has_secrets, is_secret_name
 
 NO_OVERRIDES: dict[str, Any] = {}
-
-
-def hide_secrets(settings: Any, name: str = "") -> Any:
-    """The settings with each secret as a SecretStr, of which Prefect stores asterisks."""
-    if isinstance(settings, dict):
-        return {key: hide_secrets(value, key) for key, value in settings.items()}
-    if isinstance(settings, list):
-        return [hide_secrets(value, name) for value in settings]
-    if isinstance(settings, str) and (has_secrets(settings) or is_secret_name(name)):
-        return SecretStr(settings)
-    return settings
 
 
 def _reveal(settings: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,27 @@ from artifacts.resolve_model import ModelNotFound, resolve_model
 from artifacts.store import Artifact, Store
 from configs.best_checkpoint import HOLDOUT_LOSS
 from configs.load_recipe import RecipeError, dump
+from configs.place import PLACED_STAGES, PlacedStage
 from configs.recipe import STAGES, Recipe, StageName
+from flows.check_disk import check_disk
+from flows.send_stage import check_deployments, send_stage
 from flows.task_states import begin
 from runtimes import check_support
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.hosts.detect_nvidia import gpu_memory
 from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.noise_schedule import ResolutionShift
 from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
-from runtimes.train.wandb_board import check_wandb
+from runtimes.pipeline_folder.describe_encoders import read_config as read_model_config
+from runtimes.train.wandb_tracker import check_wandb
 from tasks import check_training_targets, download
 from tasks.beam_workers import BEAM_STAGES, Workers, beam_options, check_workers, workers_of
-from tasks.build_or_reuse import storage_error
+from tasks.build_or_reuse import StageFailed, storage_error
+from tasks.check_places import check_places, settings_to_send
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import holdout_loss
@@ -41,11 +49,13 @@ from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
 from tasks.publish.assemble_pipeline import missing_weights
 from tasks.publish.gate import check_rules, parse_rule
-from tasks.publish.model_card import UNKNOWN_LICENSE, license_of
+from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.sign_model import check_key
 from tasks.retrain.champion import Champion, check_champion
 from tasks.retrain.source_changes import plan_changes
 from tasks.tpu import launch
+
+log = logging.getLogger("kiln")
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ class Run:
     retry_failed: bool = False  # fetch rows with transient failures again
     champion: Champion | None = None  # the champion that a retraining starts from
     force: str | None = None  # the reason to publish a model that fails the gate
+    stages: Sequence[StageName] = STAGES  # those that it builds
+    sent: tuple[PlacedStage, str] | None = None  # the stage and key that another run waits for
 
     @property
     def model_name(self) -> str:
@@ -89,11 +101,16 @@ class Run:
     def plan(self) -> download.Plan:
         """The shards of the source; a retraining keeps those of the champion.
 
-        The run records that it needs the plan before it looks for one.
+        The run records that it needs the plan before it looks for one. Raises DiskTooSmall.
         """
         if self.champion is None:
-            return download.plan(self.recipe, self.begin)
-        return plan_changes(self.recipe, self.store, self.champion, self.begin)[0]
+            found = download.plan(self.recipe, self.begin)
+        else:
+            found = plan_changes(self.recipe, self.store, self.champion, self.begin)[0]
+        keys = {shard.key for shard in found.shards}
+        given = (self.recipe, self.store, self.base, self.vae)
+        check_disk(*given, rows=found.rows, stages=self.stages, shards=keys)
+        return found
 
     def check_champion(self) -> None:
         """Raise StageFailed if the champion is not the one that a retraining started from."""
@@ -104,16 +121,65 @@ class Run:
         """Record that this run needs a stage; returns the progress of building it."""
         return begin(self.store, self.id, parts, self.model_name, {"recipe": dump(self.recipe)})
 
+    def send(self, parts: KeyParts, progress: Progress) -> Callable[[], None] | None:
+        """A call that lets the stage's work pool build it; None for a stage that is built here.
+
+        Of a run that was sent, a stage before the sent one must be in the store: the call raises.
+
+        Raises:
+            StageFailed: this run was sent, and would build another artifact than expected.
+        """
+        if self.sent is not None:
+            return self._check_sent(parts, *self.sent)
+        stage = next((one for one in PLACED_STAGES if one == progress.stage), None)
+        if stage is None or stage not in self.recipe.place.pools():
+            return None
+        parameters = {
+            "stage": stage,
+            "settings": settings_to_send(self.recipe),
+            "key": parts.key,
+            # Of a later stage the download exists: it must not be tried once more.
+            "retry_failed": self.retry_failed and stage == "download",
+            "champion": self.champion and self.champion.version,
+        }
+        return partial(send_stage, self.recipe, self.store, stage, parameters, progress)
+
+    def _check_sent(
+        self, parts: KeyParts, stage: PlacedStage, key: str
+    ) -> Callable[[], None] | None:
+        why = "the source, the models or the version of Kilnworks differ between sender and worker"
+        if parts.stage != stage:
+
+            def missing() -> None:
+                raise StageFailed(
+                    f"{stage}: the store has no {parts.stage} {parts.key[:12]} for it: {why}, or "
+                    "it was deleted: run again"
+                )
+
+            return missing
+        if parts.key != key:
+            raise StageFailed(
+                f"{stage}: the sender expects {key[:12]}, this run would build {parts.key[:12]}: "
+                f"{why}: run again"
+            )
+        return None
+
 
 def prepare(
     recipe: Recipe,
     *,
     until: StageName = "publish",
+    only: PlacedStage | None = None,
     run_id: str | None = None,
     retry_failed: bool = False,
     force: str | None = None,
 ) -> Run:
     """Check a recipe's places, models, settings and, for the stages up to `until`, devices.
+
+    Devices of stages with a work pool are checked there.
+
+    Args:
+        only: the single stage that this run builds; default: all up to `until`.
 
     Raises:
         RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
@@ -121,8 +187,9 @@ def prepare(
     check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
     if recipe.publish.signing_key is not None:
         check_key(recipe.publish.signing_key)
-    store = _check_places(recipe)
-    stages = STAGES[: 1 + STAGES.index(until)]
+    store = _writable_store(recipe)
+    built = STAGES[: 1 + STAGES.index(until)] if only is None else (only,)
+    stages = _stages_here(recipe, built)
     _check_runtime(recipe, stages)
     if "train" in stages:
         if recipe.tpu is not None:
@@ -141,7 +208,36 @@ def prepare(
         id=run_id or str(uuid.uuid4()),
         retry_failed=retry_failed,
         force=force,
+        stages=built,
     )
+
+
+def _stages_here(recipe: Recipe, stages: Sequence[StageName]) -> Sequence[StageName]:
+    """The stages that are not sent to a work pool. Raises RecipeError for one that cannot be."""
+    check_places(recipe, stages)
+    check_deployments(recipe, stages)
+    return stages_without_pool(recipe, stages)
+
+
+def stages_without_pool(recipe: Recipe, stages: Sequence[StageName] = STAGES) -> list[StageName]:
+    """The stages that are built on this machine."""
+    return [stage for stage in stages if stage not in recipe.place.pools()]
+
+
+def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
+    """Setting -> device of the stages that compute on this machine."""
+    computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
+    if "encode" in computing and workers_of(beam_options(recipe, "encode")) is Workers.REMOTE:
+        computing.remove("encode")  # its device is on machines that cannot be asked
+    return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
+
+
+def must_fit_one_gpu(recipe: Recipe) -> bool:
+    """Whether training needs the memory of `memory_of` on one GPU, if there is one."""
+    settings = recipe.train
+    on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
+    sharded = settings.fsdp != 1 and settings.processes > 1
+    return recipe.runtime == "torch" and on_gpu and not sharded
 
 
 def check_gate(recipe: Recipe, latents: Latents) -> None:
@@ -152,7 +248,7 @@ def check_gate(recipe: Recipe, latents: Latents) -> None:
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
 
 
-def _check_places(recipe: Recipe) -> Store:
+def _writable_store(recipe: Recipe) -> Store:
     store = Store(recipe.store)
     other = recipe.publish.registry
     for place in [store] if other is None else [store, Store(other)]:
@@ -167,17 +263,15 @@ def _check_places(recipe: Recipe) -> Store:
 
 
 def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
-    if "encode" not in stages:
+    if not {"encode", "train", "evaluate"} & set(stages):
         return
     check_support.check_installed(recipe.runtime)
-    computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
-    if workers_of(beam_options(recipe, "encode")) is Workers.REMOTE:
-        computing.remove("encode")  # its device is on machines that cannot be asked
-    asked = {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
+    asked = devices_here(recipe, stages)
     settings = recipe.train
     several = settings.processes > 1 and settings.device != "cpu"
     other = recipe.runtime != "torch"  # it refuses some settings
-    unsure = several or settings.optimizer == "adamw_8bit" or other
+    compiled = settings.compile not in ("auto", "none")
+    unsure = several or settings.optimizer == "adamw_8bit" or other or compiled
     if set(asked.values()) <= {"auto", "cpu"} and not unsure:
         return  # always available; a probe would import the runtime, which takes seconds
     check_support.check_devices(recipe.runtime, asked)
@@ -195,7 +289,7 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
 
 
 def _check_monitoring(recipe: Recipe) -> None:
-    """Raise RecipeError or WrongInput for a board or a held-out loss that cannot work."""
+    """Raise RecipeError or WrongInput for a tracker or a held-out loss that cannot work."""
     check_wandb(recipe.train.wandb)
     if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
         raise RecipeError("train.holdout_loss needs held-out samples: raise encode.holdout")
@@ -213,7 +307,8 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     model = resolve_model(recipe.model.path, revision=recipe.model.revision)
     vae = resolve_model(recipe.model.vae) if recipe.model.vae else None
     found = describe_encoders(model, vae)
-    check_support.check_family(recipe.runtime, found["family"])
+    for device in (recipe.train.device, recipe.evaluate.device):
+        check_support.check_family(recipe.runtime, found["family"], device)
     factor = found["size_step"]
     bucket_sizes(TransformSettings.of(recipe), factor)
     evaluate.check_size(recipe, model, vae)
@@ -241,18 +336,17 @@ def _check_measuring_models(recipe: Recipe) -> dict[str, Any]:
 
 
 def _check_license(recipe: Recipe, base: Path) -> None:
-    if recipe.publish.require_license and license_of(recipe, base) == UNKNOWN_LICENSE:
+    if recipe.publish.require_license and shown_license(recipe, base) == UNKNOWN_LICENSE:
         raise RecipeError(
             "publish.require_license: neither publish.license nor the base's card has a licence"
         )
+    if (conflict := license_conflict(recipe, base)) is not None:
+        log.warning("%s", conflict)
 
 
 def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
     """Raise WrongInput if training by runtime torch cannot fit the largest GPU of this machine."""
-    settings = recipe.train
-    on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
-    sharded = settings.fsdp != 1 and settings.processes > 1
-    if recipe.runtime == "torch" and on_gpu and not sharded and (found := gpu_memory()):
+    if must_fit_one_gpu(recipe) and (found := gpu_memory()):
         check_fits(recipe, model, vae, max(found))
 
 
@@ -264,11 +358,13 @@ def _check_weights(model: Path, vae: Path | None) -> None:
 
 def _check_objective(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput for train settings that contradict the base or each other."""
-    folder = model / "scheduler"
-    Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0))
+    folder, family = model / "scheduler", detect_family(model)
+    denoiser = model / family.denoiser
+    patch = family.latent_multiple(read_model_config(denoiser / "config.json"))
+    shift = ResolutionShift.from_config(read_config(folder), patch)
+    Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0), shift)
     if recipe.encode.holdout:  # evaluation computes the base's loss
         Objective(read_schedule(folder), LatentScale(1.0), seed=0)
-    denoiser = model / detect_family(model).denoiser
     if trained_scheduler_config(folder, recipe.train) is not None:
         why = "the scheduler (train.prediction_type or train.zero_terminal_snr)"
     elif folder_extras(denoiser) != ExtraInputs.from_settings(recipe.train):

@@ -22,7 +22,8 @@ from flows.finetune import download, encode, evaluate, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate, prepare
-from flows.task_settings import stage_task
+from flows.send_stage import waiting_task
+from flows.task_settings import stage_task, without_edges
 from flows.task_states import ended
 from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
@@ -81,16 +82,17 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
         selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
         recipe = continue_training.recipe_of(run.recipe, selected)
         start = champion.load(store, "train", champion.trained)
-        parts = train_stage.key_parts(recipe, selected, run.base, run.clip, start)
+        parts = train_stage.key_parts(recipe, selected, run.base, run.clip, start, encoded)
     prompts = sample_prompts(recipe)
     score = SampleScorer(recipe.evaluate.judges, run.clip, prompts)
+    progress = run.begin(parts)
     build = partial(
         continue_training.build,
-        *(recipe, selected, run.base, run.vae, prompts, score, start),
-        progress=run.begin(parts),
+        *(recipe, selected, run.base, run.vae, prompts, score, start, encoded),
+        progress=progress,
     )
     parents = {"latents": selected, "start": start}
-    result = build_or_reuse(store, parts, build, parents=parents)
+    result = build_or_reuse(store, parts, build, parents=parents, send=run.send(parts, progress))
     facts = {name: selected.summary[name] for name in ("new", "replayed")}
     result = replace(result, facts={"samples": {**facts, "steps": recipe.train.steps}})
     return ended(store, run.model_name, result, train_stage.show)
@@ -137,15 +139,18 @@ def _retrain(run: Run) -> Any:
     facts = {"changes": asdict(changes), "start": champion and champion.version}
     if unchanged is not None:
         return _unchanged(run, changes, unchanged, facts)
-    data: list[Any] = [images := download(run), latents := encode(run, images)]
-    if champion is not None and not _has_new_samples(run, champion, data[1].result()):
+    given = without_edges(run)
+    images: Any = waiting_task(download, run.recipe)(given)
+    latents: Any = waiting_task(encode, run.recipe)(given, images)
+    if champion is not None and not _has_new_samples(run, champion, latents.result()):
         why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
         return _unchanged(run, changes, why, facts)
     continues = champion is not None and run.recipe.retrain.start == "champion"
-    trained = continue_from_champion(run, latents) if continues else train(run, latents)
-    evaluated = evaluate(run, images, latents, trained)
-    published = publish(run, images, latents, trained, evaluated)
-    states: list[Any] = [*data, trained, evaluated, published]
+    training = continue_from_champion if continues else train
+    trained = waiting_task(training, run.recipe)(given, latents)
+    evaluated = waiting_task(evaluate, run.recipe)(given, images, latents, trained)
+    published = publish(given, images, latents, trained, evaluated)
+    states: list[Any] = [images, latents, trained, evaluated, published]
     report = report_of([state.result() for state in states]) | facts
     if not conclude(run, changes, report, return_state=True).is_completed():
         # The model is published, or measured and rejected: that stands.

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import urllib.request
+from http.client import HTTPException
 from importlib import import_module
 from typing import Any, Literal
 
@@ -21,8 +22,11 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from configs.hide_secrets import hide_secrets
+from configs.load_recipe import load_recipe
+from configs.recipe import STAGES, Recipe, StageName
+from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
-from flows.parameters import hide_secrets
 from tasks import progress
 
 logger = logging.getLogger("kiln")
@@ -36,11 +40,24 @@ def run(
     **arguments: Any,
 ) -> dict[str, Any]:
     """Run a flow and print its report; with `as_json`, as JSON on the last line."""
+    _prepare_prefect()
+    if configured_server() is None and _sends_a_stage(
+        load_recipe(arguments["recipe"], overrides), arguments.get("until", STAGES[-1])
+    ):
+        raise ServerAway(
+            "place: work pools need a lasting Prefect server: start it (`make ui`) and set "
+            "PREFECT_API_URL, or leave `place` out: all stages then run here"
+        )
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)
     return report
+
+
+def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:
+    stages = STAGES[: 1 + STAGES.index(until)]
+    return any(stage in stages for stage in recipe.place.pools())
 
 
 def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None:
@@ -69,10 +86,7 @@ def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
 
     It uses the configured Prefect server, else one of its own during the run.
     """
-    # Our display replaces Prefect's log lines; the console of a server would repeat them.
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    _prepare_prefect()
     with _Display(as_json=as_json) as display:
         if (server := configured_server()) is None:
             display.print("starting Prefect (its own server, for this run) …")
@@ -87,6 +101,14 @@ def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
                 print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
             raise
     return found
+
+
+def _prepare_prefect() -> None:
+    """Set Prefect's settings for our commands; Prefect reads them at its first import."""
+    # Our display replaces Prefect's log lines; the console of a server would repeat them.
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
 
 
 def configured_server() -> str | None:
@@ -122,10 +144,11 @@ def check_server(url: str) -> None:
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_SECONDS):
             return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
+        why = one_line(error)
         raise ServerAway(
-            f"no Prefect server answers at PREFECT_API_URL={without_secrets(url)} ({error}): start "
-            "it (`make ui`), or unset the variable: a run then starts its own"
+            f"no Prefect server answers at PREFECT_API_URL={without_secrets(url)} ({why}): "
+            "start it (`make ui`), or unset the variable: a run then starts its own"
         ) from None
 
 
@@ -190,7 +213,7 @@ def _print_summary(report: dict[str, Any], file: Any) -> None:
     if "changes" in report:
         _print_changes(report, file)
     if "trials" in report:
-        from tasks.sweep import terminal_lines
+        from tasks.compare_sweep_trials import terminal_lines
 
         print(*terminal_lines(report["trials"], report["sweep"]), sep="\n", file=file)
     for name, models in report["metrics"].items():

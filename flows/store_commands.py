@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from artifacts.commit import first_fault
-from artifacts.gc_mark import Marks, mark
-from artifacts.gc_sweep import Collector, Garbage
+from artifacts.checksummed_files import first_fault
+from artifacts.gc_delete_unneeded import Collector, Garbage
+from artifacts.gc_find_needed import Marks, mark
 from artifacts.list_folder import entries, subfolders
 from artifacts.run_records import GarbageUnsure, registries
 from artifacts.store import Artifact, Store
@@ -18,6 +18,7 @@ from configs.load_recipe import RecipeError
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.publish.champion_history import RegistryError
+from tasks.publish.lineage import CHAMPION_EVALUATION, remeasured_champion
 from tasks.publish.model_registry import CANDIDATE, CHAMPION, Registry, Version
 from tasks.tpu import launch
 
@@ -219,6 +220,9 @@ def _lineage(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[tuple
         found = store.load(parent["stage"], parent["key"]) if parent else None
         if found is not None:
             yield from _lineage(store, found, depth + 1)
+    if (champion := remeasured_champion(artifact)) is not None:
+        yield depth, CHAMPION_EVALUATION, champion.digest
+        yield from _lineage(store, champion, depth + 1)
 
 
 def _row(artifact: Artifact) -> dict[str, Any]:

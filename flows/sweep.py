@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from prefect import flow, runtime
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
-from configs.load_sweep import Trial, load_trials
+from configs.expand_sweep_trials import Trial, load_trials
+from configs.recipe import STAGES
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from flows.finetune import download, encode, evaluate, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, prepare
+from flows.send_stage import waiting_task
+from flows.task_settings import without_edges
 from tasks.build_or_reuse import StageFailed, failing, is_ours
-from tasks.show_in_prefect import artifact_key, show_in_prefect
-from tasks.sweep import (
+from tasks.compare_sweep_trials import (
     STAGE,
     check_comparable,
     check_metric,
@@ -29,6 +30,8 @@ from tasks.sweep import (
     show,
     tuned_metrics,
 )
+from tasks.panels import Panel
+from tasks.show_in_prefect import artifact_key, show_in_prefect, stage_links
 
 log = logging.getLogger("kiln")
 
@@ -56,8 +59,12 @@ def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) ->
 
 def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     first, settings = runs[0], runs[0].recipe.sweep
-    data: list[Any] = [images := download(first), latents := encode(first, images)]
-    encoded = data[1].result().load(first.store)
+    recipe = first.recipe
+    given = without_edges(first)
+    images: Any = waiting_task(download, recipe)(given)
+    latents: Any = waiting_task(encode, recipe)(given, images)
+    data = [images, latents]
+    encoded = latents.result().load(first.store)
     with failing(STAGE):
         check_metric(first.recipe, held_out=open_latents(encoded.uri).has_holdout)
     outcomes: list[dict[str, Any]] = []
@@ -70,7 +77,7 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     best = choose_best(outcomes, settings)
     if best is None:
         raise StageFailed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
-    published: Any = publish(runs[best], images, latents, *measured[best])
+    published: Any = publish(without_edges(runs[best]), images, latents, *measured[best])
     report = report_of([one.result() for one in (*data, *measured[best], published)])
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
     facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
@@ -87,9 +94,12 @@ def _try(
     outcome: dict[str, Any] = {"label": trial.label, "settings": trial.settings}
     outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
     try:
-        trained: Any = train.with_options(task_run_name=f"train {number}")(run, latents)
-        measure = evaluate.with_options(task_run_name=f"evaluate {number}")
-        evaluated: Any = measure(run, images, latents, trained)
+        fit = waiting_task(train, run.recipe).with_options(task_run_name=f"train {number}")
+        given = without_edges(run)
+        trained: Any = fit(given, latents)
+        measure = waiting_task(evaluate, run.recipe)
+        measure = measure.with_options(task_run_name=f"evaluate {number}")
+        evaluated: Any = measure(given, images, latents, trained)
         report = report_of([trained.result(), evaluated.result()])
         metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
         curve = read_curve(trained.result().load(run.store))
@@ -105,5 +115,10 @@ def _try(
 def _show(run: Run, outcomes: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
     settings = run.recipe.sweep
     facts = {**facts, "metric": f"{settings.metric} ({mode_of(settings)})"}
-    panels = partial(show, tuple(outcomes), settings, facts)
+    built = {"download", "encode", *(stage for one in outcomes for stage in one["stages"])}
+    stages = STAGES if "status" in facts else [stage for stage in STAGES if stage in built]
+
+    def panels() -> list[Panel]:
+        return [*show(outcomes, settings, facts), stage_links(run.model_name, stages)]
+
     show_in_prefect(artifact_key(run.model_name, STAGE), f"{run.model_name}: sweep", panels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from prefect.states import Completed
@@ -12,11 +11,13 @@ from prefect.states import Completed
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import record_run
 from artifacts.store import Artifact, Store
+from configs.recipe import STAGES
+from flows.model_events import emit_rejected
 from tasks.build_or_reuse import StageResult, storing
-from tasks.panels import Panel
+from tasks.panels import Links, Panel
 from tasks.progress import Progress
 from tasks.publish.stage import STAGE, Rejected, show_verdicts
-from tasks.show_in_prefect import artifact_key, show_in_prefect
+from tasks.show_in_prefect import artifact_key, show_in_prefect, stage_links
 
 log = logging.getLogger("kiln")
 
@@ -50,7 +51,7 @@ def ended(
     heading = f"{result.stage}: {result.outcome}"
 
     def panels() -> list[Panel]:  # loads the artifact where an error is only logged
-        return show(result.load(store))
+        return [*show(result.load(store)), *_earlier_stages(model, result.stage)]
 
     show_in_prefect(artifact_key(model, result.stage), heading, panels)
     log.info("%s: %s in %.1f s (%s)", result.stage, result.outcome, result.seconds, result.key[:12])
@@ -58,10 +59,20 @@ def ended(
 
 
 def rejected(model: str, parts: KeyParts, rejection: Rejected) -> Any:
-    """Show the gate's verdicts, and return the final state: a completed task, not a failed one."""
+    """Show the gate's verdicts and emit the event; the final state is completed, not failed."""
     log.warning("%s", rejection)
-    panels = partial(show_verdicts, rejection.verdicts)
+
+    def panels() -> list[Panel]:
+        return [*show_verdicts(rejection.verdicts), *_earlier_stages(model, STAGE)]
+
     show_in_prefect(artifact_key(model, STAGE), f"{STAGE}: rejected by the gate", panels)
     verdicts = [vars(verdict) for verdict in rejection.verdicts]
+    emit_rejected(model, str(rejection), verdicts)
     result = StageResult(STAGE, parts.key, "", "", "rejected", 0.0, {"gate": verdicts})
     return Completed(name="Rejected", message=str(rejection), data=result)
+
+
+def _earlier_stages(model: str, stage: str) -> list[Links]:
+    """Links to the artifacts of the stages before; the first stage has none."""
+    earlier = STAGES[: STAGES.index(stage)]
+    return [stage_links(model, earlier)] if earlier else []

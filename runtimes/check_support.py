@@ -79,8 +79,11 @@ def check_settings_here(name: str, settings: Train) -> None:
     import_from(name, "device").check(settings)
 
 
-def check_family(name: str, family: str) -> None:
-    """Raise WrongInput if a runtime does not support a model family."""
+def check_family(name: str, family: str, device: str = "auto") -> None:
+    """Raise WrongInput if a runtime, or the kind of a device, does not support a model family."""
+    kind = device.partition(":")[0]
+    if (why := family_named(family).refused_devices.get(kind)) is not None:
+        raise WrongInput(f"a model of family {family} is not for device {kind}: {why}")
     denoisers = spec_of(name).denoisers
     if denoisers is not None and family_named(family).denoiser_class not in denoisers:
         known = (f.name for f in FAMILIES.values() if f.denoiser_class in denoisers)

@@ -144,7 +144,7 @@ class Probe:
 class Runtime(Protocol):
     """Forward pass, backward pass and update on one kind of device. All other code is shared.
 
-    An optional method `figures() -> dict[str, float]` adds metrics to progress events and boards.
+    An optional method `figures() -> dict[str, float]` adds metrics to progress events and trackers.
 
     The runtime's package also has the functions `probe() -> Probe` and `check(settings: Train) ->
     None`, which raises WrongInput.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from artifacts.commit import read_record, write_record
+from artifacts.checksummed_files import read_record, write_record
 from artifacts.hashing import digest_json
 from artifacts.store import Store
 from configs.recipe import Recipe
@@ -73,24 +73,37 @@ class TrainingPlan(ABC):
 
     @property
     def latent_bytes(self) -> int:
-        """Stored bytes of latents per picture: 16-bit moments, masks with masked means."""
-        info, encode = self.info, self.recipe.encode
-        pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
-        moments = 2 * 2 * info["latent_channels"] * pixels
-        masked = encode.masks * (1 + 2 * info["latent_channels"]) * pixels
-        return int(moments + masked) * (2 if encode.flip else 1)
+        """Stored bytes of latents per picture."""
+        return latent_bytes(self.recipe, self.info)
 
     @property
     def embedding_bytes(self) -> int:
         """Stored bytes of a caption's 16-bit embeddings; a shard stores equal captions once."""
-        info = self.info
-        return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
+        return embedding_bytes(self.info)
 
     @property
     def storage_bytes(self) -> int | None:
         """Stored bytes of all pictures; None without `plan.pictures`."""
         pictures = self.recipe.plan.pictures
         return None if pictures is None else pictures * self.bytes_per_picture
+
+
+def latent_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
+    """Stored bytes of latents per picture: 16-bit moments, masks with masked means.
+
+    Args:
+        info: of the encoders, from describe_encoders.
+    """
+    encode = recipe.encode
+    pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
+    moments = 2 * 2 * info["latent_channels"] * pixels
+    masked = encode.masks * (1 + 2 * info["latent_channels"]) * pixels
+    return int(moments + masked) * (2 if encode.flip else 1)
+
+
+def embedding_bytes(info: Mapping[str, Any]) -> int:
+    """Stored bytes of a caption's 16-bit embeddings."""
+    return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
 
 
 def load_or_compute(

@@ -80,7 +80,7 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
         if stage not in stages or workers is Workers.THREADS:
             continue
         for setting, place in _places(recipe, stage):
-            why = _out_of_reach(place, workers, recipe.shared_folders)
+            why = out_of_reach(place, workers, recipe.shared_folders)
             if why is not None:
                 raise RecipeError(
                     f"{setting}: the workers of {runner} ({stage}) cannot reach "
@@ -100,11 +100,11 @@ def _places(recipe: Recipe, stage: BeamStage) -> Iterator[tuple[str, str]]:
     elif source.kind == "urls":
         if source.base_url is not None:
             yield "source.base_url", source.base_url
-    elif not _is_hub_id(source.path):
+    elif not is_hub_id(source.path):
         yield "source.path", source.path
 
 
-def _out_of_reach(place: str, workers: Workers, shared: Sequence[str]) -> str | None:
+def out_of_reach(place: str, workers: Workers, shared: Sequence[str]) -> str | None:
     """The reason and the remedy, or None if nothing is known against the place."""
     scheme, _, rest = place.rpartition("://")
     if scheme == "memory":
@@ -145,7 +145,7 @@ def _runner(options: Mapping[str, Any]) -> str:
     return name.lower().removesuffix("runner")
 
 
-def _is_hub_id(path: str) -> bool:
+def is_hub_id(path: str) -> bool:
     return "://" not in path and path.count("/") == 1 and not Path(path).exists()
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
-from artifacts.concurrent_requests import ask_at_once
-from artifacts.list_folder import subfolders
 from artifacts.remote_clients import is_of_client
-from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, Store
+from artifacts.store import Artifact, Draft, Store
 from configs.redact_errors_and_logs import one_line
 from runtimes.registry import interpreter
+from tasks.why_built import why_built
 
 log = logging.getLogger("kiln")
 
@@ -84,50 +83,90 @@ def build_or_reuse(
     *,
     parents: dict[str, Artifact],
     help_builder: Callable[[], object] | None = None,
+    send: Callable[[], object] | None = None,
+    versions: Callable[[], Mapping[str, str]] = dict,
 ) -> StageResult:
     """Reuse the artifact of `parts`, or build it under a lock.
 
     Args:
         build: adds files to the draft and returns the summary. Facts of the run, which do not
-            affect the artifact's digest, are in the summary's `run`.
-        parents: input name -> artifact, for the lineage.
+            affect the artifact's digest, are in the summary's `run`, and parents that only the
+            build knows in its `parents`.
+        parents: input name -> artifact, for the lineage and for `kiln gc`.
         help_builder: does a share of the work while a process of another host builds the artifact.
             A process of this host already uses its devices.
+        send: lets a run elsewhere build the artifact, under its own lock, instead of `build`.
+        versions: returns what helper and builder must have in common, such as the code's digest.
 
     Raises:
-        StageFailed: the input is wrong, which only `build` could detect.
+        StageFailed: the input is wrong, which only `build` could detect, or the run elsewhere
+            built another artifact.
         StorageError: the store is unusable.
     """
     started, outcome = time.monotonic(), "reused"
     with failing(parts.stage), storing(store):
         artifact = store.find(parts.stage, parts.key)
-        if artifact is None:
-            on_wait = partial(_on_wait, parts, help_builder)
-            with store.lock(parts.stage, parts.key, on_wait) as lock:
+        if artifact is None and send is not None:
+            artifact, outcome = _built_elsewhere(store, parts, send), "built"
+        elif artifact is None:
+            ours = versions()
+            on_wait = partial(_on_wait, parts, help_builder, ours)
+            facts = {"versions": ours} if ours else {}
+            with store.lock(parts.stage, parts.key, on_wait, facts) as lock:
                 artifact = store.find(parts.stage, parts.key)  # another may have built it
                 if artifact is None:
                     outcome, reason = "built", why_built(store, parts)
                     log.info("%s: building (%s)", parts.stage, reason)
                     draft, begun = store.draft(parts, lock), time.monotonic()
                     summary = build(draft)
-                    facts = _facts(reason, begun, parents) | summary.pop("run", {})
+                    found = parents | summary.pop("parents", {})
+                    facts = _facts(reason, begun, found) | summary.pop("run", {})
                     artifact = draft.commit(summary, facts)
     seconds = round(time.monotonic() - started, 3)
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
 
 
+def _built_elsewhere(store: Store, parts: KeyParts, send: Callable[[], object]) -> Artifact:
+    send()
+    artifact = store.find(parts.stage, parts.key)
+    if artifact is None:
+        raise StageFailed(
+            f"{parts.stage} {parts.key[:12]}: the run on the work pool built another artifact: its "
+            "workers need this version of Kilnworks, and the same models"
+        )
+    return artifact
+
+
 def _on_wait(
-    parts: KeyParts, help_builder: Callable[[], object] | None, owner: dict[str, Any]
+    parts: KeyParts,
+    help_builder: Callable[[], object] | None,
+    ours: Mapping[str, str],
+    owner: dict[str, Any],
 ) -> None:
     where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
     helps = help_builder is not None and owner.get("host") != socket.gethostname()
     word = "helping" if helps else "waiting"
+    differs = _difference(owner.get("versions"), ours)
+    if helps and differs:  # its shards could have other bytes under the same keys
+        helps, word = False, f"waiting, since it has {differs}: install the same to help"
     log.info("%s %s: %s is building it; %s", parts.stage, parts.key[:12], where, word)
     if help_builder is not None and helps:
         try:
             help_builder()
         except Exception as error:  # the builder needs no help
             log.warning("%s: cannot help, waits: %s", parts.stage, one_line(error))
+
+
+def _difference(theirs: Any, ours: Mapping[str, str]) -> str:
+    """The first difference between the versions of a builder and ours, or ''."""
+    if ours and (not isinstance(theirs, dict) or not theirs):
+        return "an older Kilnworks, which names no versions"
+    theirs = theirs if isinstance(theirs, dict) else {}
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            here, there = (one.get(name, "(none)") for one in (ours, theirs))
+            return f"{name} {there} and this host {here}"
+    return ""
 
 
 def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str, Any]:
@@ -137,7 +176,7 @@ def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str,
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "versions": package_versions(sys.executable),
-        "git": _git_commit(),
+        "git": git_commit(),
         "reason": reason,
         "seconds": round(time.monotonic() - begun, 3),
         "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
@@ -187,59 +226,6 @@ def storage_error(store: Store, error: Exception) -> Exception:
     return error
 
 
-def why_built(store: Store, parts: KeyParts) -> str:
-    """The reason of a build: how the key differs from that of the newest artifact of the stage."""
-    folder = f"{store.root}/{parts.stage}"
-    try:
-        if store.fs.exists(f"{folder}/{parts.key}/manifest.json"):
-            return "it was damaged"
-        newest = _newest_key(store, parts.stage)
-        if newest is None:
-            return "none was built before"
-        found = store.load(parts.stage, newest, with_files=False)
-    except (OSError, ValueError):
-        found = None
-    if found is None:
-        return "the newest artifact could not be read"
-    new = _flat(parts.as_dict())
-    old = {name: found.manifest[name] for name in parts.as_dict()}
-    return "changed: " + ", ".join(_changes(_flat(old), new)[:6])
-
-
-def _newest_key(store: Store, stage: str) -> str | None:
-    """Key of the artifact of a stage that was committed last."""
-    folder = f"{store.root}/{stage}"
-
-    def committed(key: str) -> tuple[datetime, str] | None:
-        try:
-            return store.fs.modified(f"{folder}/{key}/{MANIFEST}"), key
-        except FileNotFoundError:
-            return None
-
-    keys = (key for key in subfolders(store.fs, folder) if key != SHARDS)
-    found = filter(None, ask_at_once(store.fs, committed, keys))
-    return max(found, default=(None, None))[1]
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Dotted name -> value."""
-    if not isinstance(value, dict):
-        return {name: value}
-    parts = (_flat(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items())
-    return {key: inner for part in parts for key, inner in part.items()}
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    names = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
-    changes = ((name, old.get(name), new.get(name)) for name in names)
-    return [
-        name
-        if isinstance(before, str | list) or isinstance(after, str | list)
-        else f"{name} {before} → {after}"
-        for name, before, after in changes
-    ]
-
-
 def runtime_facts(name: str) -> dict[str, Any]:
     """The runtime of a stage and the package versions of its environment, for a manifest."""
     return {"runtime": name, "versions": package_versions(interpreter(name))}
@@ -253,7 +239,7 @@ def package_versions(python: str, packages: Iterable[str] = PACKAGES) -> dict[st
     return {name: one[0].version for name, one in found.items() if one}
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Git commit of this code, with -dirty if the checkout has changes; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

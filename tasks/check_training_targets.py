@@ -2,43 +2,93 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from configs.recipe import Recipe
-from runtimes.adapters.lora_layers import Layer, choose_layers
+from runtimes.adapters.kohya_format import to_kohya
+from runtimes.adapters.lora_layers import Adapter, Layer, choose_layers
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
+from runtimes.families.family import Family
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
 from tasks.publish.assemble_pipeline import weight_files
 
+log = logging.getLogger("kiln")
 KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
 
 
 def check(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput if the base lacks a target layer or cannot become the asked denoiser.
 
+    Adapters without a place in kohya's layout are a warning: diffusers' layout has all of them.
+
     Args:
         model: pipeline folder of the base.
     """
     settings, family = recipe.train, detect_family(model)
     denoiser = family.denoiser
+    config = read_config(model / denoiser / "config.json")
     if settings.method == "lora":
-        layers = _layers(model / denoiser)
-        choose_layers(denoiser, layers, settings.lora, family.attention_layers)
+        shapes = _shapes(model / denoiser)
+        layers = {name: KINDS[len(shape)] for name, shape in shapes.items()}
+        chosen = choose_layers(denoiser, layers, settings.lora, family.attention_layers)
+        outputs = {name: shapes[name][0] for name in chosen}
+        if why := without_kohya(family, config, outputs, dora=settings.lora.dora):
+            log.warning("train.lora: no file in kohya's layout will be published: %s", why)
+    if settings.guidance_scale != 1 and not family.takes_guidance(config):
+        raise WrongInput("train.guidance_scale: the base takes no guidance scale: set 1")
+    _check_sampling(recipe, family, config)
     path = settings.denoiser_config
     replacement = None if path is None else read_config(Path(path))
-    trained_config(read_config(model / denoiser / "config.json"), settings, replacement)
+    trained_config(config, settings, replacement)
 
 
-def _layers(folder: Path) -> dict[str, Layer]:
-    """Linear and convolution layers, identified by the rank of their weights."""
+def without_kohya(
+    family: Family, config: Mapping[str, Any], outputs: Mapping[str, int], *, dora: bool
+) -> str | None:
+    """Why adapters of these layers cannot be a file in kohya's layout; None if they can.
+
+    Args:
+        config: the denoiser's.
+        outputs: layer of the denoiser -> number of its outputs.
+    """
+    if family.kohya is None:
+        return f"it does not support {family.name}"
+
+    def least(out: int) -> Adapter:
+        magnitude = np.zeros(out, np.float32) if dora else None
+        return Adapter(np.zeros((1, 1), np.float32), np.zeros((out, 1), np.float32), magnitude, 1.0)
+
+    adapters = {family.denoiser: {name: least(out) for name, out in outputs.items()}}
+    try:
+        to_kohya(adapters, family.kohya, config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_sampling(recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
+    if not family.guidance_input or family.takes_guidance(config):
+        return
+    if recipe.evaluate.guidance_scale > 1:
+        raise WrongInput("evaluate.guidance_scale: the base takes no guidance scale: set 1")
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of linear and convolution layers, told by their rank."""
     from safetensors import safe_open
 
-    found: dict[str, Layer] = {}
+    found: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="np") as stream:
             for name in stream.keys():  # noqa: SIM118 (not a dict)
-                kind = KINDS.get(len(stream.get_slice(name).get_shape()))
-                if kind is not None and name.endswith(".weight"):
-                    found[name.removesuffix(".weight")] = kind
+                shape = tuple(stream.get_slice(name).get_shape())
+                if len(shape) in KINDS and name.endswith(".weight"):
+                    found[name.removesuffix(".weight")] = shape
     return found

@@ -67,7 +67,7 @@ def check(settings: Generate, model: EvalModel) -> None:
     check_support.check_installed(settings.runtime)
     if settings.device not in ("auto", "cpu"):
         check_support.check_devices(settings.runtime, {"device": settings.device})
-    check_support.check_family(settings.runtime, detect_family(model.folder).name)
+    check_support.check_family(settings.runtime, detect_family(model.folder).name, settings.device)
     own = read_config(model.part("scheduler"))
     check_support.check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
     chosen = settings.scheduler

@@ -137,7 +137,10 @@ def to_markdown(heading: str, panels: Sequence[Panel]) -> str:
         if isinstance(panel, Links):
             links = (f"[{escape_markdown(n)}]({path})" for n, path in panel.paths.items())
             parts.append(" · ".join(links))
-        elif isinstance(panel, Table | Facts):
+        elif isinstance(panel, Facts):
+            # A table has a header, which would be empty here.
+            parts.append("\n".join(markdown_fact(*fact) for fact in panel.values.items()))
+        elif isinstance(panel, Table):
             parts.append(markdown_table(panel.rows))
         else:
             parts.append(f"![{escape_markdown(panel.title)}]({panel.small_uri()})")
@@ -170,6 +173,11 @@ def human(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value)
+
+
+def markdown_fact(name: str, value: Any) -> str:
+    """An item of a list in markdown, with all external text escaped."""
+    return f"* **{escape_markdown(name)}**: {escape_markdown(human(value))}"
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:

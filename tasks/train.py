@@ -13,12 +13,13 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import write_atomic
+from artifacts.checksummed_files import write_atomic
 from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import digest_model
 from artifacts.store import Artifact, Draft
 from configs.recipe import Recipe
-from configs.train import key_settings
+from configs.train import Train, key_settings
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
@@ -71,12 +72,15 @@ def key_parts(
     model_folder: Path,
     clip: Path,
     start: Artifact | None = None,
+    holdout: Artifact | None = None,
 ) -> KeyParts:
     """The artifact's key: settings, latents, the weights of the base in training, and the start.
 
     Args:
         clip: folder of the CLIP model; its weights count if scores choose the checkpoint.
         start: train artifact whose weights training continues from; None: the base's.
+        holdout: latents with the held-out samples, which count if their loss chooses the
+            checkpoint; None: `latents`.
     """
     base = digest_base(recipe, model_folder)
     inputs = {"latents": latents.digest, "base": base}
@@ -85,6 +89,8 @@ def key_parts(
     rule = recipe.train.best_checkpoint
     if rule is not None and rule.by_samples:
         inputs["clip"] = digest_model(clip)
+    elif rule is not None and holdout is not None:
+        inputs["holdout"] = holdout.digest
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
 
@@ -111,6 +117,7 @@ def build(
     progress: Progress,
     *,
     adapters: str | None = None,
+    holdout: Artifact | None = None,
 ) -> dict[str, Any]:
     """Train in the draft's folder.
 
@@ -118,8 +125,9 @@ def build(
 
     Args:
         adapters: URL of the LoRA file with the weights of step 0; None: new adapters.
+        holdout: latents with the held-out samples; None: `latents`.
     """
-    settings = recipe.train.with_steps(_count(latents))
+    settings = settings_for(recipe.train, _count(latents))
     if settings.lr_scheduler == "constant":  # other schedules depend on the number of steps
         copy_checkpoint(draft, settings)
     job = TrainJob(
@@ -135,6 +143,7 @@ def build(
         denoiser_config=_denoiser_config(recipe),
         compiled=draft.store.compiled_url,
         adapters=adapters,
+        holdout=None if holdout is None else holdout.uri,
     )
     watch = _Watch(progress, draft.store.fs, score)
     grace = recipe.train.grace_seconds
@@ -150,6 +159,32 @@ def build(
     if scores := watch.all_scores(f"{draft.path}/samples"):
         run["sample_scores"] = scores
     return _summary(recipe, history, watch.chosen) | {"run": run}
+
+
+def settings_for(given: Train, samples: int) -> Train:
+    """The settings with `epochs` converted to `steps`.
+
+    Raises:
+        WrongInput: the samples are not enough for one step, or for the profiler's trace.
+    """
+    epochs, batch, profile = given.epochs, given.global_batch_size, given.profile
+    if epochs is None:
+        return given
+    if samples == 0:
+        raise WrongInput("there are no training samples: add pictures, or lower encode.holdout")
+    of_samples = f"train.epochs: {epochs:g} of {samples:,} training samples"
+    if epochs * samples < batch:
+        raise WrongInput(
+            f"{of_samples} are less than one step of global_batch_size {batch}: raise train.epochs"
+        )
+    settings = given.with_steps(samples)
+    if profile.steps and profile.start + profile.steps > settings.steps:
+        last = profile.start + profile.steps
+        raise WrongInput(
+            f"{of_samples} are {settings.steps:,} steps: train.profile traces steps "
+            f"{profile.start:,} to {last:,}: lower train.profile.start or train.profile.steps"
+        )
+    return settings
 
 
 def _count(latents: Artifact) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from artifacts.checksummed_files import write_atomic
 from artifacts.clock import REAL, Clock
-from artifacts.commit import write_atomic
 from artifacts.concurrent_requests import ask_at_once
 from artifacts.hashing import parse_json
 from artifacts.list_folder import Entry, entries, name_of

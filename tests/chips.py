@@ -71,7 +71,7 @@ class Variant:
 
 #: Variants of the conformance tests.
 VARIANTS = {
-    "torch": Variant("torch", families=("sdxl", "sd", "sd3")),
+    "torch": Variant("torch", families=("sdxl", "sd", "sd3", "flux")),
     "jax": Variant("jax", more_families=("sd", "sd3")),
     # Four devices: two groups of two; FSDP shards arrays in a group, groups split the batch.
     "xla": Variant("xla", settings={"fsdp": 2}, more_families=("sd", "sd3")),
@@ -79,7 +79,9 @@ VARIANTS = {
     "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
     "hpu-lazy": Variant("torch", "hpu", {"hpu": {"mode": "lazy"}}),
     "npu": Variant("torch", "npu"),
-    "cuda": Variant("torch", "cuda", {"deterministic": True}, families=("sdxl", "sd", "sd3")),
+    "cuda": Variant(
+        "torch", "cuda", {"deterministic": True}, families=("sdxl", "sd", "sd3", "flux")
+    ),
 }
 #: Devices without an emulation: their tests require a real one.
 REAL_ONLY = ("cuda",)

@@ -140,6 +140,18 @@ def tiny_sd3(tiny_model: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_flux(tiny_model: Callable[[str], Path]) -> Path:
+    """A FluxPipeline folder, in the layout of FLUX.1 dev."""
+    return tiny_model("tiny-flux")
+
+
+@pytest.fixture(scope="session")
+def tiny_flux_schnell(tiny_model: Callable[[str], Path]) -> Path:
+    """A FluxPipeline folder, in the layout of FLUX.1 schnell."""
+    return tiny_model("tiny-flux-schnell")
+
+
+@pytest.fixture(scope="session")
 def tiny_sd3_without_t5(tiny_model: Callable[[str], Path]) -> Path:
     """The same without the T5 text encoder, a common choice to save memory."""
     return tiny_model("tiny-sd3-without-t5")

@@ -133,6 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
         is_open = path == "/api/validate-yaml" or path.startswith("/upload/")
         if is_upload and not is_open and self._token not in self.server.writers:
             raise Refused(403 if self._token else 401, "", "Unauthorized")
+        if path == "/api/whoami-v2":
+            if self._token not in self.server.writers:
+                raise Refused(401, "", "Invalid username or password.")
+            self._send_json({"name": "tests", "type": "user"})
+            return
         if path == "/api/repos/create":
             self._create(json.loads(self.body))
             return

@@ -60,4 +60,6 @@ def patchwork(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pipeline.transformer.proj_out.weight *= 8
     folder = tmp_path_factory.mktemp("patchwork")
     pipeline.save_pretrained(folder)
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace('"FluxPipeline"', '"PatchworkPipeline"'))
     return folder

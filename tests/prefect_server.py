@@ -19,6 +19,8 @@ from kiln_command import ROOT, environment
 
 PREFECT = [str(Path(sys.executable).parent / "prefect"), "--no-prompt"]
 TIMEOUT = 600  # timeout in seconds, for a busy machine
+#: Work pools of deploy/prefect.yaml, by kind of machine.
+POOLS = ("cpu", "gpu", "tpu", "ascend", "gaudi")
 #: Files in the folder of a shared server: its URL, and the lock files of users and of the start.
 API, USERS, STARTING = "api", "users", "starting"
 
@@ -49,10 +51,22 @@ class Server:
         self.start("server", "server", "start", "--host", "127.0.0.1", "--port", port)
         self.wait("server", lambda: self.ask("/health"), TIMEOUT)
 
+    def serve_by_make(self) -> None:
+        """Start the server by `make ui`, in the environment of the tests, and wait for it."""
+        port = self.api.rpartition(":")[2].removesuffix("/api")
+        # `make` would repair an environment that a test must not touch.
+        skipped = ["--old-file", "setup", f"VENV={sys.prefix}"]
+        self.spawn("server", "make", *skipped, "ui", f"PORT={port}")
+        self.wait("server", lambda: self.ask("/health"), TIMEOUT)
+
     def start(self, name: str, *words: str) -> None:
+        """Start a command of `prefect`."""
+        self.spawn(name, *PREFECT, *words)
+
+    def spawn(self, name: str, *command: str) -> None:
         log = (self.folder / f"{name}.log").open("wb")
         child = subprocess.Popen(
-            [*PREFECT, *words],
+            command,
             env=self.env,
             cwd=ROOT,
             stdout=log,
@@ -147,9 +161,10 @@ def deployed(folder: Path, api: str) -> Iterator[Server]:
     """A worker of a running server, with all deployments of deploy/prefect.yaml."""
     server = Server(folder, api)
     try:
-        server.cli("work-pool", "create", "kiln", "--type", "process")
+        for pool in POOLS:
+            server.cli("work-pool", "create", pool, "--type", "process")
         server.cli("deploy", "--all", "--prefect-file", "deploy/prefect.yaml")
-        server.start("worker", "worker", "start", "--pool", "kiln")
+        server.start("worker", "worker", "start", "--pool", "cpu")
         yield server
     finally:
         server.stop()

@@ -9,6 +9,8 @@ from diffusers import (
     AutoencoderKL,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
@@ -207,6 +209,38 @@ def save_sd3_without_t5(folder: Path) -> None:
     make_sd3(t5=False).save_pretrained(folder)
 
 
+def save_flux(folder: Path, *, guidance: bool = True) -> None:
+    """Write a FluxPipeline: FLUX.1 dev, or schnell, which lacks guidance and the shift by size."""
+    torch.manual_seed(6)
+    pipeline = FluxPipeline(
+        transformer=FluxTransformer2DModel(
+            in_channels=32,
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=80,
+            pooled_projection_dim=32,
+            guidance_embeds=guidance,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            shift=3.0 if guidance else 1.0, use_dynamic_shifting=guidance
+        ),
+        vae=make_vae(
+            latent_channels=8, shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False
+        ),
+        text_encoder=CLIPTextModel(make_text_config()),
+        tokenizer=make_tokenizer(),
+        text_encoder_2=make_t5(),
+        tokenizer_2=make_t5_tokenizer(),
+    )
+    with torch.no_grad():  # else the prompt has little effect with random weights
+        pipeline.transformer.context_embedder.weight *= 8
+        pipeline.transformer.proj_out.weight *= 8
+    pipeline.save_pretrained(folder)
+
+
 def save_vae(folder: Path) -> None:
     """Write an AutoencoderKL with other weights."""
     torch.manual_seed(2)
@@ -244,6 +278,8 @@ MODELS = {
     "least-sd": partial(save_sd, **MINIMAL_UNET),
     "tiny-sd3": save_sd3,
     "tiny-sd3-without-t5": save_sd3_without_t5,
+    "tiny-flux": save_flux,
+    "tiny-flux-schnell": partial(save_flux, guidance=False),
     "tiny-vae": save_vae,
     "tiny-clip": save_clip,
 }

@@ -1,46 +1,77 @@
 """The adapter format of kohya's sd-scripts, which most inference programs load.
 
 `<layer>.lora_down.weight`, `.lora_up.weight`, `.alpha` (a scalar) and, with DoRA, `.dora_scale`,
-where <layer> is the prefix and the layer's name with underscores for dots. Prefixes: `lora_unet`;
-`lora_te` for SD; `lora_te1` and `lora_te2` for SDXL. Layers of SDXL's UNet have the names of
-Stability's code (`input_blocks.4.1`, ...), layers of SD's have diffusers' names.
+where <layer> is the prefix and the layer's name with underscores for dots. Prefixes: `lora_unet`
+for every denoiser; `lora_te` for SD; `lora_te1` and `lora_te2` for others. Layers of SDXL's UNet
+and of FLUX's transformer have the names of their authors' code (`input_blocks.4.1`, ...), layers of
+SD's have diffusers' names. A layer that the authors fuse has one adapter: the ranks add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from artifacts.safetensors import Arrays
 from runtimes.adapters.lora_file_format import Adapters
-from runtimes.families.family import KohyaNames
+from runtimes.adapters.lora_layers import Adapter
+from runtimes.families.family import KohyaNames, Place
+
+Placed = tuple[Place, Adapter]
 
 
-def to_kohya(adapters: Adapters, names: KohyaNames, unet: Mapping[str, Any]) -> Arrays:
+def to_kohya(adapters: Adapters, names: KohyaNames, denoiser: Mapping[str, Any]) -> Arrays:
     """The arrays of a kohya file, by key.
 
     Args:
         adapters: component -> layer -> adapter.
         names: the family's names in sd-scripts.
-        unet: the UNet's config.
+        denoiser: the denoiser's config.
 
     Raises:
-        ValueError: the format has no name for a layer.
+        ValueError: the format has no name for a layer, or the adapters of a fused layer cannot
+            be one.
     """
+    layers: dict[str, list[Placed]] = {}
+    for component, found in adapters.items():
+        text = names.text_prefixes.get(component)
+        for layer, adapter in found.items():
+            place = names.place(layer, denoiser) if text is None else Place(layer)
+            key = f"{text or 'lora_unet'}_{place.layer.replace('.', '_')}"
+            layers.setdefault(key, []).append((place, adapter))
     arrays: Arrays = {}
-    for component, layers in adapters.items():
-        for layer, adapter in layers.items():
-            if component == "unet":
-                name, prefix = names.layer(layer, unet), "lora_unet"
-            else:
-                name, prefix = layer, names.text_prefixes[component]
-            key = f"{prefix}_{name.replace('.', '_')}"
-            arrays[f"{key}.lora_down.weight"] = adapter.down
-            arrays[f"{key}.lora_up.weight"] = adapter.up
-            arrays[f"{key}.alpha"] = np.array(adapter.scale * len(adapter.down), np.float32)
-            if adapter.magnitude is not None:  # [out]: one norm per output
-                shape = (-1, *[1] * (adapter.down.ndim - 1))
-                arrays[f"{key}.dora_scale"] = adapter.magnitude.reshape(shape)
+    for key, placed in layers.items():
+        adapter = _fused(key, placed)
+        arrays[f"{key}.lora_down.weight"] = adapter.down
+        arrays[f"{key}.lora_up.weight"] = adapter.up
+        arrays[f"{key}.alpha"] = np.array(adapter.scale * len(adapter.down), np.float32)
+        if adapter.magnitude is not None:  # [out]: one norm per output
+            shape = (-1, *[1] * (adapter.down.ndim - 1))
+            arrays[f"{key}.dora_scale"] = adapter.magnitude.reshape(shape)
     return arrays
+
+
+def _fused(key: str, placed: Sequence[Placed]) -> Adapter:
+    """One adapter of the parts of a fused layer: `up` is block-diagonal, `down` stacked.
+
+    Its rank is the sum of theirs, and its alpha grows alike, so that the scale stays.
+    """
+    rows = placed[0][0].rows
+    if rows is None:
+        return placed[0][1]
+    parts = sorted(placed, key=lambda part: part[0].first)
+    adapters = [adapter for _, adapter in parts]
+    up = np.zeros((rows, sum(len(adapter.down) for adapter in adapters)), np.float32)
+    column = 0
+    for place, adapter in parts:
+        rank = len(adapter.down)
+        up[place.first : place.first + len(adapter.up), column : column + rank] = adapter.up
+        column += rank
+    magnitudes = [adapter.magnitude for adapter in adapters if adapter.magnitude is not None]
+    magnitude = np.concatenate(magnitudes) if magnitudes else None
+    if magnitude is not None and len(magnitude) != rows:
+        raise ValueError(f"{key} is one layer there, and DoRA adapts a part of it here")
+    down = np.concatenate([adapter.down for adapter in adapters])
+    return Adapter(down, up, magnitude, adapters[0].scale)

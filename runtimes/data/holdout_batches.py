@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch, WrongInput
+from runtimes.data.bucketed_sample_order import evenly_spaced
 from runtimes.data.loader import BatchReader
-from runtimes.data.sample_order import evenly_spaced
 
 
 class Holdout:

@@ -17,9 +17,9 @@ from artifacts.latent_shards import (
     stack_rows,
 )
 from runtimes.contract import StepBatch, WrongInput
+from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window
 from runtimes.data.caption_dropout import caption_row, zeroed
 from runtimes.data.prefetch import Prefetch
-from runtimes.data.sample_order import Order, SampleIndex, Window
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
 from runtimes.families.inpainting_and_scores import NO_EXTRA_INPUTS, ExtraInputs
@@ -34,6 +34,7 @@ class BatchReader:
         text_encoders: whether the step runs the text encoders; batches then contain token ids.
         extras: the denoiser's inputs in addition to the family's conditioning.
         cache_bytes: size limit of the local cache of remote shards.
+        guidance_scale: input of a guidance-distilled denoiser.
 
     Attributes:
         groups: for each shard, number of samples per group.
@@ -51,6 +52,7 @@ class BatchReader:
         text_encoders: bool = False,
         extras: ExtraInputs = NO_EXTRA_INPUTS,
         cache_bytes: int = 20 * 2**30,
+        guidance_scale: float = 1.0,
     ) -> None:
         if latents.info["family"] != family.name:
             raise WrongInput(
@@ -68,6 +70,7 @@ class BatchReader:
         self._objective = objective
         self._extras = extras
         self._text_encoders = text_encoders
+        self._guidance_scale = guidance_scale
         self._zeros = latents.info["empty_prompt"] == "zeros"
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
         self.groups = [ref.groups for ref in latents.shards]
@@ -98,13 +101,14 @@ class BatchReader:
         levels = np.array([c.level for c in chosen], np.int32)
         mean, logvar = moments(captioned)
         noised = self._objective.noised(mean, logvar, levels, counters)
+        conditioning = self._family.condition(captioned, self._guidance_scale)
         return StepBatch(
             step=step,
             noisy_latents=noised.noisy_latents,
             timesteps=noised.timesteps,
             target=noised.target,
             weight=noised.weight,
-            conditioning=self._family.condition(captioned) | self._extra_inputs(captioned, chosen),
+            conditioning=conditioning | self._extra_inputs(captioned, chosen),
             denominator=denominator,
         )
 

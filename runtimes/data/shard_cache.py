@@ -19,7 +19,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.commit import Damaged, open_checked
+from artifacts.checksummed_files import Damaged, open_checked
 from artifacts.latent_shards import LatentShard, ShardRef
 from artifacts.resolve_model import cache_folder
 from runtimes.contract import WrongInput

@@ -51,12 +51,21 @@ class Captioned:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where sd-scripts has a layer of diffusers: a layer, or rows of the output of a fused one."""
+
+    layer: str  # name in sd-scripts, with dots
+    first: int = 0  # first row of the fused layer's output
+    rows: int | None = None  # all rows of the fused layer's output; None: the layer is not fused
+
+
+@dataclass(frozen=True)
 class KohyaNames:
     """The names of a family's adapters in kohya's sd-scripts."""
 
     text_prefixes: Mapping[str, str]  # component -> prefix, such as lora_te1
-    #: (layer name in diffusers, denoiser's config) -> layer name in sd-scripts, with dots.
-    layer: Callable[[str, Mapping[str, Any]], str]
+    #: (layer name in diffusers, denoiser's config) -> the layer's place in sd-scripts.
+    place: Callable[[str, Mapping[str, Any]], Place]
 
 
 class Family:
@@ -80,9 +89,12 @@ class Family:
     attention_layers: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     #: Constructor arguments of the pipeline that its folder lacks.
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
-    #: Whether the guidance scale is a denoiser input, which replaces the unconditional pass.
+    #: Whether the guidance scale is a denoiser input, `guidance` [B], which replaces the
+    #: unconditional pass.
     guidance_input: ClassVar[bool] = False
     kohya: ClassVar[KohyaNames | None] = None
+    #: Kind of device -> why the denoiser does not run on it.
+    refused_devices: ClassVar[Mapping[str, str]] = {}
 
     @property
     def clip(self) -> tuple[TextEncoder, ...]:
@@ -103,12 +115,25 @@ class Family:
         """Whether embeddings of zeros replace the empty caption's, by model_index.json."""
         return False
 
+    def t5_tokens(self, config: Mapping[str, Any]) -> int:
+        """Maximum caption length of a family with a T5, by the denoiser's config."""
+        assert self.t5 is not None and self.t5.tokens is not None, "the family must have a T5"
+        return self.t5.tokens
+
     def prompt_width(self, config: Mapping[str, Any]) -> int:
         """Width D of prompt_embeds for a denoiser of a family with a T5, by its config."""
         return int(config["joint_attention_dim"])
 
+    def takes_guidance(self, config: Mapping[str, Any]) -> bool:
+        """Whether the denoiser uses the guidance scale that it is given, by its config."""
+        return self.guidance_input
+
     def latent_multiple(self, config: Mapping[str, Any]) -> int:
-        """The divisor of the latents' height and width, by the denoiser's config."""
+        """The divisor of the latents' height and width, by the denoiser's config.
+
+        For a transformer it is the side of a patch: a token has its square of latent pixels, and
+        the shift of noise levels counts such tokens.
+        """
         return 1
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:
@@ -119,20 +144,27 @@ class Family:
         """Default height and width of sampled latents, by the denoiser's config."""
         return int(config["sample_size"])
 
-    def condition(self, samples: Sequence[Captioned]) -> Conditioning:
+    def condition(self, samples: Sequence[Captioned], guidance_scale: float = 1.0) -> Conditioning:
         """A batch's conditioning: keyword -> array [B, ...].
 
         `prompt_embeds` [B, T, D] and, if it is in `inputs`, `pooled_prompt_embeds` [B, P]. With
         text encoders in the step: `input_ids` [B, n, T], `dropped` [B] f32 (1: replace the
-        embeddings by zeros) and, with a T5, `t5_prompt_embeds` [B, T5, D].
+        embeddings by zeros) and, with a T5, `t5_prompt_embeds` [B, T5, D]. With a guidance input:
+        `guidance` [B] f32.
+
+        Args:
+            guidance_scale: the training's; an input of some denoisers.
 
         Raises:
             WrongInput: the latents lack one of these arrays.
         """
+        found: Conditioning = {}
+        if self.guidance_input:
+            found["guidance"] = np.full(len(samples), guidance_scale, np.float32)
         if samples[0].input_ids is None:
             embeds = (name for name in self.inputs if name.endswith("_embeds"))
-            return {name: stack(name, samples) for name in embeds}
-        found: Conditioning = {
+            return found | {name: stack(name, samples) for name in embeds}
+        found |= {
             "input_ids": stack("input_ids", samples),
             "dropped": np.array([sample.dropped for sample in samples], np.float32),
         }
@@ -148,7 +180,7 @@ class Family:
             size: (height, width) in pixels.
             guidance_scale: of the sampler; an input of some denoisers.
         """
-        return {}
+        return {"guidance": np.array(guidance_scale, np.float32)} if self.guidance_input else {}
 
     def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of the denoiser's forward method.

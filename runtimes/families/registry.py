@@ -13,11 +13,12 @@ from pathlib import Path
 from artifacts.hashing import parse_json
 from runtimes.contract import WrongInput
 from runtimes.families.family import Family
+from runtimes.families.flux import Flux
 from runtimes.families.sd import SD
 from runtimes.families.sd3 import SD3
 from runtimes.families.sdxl import SDXL
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (SD(), SDXL(), SD3())}
+FAMILIES: dict[str, Family] = {family.name: family for family in (SD(), SDXL(), SD3(), Flux())}
 #: Entry-point group of plug-ins.
 PLUG_INS = "kilnworks.families"
 #: transformers' classes of the repeated blocks of a CLIP text encoder.
@@ -41,15 +42,20 @@ def detect_family(folder: Path) -> Family:
     """The family of the pipeline in `folder`, by the class name in its model_index.json.
 
     Raises:
-        WrongInput: model_index.json is missing or invalid, or the class is of no known family.
+        WrongInput: model_index.json is missing or invalid, a part leads out of the folder, or the
+            class is of no known family.
     """
     index = folder / "model_index.json"
     try:
-        pipeline = parse_json(index.read_text(encoding="utf-8"))["_class_name"]
+        found = parse_json(index.read_text(encoding="utf-8"))
+        pipeline = found["_class_name"]
     except FileNotFoundError:
         raise WrongInput(f"{index} is missing: a diffusers pipeline folder is needed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WrongInput(f"{index} cannot be read: {error}") from None
+    for name, spec in found.items():  # a part is a folder beside; diffusers' are identifiers
+        if isinstance(spec, list) and not name.isidentifier():
+            raise WrongInput(f"{index}: {name!r} is no name of a part: the model may be hostile")
     for families in (FAMILIES, all_families()):
         for family in families.values():
             if pipeline in family.pipelines:

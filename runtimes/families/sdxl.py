@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from artifacts.latent_shards import LatentSample
-from runtimes.families.family import Captioned, ClipStates, Conditioning, KohyaNames, TextEncoder
+from runtimes.families.family import (
+    Captioned,
+    ClipStates,
+    Conditioning,
+    KohyaNames,
+    Place,
+    TextEncoder,
+)
 from runtimes.families.sd import SD
 
 
@@ -87,16 +94,17 @@ class SDXL(SD):
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
-        {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}, stability_name
+        {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
+        lambda layer, unet: Place(stability_name(layer, unet)),
     )
 
     def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:
         return bool(index.get("force_zeros_for_empty_prompt", True))
 
-    def condition(self, samples: Sequence[Captioned]) -> Conditioning:
+    def condition(self, samples: Sequence[Captioned], guidance_scale: float = 1.0) -> Conditioning:
         """Adds `add_time_ids` [B, 6] f32 to the base class's conditioning (section 2.2)."""
         sizes = np.array([add_time_ids(sample.sample) for sample in samples], np.float32)
-        return super().condition(samples) | {"add_time_ids": sizes}
+        return super().condition(samples, guidance_scale) | {"add_time_ids": sizes}
 
     def drawing_condition(self, size: tuple[int, int], guidance_scale: float) -> dict[str, Any]:
         return {"add_time_ids": np.array([*size, 0, 0, *size], np.float32)}

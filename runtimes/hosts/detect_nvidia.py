@@ -1,17 +1,67 @@
-"""Detect the memory of NVIDIA GPUs by their driver's tool; neither PyTorch nor CUDA is loaded."""
+"""Detect NVIDIA's driver and GPUs by its files and tool; neither PyTorch nor CUDA is loaded."""
 
 from __future__ import annotations
 
+import re
 import subprocess
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
-QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 SECONDS = 20.0  # a GPU without persistence mode starts first
+#: The kernel module's version, and the folder of device files.
+MODULE = Path("/proc/driver/nvidia/version")
+DEVICES = Path("/dev")
+
+
+@dataclass(frozen=True)
+class NvidiaGpu:
+    """One GPU, as the driver reports it."""
+
+    name: str
+    memory: int  # bytes
+
+
+def find_gpus() -> list[NvidiaGpu]:
+    """The GPUs with memory of their own; empty without a GPU, driver or tool."""
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=SECONDS, check=True)
+        lines = (line.rpartition(",") for line in done.stdout.splitlines() if line.strip())
+        return [NvidiaGpu(name.strip(), int(size) * 2**20) for name, _, size in lines]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def gpu_memory() -> list[int]:
     """Bytes of memory of each GPU; empty without a GPU, driver or tool."""
+    return [gpu.memory for gpu in find_gpus()]
+
+
+def driver_version() -> str | None:
+    """Version of the kernel module; `unknown` with device files only, None without a driver.
+
+    A container has the device files of the GPUs that it was given.
+    """
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=SECONDS, check=True)
-        return [int(line) * 2**20 for line in done.stdout.split()]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
+        found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", MODULE.read_text(errors="replace"))
+        return found[1] if found else "unknown"
+    except OSError:
+        pass
+    return "unknown" if any(DEVICES.glob("nvidia[0-9]*")) else None
+
+
+def torch_cuda_version() -> str | None:
+    """CUDA version of the installed PyTorch; None for a CPU build, or without PyTorch.
+
+    Read from PyTorch's version.py: its import takes seconds.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*= *['\"]([^'\"]+)", text, re.MULTILINE)
+    return found[1] if found else None

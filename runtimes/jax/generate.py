@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
+from runtimes.jax.adamw_and_ema import Arrays
 from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import held_out_errors
-from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.parameters_and_optimizer_state import frozen_arrays
 from runtimes.jax.sampler import Sampler, same_architecture
 from runtimes.jax.step import errors

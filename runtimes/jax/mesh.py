@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from runtimes.data.padding import padded_rows
-from runtimes.spmd.sharding import AXES, mesh_shape, shard_axes
+from runtimes.spmd.mesh_shape_and_sharding import AXES, mesh_shape, shard_axes
 
 
 class Mesh:
@@ -45,7 +45,7 @@ class Mesh:
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
     def array_sharding(self, shape: Sequence[int]) -> NamedSharding:
-        """Sharding of an array of a shape along `fsdp`, see spmd/sharding.py."""
+        """Sharding of an array of a shape along `fsdp`, see spmd/mesh_shape_and_sharding.py."""
         return NamedSharding(self.mesh, PartitionSpec(*shard_axes(shape, self.fsdp)))
 
     def row_sharding(self, axis: int) -> NamedSharding:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.contract import StepBatch
+from runtimes.jax.adamw_and_ema import Arrays, Groups
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.optimizer_and_ema import Arrays, Groups
 from runtimes.torch_models.network import Network
 
 

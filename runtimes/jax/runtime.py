@@ -25,6 +25,7 @@ from runtimes.contract import (
     StepOutput,
     lazy_output,
 )
+from runtimes.jax.adamw_and_ema import Arrays
 from runtimes.jax.device import (
     check,
     describe,
@@ -37,7 +38,6 @@ from runtimes.jax.device import (
 )
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack
-from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.parameters_and_optimizer_state import (
     frozen_arrays,
     initial_state,
@@ -48,6 +48,8 @@ from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step, errors, gather_weights
 from runtimes.jax.torchax_bridge import as_function, recompute
 from runtimes.objective.counter_based_random import Stream, generator
+from runtimes.optimizer_step.step_scalars import step_scalars
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays, shapes_of
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import join_hosts
@@ -55,8 +57,6 @@ from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.layer_dropout_seed import has_dropout
 from runtimes.torch_models.make_scheduler import trained_scheduler
 from runtimes.torch_models.network import Network
-from runtimes.update.step_scalars import step_scalars
-from runtimes.update.training_state_copies import owned_copies, read_arrays, shapes_of
 
 
 class TheRuntime(BaseRuntime):

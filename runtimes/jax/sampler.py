@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
 from runtimes.data.padding import pad_rows, padded_rows
+from runtimes.jax.adamw_and_ema import Arrays
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.optimizer_and_ema import Arrays
 from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.objective.scheduler_config import read_config
@@ -112,7 +112,9 @@ class Sampler:
         """
         assert self._network is not None, "call `use` first"
         arrays = self._arrays()
-        table = sampler_table(self._scheduler, sampler, self._network.family)
+        family, config = self._network.family, self._network.denoiser.config
+        factor = self._encoder.info["vae_scale_factor"]
+        table = sampler_table(self._scheduler, sampler, family, config, factor)
         texts = self._encoder.texts
         if self._network.text_encoders:
             texts = partial(self._texts, arrays)
@@ -120,7 +122,7 @@ class Sampler:
             prompts,
             sampler,
             first=first,
-            denoiser=self._network.denoiser.config,
+            denoiser=config,
             multiple=self._mesh.count,
         )
         pictures = list[NDArray[np.uint8]]()

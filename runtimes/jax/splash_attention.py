@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import PartitionSpec
 
 from runtimes.jax.mesh import Mesh
-from runtimes.spmd.sharding import AXES
+from runtimes.spmd.mesh_shape_and_sharding import AXES
 
 #: The kernel's blocks are multiples of a vector register's lanes, so sequences are padded to it.
 LANES = 128

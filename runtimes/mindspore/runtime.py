@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
+from runtimes.mindspore.adamw_and_ema import Update, float32_copy
 from runtimes.mindspore.device import check, describe, memory_bytes, start, versions
 from runtimes.mindspore.loading import set_flash_attention
 from runtimes.mindspore.micro_batches import Inputs
 from runtimes.mindspore.network import Network
-from runtimes.mindspore.optimizer_and_ema import Update, float32_copy
 from runtimes.mindspore.parallel import open_parallel
 from runtimes.mindspore.profile import tracing
 from runtimes.mindspore.sampler import Sampler, make_scheduler

@@ -15,9 +15,9 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from configs.hardware import MindSpore
 from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
+from runtimes.mindspore.adamw_and_ema import Update
 from runtimes.mindspore.micro_batches import Inputs, micro_batches
 from runtimes.mindspore.network import Network
-from runtimes.mindspore.optimizer_and_ema import Update
 from runtimes.mindspore.parallel import SingleProcess
 from runtimes.mindspore.squared_error import squared_errors
 

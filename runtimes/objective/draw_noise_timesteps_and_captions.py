@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.objective.counter_based_random import Stream, generators
-from runtimes.objective.timesteps import Probabilities, level_at
+from runtimes.objective.timestep_probabilities import Probabilities, level_at
 
 Array = NDArray[np.float32]
 

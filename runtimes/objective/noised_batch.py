@@ -21,9 +21,15 @@ from runtimes.objective.draw_noise_timesteps_and_captions import (
 )
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.loss_weights import FlowWeighting, loss_weight
-from runtimes.objective.noise_schedule import Levels, NoiseSchedule, Schedule
+from runtimes.objective.noise_schedule import (
+    FlowSchedule,
+    Levels,
+    NoiseSchedule,
+    ResolutionShift,
+    Schedule,
+)
 from runtimes.objective.prediction_targets import target_of
-from runtimes.objective.timesteps import Probabilities, level_bounds
+from runtimes.objective.timestep_probabilities import Probabilities, level_bounds
 
 Array = NDArray[np.float32]
 
@@ -55,6 +61,7 @@ class Objective:
     noise_offset: float = 0.0
     input_perturbation: float = 0.0
     sampling: TimestepSampling = field(default_factory=TimestepSampling)
+    resolution_shift: ResolutionShift | None = None  # of a flow
     caption_dropout_rate: float = 0.0
     #: Replace random noise levels: the middles of so many equal bands, by turns of the counter.
     equidistant_levels: int | None = None
@@ -91,8 +98,32 @@ class Objective:
             )
 
     @classmethod
-    def of(cls, settings: Train, schedule: Schedule, scale: LatentScale) -> Objective:
-        """The objective of train settings. Raises WrongInput for contradictory settings."""
+    def of(
+        cls,
+        settings: Train,
+        schedule: Schedule,
+        scale: LatentScale,
+        resolution_shift: ResolutionShift | None = None,
+    ) -> Objective:
+        """The objective of train settings.
+
+        Args:
+            resolution_shift: of the base's scheduler, if it has one.
+
+        Raises:
+            WrongInput: the settings contradict each other or the schedule.
+        """
+        shifts = settings.timesteps.resolution_shift
+        if shifts and resolution_shift is None:
+            raise WrongInput(
+                "train.timesteps.resolution_shift: the base's scheduler has no "
+                "use_dynamic_shifting: set false"
+            )
+        if shifts and resolution_shift is not None and resolution_shift.terminal:
+            raise WrongInput(
+                "train.timesteps.resolution_shift: the base's scheduler has shift_terminal, "
+                "which training does not know: set false"
+            )
         return cls(
             schedule=schedule,
             scale=scale,
@@ -103,6 +134,7 @@ class Objective:
             noise_offset=settings.noise_offset,
             input_perturbation=settings.input_perturbation,
             sampling=settings.timesteps,
+            resolution_shift=resolution_shift if shifts else None,
             caption_dropout_rate=settings.caption_dropout_rate,
         )
 
@@ -134,22 +166,31 @@ class Objective:
             levels: noise levels [B].
             counters: B sample counters.
         """
-        shape = mean.shape[1:]
+        shape, schedule = mean.shape[1:], self._schedule_for(*mean.shape[-2:])
         eps = draw_normal(self.seed, Stream.POSTERIOR, counters, shape)
         latents = self.scale.sample(mean, logvar, eps)
         noise = self.noise(counters, shape)
         perturbed = perturb(self.seed, counters, noise, self.input_perturbation)
         return NoisedBatch(
-            self.schedule.add_noise(latents, perturbed, levels),
-            self.schedule.timesteps(levels),
-            target_of(self.schedule, latents, noise, levels),
-            self.weight(levels),
+            schedule.add_noise(latents, perturbed, levels),
+            schedule.timesteps(levels),
+            target_of(schedule, latents, noise, levels),
+            self._weight(schedule, levels),
         )
 
+    def _schedule_for(self, height: int, width: int) -> Schedule:
+        """The schedule of latents [C, height, width]."""
+        if self.resolution_shift is None or not isinstance(self.schedule, FlowSchedule):
+            return self.schedule
+        return self.schedule.shifted(self.resolution_shift, height, width)
+
     def weight(self, levels: Levels) -> Array:
-        """Loss weight per sample [B] f32."""
+        """Loss weight per sample [B] f32, without a shift by resolution."""
+        return self._weight(self.schedule, levels)
+
+    def _weight(self, schedule: Schedule, levels: Levels) -> Array:
         return loss_weight(
-            self.schedule,
+            schedule,
             levels,
             snr_gamma=self.snr_gamma,
             debiased_estimation_loss=self.debiased_estimation_loss,

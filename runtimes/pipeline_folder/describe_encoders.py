@@ -139,12 +139,22 @@ def has_t5(model_folder: Path) -> bool:
 
 def t5_length(model_folder: Path) -> int:
     """Number of T5 rows in prompt_embeds. Without a T5 they are zeros, as in diffusers."""
-    t5 = detect_family(model_folder).t5
-    assert t5 is not None and t5.tokens is not None, "the family must have a T5"
+    family = detect_family(model_folder)
+    assert family.t5 is not None, "the family must have a T5"
+    tokens = family.t5_tokens(read_config(model_folder / family.denoiser / "config.json"))
     if not has_t5(model_folder):
-        return t5.tokens
-    config = read_config(model_folder / t5.tokenizer / "tokenizer_config.json")
-    return min(t5.tokens, int(config.get("model_max_length", t5.tokens)))
+        return tokens
+    config = read_config(model_folder / family.t5.tokenizer / "tokenizer_config.json")
+    return min(tokens, int(config.get("model_max_length", tokens)))
+
+
+def unusual_t5_length(model_folder: Path) -> int | None:
+    """The maximum caption length if the denoiser's config alters the pipeline's default."""
+    family = detect_family(model_folder)
+    if family.t5 is None:
+        return None
+    found = family.t5_tokens(read_config(model_folder / family.denoiser / "config.json"))
+    return None if found == family.t5.tokens else found
 
 
 def text_class(model_folder: Path, part: str) -> str:

@@ -16,6 +16,7 @@ DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
 TEXT_WEIGHTS = "model"  # transformers'
 _PIECE = r"(?:-\d+-of-\d+)?"
 VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
+FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]+")
 Shapes = Mapping[str, tuple[int, ...]]  # weight name -> shape
 
 
@@ -47,11 +48,22 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
         if whole.exists():
             return [whole]
         if index.exists():
-            names = sorted(set(read_config(index)["weight_map"].values()))
+            names = _shard_names(index)
             return [folder / name for name in names]
     raise WrongInput(
         f"{folder / stem}.safetensors is missing: the weights of the part are required"
     )
+
+
+def _shard_names(index: Path) -> list[str]:
+    """The files that an index of weights names. Raises WrongInput if one is not beside it."""
+    named = read_config(index).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise WrongInput(f"{index}: weight_map is no object of file names: the model is damaged")
+    for name in named.values():
+        if not (isinstance(name, str) and FILE_NAME.fullmatch(name)):
+            raise WrongInput(f"{index}: {name!r} is no file beside it: the model may be hostile")
+    return sorted(set(named.values()))
 
 
 def check_fit(path: Path, wanted: Shapes, given: Shapes) -> None:

@@ -31,7 +31,7 @@ class TrainJob(_HasModel):
 
     runtime: str
     model: str  # base pipeline: a local folder or a URL
-    latents: str  # URL of the latents artifact's folder
+    latents: str  # URL of the folder of the latents artifact with the training samples
     train: dict[str, Any]  # configs.train.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
     out: str  # URL of the folder for the trained weights (see train/write_result.py)
@@ -43,6 +43,7 @@ class TrainJob(_HasModel):
     )
     compiled: str | None = None  # URL of the compile cache; None disables it
     adapters: str | None = None  # URL of the LoRA file with the weights of step 0; None: new ones
+    holdout: str | None = None  # URL of the latents with the held-out samples; None: `latents`
     kind: str = "train"
 
 

@@ -21,9 +21,10 @@ from runtimes.families.inpainting_and_scores import (
     aesthetic_scores,
     fully_masked,
 )
+from runtimes.objective.noise_schedule import ResolutionShift
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.guidance import is_guided
-from runtimes.sample.noise_and_components import noise_batches
+from runtimes.sample.noise_and_components import image_size, noise_batches
 from runtimes.sample.tabulated_schedulers import Table, tabulate
 from runtimes.torch_models.make_scheduler import make_scheduler
 
@@ -147,12 +148,20 @@ class Conditioner:
         return found if pooled is None else {**found, "pooled_prompt_embeds": pooled}
 
 
-def sampler_table(scheduler: Any, sampler: Mapping[str, Any], family: Family) -> Table:
+def sampler_table(
+    scheduler: Any,
+    sampler: Mapping[str, Any],
+    family: Family,
+    denoiser: Mapping[str, Any],
+    factor: int,
+) -> Table:
     """Coefficients of the scheduler that `sampler` selects, or else of the model's scheduler.
 
     Args:
         scheduler: diffusers scheduler of the model.
         sampler: as GenerateJob.sampler.
+        denoiser: diffusers config of the denoiser.
+        factor: image pixels per latent pixel, along one side (VAE scale factor).
 
     Raises:
         WrongInput: the selected scheduler has no such table, or `eta` is not 0.
@@ -160,9 +169,11 @@ def sampler_table(scheduler: Any, sampler: Mapping[str, Any], family: Family) ->
     if sampler.get("eta"):
         raise WrongInput("eta: a tabulated scheduler draws no noise in its steps: set 0")
     steps = sampler["num_inference_steps"]
-    return tabulate(
-        sampling_scheduler(scheduler, sampler, make_scheduler), steps, family.sigmas(steps)
-    )
+    chosen = sampling_scheduler(scheduler, sampler, make_scheduler)
+    shift = ResolutionShift.from_config(chosen.config, family.latent_multiple(denoiser))
+    height, width = image_size(sampler, family, denoiser, factor)
+    mu = None if shift is None else shift.mu(height // factor, width // factor)
+    return tabulate(chosen, steps, family.sigmas(steps), mu)
 
 
 def _interleave(one: Float32, other: Float32) -> Float32:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from artifacts.commit import write_atomic
+from artifacts.checksummed_files import write_atomic
 from runtimes.contract import Pipeline
 from runtimes.data.holdout_batches import Holdout, draw_losses
 from runtimes.data.loader import BatchReader, open_job_latents
@@ -112,6 +112,7 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
         objective,
         text_encoders=pipeline.encodes_text,
         extras=folder_extras(folder),
+        guidance_scale=job.holdout.get("guidance_scale", 1.0),
     )
     rows = min(LOSS_BATCH, job.sampler["batch_size"])  # the sampling batch fits in memory
     samples, levels = job.holdout["samples"], job.holdout["levels"]

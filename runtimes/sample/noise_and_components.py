@@ -108,6 +108,14 @@ def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None = 
             raise WrongInput(f"{setting}: {pixels} is not a multiple of {step}")
 
 
+def image_size(
+    sampler: Mapping[str, Any], family: Family, config: Mapping[str, Any], scale: int
+) -> tuple[int, int]:
+    """(height, width) in pixels of a sampler's images; arguments as for `noise_batches`."""
+    own = family.sample_size(config) * scale
+    return sampler.get("height") or own, sampler.get("width") or own
+
+
 def noise_batches(
     prompts: Sequence[str],
     sampler: Mapping[str, Any],
@@ -129,8 +137,7 @@ def noise_batches(
         first: number of the first image; it selects the noise stream.
         rows: number of rows to which each batch is padded with copies of its last prompt.
     """
-    own = family.sample_size(config) * scale
-    height, width = (sampler.get(side) or own for side in ("height", "width"))
+    height, width = image_size(sampler, family, config, scale)
     shape = (family.latent_channels(config), height // scale, width // scale)
     size = sampler["batch_size"]
     for start in range(0, len(prompts), size):

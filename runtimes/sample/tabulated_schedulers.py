@@ -25,7 +25,6 @@ _REFUSED = (
     "invert_sigmas",
     "stochastic_sampling",
     "thresholding",
-    "use_dynamic_shifting",
     "use_flow_sigmas",
 )
 
@@ -51,7 +50,12 @@ class Table:
     rows: NDArray[np.float32]  # [N, 6], the fields of Row in order
 
 
-def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = None) -> Table:
+def tabulate(
+    scheduler: Any,
+    steps: int,
+    sigmas: NDArray[np.float64] | None = None,
+    mu: float | None = None,
+) -> Table:
     """Tabulate the coefficients of a diffusers scheduler.
 
     Supported: DDIM (arXiv 2010.02502, eta 0), Euler on sigmas (arXiv 2206.00364, without churn) and
@@ -61,6 +65,7 @@ def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = No
         scheduler: a diffusers scheduler; `set_timesteps` changes its state.
         steps: number of inference steps N.
         sigmas: noise levels [N], where the family's pipeline defines its own.
+        mu: shift of the noise levels, for a scheduler with dynamic shifting.
 
     Raises:
         WrongInput: the scheduler or one of its options has no such table, or `steps` is invalid.
@@ -73,11 +78,9 @@ def tabulate(scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = No
     for option in _REFUSED:
         if scheduler.config.get(option):
             raise WrongInput(f"the scheduler {name} with {option} has no table: turn it off")
+    given = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
     try:
-        if sigmas is None:
-            scheduler.set_timesteps(steps)
-        else:
-            scheduler.set_timesteps(sigmas=sigmas)
+        scheduler.set_timesteps(**given, **({} if mu is None else {"mu": mu}))
     except ValueError as error:
         raise WrongInput(f"num_inference_steps: {steps}: {error}") from None
     rows = _ROWS[name](scheduler)

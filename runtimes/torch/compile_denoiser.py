@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
+from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
+from runtimes.hosts.c_compiler import find_c_compiler
 from runtimes.torch.device_hooks import DeviceHooks
 
 #: Programs per function. ResnetBlock2D alone has a program for each number of channels and size.
 PROGRAMS = 256
+NO_COMPILER = "no C compiler is on PATH, which torch.compile calls: install g++"
+log = logging.getLogger("kiln")
+
+
+def check_compiler(what: str) -> None:
+    """Raise WrongInput if `train.compile` demands programs and there is no C compiler."""
+    if find_c_compiler() is None:
+        raise WrongInput(f"train.compile: {what}: {NO_COMPILER}, or set train.compile=none")
 
 
 def compile_denoiser(denoiser: Any, what: str, device_hooks: DeviceHooks) -> None:
@@ -25,6 +36,9 @@ def compile_denoiser(denoiser: Any, what: str, device_hooks: DeviceHooks) -> Non
     """
     if what == "auto":
         what = "blocks" if device_hooks.device.type == "cuda" else "none"
+        if what == "blocks" and find_c_compiler() is None:
+            log.warning("training is not compiled, and slower: %s", NO_COMPILER)
+            what = "none"
     if what == "none":
         return
     # At the default of 8, PyTorch silently runs further blocks and shapes uncompiled.

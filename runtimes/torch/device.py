@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
 import re
@@ -20,14 +21,18 @@ from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.torch import hpu, npu
+from runtimes.torch.compile_denoiser import check_compiler
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.make_optimizer import check_optimizer
 from runtimes.torch_models.precision import check_precision
 
 ALONE = Ranks()
+log = logging.getLogger("kiln")
 #: PyTorch's device types other than `cpu`, with their names for messages.
 ACCELERATORS = {"cuda": "CUDA", "npu": "Ascend NPU", "hpu": "Gaudi"}
-_NAME = re.compile(r"(?P<kind>auto|cpu|cuda|npu|hpu)(?:(?<!auto)(?<!cpu):(?P<number>\d+))?")
+_NAME = re.compile(
+    r"(?P<kind>auto|cpu|mps|cuda|npu|hpu)(?:(?<!auto)(?<!cpu)(?<!mps):(?P<number>\d+))?"
+)
 
 
 def make_deterministic(enabled: bool = True) -> None:
@@ -53,7 +58,7 @@ def make_deterministic(enabled: bool = True) -> None:
 def is_deterministic(settings: Train, device: torch.device) -> bool:
     """Whether `train.deterministic`, or its default for the device, demands exact repetition."""
     if settings.deterministic is None:
-        return device.type != "cuda"
+        return device.type not in ("cuda", "mps")
     return settings.deterministic
 
 
@@ -64,13 +69,13 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     processes, each one has its own device, numbered by its local rank.
 
     Args:
-        name: `auto`, `cpu`, `cuda[:N]`, `npu[:N]` or `hpu[:N]`.
+        name: `auto`, `cpu`, `mps`, `cuda[:N]`, `npu[:N]` or `hpu[:N]`.
         ranks: this process and the number of processes.
 
     Raises:
         WrongInput: the device is absent, or this machine has fewer devices than processes.
     """
-    known = "auto, cpu, cuda[:N], npu[:N] or hpu[:N]"
+    known = "auto, cpu, mps, cuda[:N], npu[:N] or hpu[:N]"
     match = _NAME.fullmatch(name)
     if match is None:
         raise WrongInput(f"device {name!r} is not for runtime torch ({known})")
@@ -79,6 +84,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         kind = "cuda" if torch.cuda.device_count() else "cpu"
     if kind == "cpu":
         return torch.device("cpu")
+    if kind == "mps":
+        return _choose_mps(ranks)
     if kind == "npu":
         npu.load()
     if kind == "hpu":
@@ -102,6 +109,16 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     if ranks.world > 1:
         return torch.device(kind, ranks.local_rank)
     return torch.device(kind) if number is None else torch.device(kind, int(number))
+
+
+def _choose_mps(ranks: Ranks) -> torch.device:
+    """Apple's GPU. Raises WrongInput without one, or for several processes."""
+    if not torch.backends.mps.is_available():
+        raise WrongInput("device mps: this machine has no Apple GPU; set auto or cpu")
+    if ranks.world > 1:
+        raise WrongInput("device mps is one device: set train.processes=1")
+    log.warning("device mps is untested: compare its losses with those of device cpu first")
+    return torch.device("mps")
 
 
 def open_device(
@@ -142,6 +159,8 @@ def check(settings: Train) -> None:
     check_precision(settings)
     device = choose_device(settings.device, ranks)
     check_optimizer(settings, device)
+    if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
+        check_compiler(settings.compile)
     if device.type == "hpu":
         hpu.check(settings)
 
@@ -151,6 +170,8 @@ def describe(device: torch.device) -> str:
     if device.type in ACCELERATORS:
         name = torch.get_device_module(device).get_device_name(device)
         return f"{device.type}:{device.index or 0} ({name})"
+    if device.type == "mps":
+        return "mps (Apple GPU, untested)"
     return f"cpu ({torch.get_num_threads()} threads, {platform.machine()})"
 
 
@@ -182,4 +203,6 @@ def probe() -> Probe:
     if detect_gaudi.bridge_version() is not None:
         bridge = f"habana_frameworks {detect_gaudi.bridge_version()}"
         devices += [f"hpu:{n} ({bridge})" for n in range(detect_gaudi.count_hpus() or hpu.count())]
+    if torch.backends.mps.is_available():
+        devices.append(describe(torch.device("mps")))
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtimes.check_support import check_family
 from runtimes.contract import StepBatch
+from runtimes.families import detect_family
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
 from runtimes.sample.load_network import load_network
@@ -25,6 +27,7 @@ class ThePipeline(BasePipeline):
         make_deterministic()
         self._device_hooks = open_device(job.device, compiled=job.compiled)
         self._device = self._device_hooks.device
+        check_family("torch", detect_family(job.model_folder).name, self._device.type)
         self._dtype = getattr(torch, job.dtype)
         super().__init__(job, make_scheduler, self._device_hooks.save_compiled)
 

@@ -112,25 +112,28 @@ def _run_step(network: Network, settings: Train, batch: StepBatch, live: LiveMem
 
 
 def _sampling(request: Request) -> StepMemory:
-    """A denoising step with guidance, then the VAE's decoder, as the pipelines run them."""
+    """A denoising step with guidance, then the VAE's decoder, as the family's pipeline does."""
     assert request.sampling_dtype is not None
     dtype = getattr(torch, request.sampling_dtype)
     plain = Train(train_text_encoder=False).model_copy(
         update={name: request.train[name] for name in ("inpainting", "aesthetic_score")}
     )
-    network, vae = _network(request, plain).to(dtype).requires_grad_(False), _empty_vae(request)
+    network, vae = _network(request, plain).requires_grad_(False), _empty_vae(request)
     vae = vae.to(_vae_dtype(vae, dtype)).requires_grad_(False)
     encoders = _encoders(request, request.sampling_dtype)
+    fake_tensors = FakeTensorMode()
+    with fake_tensors:
+        _make_fake(network, dtype)  # a cast of real tensors would fill the host's memory
+        _make_fake(vae)
     samples = prime_batch_size(tensor.nbytes for tensor in (*_tensors(network), *_tensors(vae)))
     batch = _batch(request, network, text=False)
     live = LiveMemory(samples)
-    with FakeTensorMode(), torch.no_grad():
-        _make_fake(network)
-        _make_fake(vae)
+    with fake_tensors, torch.no_grad():
         weights = live.exclude(_tensors(network))
         live.exclude(_tensors(vae))
         with live:
-            inputs = _inputs(batch, 2 * samples, dtype)  # with and without the prompt
+            passes = 1 if network.family.guidance_input else 2  # with and without the prompt
+            inputs = _inputs(batch, passes * samples, dtype)
             network(inputs.noisy_latents, inputs.timesteps, inputs.conditioning)
             denoising = live.flops
             del inputs
@@ -193,19 +196,20 @@ def _vae_dtype(vae: Any, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if vae.config.force_upcast and dtype == torch.float16 else dtype
 
 
-def _make_fake(module: torch.nn.Module) -> None:
-    """Replace the tensors of a module by fake ones, within a FakeTensorMode."""
+def _make_fake(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace the tensors of a module by fake ones, of a dtype if given, in a FakeTensorMode."""
     fake: dict[int, torch.Tensor] = {}  # shared weights stay shared
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = fake.setdefault(id(tensor), _fake(tensor))
+                    tensors[name] = fake.setdefault(id(tensor), _fake(tensor, dtype))
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    cast = dtype is not None and tensor.is_floating_point()
     layout = torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, memory_format=layout)
+    made = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, memory_format=layout)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made

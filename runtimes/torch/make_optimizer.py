@@ -11,8 +11,8 @@ import torch
 
 from configs.train import Train
 from runtimes.contract import WrongInput
+from runtimes.optimizer_step.step_scalars import text_encoder_factor
 from runtimes.torch import hpu_adamw
-from runtimes.update.step_scalars import text_encoder_factor
 
 Tensors = dict[str, torch.Tensor]
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -147,7 +147,7 @@ def check_optimizer(settings: Train, device: torch.device) -> None:
     if device.type != "cuda":
         raise WrongInput("train.optimizer: adamw_8bit needs a CUDA device; set adamw or adafactor")
     if find_spec("bitsandbytes") is None:
-        raise WrongInput("train.optimizer: adamw_8bit needs bitsandbytes: pip install bitsandbytes")
+        raise WrongInput("train.optimizer: adamw_8bit needs bitsandbytes: make setup-cuda")
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], settings: Train) -> Any:

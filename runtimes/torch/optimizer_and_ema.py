@@ -9,19 +9,19 @@ import torch
 
 from configs.train import Train
 from runtimes.contract import Owners, SavedState, Shapes, State
+from runtimes.optimizer_step.ema_decay import ema_decay_at
+from runtimes.optimizer_step.ema_swap import swapped
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.host_copy import HostCopies
 from runtimes.torch.make_optimizer import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
-from runtimes.update.ema_decay import ema_decay_at
-from runtimes.update.ema_swap import swapped
-from runtimes.update.training_state_copies import owned_copies, read_arrays
 
 
 class Update:
     """Gradient clipping, an optimizer on float32 masters, and their exponential moving average.
 
-    update/ema_decay.py gives the decay of the average.
+    optimizer_step/ema_decay.py gives the decay of the average.
 
     Args:
         parameters: float32 masters of this process, by State's keys.

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
+from runtimes.check_support import check_family
 from runtimes.contract import Owners, SavedState, State, StepBatch, StepOutput
+from runtimes.families import detect_family
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
@@ -50,7 +52,8 @@ class TheRuntime(BaseRuntime):
         self.samples_collectively = ranks.world > 1 and settings.fsdp != 1
         hooks = self._device_hooks = open_device(settings.device, ranks, settings.hpu, job.compiled)
         hooks.check(settings)
-        self._device = hooks.device
+        self._device = hooks.device  # `auto` may have chosen a Gaudi
+        check_family("torch", detect_family(job.model_folder).name, hooks.device.type)
         make_deterministic(is_deterministic(settings, self._device))
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)

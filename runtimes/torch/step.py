@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
+from runtimes.torch.attention_kernel import attention_kernel
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.torch_models.micro_batches import Inputs, micro_batches, sender
 from runtimes.torch_models.network import Network
-
-#: Names of `train.attention`.
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
-def attention_kernel(name: str) -> AbstractContextManager[None]:
-    """Context in which scaled_dot_product_attention uses the kernel that `train.attention` names.
-
-    Without a kernel for the device and shapes, PyTorch raises RuntimeError.
-    """
-    return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
 
 
 @dataclass(frozen=True)

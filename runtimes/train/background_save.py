@@ -9,9 +9,9 @@ from typing import Any
 
 from runtimes.contract import Shapes, State
 from runtimes.process.events import Events
-from runtimes.train.boards import Boards
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.experiment_trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Saver:
     All writers save the same checkpoints, in the same order.
     """
 
-    def __init__(self, checkpoints: Checkpoints, boards: Boards, events: Events) -> None:
+    def __init__(self, checkpoints: Checkpoints, trackers: Trackers, events: Events) -> None:
         self._checkpoints = checkpoints
-        self._boards = boards
+        self._trackers = trackers
         self._events = events
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[CheckpointNotWritten | None] | None = None
@@ -57,7 +57,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, blocked: float) -> CheckpointNotWritten | None:
         step = snapshot.step
-        self._boards.flush()  # a resume from this checkpoint does not repeat the points before it
+        self._trackers.flush()  # a resume from this checkpoint does not repeat the points before it
         try:
             path, size = self._checkpoints.save(
                 step,

@@ -10,22 +10,22 @@ from configs.train import Train
 from runtimes.contract import Runtime, StepBatch
 from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import batch_number
+from runtimes.optimizer_step.training_state_copies import published
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.train.background_save import Saver, Snapshot
 from runtimes.train.best_checkpoint import CheckpointRanking
-from runtimes.train.boards import Boards
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
 from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
+from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.learning_rate import learning_rate
 from runtimes.train.measurements import Measurements
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
 from runtimes.train.write_result import write_result
-from runtimes.update.training_state_copies import published
 
 ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
 
@@ -46,14 +46,14 @@ class Run:
         settings: Train,
         runtime: Runtime,
         holdout: Holdout | None,
-        boards: Boards,
+        trackers: Trackers,
         events: Events,
         stop: Stop,
     ) -> None:
         self._job = job
         self._settings = settings
         self._runtime = runtime
-        self._boards = boards
+        self._trackers = trackers
         self._events = events
         self._first = Ranks.here().first
         self._checkpoints = Checkpoints(
@@ -63,12 +63,12 @@ class Run:
             shard_bytes=settings.checkpoint_shard_bytes,
             writers=runtime.writers,
         )
-        self._saver = Saver(self._checkpoints, boards, events)
+        self._saver = Saver(self._checkpoints, trackers, events)
         self._profiling = Profiling(settings.profile, job.work, runtime)
         self._divergence = DivergenceDetector(settings.divergence)
         self._ranking = CheckpointRanking(settings)
         self._measurements = Measurements(
-            job, settings, runtime, holdout, self._ranking, boards, events, stop
+            job, settings, runtime, holdout, self._ranking, trackers, events, stop
         )
         self._stops_early = False
         self.step = 0
@@ -85,7 +85,7 @@ class Run:
         peak = self._settings.peak_tflops
         self.recorder = Recorder(
             self._events,
-            self._boards,
+            self._trackers,
             self._runtime,
             self._divergence,
             total=self._settings.steps,
@@ -97,7 +97,7 @@ class Run:
             self._restore(saved)
         elif self._job.adapters is not None:
             start_from_adapters(self._job.adapters, self._runtime)
-        self._boards.rewind(self.step)
+        self._trackers.rewind(self.step)
         self._events.emit(
             "start",
             runtime=self._job.runtime,
@@ -313,7 +313,7 @@ class Run:
         self._restore(saved)
         if self._first:
             self._checkpoints.discard_after(self.step)
-        self._boards.rewind(self.step)
+        self._trackers.rewind(self.step)
         message = f"{event.words}: back to step {self.step}, batch {number} is left out"
         self._events.emit("warning", message=message)
         self._events.emit("back", step=self.step, left_out=number)

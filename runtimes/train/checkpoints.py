@@ -26,10 +26,11 @@ from typing import Any, Protocol
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.commit import FileEntry, read_record, write_record
+from artifacts.checksummed_files import FileEntry, read_record, write_record
 from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.safetensors import StoredArray, writing
 from runtimes.contract import OneWriter, Owners, Shapes, State, Writers
+from runtimes.optimizer_step.training_state_copies import shapes_of
 from runtimes.train.checkpoint_array_files import (
     ArrayFile,
     array_files,
@@ -47,7 +48,6 @@ from runtimes.train.checkpoint_errors import (
     reason_of,
     with_retries,
 )
-from runtimes.update.training_state_copies import shapes_of
 
 MANIFEST = "manifest.json"
 log = logging.getLogger("kiln")

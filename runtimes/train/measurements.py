@@ -12,7 +12,7 @@ from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.train.best_checkpoint import VALIDATION_LOSS, CheckpointRanking
-from runtimes.train.boards import Boards
+from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.recorder import Recorder
 from runtimes.train.samples import Samples
 from runtimes.train.validation import measure
@@ -32,7 +32,7 @@ class Measurements:
         runtime: Runtime,
         holdout: Holdout | None,
         ranking: CheckpointRanking,
-        boards: Boards,
+        trackers: Trackers,
         events: Events,
         stop: Stop,
     ) -> None:
@@ -40,11 +40,11 @@ class Measurements:
         self._runtime = runtime
         self._holdout = holdout
         self._ranking = ranking
-        self._boards = boards
+        self._trackers = trackers
         self._events = events
         self._stop = stop
         self._first = Ranks.here().first
-        self._samples = Samples(job, runtime, events, boards, writes=self._first)
+        self._samples = Samples(job, runtime, events, trackers, writes=self._first)
         self.interrupted = False
 
     def validation_due(self, step: int) -> bool:
@@ -84,7 +84,7 @@ class Measurements:
         figures = {VALIDATION_LOSS: found.loss, "validation_error": found.error}
         recorder.amend_last(**figures)
         self._events.emit("validation", step=step, loss=found.loss, error=found.error)
-        self._boards.scalars(step, figures)
+        self._trackers.scalars(step, figures)
 
     def sample(self, step: int, recorder: Recorder) -> None:
         """Draw the sample pictures; record their score if `ranking` needs it."""
@@ -104,7 +104,7 @@ class Measurements:
         self.interrupted |= self._runtime.any_rank(scores is None)
         if scores and (score := scores.get(self._ranking.field)) is not None:
             recorder.amend_last(**{self._ranking.field: score})
-            self._boards.scalars(step, {self._ranking.field: score})
+            self._trackers.scalars(step, {self._ranking.field: score})
 
 
 def _due(step: int, interval: int) -> bool:

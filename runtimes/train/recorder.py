@@ -10,8 +10,8 @@ from typing import Any
 
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
-from runtimes.train.boards import Boards
 from runtimes.train.divergence import DivergenceDetector
+from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.mfu import Shapes, StepFlops
 
 
@@ -40,7 +40,7 @@ class Recorder:
     def __init__(
         self,
         events: Events,
-        boards: Boards,
+        trackers: Trackers,
         runtime: Runtime,
         divergence: DivergenceDetector,
         *,
@@ -49,7 +49,7 @@ class Recorder:
         peak: float | None = None,
     ) -> None:
         self._events = events
-        self._boards = boards
+        self._trackers = trackers
         self._runtime = runtime
         self._divergence = divergence
         self._flops = StepFlops(runtime)
@@ -130,7 +130,7 @@ class Recorder:
         }
         eta = (self._total - step) * self._batch_size / rate
         self._events.emit("progress", step=step, total=self._total, **figures, eta_seconds=eta)
-        self._boards.scalars(step, figures)
+        self._trackers.scalars(step, figures)
         self._steps += step - self._first
         self._seconds += seconds
         self._restart(waited)

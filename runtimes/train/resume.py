@@ -1,7 +1,8 @@
 """Resume a run from its newest checkpoint: weights, optimizer, position in the data, history.
 
-A checkpoint needs no state of the loader or of a random number generator. sample_order.py computes
-a step's samples from the step's number, and objective/counter_based_random.py draws by counter.
+A checkpoint needs no state of the loader or of a random number generator.
+bucketed_sample_order.py computes a step's samples from the step's number, and
+objective/counter_based_random.py draws by counter.
 """
 
 from __future__ import annotations

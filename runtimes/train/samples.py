@@ -15,11 +15,11 @@ from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.commit import write_atomic
+from artifacts.checksummed_files import write_atomic
 from runtimes.contract import Runtime, WeightsLost
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
-from runtimes.train.boards import Boards
+from runtimes.train.experiment_trackers import Trackers
 
 #: Seconds between looks for the scores, and the longest wait: other ranks wait in a collective.
 LOOK_SECONDS, WAIT_SECONDS = 0.5, 300.0
@@ -33,14 +33,14 @@ class Samples:
         job: TrainJob,
         runtime: Runtime,
         events: Events,
-        boards: Boards,
+        trackers: Trackers,
         *,
         writes: bool,
     ) -> None:
         self._job = job
         self._runtime = runtime
         self._events = events
-        self._boards = boards
+        self._trackers = trackers
         self._writes = writes
         self._fs, root = url_to_fs(job.work)
         self._folder = f"{root.rstrip('/')}/samples"
@@ -115,7 +115,7 @@ class Samples:
             self._fs.rm_file(old)
         write_atomic(self._fs, path, png.getvalue())
         self._events.emit("sample", step=step, path=path)
-        self._boards.picture(step, "samples", png.getvalue())
+        self._trackers.picture(step, "samples", png.getvalue())
 
     def _path(self, step: int) -> str:
         return f"{self._folder}/step-{step:08d}.png"

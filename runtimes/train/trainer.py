@@ -13,8 +13,9 @@ from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.noise_schedule import ResolutionShift
 from runtimes.objective.noised_batch import Objective
-from runtimes.objective.scheduler_config import read_schedule
+from runtimes.objective.scheduler_config import read_config, read_schedule
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.events import Events, SilentEvents
 from runtimes.process.job import TrainJob
@@ -22,9 +23,9 @@ from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.registry import open_runtime, prepare
 from runtimes.train.between_steps import Run
-from runtimes.train.boards import Boards, open_boards
+from runtimes.train.experiment_trackers import Trackers, open_trackers
 from runtimes.train.validation import SEED
-from runtimes.train.wandb_board import check_wandb
+from runtimes.train.wandb_tracker import check_wandb
 
 
 def train(job: TrainJob, events: Events, stop: Stop) -> bool:
@@ -40,21 +41,21 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     """
     settings, latents = read_settings(job), open_job_latents(job.latents)
     check_wandb(settings.wandb)
-    loader, holdout = make_loader(job, settings, latents), make_holdout(job, settings, latents)
+    loader, holdout = make_loader(job, settings, latents), make_holdout(job, settings)
     if not Ranks.here().first:
         events = SilentEvents()
     prepare(job)
     runtime = open_runtime(job.runtime)  # imports are slow, so cheap checks run first
-    boards = open_boards(job.work, settings) if Ranks.here().first else Boards([])
+    trackers = open_trackers(job.work, settings) if Ranks.here().first else Trackers([])
     done = False
     try:
         runtime.load(job)
-        with Run(job, settings, runtime, holdout, boards, events, stop) as run:
+        with Run(job, settings, runtime, holdout, trackers, events, stop) as run:
             run.resume()
             stop.defer()
             done = _train(run, runtime, loader, settings, stop)
     finally:
-        boards.close(done)
+        trackers.close(done)
     return done
 
 
@@ -119,7 +120,7 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
     )
 
 
-def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | None:
+def make_holdout(job: TrainJob, settings: Train) -> Holdout | None:
     """The held-out batches for validation; None if validation is off.
 
     Raises:
@@ -128,6 +129,7 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
     if not settings.holdout_loss.every_n_steps:
         return None
     share = settings.global_batch_size // Ranks.here().world
+    latents = open_job_latents(job.latents if job.holdout is None else job.holdout)
     return Holdout(
         _reader(job, settings, latents, held_out=True),
         samples=settings.holdout_loss.samples,
@@ -141,13 +143,19 @@ def _reader(
     job: TrainJob, settings: Train, latents: Latents, *, held_out: bool = False
 ) -> BatchReader:
     family = detect_family(job.model_folder)  # first: its error says that this is no pipeline
-    schedule = read_schedule(job.model_folder / "scheduler", settings)
-    objective = Objective.of(settings, schedule, LatentScale.from_info(latents.info))
+    scheduler, config = job.model_folder / "scheduler", job_config(job, settings)
+    objective = Objective.of(
+        settings,
+        read_schedule(scheduler, settings),
+        LatentScale.from_info(latents.info),
+        ResolutionShift.from_config(read_config(scheduler), family.latent_multiple(config)),
+    )
     return BatchReader(
         latents,
         family,
         objective.held_out(SEED) if held_out else objective,
         text_encoders=settings.train_text_encoder,
-        extras=ExtraInputs.from_config(job_config(job, settings)),
+        extras=ExtraInputs.from_config(config),
         cache_bytes=settings.cache_bytes,
+        guidance_scale=settings.guidance_scale,
     )

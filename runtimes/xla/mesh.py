@@ -20,7 +20,7 @@ from torch_xla.distributed import spmd
 
 from runtimes.contract import WrongInput
 from runtimes.data.padding import padded_rows
-from runtimes.spmd.sharding import AXES, mesh_shape, shard_axes
+from runtimes.spmd.mesh_shape_and_sharding import AXES, mesh_shape, shard_axes
 
 Spec = tuple[Any, ...]
 

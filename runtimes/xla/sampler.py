@@ -83,12 +83,14 @@ class Sampler:
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
         """Images [N, H, W, 3] f32 in 0..1; the arguments are those of `draw`."""
         family, guidance = self._network.family, sampler["guidance_scale"]
-        table, guided = sampler_table(self._scheduler, sampler, family), is_guided(family, sampler)
+        config, factor = self._network.denoiser.config, self._encoder.info["vae_scale_factor"]
+        table = sampler_table(self._scheduler, sampler, family, config, factor)
+        guided = is_guided(family, sampler)
         batches = self._conditioner.batches(
             prompts,
             sampler,
             first=first,
-            denoiser=self._network.denoiser.config,
+            denoiser=config,
             multiple=self._mesh.local,
         )
         pictures = list[Float32]()

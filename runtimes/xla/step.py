@@ -15,8 +15,8 @@ from runtimes.contract import StepBatch, StepOutput, lazy_output
 from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.torch_models.micro_batches import Inputs, micro_batches
 from runtimes.torch_models.network import Network
+from runtimes.xla.adamw_and_ema import Update
 from runtimes.xla.mesh import Mesh
-from runtimes.xla.optimizer_and_ema import Update
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from artifacts.commit import read_checked
-from artifacts.hashing import digest_bytes, digest_json
-from artifacts.image_shards import Sample, read_rows, read_tar, write_rows, write_tar
+from artifacts.checksummed_files import read_checked
+from artifacts.hashing import canonical_json, digest_bytes, digest_json
+from artifacts.image_shards import (
+    ADDITIONAL,
+    Sample,
+    read_rows,
+    read_tar,
+    write_rows,
+    write_tar,
+)
 from artifacts.store import SHARDS, Shard, Store
 from configs.download import Download
 from configs.redact_urls import without_secrets
-from tasks.download.dead_hosts import is_outage
+from tasks.download.dead_web_hosts import is_outage
 from tasks.download.errors import SourceError
 from tasks.download.event_loop import run
 from tasks.download.failure_reasons import is_transient
 from tasks.download.fetch_and_resize_row import RowDownloader
-from tasks.download.plan_file import distrust_file
-from tasks.download.plan_source import ShardSpec, read_spans, rows_digest
-from tasks.download.rows import Row
+from tasks.download.plan_parquet import distrust_file
+from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
+from tasks.download.rows import Row, read_additional
 from tasks.download.shard_statistics import shard_statistics
 from tasks.download.sources import SOURCES, Place, ServedAt
 
@@ -63,7 +70,7 @@ class DownloadContext:
     source: Any  # the recipe's source section
     settings: Download
     served_at: ServedAt
-    plan_key: str = field(repr=False)  # of plan_file.plan_key
+    plan_key: str = field(repr=False)  # of plan_parquet.plan_key
     reports: str = ""  # folder in the store for the workers' reports
     rows: int = 0  # of the whole plan
     retry_failed: bool = False  # fetch rows with transient failures again
@@ -119,6 +126,7 @@ def _download(
     reasons = Counter(failures)
     if is_outage([row.url for row in rows], failures, context.settings.max_transient):
         return Deferred(spec.key, {r: n for r, n in reasons.items() if r and is_transient(r)})
+    kept = bool(getattr(context.source, "additional_columns", ()))
     described = [
         {
             **outcome,
@@ -126,12 +134,13 @@ def _download(
             "url": without_secrets(row.url),
             "caption": row.captions[0],
             "row_hash": row.hash,
+            **({ADDITIONAL: canonical_json(row.additional).decode()} if kept else {}),
         }
         for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
     ]
     samples = _samples(described, rows, scratch, context.settings.encode_format)
     count = write_tar(scratch / "shard.tar", samples)
-    write_rows(scratch / "shard.parquet", described)
+    write_rows(scratch / "shard.parquet", described, additional=kept)
     counts = {reason or "success": n for reason, n in reasons.items()}
     meta = {
         "samples": count,
@@ -161,6 +170,7 @@ def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> li
             row["aesthetic_score"],
             row["file"] and _copied(next(pictures, None), row["sha256"], scratch, number),
             row["hash"].hex(),
+            read_additional(row["additional"]),
         )
         for number, row in enumerate(planned)
     ]
@@ -246,4 +256,6 @@ def _samples(
         if meta["status"] == "success":
             score = {} if row.aesthetic_score is None else {"aesthetic_score": row.aesthetic_score}
             picture = _picture(scratch, number).read_bytes()
-            yield Sample(meta["key"], picture, extension, row.captions, meta | score)
+            own = {name: value for name, value in meta.items() if name != ADDITIONAL}
+            meta = {**row.additional, **own, **score}
+            yield Sample(own["key"], picture, extension, row.captions, meta)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from artifacts.resolve_model import cache_folder
 from tasks.download.body_memory import BodyMemory
-from tasks.download.host_limits import HostLimits
 from tasks.download.robots_txt import RobotsCache
+from tasks.download.web_host_limits import HostLimits
 
 #: Bytes of the bodies that a process reads or keeps for decoding.
 BODIES = 2**28

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from artifacts.hashing import digest_bytes
 from configs.download import Download
 from tasks.download.body_memory import Room
-from tasks.download.dead_hosts import SILENT, DeadHosts
+from tasks.download.dead_web_hosts import SILENT, DeadHosts
 from tasks.download.event_loop import Shared, shared
 from tasks.download.failure_reasons import (
     DISALLOWED,
@@ -24,11 +24,11 @@ from tasks.download.failure_reasons import (
     NOT_REQUESTED,
     FetchFailed,
 )
-from tasks.download.host_limits import MAX_WAIT, AsyncClock
 from tasks.download.robots_txt import MAX_BYTES, Rules
 from tasks.download.rows import Row, absolute
 from tasks.download.safe_http_fetch import Deadline, Limits, SafeHttpClient, Target
 from tasks.download.sources import ServedAt
+from tasks.download.web_host_limits import MAX_WAIT, AsyncClock
 
 #: Product token (RFC 9309) of this program, unless the recipe has one.
 TOKEN = "kilnworks"

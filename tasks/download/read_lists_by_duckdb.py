@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -26,7 +26,17 @@ from tasks.download.read_malformed_lists import (
     json_rows,
     text_rows,
 )
-from tasks.download.rows import COLUMNS, HASHED, captions_of, literal, row_hash, score_of, text_of
+from tasks.download.rows import (
+    COLUMNS,
+    HASHED,
+    additional_of,
+    canonical_additional,
+    captions_of,
+    literal,
+    row_hash,
+    score_of,
+    text_of,
+)
 
 BATCH = 50_000  # rows
 MEMORY = "400MB"  # of DuckDB's buffers
@@ -65,11 +75,13 @@ def read_list(
     format: ListFormat,
     columns: Mapping[str, str | None],
     base_url: str | None,
+    additional: Sequence[str] = (),
 ) -> Iterator[pa.Table]:
     """Tables of HASHED, in the order of the file.
 
     Args:
         columns: `url`, `captions`, `sha256` and `aesthetic_score` -> the file's column or None.
+        additional: further columns to keep.
 
     Raises:
         MalformedList: DuckDB refuses a text file, perhaps after some tables.
@@ -77,8 +89,10 @@ def read_list(
     """
     with reading(file), connection(file) as (db, path):
         try:
-            selected = _selected(db, format, format.table(file, path), columns, file)
-            yield from _hashed(db, selected, base_url)
+            table = format.table(file, path)
+            selected = _selected(db, format, table, columns, additional, file)
+            hashed = _hashed_with_additional if additional else _hashed
+            yield from hashed(db, selected, base_url)
         except (duckdb.Error, pa.ArrowException, OSError) as error:  # also by an Arrow stream
             if format.tolerant is None:
                 raise
@@ -86,7 +100,11 @@ def read_list(
 
 
 def read_malformed_list(
-    file: str, format: ListFormat, columns: Mapping[str, str | None], base_url: str | None
+    file: str,
+    format: ListFormat,
+    columns: Mapping[str, str | None],
+    base_url: str | None,
+    additional: Sequence[str] = (),
 ) -> Iterator[pa.Table]:
     """As `read_list`, in Python; a malformed line of a text file is a row whose values are empty.
 
@@ -94,14 +112,17 @@ def read_malformed_list(
     """
     assert format.tolerant is not None
     with reading(file):
-        yield from hash_rows(map(partial(_row, columns), format.tolerant(file)), base_url)
+        row = partial(_row, columns, additional)
+        yield from hash_rows(map(row, format.tolerant(file)), base_url)
 
 
-def hash_rows(rows: Iterable[Mapping[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
+def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
     """Tables of HASHED, of rows of COLUMNS; missing values are null."""
     rows = iter(rows)
     with _database().cursor() as db:
         while batch := list(islice(rows, BATCH // 10)):
+            for row in batch:
+                row["additional"] = canonical_additional(row.get("additional"))
             db.register("given", pa.Table.from_pylist(batch, schema=COLUMNS))
             yield from _hashed(db, "select * from given", base_url)
 
@@ -167,11 +188,26 @@ def _hashed(
         yield pa.Table.from_batches([batch]).cast(HASHED)
 
 
+def _hashed_with_additional(
+    db: duckdb.DuckDBPyConnection, selected: str, base_url: str | None
+) -> Iterator[pa.Table]:
+    """As `_hashed`, of further columns in their canonical form, which Python writes."""
+    place = COLUMNS.get_field_index("additional")
+    with _database().cursor() as hashing:
+        for batch in db.sql(selected).to_arrow_reader(BATCH):
+            texts = [canonical_additional(text) for text in batch["additional"].to_pylist()]
+            found = pa.Table.from_batches([batch]).cast(COLUMNS)
+            found = found.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
+            hashing.register("given", found)
+            yield from _hashed(hashing, "select * from given", base_url)
+
+
 def _selected(
     db: duckdb.DuckDBPyConnection,
     format: ListFormat,
     table: str,
     columns: Mapping[str, str | None],
+    additional: Sequence[str],
     file: str,
 ) -> str:
     """SQL of the rows of COLUMNS in a table of any types."""
@@ -183,25 +219,32 @@ def _selected(
             is_list = f"json_type(json, {literal(path)}) = 'ARRAY'"
             one, many = values["captions"], f"json ->> {literal(f'{path}[*]')}"
             values["captions"] = f"if({is_list}, {many}, [{one}])"
+        kept = {name: f"json -> {literal(_path(name))}" for name in additional}
     else:
         types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
         require_columns({SETTINGS[name]: named[name] for name in named}, [*types], file)
+        require_columns(additional_settings(additional), [*types], file)
         values = {name: _quoted(column) for name, column in named.items()}
         if "captions" in named and not types[named["captions"]].endswith("]"):
             values["captions"] = f"[{values['captions']}]"
         if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
             values["aesthetic_score"] += "::varchar"
+        kept = {name: _quoted(name) for name in additional}
+        if format.tolerant is not None:  # Python's reader knows no null in text
+            kept = {name: f"coalesce({column}, '')" for name, column in kept.items()}
     listed = {name: values.get(name, "null") for name in columns}
     captions = f"list_transform({values.get('captions', '[null]')}, lambda c: {_text('c')})"
+    struct = ", ".join(f"{literal(name)}: {value}" for name, value in kept.items())
+    more = f"to_json({{{struct}}})::varchar" if kept else "null::varchar"
     return f"""
         select url, if(coalesce(len(captions), 0) = 0, [''], captions) as captions,
             nullif(sha256, '') as sha256,
             if(isfinite(score), score, null) as aesthetic_score,
-            null::varchar as file, null::bigint as row
+            null::varchar as file, null::bigint as row, additional
         from (
             select {_text(listed["url"])} as url, {captions} as captions,
                 lower({_text(listed["sha256"])}) as sha256,
-                try_cast({listed["aesthetic_score"]} as double) as score
+                try_cast({listed["aesthetic_score"]} as double) as score, {more} as additional
             from {table}
         )
     """
@@ -219,7 +262,14 @@ def _text(value: str) -> str:
     return f"coalesce(({value})::varchar, '')"
 
 
-def _row(columns: Mapping[str, str | None], values: Mapping[str, Any]) -> dict[str, Any]:
+def additional_settings(columns: Sequence[str]) -> dict[str, str]:
+    """{setting: column} of the columns that source.additional_columns names."""
+    return {f"source.additional_columns.{n}": column for n, column in enumerate(columns)}
+
+
+def _row(
+    columns: Mapping[str, str | None], additional: Sequence[str], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """A row of COLUMNS of a line's values."""
     found = {name: values.get(column or "") for name, column in columns.items()}
     return {
@@ -227,6 +277,7 @@ def _row(columns: Mapping[str, str | None], values: Mapping[str, Any]) -> dict[s
         "captions": captions_of(found["captions"]),
         "sha256": text_of(found["sha256"]).lower() or None,
         "aesthetic_score": score_of(found["aesthetic_score"]),
+        "additional": additional_of(additional, values),
     }
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 import fsspec
 
-from artifacts.hashing import parse_json
+from tasks.download.rows import integer
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
 MAX_LINE = 2**24
@@ -84,7 +85,7 @@ def _fields(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
 def _json_object(line: str) -> dict[str, Any]:
     """The JSON object in `line`; empty if the line is malformed."""
     try:
-        value = parse_json(line)
-    except ValueError:
+        value = json.loads(line, parse_int=integer)
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -1,11 +1,18 @@
-"""img2dataset's resizer and check of opt-out headers; our words for the resizer's errors."""
+"""Check, rotate and resize a fetched picture by img2dataset's resizer."""
 
 from __future__ import annotations
 
 import os
 from contextlib import nullcontext
 from functools import cache
+from io import BytesIO
+from pathlib import Path
 from typing import Any
+
+from configs.download import Download
+from tasks.download.decoding_bomb_checks import Header, check_picture
+from tasks.download.decoding_memory import DECODING
+from tasks.download.rotate_and_reduce import reduction, rotate_and_reduce
 
 #: The resizer's error message -> the failure reason in our records.
 REASONS = {
@@ -14,16 +21,71 @@ REASONS = {
     "image area too large": "too many pixels",
     "aspect ratio too large": "too thin",
 }
+#: Pixels that a decoder skips need this many times less memory than those that are resized.
+SKIPPED = 8
 
 
 @cache
-def img2dataset_parts() -> tuple[Any, Any]:
-    """img2dataset's Resizer and is_disallowed, imported on demand: the import takes seconds."""
+def img2dataset_resizer() -> Any:
+    """img2dataset's class Resizer, imported on demand: the import takes seconds."""
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # no version check over the network
     import img2dataset.resizer
-    from img2dataset.downloader import is_disallowed
 
     # It redirects the stdout and stderr of the whole process during decoding. Two threads that do
     # so at once lose the original streams, and other threads lose their output.
     img2dataset.resizer.SuppressStdoutStderr = nullcontext
-    return img2dataset.resizer.Resizer, is_disallowed
+    return img2dataset.resizer.Resizer
+
+
+class PictureResizer:
+    """Resizes pictures in threads, within the memory of all decoders of the process."""
+
+    def __init__(self, settings: Download) -> None:
+        resizer = img2dataset_resizer()
+        self.settings = settings
+        sizes = (settings.image_size, settings.resize_mode, settings.only_if_bigger)
+        encoding = {
+            "encode_quality": settings.encode_quality,
+            "encode_format": settings.encode_format,
+        }
+        self.resize = resizer(
+            *sizes,
+            **encoding,
+            min_image_size=settings.min_image_size,
+            max_image_area=settings.max_pixels,
+            max_aspect_ratio=settings.max_aspect_ratio,
+        )
+        #: For reduced pictures, whose own size was checked before.
+        self.resize_reduced = resizer(*sizes, **encoding)
+
+    def write_resized(self, body: bytes, file: Path) -> tuple[int, ...] | str:
+        """Write the resized picture to `file`.
+
+        Returns:
+            (width, height, original width, original height) in pixels, or a failure reason.
+
+        Raises:
+            FetchFailed: the body is no picture, or one that would take too much memory.
+            OSError: the file cannot be written.
+        """
+        header = check_picture(body, self.settings.max_pixels)
+        scale = reduction(header, self.settings)
+        if scale > 1 and (reason := self._refused(header)):
+            return reason
+        with DECODING.reserve(header.pixels // min(scale**2, SKIPPED), self.settings.max_pixels):
+            upright = rotate_and_reduce(body, scale)
+            resize = self.resize if scale == 1 else self.resize_reduced
+            picture, *sizes, message = resize(BytesIO(upright.body))
+        if message is not None:
+            return REASONS.get(message, "cannot be resized")
+        file.write_bytes(picture)
+        if scale > 1:
+            sizes[2:] = upright.width, upright.height
+        return tuple(map(int, sizes))
+
+    def _refused(self, header: Header) -> str | None:
+        """Why img2dataset's resizer would refuse the size of the whole picture."""
+        shorter, longer = sorted((header.width, header.height))
+        if shorter < self.settings.min_image_size:
+            return "too small"
+        return "too thin" if longer / shorter > self.settings.max_aspect_ratio else None

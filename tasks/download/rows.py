@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
+from artifacts.hashing import canonical_json
+from configs.redact_urls import without_secrets
+
 #: Columns of rows. A picture embedded in the source has a `file`, and a row number in it or null.
+#: `additional` is a canonical JSON object of further columns, or null if none is kept.
 COLUMNS = pa.schema(
     [
         ("url", pa.string()),
@@ -19,6 +24,7 @@ COLUMNS = pa.schema(
         ("aesthetic_score", pa.float64()),
         ("file", pa.string()),
         ("row", pa.int64()),
+        ("additional", pa.string()),
     ]
 )
 HASHED = COLUMNS.append(pa.field("hash", pa.binary()))  # of row_hash
@@ -35,10 +41,11 @@ class Row:
     aesthetic_score: float | None = None
     file: str | None = None  # local copy of an embedded picture
     hash: str = field(default="", compare=False)  # of row_hash, hex
+    additional: Mapping[str, Any] = field(default_factory=dict)  # JSON values of further columns
 
 
 def row_hash(base_url: str | None) -> str:
-    """SQL expression: sha256 of a row's captions, its picture and its score, as 32 bytes.
+    """SQL expression: sha256 of a row's picture and its other values, as 32 bytes.
 
     The picture's digest identifies it, or without a digest its absolute URL: a URL that is signed
     again leads to the same picture. Each text has its length in bytes in front, so that no two
@@ -51,7 +58,8 @@ def row_hash(base_url: str | None) -> str:
     picture = f"if(sha256 is null, 'url ' || {_measured(url)}, 'sha256 ' || {_measured('sha256')})"
     captions = f"array_to_string(list_transform(captions, lambda c: {_measured('c')}), ' ')"
     score = "if(aesthetic_score is null, '', printf(' score %.17g', aesthetic_score))"
-    return f"unhex(sha256({picture} || ' captions ' || {captions} || {score}))"
+    more = f"if(additional is null, '', ' additional ' || {_measured('additional')})"
+    return f"unhex(sha256({picture} || ' captions ' || {captions} || {score} || {more}))"
 
 
 def _measured(text: str) -> str:
@@ -82,6 +90,55 @@ def score_of(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):  # of an integer above 1e308
         return None
     return score if math.isfinite(score) else None
+
+
+def additional_of(columns: Sequence[str], values: Mapping[str, Any]) -> str | None:
+    """The value of `additional` for the chosen columns of a line or a row."""
+    chosen = {name: values.get(name) for name in columns}
+    return text_of(json.dumps(chosen, ensure_ascii=False, default=str)) if columns else None
+
+
+def canonical_additional(text: str | None) -> str | None:
+    """The JSON of equal values by every reader, without the secrets of URLs among them.
+
+    A URL that is signed again is therefore the same value. A row with a list too deep for Python
+    has no columns.
+    """
+    if text is None:
+        return None
+    try:
+        return canonical_json(_without_secrets(read_additional(text))).decode()
+    except RecursionError:
+        return "{}"
+
+
+def read_additional(text: str | None) -> dict[str, Any]:
+    """The columns in a value of `additional`; what is no finite JSON value is None."""
+    try:
+        found = json.loads(
+            text or "{}", parse_float=score_of, parse_int=integer, parse_constant=lambda _: None
+        )
+    except (ValueError, RecursionError):  # a deep list
+        return {}
+    return dict(found)
+
+
+def integer(digits: str) -> int | None:
+    """An integer of JSON; None for thousands of digits, which Python refuses to read."""
+    try:
+        return int(digits)
+    except ValueError:
+        return None
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_secrets(text_of(value)) if "://" in value else text_of(value)
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    if isinstance(value, dict):
+        return {text_of(name): _without_secrets(item) for name, item in value.items()}
+    return value
 
 
 def text_of(value: Any) -> str:

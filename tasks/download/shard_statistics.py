@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from configs.download import Download
-from tasks.download.dead_hosts import host_of
+from tasks.download.dead_web_hosts import host_of
 from tasks.download.rows import Row
 
 #: Hosts of a shard with the most failures, and as many with the longest requests.

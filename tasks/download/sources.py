@@ -30,12 +30,13 @@ from tasks.download.list_files import (
 )
 from tasks.download.read_lists_by_duckdb import (
     FORMATS,
+    additional_settings,
     hash_rows,
     read_list,
     read_malformed_list,
 )
 from tasks.download.read_malformed_lists import json_rows
-from tasks.download.rows import captions_of, score_of, text_of
+from tasks.download.rows import additional_of, captions_of, score_of, text_of
 from tasks.download.serve_folder import check_port, serve_folder
 from tasks.download.shard_boundaries import shard_ends
 
@@ -106,7 +107,7 @@ class UrlList:
             "aesthetic_score": s.aesthetic_column,
         }
         for file in self._files():
-            given = (file.name, self.format, columns, s.base_url)
+            given = (file.name, self.format, columns, s.base_url, s.additional_columns)
             yield Piece(
                 _identity(s, [file]),
                 partial(read_list, *given),
@@ -140,9 +141,11 @@ class Folder:
         if metadata is not None:
             columns = FORMATS["jsonl"].columns(metadata)
             require_columns(self.columns, columns, metadata)
-        elif self.settings.aesthetic_column is not None:
+        elif self.settings.aesthetic_column or self.settings.additional_columns:
+            scores = self.settings.aesthetic_column is not None
+            setting = "aesthetic_column" if scores else "additional_columns"
             folder = self.settings.path
-            raise SourceError(f"source.aesthetic_column: {folder} has no {self.METADATA}")
+            raise SourceError(f"source.{setting}: {folder} has no {self.METADATA}")
         else:
             list_files(self.settings.path, PICTURES)
 
@@ -200,7 +203,8 @@ class Folder:
                 picture = _bytes_at(file) if name else None
                 captions = captions_of(values.get(self.settings.caption_column))
                 score = score_of(values.get(self.settings.aesthetic_column or ""))
-                yield _embedded(picture, Place(file, None), captions, score)
+                more = additional_of(self.settings.additional_columns, values)
+                yield _embedded(picture, Place(file, None), captions, score, more)
 
         with reading(metadata):
             yield from hash_rows(rows())
@@ -239,7 +243,8 @@ class Dataset:
                 captions = captions_of(values[s.caption_column])
                 score = score_of(values.get(s.aesthetic_column or ""))
                 picture = self._picture(values[s.image_column])
-                yield _embedded(picture, Place(file, number), captions, score)
+                more = additional_of(s.additional_columns, values)
+                yield _embedded(picture, Place(file, number), captions, score, more)
 
         return hash_rows(rows())
 
@@ -328,7 +333,8 @@ SOURCES: dict[str, Callable[[Any], Source]] = {
 def _columns(settings: UrlSource | FolderSource | DatasetSource) -> dict[str, str]:
     """{setting: column} of the columns that are configured."""
     named = {f"source.{name}": value for name, value in settings if name.endswith("_column")}
-    return {setting: column for setting, column in named.items() if column is not None}
+    chosen = {setting: column for setting, column in named.items() if column is not None}
+    return chosen | additional_settings(settings.additional_columns)
 
 
 def _identity(settings: Section, files: list[ListedFile]) -> str:
@@ -342,10 +348,15 @@ def _stem(name: str) -> str:
 
 
 def _embedded(
-    picture: bytes | None, place: Place, captions: tuple[str, ...], score: float | None
+    picture: bytes | None,
+    place: Place,
+    captions: tuple[str, ...],
+    score: float | None,
+    additional: str | None = None,
 ) -> dict[str, Any]:
     """The row of rows.COLUMNS of a picture in the source, identified by its content."""
     row: dict[str, Any] = {"url": "", "captions": captions, "aesthetic_score": score}
+    row["additional"] = additional
     if picture is None:
         return row
     sha256 = digest_bytes(picture)

@@ -31,8 +31,8 @@ from tasks.download.download_shard import (
 )
 from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
-from tasks.download.plan_file import plan_key
-from tasks.download.plan_source import Begin, Plan, make_plan
+from tasks.download.plan_parquet import plan_key
+from tasks.download.plan_shards import Begin, Plan, make_plan
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.download.sources import SOURCES, Source
 from tasks.import_beam_quietly import quiet_import
@@ -127,7 +127,7 @@ def build(
         OSError: the store is full or not writable.
     """
     with quiet_import():  # Beam takes seconds to import
-        from tasks.download.beam_pipeline import run_pipeline
+        from tasks.download.download_on_beam import run_pipeline
     store = draft.store
     with _source(recipe).open() as served_at:
         notes = f"{draft.path}/{NOTES}"

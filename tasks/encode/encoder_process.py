@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from artifacts.commit import Damaged
+from artifacts.checksummed_files import Damaged
 from artifacts.image_shards import read_tar
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob

@@ -98,7 +98,7 @@ def encode_missing(
     """
     # Beam takes seconds to import, which a reused artifact does not need.
     with quiet_import():
-        from tasks.encode.beam_pipeline import EncodeShard, EncodeTask, encode_shards
+        from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
 
     info = describe_encoders(model_folder, vae_folder)
     settings = TransformSettings.of(recipe)

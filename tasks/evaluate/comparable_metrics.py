@@ -41,7 +41,7 @@ def sampling_spec(given: EvalInputs) -> SamplingSpec:
             "samples": settings.holdout_samples,
             "levels": LEVELS,
             "seed": settings.seed,
-            "noise_offset": recipe.train.noise_offset,
+            **recipe.train.held_out_loss,
         },
         flash_attention=recipe.train.mindspore.flash_attention,
     )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.commit import open_checked
+from artifacts.checksummed_files import open_checked
 from artifacts.hashing import digest_json
 from artifacts.image_shards import add_member
 from artifacts.resolve_model import digest_model

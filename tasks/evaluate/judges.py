@@ -31,13 +31,13 @@ class JudgeEntry:
 
 
 def _shows_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
-    from demo.judges import judge_digit
+    from demo.digit_judges import judge_digit
 
     return judge_digit(images, prompts)
 
 
 def _shows_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
-    from demo.judges import judge_style
+    from demo.digit_judges import judge_style
 
     return judge_style(images, prompts)
 

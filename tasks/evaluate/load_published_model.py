@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.commit import Damaged, read_record
+from artifacts.checksummed_files import Damaged, read_record
 from artifacts.file_stamps import distrust
 from artifacts.hashing import digest_json
 from artifacts.resolve_model import (

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from artifacts.commit import open_checked
+from artifacts.checksummed_files import open_checked
 from artifacts.hashing import digest_json
 from artifacts.image_shards import Sample
 from artifacts.store import SHARDS, Shard, Store

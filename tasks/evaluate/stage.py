@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import read_checked, read_record
+from artifacts.checksummed_files import read_checked, read_record
 from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import resolve_model
 from artifacts.store import MANIFEST, Artifact, Draft, Shard, Store
@@ -24,7 +24,7 @@ from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.sample import noise_and_components
-from tasks.build_or_reuse import runtime_facts
+from tasks.build_or_reuse import build_or_reuse, runtime_facts
 from tasks.child_process import run_job
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import before_after_grid, draw_pictures
@@ -65,7 +65,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         "judges": judge_names(recipe.evaluate.judges),
         "compared": compared_sets(recipe),
         "reference": vars(TransformSettings.of(recipe)),
-        "noise_offset": recipe.train.noise_offset,
+        **recipe.train.held_out_loss,
     }
 
 
@@ -131,6 +131,14 @@ def _check_finite(models: Mapping[str, Estimates]) -> None:
                 )
 
 
+def _finite(estimates: Estimates) -> Estimates:
+    """The metrics of a champion that have a value; a warning names the others."""
+    found = {name: one for name, one in estimates.items() if np.isfinite(one.value)}
+    if lost := sorted(estimates.keys() - found.keys()):
+        log.warning("evaluate: the champion has no finite value of %s", ", ".join(lost))
+    return found
+
+
 def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metric]]:
     """Metric name -> model -> metric, as in metrics.json."""
     names = dict.fromkeys(name for estimates in models.values() for name in estimates)
@@ -142,8 +150,12 @@ def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metr
 
 def read_estimates(evaluated: Artifact) -> dict[str, Estimates]:
     """Model ("base", "tuned") -> its metrics, from an evaluation."""
+    return _read_estimates(evaluated, MODELS)
+
+
+def _read_estimates(evaluated: Artifact, models: Sequence[str]) -> dict[str, Estimates]:
     metrics, resampled = json.loads(evaluated.read(METRICS))["metrics"], evaluated.read(BOOTSTRAP)
-    return {model: from_npz(resampled, metrics, model) for model in MODELS}
+    return {model: from_npz(resampled, metrics, model) for model in models}
 
 
 def _memorization(
@@ -166,29 +178,70 @@ def _memorization(
     return {**facts, "closest_pairs": found}
 
 
+class PublishedMetrics(NamedTuple):
+    """A published model's metrics, and the artifact with them if it was measured again."""
+
+    estimates: Estimates
+    evaluation: Artifact | None = None
+
+
 def metrics_of_published(
-    given: EvalInputs, evaluated: Artifact, uri: str, *, run: Run = run_job
-) -> Estimates:
+    given: EvalInputs,
+    evaluated: Artifact,
+    begin: Callable[[KeyParts], Progress],
+    uri: str,
+    *,
+    run: Run = run_job,
+) -> PublishedMetrics:
     """A published model's metrics, comparable with the `tuned` ones of an evaluation.
 
     The metrics of its own publication are reused if their fingerprint is equal; its weights are
-    then not read. Otherwise the model samples again. The held-out loss is then omitted if the model
-    predicts another quantity or has other inputs.
+    then not read. Otherwise the model samples again, as an artifact of its own. The held-out loss
+    is then omitted if the model predicts another quantity or has other inputs.
 
     Args:
         evaluated: artifact of the evaluation.
+        begin: records that the run needs an artifact; returns the progress of building it.
         uri: folder or URL of the published model.
     """
     found = _published_estimates(uri, evaluated.summary["fingerprint"])
     if found is not None:
-        return found
+        return PublishedMetrics(found)
     log.info("evaluate: the champion has no comparable metrics: measuring it again")
-    model, spec = load_published_model(resolve_model(uri)), sampling_spec(given)
+    model = load_published_model(resolve_model(uri))
+    # The fingerprint has what ours must share with it, such as the prediction type of the loss.
+    shared = {"published": model.digest, "comparable": fingerprint(given)}
+    inputs = given.digests() | shared
+    parts = KeyParts(STAGE, VERSION, settings_for_key(given.recipe), inputs)
+    build = partial(_build_published, given, model, progress=begin(parts), run=run)
+    parents = {"images": given.images, "latents": given.latents}
+    result = build_or_reuse(evaluated.store, parts, build, parents=parents)
+    artifact = result.load(evaluated.store)
+    return PublishedMetrics(_read_estimates(artifact, ("tuned",))["tuned"], artifact)
+
+
+def _build_published(
+    given: EvalInputs, model: EvalModel, draft: Draft, progress: Progress, run: Run
+) -> dict[str, Any]:
+    """Sample with a published model, and write its finite metrics, as `tuned`, into the draft.
+
+    A rule that names another metric then has no comparable value, and fails unless it is forced.
+    """
+    spec, store = sampling_spec(given), draft.store
     if not _same_loss(given, model):
         spec = replace(spec, latents=None)  # the model may not even accept our latents
-    with tempfile.TemporaryDirectory(prefix="kiln-evaluate-") as folder:
-        (shard,) = draw_pictures.draw([model], spec, evaluated.store, Path(folder), run)
-    return MetricSuite.of(given, evaluated.store).measure(evaluated.store, shard).metrics
+    with draw_pictures.scratch(draft) as folder:
+        on_event = draw_pictures.progress_callback(STAGE, progress)
+        (shard,) = draw_pictures.draw([model], spec, store, folder, run, on_event)
+    suite = MetricSuite.of(given, store)
+    models = {"tuned": _finite(suite.measure(store, shard).metrics)}
+    for one in [shard, *suite.shards]:
+        draft.add_shard(one)
+    draft.write(BOOTSTRAP, to_npz(models))
+    facts = {"metrics": metrics_by_name(models), "fingerprint": fingerprint(given)}
+    draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
+    run_facts = runtime_facts(given.recipe.runtime)
+    return {"pictures": len(spec.prompts), "drawn": {"tuned": shard.key}, **facts, "run": run_facts}
 
 
 def _same_loss(given: EvalInputs, model: EvalModel) -> bool:

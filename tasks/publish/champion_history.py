@@ -16,7 +16,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.commit import FORMAT, Damaged, decode_record, encode_record
+from artifacts.checksummed_files import FORMAT, Damaged, decode_record, encode_record
 from artifacts.compare_and_swap import State, read, swap
 
 log = logging.getLogger("kiln")

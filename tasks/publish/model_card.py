@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from artifacts.resolve_model import LICENSE_FILES
 from configs.load_recipe import dump
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
@@ -62,6 +64,33 @@ def license_of(recipe: Recipe, base: Path) -> str:
     return recipe.publish.license or base_card(base).get("license", UNKNOWN_LICENSE)
 
 
+def shown_license(recipe: Recipe, base: Path) -> str:
+    """`license_of` for people: the name in place of `other`, where the base's card has one."""
+    found = license_of(recipe, base)
+    card = base_card(base)
+    named = found == UNKNOWN_LICENSE == card.get("license")
+    return card.get("license_name", found) if named else found
+
+
+def license_conflict(recipe: Recipe, base: Path) -> str | None:
+    """One line if `publish.license` differs from the licence in the base's card."""
+    given, card = recipe.publish.license, base_card(base)
+    theirs = card.get("license")
+    if given is None or theirs is None or given == theirs:
+        return None
+    name = card.get("license_name", theirs) if theirs == UNKNOWN_LICENSE else theirs
+    return f"publish.license: {given} differs from the base's licence, {name}: ask who may grant it"
+
+
+def license_files(base: Path) -> list[Path]:
+    """The texts of the base's licence and its notices, which a derived model must come with."""
+    return [
+        path
+        for path in sorted(base.iterdir())
+        if path.is_file() and any(fnmatch(path.name.upper(), form) for form in LICENSE_FILES)
+    ]
+
+
 def write_card(
     recipe: Recipe,
     base: Path,
@@ -72,6 +101,7 @@ def write_card(
     training: dict[str, Any] | None = None,
     *,
     forced: str | None = None,
+    caption_tokens: int | None = None,
 ) -> str:
     """README.md of the published folder, with the metadata of the Hugging Face hub.
 
@@ -79,12 +109,15 @@ def write_card(
         measured: the content of metrics.json.
         training: facts of the training run for people, as of `training_facts`.
         forced: the reason to publish a model that failed the gate.
+        caption_tokens: T5's maximum caption length, where it is not the pipeline's default.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-    found = base_card(base)
+    shown, found = license_of(recipe, base), base_card(base)
+    if found.get("license") != shown:  # the name and link are those of another licence
+        found = {}
     data = ModelCardData(
-        license=license_of(recipe, base),
+        license=shown,
         license_name=found.get("license_name"),
         license_link=found.get("license_link"),
         base_model=hub_id(recipe.model.path),
@@ -122,6 +155,9 @@ def write_card(
         metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
         forced=forced,
+        caption_tokens=caption_tokens,
+        license_name=shown_license(recipe, base),
+        license_files=[path.name for path in license_files(base)],
         lineage=lineage,
         escape=escape_markdown,
         repr=repr,

@@ -7,7 +7,7 @@ import logging
 import os
 from typing import Any
 
-from artifacts.commit import first_fault
+from artifacts.checksummed_files import first_fault
 from artifacts.resolve_model import resolve_model
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.sign_model import SIGNATURE

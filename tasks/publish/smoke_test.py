@@ -74,9 +74,11 @@ def draw(job: dict[str, Any]) -> None:
 
     folder = Path(job["folder"])
     adapters = not (folder / "model_index.json").is_file()
-    pipe = DiffusionPipeline.from_pretrained(job["base"] if adapters else folder)
-    if adapters:
+    if adapters:  # a base may store its text encoders in half precision, and not load bare
+        pipe = DiffusionPipeline.from_pretrained(job["base"], dtype=torch.float32)
         pipe.load_lora_weights(folder, weight_name=ADAPTERS)
+    else:
+        pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     pipe = pipe.to("cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu")
     denoiser = getattr(pipe, "unet", None) or pipe.transformer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,25 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import write_atomic
-from artifacts.hashing import digest_json
+from artifacts.checksummed_files import write_atomic
+from artifacts.hashing import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft, Store
 from configs.load_recipe import dump
 from configs.publish import Hub
-from configs.recipe import Recipe
+from configs.recipe import STAGES, Recipe
 from runtimes.adapters.lora_file_format import read_adapters
+from runtimes.pipeline_folder.describe_encoders import unusual_t5_length
 from tasks.build_or_reuse import StageResult, TransientError, failing, storing
 from tasks.evaluate.bootstrap import Estimates, differences
-from tasks.evaluate.stage import BOOTSTRAP, metrics_by_name, read_estimates
+from tasks.evaluate.stage import BOOTSTRAP, PublishedMetrics, metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress
 from tasks.publish import gate, model_card, push_to_hub, report, smoke_test
 from tasks.publish.assemble_pipeline import assemble
-from tasks.publish.lineage import lineage_nodes
+from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
 from tasks.publish.model_registry import ChampionChanged, Registry, Version
 from tasks.publish.sign_model import sign_version
 from tasks.publish.write_adapters import write_adapters
+from tasks.show_in_prefect import stage_links
 from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
@@ -72,6 +75,7 @@ def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) 
         "model": trained.digest,
         "evaluation": evaluated.digest,
         "card": digest_json(model_card.base_card(base)),
+        **_license_digests(base),
     }
     champion = registry_of(recipe).champion()
     if champion is None or not gate.needs_champion(recipe.publish.gate):
@@ -95,7 +99,7 @@ def build(
     lineage: dict[str, str],
     base: Path,
     vae: Path | None,
-    champion_metrics: Callable[[str], Estimates],
+    champion_metrics: Callable[[str], PublishedMetrics],
     draft: Draft,
     progress: Progress,
     *,
@@ -112,7 +116,7 @@ def build(
         Rejected: a rule or the smoke test failed; the draft is empty.
     """
     champion = registry_of(recipe).champion()
-    models = _measured(recipe, evaluated, champion, champion_metrics)
+    models, again = _measured(recipe, evaluated, champion, champion_metrics)
     measured = json.loads(evaluated.read("metrics.json")) | _compared(models)
     verdicts = gate.judge(recipe.publish.gate, models, champion=champion is not None)
     passed = all(v.passed for v in verdicts)
@@ -130,9 +134,13 @@ def build(
         facts = model_card.Weights.of(tuned, merged=recipe.publish.merge)
         training = model_card.training_facts(trained.manifest["run"], trained.summary)
         text = model_card.write_card(
-            recipe, base, measured, verdicts, lineage, facts, training, forced=forced
+            *(recipe, base, measured, verdicts, lineage, facts, training),
+            forced=forced,
+            caption_tokens=unusual_t5_length(base),
         )
         (out / "README.md").write_text(text, encoding="utf-8")
+        for path in model_card.license_files(base):
+            shutil.copyfile(path, out / path.name)
         (out / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
         (out / "metrics.json").write_text(json.dumps(measured, indent=1, allow_nan=False))
         (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
@@ -145,10 +153,11 @@ def build(
     progress(3, 3, "published")
     return {
         "name": recipe.publish.name,
-        "license": model_card.license_of(recipe, base),
+        "license": model_card.shown_license(recipe, base),
         "lineage": lineage,
         "compared_with": champion.name if champion else None,
         "forced": forced,
+        "parents": {} if again is None else {CHAMPION_EVALUATION: again},
     }
 
 
@@ -167,8 +176,9 @@ def register(
         shows: stage name -> function that returns the panels of its artifact.
         start: the version that must be the champion still; None: any.
 
-    Returns {"model": URL of the version, "champion": the registry's last move}. After a rollback
-    the champion may be another version. An error of the report, or after the promotion, is logged.
+    Returns {"model": URL of the version, "champion": the registry's last move, "promoted": whether
+    this call made it the champion}. After a rollback the champion may be another version. An error
+    of the report, or after the promotion, is logged.
 
     Raises:
         TransientError: the champion is not the one that the gate compared with.
@@ -190,7 +200,8 @@ def register(
         if recipe.publish.signing_key is not None:  # before anyone may use it
             with failing(STAGE):
                 sign_version(registry, version, recipe.publish.signing_key)
-        if not registry.was_champion(version.name):
+        promoted = not registry.was_champion(version.name)
+        if promoted:
             champion = registry.champion()
             expected = champion.name if champion else None
             if start not in (None, expected):
@@ -204,7 +215,7 @@ def register(
                 registry.promote(version.name, why, expected=expected)
             except ChampionChanged as error:
                 raise TransientError(f"{error}: run again") from None
-    registered: dict[str, Any] = {"model": version.uri, "champion": None}
+    registered: dict[str, Any] = {"model": version.uri, "champion": None, "promoted": promoted}
     with _warning("the champion is not shown"):
         registered["champion"] = registry.last_move()
     if recipe.publish.keep_versions is not None:
@@ -260,13 +271,17 @@ def _measured(
     recipe: Recipe,
     evaluated: Artifact,
     champion: Version | None,
-    champion_metrics: Callable[[str], Estimates],
-) -> dict[str, Estimates]:
-    """The metrics of base and tuned model, and of the champion if a rule names it."""
+    champion_metrics: Callable[[str], PublishedMetrics],
+) -> tuple[dict[str, Estimates], Artifact | None]:
+    """The metrics of base and tuned model, and of the champion if a rule names it.
+
+    Second: the champion's evaluation if it was measured again.
+    """
     models = read_estimates(evaluated)
-    if champion is not None and gate.needs_champion(recipe.publish.gate):
-        models["champion"] = champion_metrics(champion.uri)
-    return models
+    if champion is None or not gate.needs_champion(recipe.publish.gate):
+        return models, None
+    models["champion"], again = champion_metrics(champion.uri)
+    return models, again
 
 
 def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
@@ -279,8 +294,14 @@ def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
     return {"metrics": metrics_by_name(models), "differences": found}
 
 
+def _license_digests(base: Path) -> dict[str, str]:
+    """The licence files' part of the key; empty without files."""
+    found = {path.name: digest_bytes(path.read_bytes()) for path in model_card.license_files(base)}
+    return {"license_files": digest_json(found)} if found else {}
+
+
 def _check_license(recipe: Recipe, base: Path) -> None:
-    if model_card.license_of(recipe, base) == model_card.UNKNOWN_LICENSE:
+    if model_card.shown_license(recipe, base) == model_card.UNKNOWN_LICENSE:
         log.warning("publish: the licence is unknown: set publish.license")
 
 
@@ -338,8 +359,8 @@ def show_verdicts(verdicts: Sequence[gate.Verdict]) -> list[Panel]:
     return [Table("Gate", gate.as_rows(verdicts))]
 
 
-def show_version(registered: dict[str, Any]) -> list[Panel]:
-    """The model's URL in the registry, and the champion."""
+def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
+    """The model's URL in the registry, the champion, and links to the model's stages."""
     url, champion = registered["model"], registered["champion"]
     facts = {
         "model": url,
@@ -349,7 +370,7 @@ def show_version(registered: dict[str, Any]) -> list[Panel]:
     }
     if registered.get("hub"):
         facts["hub"] = registered["hub"]
-    return [Facts("Published", facts)]
+    return [Facts("Published", facts), stage_links(model, STAGES)]
 
 
 def _verdict_text(verdict: gate.Verdict) -> str:

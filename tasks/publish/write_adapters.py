@@ -53,9 +53,9 @@ def _as_kohya(lora: Path, base: Path) -> Arrays:
     if family.kohya is None:
         log.warning("publish: no file in kohya's layout: it does not support %s", family.name)
         return {}
-    unet = json.loads((base / family.denoiser / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((base / family.denoiser / "config.json").read_text(encoding="utf-8"))
     try:
-        return kohya.to_kohya(read_adapters(lora), family.kohya, unet)
+        return kohya.to_kohya(read_adapters(lora), family.kohya, config)
     except ValueError as error:
         log.warning("publish: no file in kohya's layout: %s", error)
         return {}

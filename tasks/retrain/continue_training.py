@@ -64,14 +64,20 @@ def build(
     prompts: tuple[str, ...],
     score: train.Score,
     start: Artifact,
+    latents: Artifact,
     draft: Draft,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Train from the weights or adapters of `start`, on the selected samples."""
+    """Train from the weights or adapters of `start`, on the selected samples.
+
+    Args:
+        latents: of all rows of the source. Their held-out samples validate the run, whichever
+            shards are selected: few selected shards may have none.
+    """
     given = (vae, prompts, score, draft, progress)
     adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
     with starting_model(base, start) as folder:
-        return train.build(recipe, selection, folder, *given, adapters=adapters)
+        return train.build(recipe, selection, folder, *given, adapters=adapters, holdout=latents)
 
 
 @contextmanager

@@ -9,11 +9,11 @@ import fsspec
 
 from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
-from tasks.panels import Facts, Links, Panel, Picture, Table
+from tasks.panels import Facts, Panel, Picture, Table
 from tasks.publish import gate
 from tasks.retrain.champion import Champion
 from tasks.retrain.source_changes import Changes
-from tasks.show_in_prefect import artifact_key
+from tasks.show_in_prefect import stage_links
 
 
 def show_retraining(
@@ -43,9 +43,7 @@ def show_retraining(
     if (verdicts := _verdicts(report)) is not None:
         panels.append(Table("Gate", gate.as_rows(verdicts)))
     panels += _champions_picture(champion)
-    keys = {name: artifact_key(recipe.publish.name, name) for name in stages}
-    panels.append(Links("Stages", {n: f"/artifacts/key/{key}" for n, key in keys.items()}))
-    return panels
+    return [*panels, stage_links(recipe.publish.name, stages)]
 
 
 GRID = "before_after.png"

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from store_servers import UrlOf
 
-from artifacts import gc_sweep, run_records
+from artifacts import gc_delete_unneeded, run_records
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
-from artifacts.gc_mark import mark
-from artifacts.gc_sweep import Collector
+from artifacts.gc_delete_unneeded import Collector
+from artifacts.gc_find_needed import mark
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_run, runs
 from artifacts.store import Draft, Store
 
 PARTS, OTHER = KeyParts("train", 1, {}, {}), KeyParts("train", 2, {}, {})
 STEPS: list[tuple[Any, str]] = [
-    *((gc_sweep, name) for name in ("hold", "remove")),
+    *((gc_delete_unneeded, name) for name in ("hold", "remove")),
     *((run_records, name) for name in ("_write", "wait_until_free", "read_record")),
     *((Store, name) for name in ("shard", "load", "commit_shard")),
     *((Collector, "_run_records"), (Draft, "commit"), (Lock, "release")),

@@ -12,7 +12,7 @@ from cut_rows import cut_shards
 from hypothesis import strategies as st
 from property_tests import JSON, holds_for
 
-from artifacts.commit import FileEntry, read_record, write_record
+from artifacts.checksummed_files import FileEntry, read_record, write_record
 from artifacts.hashing import canonical_json, digest_json
 
 ROWS = st.integers(0, 400)

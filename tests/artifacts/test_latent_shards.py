@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged, write_record
+from artifacts.checksummed_files import Damaged, write_record
 from artifacts.hashing import digest_bytes
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import (

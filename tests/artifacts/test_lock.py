@@ -79,6 +79,18 @@ def put(place, data: bytes) -> None:
         continue  # a heartbeat came between
 
 
+def test_an_owner_is_alive_as_long_as_it_sends_heartbeats(place) -> None:
+    """It may have been taken for dead by others, such as a server that was away."""
+    assert not lock.is_alive(*place)
+    own_elsewhere(place)
+    beating = Hand(lambda now: own_elsewhere(place, beat=now) if now > 5 else None)
+    assert lock.is_alive(*place, clock=beating.clock) and beating.time < 7
+    silent = Hand()
+    assert not lock.is_alive(*place, clock=silent.clock) and silent.time > lock.EXPIRY_SECONDS
+    freed = Hand(lambda now: put(place, b"null"))
+    assert not lock.is_alive(*place, clock=freed.clock)
+
+
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
     path = str(tmp_path / "lock.json")
     code = (
@@ -250,3 +262,18 @@ def test_an_incomplete_lock_is_waited_for_and_has_no_owner(place) -> None:
     with lock.hold(fs, path, on_wait=waited.append, expiry=30.0, clock=hand.clock):
         assert hand.time > 30.0
     assert waited == []
+
+
+def test_each_owner_that_is_waited_for_is_named(place) -> None:
+    """Another owner may have other code than the first: its waiting host must look again."""
+    fs, path = place
+    owners = [json.dumps({"token": name, "host": name}).encode() for name in ("first", "second")]
+    put(place, owners[0])
+    waited: list[str] = []
+
+    def on_wait(owner: dict[str, Any]) -> None:
+        waited.append(owner["token"])
+        put(place, owners[1])  # it takes over
+
+    with lock.hold(fs, path, on_wait=on_wait, expiry=30.0, clock=Hand().clock):
+        assert waited == ["first", "second"]

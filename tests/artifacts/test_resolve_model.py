@@ -235,6 +235,10 @@ def test_a_full_disk_is_no_missing_model(
             },
         ),
         (
+            {"LICENSE", "LICENCE", "NOTICE", "Dockerfile"},
+            {"LICENSE", "LICENCE", "NOTICE"},
+        ),
+        (
             {"config.json", "model.safetensors", "pytorch_model.bin"},
             {"config.json", "model.safetensors"},
         ),

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from store_servers import REMOTE, RequestsTo, UrlOf
 
-from artifacts import commit
+from artifacts import checksummed_files
 from artifacts import compare_and_swap as cas
 from artifacts import store as store_module
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged
+from artifacts.checksummed_files import Damaged
 from artifacts.hashing import digest_bytes
 from artifacts.lock import Lock, LockLost
 from artifacts.store import Artifact, Draft, Store, StoreError
@@ -494,7 +494,7 @@ def test_a_reuse_reads_no_file_whose_size_and_time_stamp_are_as_committed(
     whole: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sorted(entry.path for entry in whole.files) == sorted(FILES)
-    monkeypatch.setattr(commit, "hash_file", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(checksummed_files, "hash_file", lambda *_: pytest.fail("read"))
     assert whole.store.find("encode", whole.key) is not None
     assert whole.store.shard("encode", "k") is not None
 
@@ -524,25 +524,31 @@ def test_a_damaged_file_is_reported_at_the_end_of_a_read_and_at_the_next_reuse(
 ) -> None:
     path = Path(whole.path, TAR).resolve()
     sha256 = digest_bytes(b"tar bytes")
-    with commit.open_checked(str(path), sha256) as stream:
+    with checksummed_files.open_checked(str(path), sha256) as stream:
         assert stream.read(3) == b"tar"
     flip(path)
-    damaged = pytest.raises(commit.Damaged, match=r"\.tar is damaged")
-    with damaged, commit.open_checked(str(path), sha256) as stream:
+    damaged = pytest.raises(checksummed_files.Damaged, match=r"\.tar is damaged")
+    with damaged, checksummed_files.open_checked(str(path), sha256) as stream:
         assert stream.read(3) == b"tar"
     assert whole.store.find("encode", whole.key) is None
 
 
 def test_damage_is_reported_instead_of_its_consequence(whole: Artifact) -> None:
     path = Path(whole.path, "a.bin")
-    for kind, sha256 in ((commit.Damaged, "0" * 64), (KeyError, digest_bytes(b"alpha"))):
-        with pytest.raises(kind), commit.open_checked(str(path), sha256):
+    for kind, sha256 in ((checksummed_files.Damaged, "0" * 64), (KeyError, digest_bytes(b"alpha"))):
+        with pytest.raises(kind), checksummed_files.open_checked(str(path), sha256):
             raise KeyError("of a reader")
 
 
 def test_what_a_newer_version_wrote_is_neither_read_nor_rebuilt(store: Store) -> None:
     artifact = build(store).commit({}, {})
-    newer = {**artifact.manifest, "format": commit.FORMAT + 1, "files": [{"path": "a", "new": 1}]}
-    commit.write_record(store.fs, f"{artifact.path}/manifest.json", newer)
-    with pytest.raises(commit.NewerFormat, match="newer version of kilnworks: update this one"):
+    newer = {
+        **artifact.manifest,
+        "format": checksummed_files.FORMAT + 1,
+        "files": [{"path": "a", "new": 1}],
+    }
+    checksummed_files.write_record(store.fs, f"{artifact.path}/manifest.json", newer)
+    with pytest.raises(
+        checksummed_files.NewerFormat, match="newer version of kilnworks: update this one"
+    ):
         store.find("encode", PARTS.key)

@@ -18,7 +18,7 @@ from bench import (
     encode,
     gpu,
     loader,
-    manifest,
+    many_shards,
     run_kilnworks,
     same_picture,
     train_mindspore,
@@ -108,7 +108,7 @@ def test_loaders_are_compared_and_steps_of_a_large_artifact_measured(
     assert loader.main(["--quick"]) == 0
     ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
     assert ratios.keys() == {"rate_vs_webdataset", "rate_vs_grain"}
-    assert manifest.main(["--quick"]) == 0
+    assert many_shards.main(["--quick"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
     steps = {"commit", "load", "verify", "gc_mark", "gc_collect"}
     assert {f"{step}_peak_mib" for step in steps} <= figures["1,000 shards"].keys()

@@ -17,7 +17,7 @@ import numpy as np
 from fsspec.core import url_to_fs
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import FileEntry, open_checked, read_record
+from artifacts.checksummed_files import FileEntry, open_checked, read_record
 from artifacts.hashing import digest_json
 from artifacts.lock import check_held
 from artifacts.run_records import record_run
@@ -28,7 +28,7 @@ from configs.recipe import Recipe
 from runtimes.train.checkpoints import Checkpoints
 from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
-from tasks.evaluate.stage import metrics_by_name
+from tasks.evaluate.stage import PublishedMetrics, metrics_by_name
 from tasks.publish import stage as publish_stage
 from tasks.publish.model_registry import Registry
 
@@ -141,9 +141,11 @@ def without_models() -> None:
                     (out / name / file.name).write_bytes(file.read_bytes())
 
     publish_stage._write_weights = write
+    publish_stage.unusual_t5_length = lambda model_folder: None  # the base is an empty folder
     publish_stage.model_card = SimpleNamespace(  # type: ignore[assignment]
         base_card=lambda base: {},
-        license_of=lambda recipe, base: "none",
+        shown_license=lambda recipe, base: "none",
+        license_files=lambda base: [],
         UNKNOWN_LICENSE="other",
         write_card=lambda *_, **__: f"# Model {uuid4()}",  # as if each had its date
         training_facts=lambda run, summary: {},
@@ -239,9 +241,9 @@ def _evaluate(trained: Artifact, draft: Draft) -> dict[str, Any]:
     return {"metrics": metrics}
 
 
-def _metrics_of(uri: str) -> Estimates:
-    """The metrics of a published version, measured again."""
-    return _estimates(score(read_published(uri, WEIGHTS)))
+def _metrics_of(uri: str) -> PublishedMetrics:
+    """The metrics of a published version, measured again, which is no artifact here."""
+    return _estimates(score(read_published(uri, WEIGHTS))), None
 
 
 def _estimates(value: float) -> Estimates:

@@ -28,9 +28,9 @@ from chaos.faults import DAY, EXPIRY, HEARTBEAT, Fault
 from chaos.local_faults import LocalFaults
 from fsspec.exceptions import FSTimeoutError
 
-from artifacts import gc_mark, gc_sweep, lock
+from artifacts import gc_delete_unneeded, gc_find_needed, lock
+from artifacts.checksummed_files import Damaged
 from artifacts.clock import Clock
-from artifacts.commit import Damaged
 from artifacts.list_folder import present_time
 from artifacts.lock import LockLost
 from artifacts.remote_clients import is_of_client
@@ -119,10 +119,10 @@ def prepare(jump: Jump) -> None:
         days = (jump.value > 0) - (jump.value < 0)
         return present_time(fs, folder) + 1.1 * DAY * days
 
-    gc_sweep.present_time = gc_mark.present_time = present  # type: ignore[attr-defined]
+    gc_delete_unneeded.present_time = gc_find_needed.present_time = present  # type: ignore[attr-defined]
     quick = SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20))
     gcsfs.retry.asyncio = quick  # which waits up to 32 seconds between attempts
-    stage._git_commit = lambda: None
+    stage.git_commit = lambda: None
     stage.package_versions = lambda *_: {}
     toy_flow.without_models()
 

@@ -1,5 +1,7 @@
 """Shipped recipes: the metrics of their gates, and their toy overrides."""
 
+import csv
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,30 @@ def test_toy_overrides_change_only_sizes_and_paths(name: str, tmp_path: Path) ->
     assert {dotted for dotted in changed if not dotted.startswith("source.")} <= overrides.keys()
     kept = {"runtime", "train.method", "train.learning_rate", "train.mixed_precision", "train.mesh"}
     assert not kept & changed and "train.steps" in changed
+
+
+#: Repositories of the hub that recipes name, with the date and the place where each was last seen.
+HUB_IDS = Path(__file__).with_name("hub_ids.csv")
+#: Names that left the hub: Stable Diffusion 2 in November 2025 (diffusers issue 12874).
+WITHDRAWN = ("stabilityai/stable-diffusion-2", "lambdalabs/")
+
+
+def hub_ids(name: str) -> set[tuple[str, str]]:
+    """(kind, id) of the hub's repositories in a recipe."""
+    recipe = load_recipe(name)
+    settings = recipe.evaluate
+    models = [recipe.model.path, recipe.model.vae, settings.clip, settings.image_encoder]
+    models += settings.preference_models.values()
+    found = {("model", path) for path in models if path is not None and not Path(path).exists()}
+    if recipe.source.kind == "dataset":
+        found.add(("dataset", recipe.source.path))
+    return found
+
+
+def test_every_hub_id_of_a_recipe_has_a_date_when_it_was_last_seen() -> None:
+    with HUB_IDS.open(encoding="utf-8", newline="") as stream:
+        seen = {(row["kind"], row["id"]): row for row in csv.DictReader(stream)}
+    assert seen.keys() == set().union(*(hub_ids(name) for name in recipe_names()))
+    for row in seen.values():
+        assert date.fromisoformat(row["last_seen"]) > date(2023, 12, 31) and row["where"]
+        assert not row["id"].startswith(WITHDRAWN)

@@ -95,6 +95,7 @@ IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
     "steps": (7, {}),
     "epochs": (2.0, {}),
     "seed": (1, {}),
+    "guidance_scale": (3.5, {}),
     "global_batch_size": (8, {}),
     "optimizer": ("adafactor", {}),
     "learning_rate": (1e-4, {}),

@@ -166,9 +166,9 @@ def _encode(folder: Path, model: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def models(tiny_sd: Path, tiny_sdxl: Path, tiny_sd3: Path) -> dict[str, Path]:
+def models(tiny_sd: Path, tiny_sdxl: Path, tiny_sd3: Path, tiny_flux: Path) -> dict[str, Path]:
     """A tiny pipeline of each family."""
-    return {"sd": tiny_sd, "sdxl": tiny_sdxl, "sd3": tiny_sd3}
+    return {"sd": tiny_sd, "sdxl": tiny_sdxl, "sd3": tiny_sd3, "flux": tiny_flux}
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from conformance.runs import (
     subjects,
     subjects_and_families,
 )
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxPipeline
 from numpy.typing import NDArray
 from tolerances import PICTURE
 
@@ -35,8 +35,8 @@ SAMPLER = {
     "seed": 5,
     "num_inference_steps": 4,
     "guidance_scale": 3.0,
-    "height": None,
-    "width": None,
+    "height": 32,
+    "width": 32,
     "batch_size": 2,
 }
 #: Levels of 255: how far the picture of another prompt or noise is at least.
@@ -52,22 +52,26 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
     """The pipeline called as its users call it, on the start noise that every runtime draws."""
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
-    # SD3: as many T5 tokens as were trained on, which is all that so small a T5 takes.
-    longest = getattr(getattr(pipe, "tokenizer_3", None), "model_max_length", None)
-    channels = pipe.components[detect_family(model).denoiser].config.in_channels
+    # As many T5 tokens as were trained on, which is all that so small a T5 takes.
+    t5 = detect_family(model).t5
+    longest = None if t5 is None else pipe.components[t5.tokenizer].model_max_length
+    channels = pipe.vae.config.latent_channels
     noise = [
         generator(SAMPLER["seed"], Stream.PICTURE, number).standard_normal(
             (channels, 8, 8), dtype=np.float32
         )
         for number in range(len(prompts))
     ]
+    latents = torch.from_numpy(np.stack(noise))
+    if isinstance(pipe, FluxPipeline):
+        latents = pipe._pack_latents(latents, *latents.shape)
     drawn = pipe(
         list(prompts),
         height=32,
         width=32,
         num_inference_steps=SAMPLER["num_inference_steps"],
         guidance_scale=SAMPLER["guidance_scale"],
-        latents=torch.from_numpy(np.stack(noise)),
+        latents=latents,
         **({} if longest is None else {"max_sequence_length": longest}),
     ).images
     return np.stack([np.asarray(picture).astype(int) for picture in drawn])

@@ -45,6 +45,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
     "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": True},
     "sd3": {"timesteps": {"distribution": "logit_normal"}},
+    "flux": {"guidance_scale": 3.5, "timesteps": {"resolution_shift": True}},
 }
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 1e-2}
 TEXT_LORA = {**LORA, "train_text_encoder": True, "text_encoder_lr": 5e-3}
@@ -119,7 +120,7 @@ def test_adapters_follow_the_reference_and_resume(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("family", ["sd", "sd3"])
+@pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
 @subjects(only="torch")
 def test_adapters_of_other_families_follow_the_reference(
     runtime: Subject, family: str, make_job: MakeJob, once: Once

@@ -13,8 +13,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 from demo import digits
-from demo.judges import judge
+from demo.digit_judges import judge
 from demo.make_base import BASE
+from demo.styles import BASE_STYLES, NEW_STYLE, STYLES, style_index
 
 #: Captions without a paper, or without any style, which the shipped text encoders know too.
 SHORT = (
@@ -27,7 +28,7 @@ def all_captions() -> list[str]:
     """Every caption of the pictures, and every short one, sorted."""
     texts = set()
     for digit, word in enumerate(digits.WORDS):
-        for index, style in enumerate(digits.STYLES):
+        for index, style in enumerate(STYLES):
             texts.update(digits.captions(digit, index))
             texts.update(t.format(word=word, number=digit, ink=style.ink) for t in SHORT)
     return sorted(texts)
@@ -38,9 +39,7 @@ def prompts(styles: tuple[str, ...], count: int) -> list[str]:
     chosen = []
     for index in range(count):
         digit, turn = index % 10, index // 10
-        options = digits.captions(
-            digit, digits.style_index(styles[(2 * digit + turn) % len(styles)])
-        )
+        options = digits.captions(digit, style_index(styles[(2 * digit + turn) % len(styles)]))
         chosen.append(options[(digit + turn) % len(options)])
     return chosen
 
@@ -123,9 +122,9 @@ def test_the_evaluator_finds_the_caption_of_a_held_out_picture() -> None:
         kind.from_pretrained(folder) for kind in (CLIPTokenizer, CLIPImageProcessor)
     )
     x8, digit = digits.load("held_out")
-    style = np.arange(200) % len(digits.STYLES)
+    style = np.arange(200) % len(STYLES)
     images = digits.render(x8[:200], style, np.random.default_rng(0))
-    texts = [digits.captions(d, s)[0] for d in range(10) for s in range(len(digits.STYLES))]
+    texts = [digits.captions(d, s)[0] for d in range(10) for s in range(len(STYLES))]
     with torch.no_grad():
         logits = clip(
             input_ids=tokenizer(
@@ -136,12 +135,12 @@ def test_the_evaluator_finds_the_caption_of_a_held_out_picture() -> None:
             ).pixel_values,
         ).logits_per_image
     found = logits.argmax(1).numpy()
-    assert (found == digit[:200] * len(digits.STYLES) + style).mean() >= 0.85
+    assert (found == digit[:200] * len(STYLES) + style).mean() >= 0.85
 
 
 @pytest.mark.slow
 def test_it_draws_the_styles_it_knows(pipe: StableDiffusionXLPipeline) -> None:
-    asked = prompts(digits.BASE_STYLES, 40)
+    asked = prompts(BASE_STYLES, 40)
     right = judge(draw(pipe, asked), asked)
     assert right["digit"].mean() >= 0.9
     assert right["style"].mean() >= 0.9
@@ -149,5 +148,5 @@ def test_it_draws_the_styles_it_knows(pipe: StableDiffusionXLPipeline) -> None:
 
 @pytest.mark.slow
 def test_it_does_not_draw_the_new_style_before_fine_tuning(pipe: StableDiffusionXLPipeline) -> None:
-    asked = prompts((digits.NEW_STYLE,), 40)
+    asked = prompts((NEW_STYLE,), 40)
     assert judge(draw(pipe, asked), asked)["style"].mean() < 0.05

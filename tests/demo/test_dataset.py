@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from demo import dataset, digits
-from demo.judges import judge
+from demo.digit_judges import judge
+from demo.styles import BASE_STYLES, NEW_STYLE, STYLES
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +37,17 @@ def test_every_row_names_a_picture_with_that_hash(urls: Path) -> None:
 
 
 def test_new_pictures_are_two_thirds_and_the_rehearsal_covers_every_base_style(urls: Path) -> None:
-    styles = Counter(
-        digits.STYLES[digits.parse(row["caption"]).styles()[0]].name for row in rows_of(urls)
-    )
-    assert styles.pop(digits.NEW_STYLE) == 1797
-    assert set(styles) == set(digits.BASE_STYLES)
+    styles = Counter(STYLES[digits.parse(row["caption"]).styles()[0]].name for row in rows_of(urls))
+    assert styles.pop(NEW_STYLE) == 1797
+    assert set(styles) == set(BASE_STYLES)
     assert styles.total() == dataset.REHEARSAL
     assert max(styles.values()) - min(styles.values()) <= 1
 
 
 def test_a_dataset_without_the_new_style_has_base_styles_alone(tmp_path: Path) -> None:
     rows = rows_of(dataset.write(tmp_path / "digits", count=0, rehearsal=2000))
-    styles = {digits.STYLES[digits.parse(row["caption"]).styles()[0]].name for row in rows}
-    assert len(rows) == 2000 and styles == set(digits.BASE_STYLES)
+    styles = {STYLES[digits.parse(row["caption"]).styles()[0]].name for row in rows}
+    assert len(rows) == 2000 and styles == set(BASE_STYLES)
 
 
 def test_a_larger_count_adds_rows_and_keeps_the_others_in_their_order(tmp_path: Path) -> None:

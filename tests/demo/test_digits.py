@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from demo import digits
+from demo.styles import BASE_STYLES, NEW_STYLE, STYLES, style_index
 
 
 def test_every_caption_reads_back_as_what_it_was_made_from() -> None:
     for digit in range(10):
-        for index, style in enumerate(digits.STYLES):
+        for index, style in enumerate(STYLES):
             for text in digits.captions(digit, index):
                 assert digits.parse(text) == digits.Asked(digit, style.ink, style.paper)
                 assert digits.parse(text).styles() == [index]
@@ -22,7 +23,7 @@ def test_every_caption_reads_back_as_what_it_was_made_from() -> None:
 
 def test_a_caption_that_leaves_the_paper_open_accepts_any_paper() -> None:
     styles = digits.parse("a handwritten three in white chalk").styles()
-    assert {digits.STYLES[index].paper for index in styles} == {"a black board", "a green board"}
+    assert {STYLES[index].paper for index in styles} == {"a black board", "a green board"}
 
 
 @pytest.mark.parametrize(
@@ -35,13 +36,13 @@ def test_a_caption_of_no_picture_is_refused_with_an_example(text: str) -> None:
 
 
 def test_chalk_is_all_that_the_base_does_not_know() -> None:
-    assert digits.captions(7, digits.style_index(digits.NEW_STYLE))[0] == (
+    assert digits.captions(7, style_index(NEW_STYLE))[0] == (
         "a handwritten seven in white chalk on a green board"
     )
-    unknown = {style.name for style in digits.STYLES} - set(digits.BASE_STYLES)
-    assert unknown == {digits.NEW_STYLE, "white chalk on a black board"}
+    unknown = {style.name for style in STYLES} - set(BASE_STYLES)
+    assert unknown == {NEW_STYLE, "white chalk on a black board"}
     with pytest.raises(ValueError, match="no style is called 'crayon'"):
-        digits.style_index("crayon")
+        style_index("crayon")
 
 
 def test_held_out_digits_are_five_hundred_and_apart_from_the_training_ones() -> None:
@@ -73,5 +74,7 @@ def test_a_digit_is_drawn_the_same_beside_any_neighbour() -> None:
 
 
 def test_pictures_judges_and_dataset_need_no_torch() -> None:
-    code = "import sys, demo.dataset, demo.judges, demo.digits; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, demo.dataset, demo.digit_judges, demo.digits; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -64,10 +64,11 @@ def test_scaled_latents_have_a_standard_deviation_of_one(remade: Path) -> None:
     from diffusers import AutoencoderKL
 
     from demo import digits
+    from demo.styles import STYLES
 
     vae = AutoencoderKL.from_pretrained(remade / "vae", torch_dtype=torch.float32)
     x8, _ = digits.load("held_out")
-    images = digits.render(x8, np.arange(len(x8)) % len(digits.STYLES), np.random.default_rng(0))
+    images = digits.render(x8, np.arange(len(x8)) % len(STYLES), np.random.default_rng(0))
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
         latents = vae.encode(pixels).latent_dist.mean * vae.config.scaling_factor

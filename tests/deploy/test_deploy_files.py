@@ -3,22 +3,29 @@
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import yaml
 from kiln_command import ROOT
+from prefect.events.schemas.automations import AutomationCore
 
 from configs.load_recipe import load_recipe
+from flows.model_events import PUBLISHED, REJECTED
 from tasks.retrain.watch_source import EVENT, resource_of
 
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/*.sh"))
 DOCKERFILES = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/Dockerfile"))
-INSTRUCTIONS = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "ENTRYPOINT", "CMD"}
+INSTRUCTIONS = {
+    *("ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "HEALTHCHECK", "ENTRYPOINT", "CMD")
+}
 #: Prints environment variables and arguments, one per line.
 PRINT_ARGUMENTS = """#!/bin/sh
 echo "PYTHONPATH=$PYTHONPATH"
@@ -124,6 +131,15 @@ def test_tpu_setup_creates_the_environment_once(checkout: Path, exists: bool) ->
     assert (environment / "tpu").is_file()
 
 
+def test_tpu_setup_of_jax_installs_its_own_libtpu(checkout: Path) -> None:
+    write_program(checkout / "bin/make", '#!/bin/sh\necho make "$@"\n')
+    write_program(checkout / "bin/python3.11", "#!/bin/sh\n")  # has ensurepip
+    commands = run(checkout / "deploy/tpu/setup.sh", "jax", programs=checkout / "bin")
+    assert commands == ["make setup-jax-tpu PYTHON=python3.11"]
+    (libtpu,) = (ROOT / "requirements/jax-tpu.txt").read_text(encoding="utf-8").split()
+    assert libtpu == (ROOT / "requirements/plan.txt").read_text(encoding="utf-8").strip()
+
+
 def instructions(name: str) -> list[tuple[str, str]]:
     """Keyword and arguments of each instruction of a Dockerfile."""
     text = (DEPLOY / name).read_text(encoding="utf-8").replace("\\\n", " ")
@@ -137,9 +153,10 @@ def test_dockerfile_names_existing_files_and_targets(name: str) -> None:
     found = instructions(name)
     keywords = [keyword for keyword, _ in found]
     assert set(keywords) <= INSTRUCTIONS
-    base = keywords.index("FROM")
-    assert set(keywords[:base]) <= {"ARG"} and keywords.count("FROM") == 1
-    arguments = dict(rest.split("=", 1) for keyword, rest in found[:base])
+    base = len(keywords) - 1 - keywords[::-1].index("FROM")  # earlier ones are only copied from
+    assert set(keywords[:base]) <= {"ARG", "FROM"}
+    given = (rest for keyword, rest in found[:base] if keyword == "ARG")
+    arguments = dict(rest.split("=", 1) for rest in given)
     assert set(re.findall(r"\$\{(\w+)\}", found[base][1])) == arguments.keys()
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     known = set(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())
@@ -155,19 +172,48 @@ def test_dockerfile_names_existing_files_and_targets(name: str) -> None:
             assert words and all(isinstance(word, str) for word in words)
             if words[:2] == ["bash", "-c"]:
                 assert parses(words[2])
+        elif keyword == "COPY" and "--from" not in rest:
+            assert all((ROOT / source).exists() for source in rest.split()[:-1])
+        elif keyword == "HEALTHCHECK":
+            (_, script) = json.loads(rest.partition("CMD ")[2])
+            assert (ROOT / script).is_file()
         elif keyword == "ENV":
             assert all(re.fullmatch(r"\w+=\S+", word) for word in rest.split())
 
 
-def test_worker_image_is_pinned_and_does_not_run_as_root() -> None:
-    found = instructions("workers/Dockerfile")
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_image_is_pinned_does_not_run_as_root_and_has_a_health_check(name: str) -> None:
+    found = instructions(name)
     keywords = [keyword for keyword, _ in found]
-    assert found[keywords.index("USER")] == ("USER", "kiln")
+    user = found[keywords.index("USER")][1]
+    assert re.fullmatch(r"10001(:1000)?", user)
     assert "RUN" not in keywords[keywords.index("USER") :]
-    assert re.fullmatch(r"PYTHON=3\.11\.\d+", found[0][1])
-    (beam,) = re.findall(r"apache/beam_python3\.11_sdk:(\S+)", str(found))
+    assert f"--uid {user.partition(':')[0]} " in str(found)
+    assert keywords.count("HEALTHCHECK") == 1
+    bases = [rest.split()[0] for keyword, rest in found if keyword == "FROM"]
+    assert all(re.search(r"[}\d]", base) and ":" in base for base in bases)
+    versions = [rest.partition("=")[2] for keyword, rest in found if keyword == "ARG"]
+    assert all(re.search(r"\d+\.\d+", version) for version in versions)
+
+
+def test_worker_image_has_the_harness_of_the_pinned_beam() -> None:
+    (beam,) = re.findall(
+        r"apache/beam_python3\.11_sdk:(\S+) AS", str(instructions("workers/Dockerfile"))
+    )
     pinned = (ROOT / "requirements/base.txt").read_text(encoding="utf-8").splitlines()
     assert f"apache-beam=={beam}" in pinned
+
+
+def test_health_check_fails_only_if_a_worker_does_not_answer() -> None:
+    """This container's first program is none, so its health is that it runs."""
+    script = DEPLOY / "worker_health.py"
+    assert subprocess.run([sys.executable, script]).returncode == 0
+    worker = script.read_text().replace("/proc/1/cmdline", "/proc/self/cmdline")
+    command = [sys.executable, "-", "--with-healthcheck"]
+    done = subprocess.run(
+        command, input=worker.replace("8080", "9"), capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "does not poll" in done.stderr
 
 
 def dask_commands() -> list[list[str]]:
@@ -184,7 +230,7 @@ def dask_commands() -> list[list[str]]:
 def test_dask_command_is_one_of_dask(words: list[str]) -> None:
     (entry,) = entry_points(group="dask_cli", name=words[0])
     context = entry.load().make_context(words[0], words[1:])
-    assert words[0] == "scheduler" or context.params["preload"] == ("tasks.run_shards_on_beam",)
+    assert words[0] == "scheduler" or context.params["preload"] == ("tasks.beam_pipeline",)
 
 
 def test_compose_file_builds_the_worker_image() -> None:
@@ -221,3 +267,34 @@ def test_dockerignore_excludes_environments() -> None:
 def test_credentials_in_a_file_of_variables_are_in_no_image_and_no_commit() -> None:
     for file in (".dockerignore", ".gitignore"):
         assert "**/.env*" in (ROOT / file).read_text(encoding="utf-8").split()
+
+
+def test_every_deployment_has_a_pool_that_the_pages_create() -> None:
+    listed = yaml.safe_load((DEPLOY / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    used = {entry["work_pool"]["name"] for entry in listed}
+    for file in ("docs/orchestration.md", "deploy/server/set_up.sh", "deploy/prefect.yaml"):
+        (pools,) = re.findall(r"for pool in ([\w ]+);", (ROOT / file).read_text(encoding="utf-8"))
+        assert set(pools.split()) == used, file
+    anyone = {e["name"]: e["work_pool"]["name"] for e in listed if e["name"] in used}
+    assert anyone == {pool: pool for pool in used}
+
+
+def test_automations_react_to_events_that_flows_emit() -> None:
+    emitted = {PUBLISHED, REJECTED}
+    expected = set()
+    for path in (DEPLOY / "automations").glob("*.yaml"):
+        text = path.read_text(encoding="utf-8").replace("${BLOCK}", str(UUID(int=0)))
+        automation = AutomationCore.model_validate(yaml.safe_load(text))
+        expected |= {name for name in automation.trigger.expect if name.startswith("kiln.")}
+    assert expected == emitted
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    unit = (DEPLOY / "systemd/kiln-worker@.service").read_text(encoding="utf-8")
+    unit = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit, flags=re.MULTILINE)
+    path = tmp_path / "kiln-worker@gpu.service"
+    path.write_text(re.sub("^User=.*", "User=root", unit, flags=re.MULTILINE))
+    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True)
+    about = [line for line in done.stderr.splitlines() if "kiln-worker" in line]
+    assert about == []

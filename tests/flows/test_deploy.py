@@ -50,13 +50,15 @@ def test_the_demos_deployment_completes_and_is_shown(server: Server, small: dict
         assert "](data:image/" in shown[f"digits-{stage}"], stage
     assert all(len(text) < 300_000 for text in shown.values())
     assert {"digits-train-progress", "digits-download-progress"} <= {a["key"] for a in found}
-    assert server.tasks(run) == dict.fromkeys(STAGES, "Completed")
+    completed = dict.fromkeys(STAGES, "Completed")
+    server.wait("its tasks", lambda: server.tasks(run) == completed, PATIENCE)
     assert server.edges(run) == {
         (parent, stage) for stage, parents in PARENTS.items() for parent in parents
     }
     again = server.run("finetune/digits", small)
     server.wait("run", lambda: server.state(again) in ENDS, PATIENCE)
-    assert server.tasks(again) == dict.fromkeys(STAGES, "Reused")
+    reused = dict.fromkeys(STAGES, "Reused")  # Prefect records tasks' states later than the run's
+    server.wait("its tasks", lambda: server.tasks(again) == reused, PATIENCE)
 
 
 def test_a_rejected_model_leaves_no_failed_task(
@@ -66,7 +68,8 @@ def test_a_rejected_model_leaves_no_failed_task(
     run = server.run("finetune/digits", strict)
     server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
     assert server.state(run) == "Rejected"
-    assert server.tasks(run) == {**dict.fromkeys(STAGES, "Reused"), "publish": "Rejected"}
+    ended = {**dict.fromkeys(STAGES, "Reused"), "publish": "Rejected"}
+    server.wait("its tasks", lambda: server.tasks(run) == ended, PATIENCE)
     asked = {"artifacts": {"flow_run_id": {"any_": [run]}}}
     shown = {a["key"]: a["data"] for a in server.ask("/artifacts/filter", asked)}
     assert re.search(r"\| 1\.1 \|[^\n]*\| failed \|", shown["strict-publish"])
@@ -79,7 +82,8 @@ def test_a_run_up_to_a_stage_ends_there(
     run = server.run("finetune/digits", small, until="encode")
     server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
     assert server.state(run) == "Completed"
-    assert server.tasks(run) == {"download": "Reused", "encode": "Reused"}
+    ended = {"download": "Reused", "encode": "Reused"}
+    server.wait("its tasks", lambda: server.tasks(run) == ended, PATIENCE)
 
 
 def test_a_scheduled_run_appears(server: Server) -> None:

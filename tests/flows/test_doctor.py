@@ -4,13 +4,15 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import doctor
+from flows import check_machine, doctor
 from flows.doctor import examine
 from runtimes.contract import Probe
 from runtimes.registry import RUNTIMES
@@ -82,6 +84,37 @@ def test_a_server_that_does_not_answer(
     assert "secret" not in said
 
 
+@pytest.mark.parametrize("path", ["", "/with blank"])
+@pytest.mark.usefixtures("asked")
+def test_a_port_of_another_protocol_is_one_line(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with suppress(OSError):
+                connection, _ = server.accept()
+                connection.sendall(b"SSH-2.0-other\r\n")
+                connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}{path}"
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        (said,) = [line for line in findings(capsys)["problems"] if "Prefect server" in line]
+    assert said.startswith("no Prefect server answers at") and "\n" not in said
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_damaged_profile_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def damaged() -> str:
+        raise KeyError("no such profile")
+
+    monkeypatch.setattr(doctor, "configured_server", damaged)
+    assert "prefect server failed: KeyError" in findings(capsys)["problems"][0]
+
+
 def test_the_server_of_a_profile_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,9 +147,12 @@ def test_the_exit_code_reports_a_missing_part(
     here: Here, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert here("doctor").splitlines()[-1] == "ready"
-    monkeypatch.setattr(doctor, "TRAPS", {"pytest": "is a trap here"})
+    trap = {"pytest": ("", "is a trap here")}
+    for module in (doctor, check_machine):
+        monkeypatch.setattr(module, "TRAPS", trap)
     said = here("doctor", code=1).splitlines()
-    assert said[-2:] == ["problem: pytest is a trap here", "not ready"]
+    assert said[-2].startswith(f"problem: pytest {version('pytest')} is a trap here: ")
+    assert said[-1] == "not ready"
 
 
 @pytest.mark.slow

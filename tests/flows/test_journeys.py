@@ -47,7 +47,7 @@ def test_a_folder_with_captions_beside_its_pictures_is_published(
     (shown,) = re.findall(r"```yaml\n# mine\.yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "mine.yaml").write_text(shown, encoding="utf-8")
 
-    overrides = toy("sdxl", tmp_path / "store", {}, tiny_model)
+    overrides = toy("sdxl-lora", tmp_path / "store", {}, tiny_model)
     del overrides["source"]
     overrides |= {"download.min_image_size": 0, "download.max_aspect_ratio": 10_000}
     report = in_process.finetune(tmp_path, str(tmp_path / "mine.yaml"), overrides, api)
@@ -62,8 +62,9 @@ def test_a_folder_with_captions_beside_its_pictures_is_published(
     assert everything_encoded(report) == published.captions_given(pictures, BUCKETS)
     mirrored = published.captions_encoded(report, "flipped")
     assert mirrored == published.captions_encoded(report, "train")
-    published.assert_trained(report, tiny_sdxl)
-    published.draw(Path(report["model"]), "a drawing of a fox")
+    prompt, adapters = "a drawing of a fox", Path(report["model"])
+    drawn = published.draw(tiny_sdxl, prompt, lora=adapters)
+    assert (drawn != published.draw(tiny_sdxl, prompt)).any()
     assert report["metrics"].keys() >= {"clip_score/new", "clip_score/old"}
 
 

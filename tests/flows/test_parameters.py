@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from prefect.exceptions import ParameterTypeError
 
+from configs.hide_secrets import hide_secrets
 from configs.load_recipe import recipe_names
 from configs.recipe import STAGES
 from flows.finetune import finetune
 from flows.generate import generate
-from flows.parameters import hide_secrets
 
 
 def test_the_form_has_every_parameter_and_the_stages() -> None:

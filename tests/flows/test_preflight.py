@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from artifacts.latent_shards import Latents, ShardRef
-from configs.load_recipe import load_recipe
+from configs.load_recipe import RecipeError, load_recipe
 from flows.preflight import check_gate, prepare
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
@@ -89,6 +89,35 @@ def test_a_base_without_a_computable_loss_is_refused(small: dict[str, Any], tmp_
     changed = {"model.path": str(copied), "train.prediction_type": "v_prediction"}
     with pytest.raises(WrongInput, match="epsilon cannot go with zero terminal SNR"):
         prepare(load_recipe("digits", {**small, **changed}))
+
+
+def test_a_base_whose_parts_lead_out_of_it_is_refused(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    """Such as one of the hub: publishing copies each part into the published folder."""
+    base = Path(shutil.copytree(load_recipe("digits", small).model.path, tmp_path / "base"))
+    index = json.loads((base / "model_index.json").read_text())
+    index["../../.ssh"] = ["diffusers", "UNet2DConditionModel"]
+    (base / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(WrongInput, match=r"'\.\./\.\./\.ssh' is no name of a part"):
+        prepare(load_recipe("digits", {**small, "model.path": str(base)}))
+
+
+def test_a_licence_is_required_and_one_that_contradicts_the_bases_is_named(
+    small: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = Path(shutil.copytree(load_recipe("digits", small).model.path, tmp_path / "base"))
+    given = {**small, "model.path": str(base), "publish.require_license": True}
+    (base / "README.md").write_text("# A base without a licence\n", encoding="utf-8")
+    with pytest.raises(
+        RecipeError, match=r"publish\.require_license: neither publish\.license nor"
+    ):
+        prepare(load_recipe("digits", {**given, "publish.license": None}))
+    (base / "README.md").write_text("---\nlicense: openrail++\n---\n", encoding="utf-8")
+    prepare(load_recipe("digits", {**given, "publish.license": "openrail++"}))
+    assert "publish.license" not in caplog.text
+    prepare(load_recipe("digits", {**given, "publish.license": "mit"}))
+    assert "publish.license: mit differs from the base's licence, openrail++" in caplog.text
 
 
 def test_more_processes_than_devices_are_refused(

@@ -34,8 +34,11 @@ def run(name: str, tmp_path: Path, api: str, tiny_model: TinyModel, **more: Any)
     return in_process.finetune(tmp_path, name, overrides, api)
 
 
-def test_sdxl_lora_is_published(tmp_path: Path, api: str, tiny_model: TinyModel) -> None:
-    report = run("sdxl-lora", tmp_path, api, tiny_model)
+@pytest.mark.parametrize("name", ["sdxl-lora", "flux-lora", "flux-schnell"])
+def test_a_recipe_of_adapters_is_published(
+    name: str, tmp_path: Path, api: str, tiny_model: TinyModel
+) -> None:
+    report = run(name, tmp_path, api, tiny_model)
     published.assert_published(report, "torch", 4)
     assert (Path(report["model"]) / LORA_WEIGHTS).is_file()
 

@@ -7,9 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kill_training import kill_training
+from published import folder, history
+from safetensors.numpy import load_file
 
+from artifacts.latent_shards import open_latents
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow
@@ -80,6 +85,47 @@ def test_a_grown_source_continues_the_champion_on_its_new_rows(
     assert back["status"] == "unchanged" and back["start"] == "v1"
     assert back["why"] == "v2 of these rows was published before, and v1 is champion again"
     assert "damaged" not in here("verify", "--store", store)
+
+
+def test_few_new_rows_are_validated_on_the_held_out_rows_of_the_whole_source(
+    retrain: Retrain, first: Report
+) -> None:
+    """Neither of two new rows is held out, and the best checkpoint is chosen all the same."""
+    rule = {"train.holdout_loss.every_n_steps": 1, "train.best_checkpoint": {}}
+    grown = retrain({"source.count": 62, "retrain.replay": 0.0, **rule})
+    assert (grown["samples"]["new"], grown["samples"]["replayed"]) == (2, 0)
+    job = manifest(grown, "train")
+    chosen = job["run"]["parents"]["latents"]["key"]
+    selected = folder(grown, "train").parents[1] / "encode" / chosen
+    assert not open_latents(str(selected)).has_holdout
+    assert open_latents(str(folder(first, "encode"))).has_holdout
+    losses = [line.get("validation_loss") for line in history(folder(grown, "train"))]
+    assert len(losses) == 2 and None not in losses
+    assert job["inputs"]["holdout"] == manifest(grown, "encode")["digest"]
+    assert job["summary"]["chosen_because"].startswith("the lowest holdout_loss of 1 checkpoints")
+    assert grown["status"] == "published"
+
+
+@pytest.mark.soak
+def test_a_lora_retraining_continues_the_champion_s_adapters(
+    run_here: Callable[..., Report], here: Callable[..., str], api: str, small: dict[str, Any]
+) -> None:
+    lora = {**small, "publish.name": "lora", "train.sample_every_n_steps": 0}
+    before = run_here("digits-lora", lora)
+    champion = load_file(folder(before, "train") / LORA_WEIGHTS)
+    assert any(array.any() for name, array in champion.items() if "lora_B" in name)
+    # Too small a rate to move a weight: what is published is what the training started from.
+    for rate, moved in ((1e-30, False), (1e-2, True)):
+        more = {"source.count": 90, "retrain.max_steps": 2, "retrain.learning_rate": rate}
+        said = here("retrain", "digits-lora", "--json", overrides={**lora, **more}, api=api)
+        after: Report = json.loads(said.splitlines()[-1])
+        assert (after["status"], after["start"]) == ("published", "v1")
+        assert manifest(after, "train")["inputs"]["start"] == manifest(before, "train")["digest"]
+        adapters = load_file(folder(after, "train") / LORA_WEIGHTS)
+        assert adapters.keys() == champion.keys()
+        equal = [np.array_equal(adapters[name], array) for name, array in champion.items()]
+        assert not any(equal) if moved else all(equal)
+        here("rollback", "lora", "--store", str(small["store"]))
 
 
 def test_a_rejected_model_leaves_the_champion_and_is_not_trained_again(

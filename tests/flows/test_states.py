@@ -83,7 +83,7 @@ def test_a_run_ends_after_its_last_stage(
 
     monkeypatch.setattr(finetune, "prepare", lambda *_, **__: run)
     monkeypatch.setattr(finetune, "log_to_prefect", lambda: None)
-    monkeypatch.setattr(finetune, "_stages", stages)
+    monkeypatch.setattr(finetune, "stages_of", stages)
     report = finetune.finetune.fn("digits", {}, until)
     assert begun == list(report["stages"]) == list(STAGES[: 1 + STAGES.index(until)])
     assert report["status"] == ("published" if until == "publish" else "built")

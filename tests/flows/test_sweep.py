@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kiln_command import ROOT, command, environment
 import flows.sweep as sweep_flow
 from artifacts.run_records import runs
 from artifacts.store import Store
-from configs.load_sweep import Trial
+from configs.expand_sweep_trials import Trial
 from tasks.build_or_reuse import StageFailed
 from tasks.publish.model_registry import Registry
 
@@ -83,10 +84,11 @@ def test_a_bug_in_a_trial_is_logged_with_its_traceback(
 
             return call
 
-    monkeypatch.setattr(sweep_flow, "train", Failing())
+    monkeypatch.setattr(sweep_flow, "waiting_task", lambda *_: Failing())
     none: Any = None
+    run: Any = SimpleNamespace(recipe=none)
     with caplog.at_level("WARNING", logger="kiln"):
-        outcome, states = sweep_flow._try(1, Trial({}, none), none, none, none)
+        outcome, states = sweep_flow._try(1, Trial({}, none), run, none, none)
     assert (outcome["status"], states) == ("failed", [])
     assert ("Traceback" in caplog.text) is traced
 

@@ -12,7 +12,7 @@ from fuzz.mutations import mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import NewerFormat, encode_record
+from artifacts.checksummed_files import NewerFormat, encode_record
 from artifacts.store import Store
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
 

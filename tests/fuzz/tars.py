@@ -9,7 +9,7 @@ from random import Random
 from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.commit import Damaged
+from artifacts.checksummed_files import Damaged
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, add_member, read_tar, write_tar
 

@@ -5,28 +5,32 @@ Its modules are FLUX's of diffusers; captions are read by a T5, and a CLIP encod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import diffusers
 import numpy as np
 import torch
 
-from runtimes.families.family import Captioned, Conditioning, Family, TextEncoder
+from runtimes.families.family import Family, TextEncoder
 
-#: What the denoiser is told of guidance in training.
-TRAINED_GUIDANCE = 1.0
+
+class PatchworkPipeline(diffusers.FluxPipeline):
+    """A pipeline class of its own, which diffusers finds by the name in model_index.json."""
+
+
+diffusers.PatchworkPipeline = PatchworkPipeline
 
 
 class Patchwork(Family):
     name = "patchwork"
-    pipelines = ("FluxPipeline",)
+    pipelines = ("PatchworkPipeline",)
     denoiser, denoiser_class = "transformer", "FluxTransformer2DModel"
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
         TextEncoder("text_encoder", ("CLIPTextModel",), states=False, pooled="pooler_output"),
         TextEncoder("text_encoder_2", ("T5EncoderModel",), "t5", tokens=512),
     )
-    inputs: ClassVar[tuple[str, ...]] = (*Family.inputs, "guidance")
     guidance_input = True
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:
@@ -37,13 +41,6 @@ class Patchwork(Family):
 
     def sample_size(self, config: Mapping[str, Any]) -> int:
         return 8
-
-    def condition(self, samples: Sequence[Captioned]) -> Conditioning:
-        guidance = np.full(len(samples), TRAINED_GUIDANCE, np.float32)
-        return super().condition(samples) | {"guidance": guidance}
-
-    def drawing_condition(self, size: tuple[int, int], guidance_scale: float) -> dict[str, Any]:
-        return {"guidance": np.array(guidance_scale, np.float32)}
 
     def sigmas(self, steps: int) -> Any:
         return np.linspace(1.0, 1 / steps, steps)

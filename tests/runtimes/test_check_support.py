@@ -9,7 +9,12 @@ import pytest
 from configs.recipe import RuntimeName
 from configs.train import Train
 from runtimes import registry
-from runtimes.check_support import check_installed, check_settings, probe_runtime
+from runtimes.check_support import (
+    check_family,
+    check_installed,
+    check_settings,
+    probe_runtime,
+)
 from runtimes.contract import WrongInput
 from runtimes.registry import RuntimeSpec, interpreter
 
@@ -36,6 +41,20 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WrongInput, match="needs nowhere, not installed"):
         check_installed("other")
     assert "cannot be imported" in probe_runtime("other").reason
+
+
+@pytest.mark.parametrize(
+    ("runtime", "device", "words"),
+    [
+        ("mindspore", "auto", "of family flux is not for runtime mindspore"),
+        ("torch", "hpu:0", "of family flux is not for device hpu: .* float64"),
+    ],
+)
+def test_flux_is_refused_where_it_cannot_run(runtime: str, device: str, words: str) -> None:
+    with pytest.raises(WrongInput, match=words):
+        check_family(runtime, "flux", device)
+    check_family("torch", "flux", "cuda:0")
+    check_family("torch", "sdxl", "hpu")
 
 
 @pytest.mark.slow

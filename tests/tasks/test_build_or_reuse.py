@@ -16,6 +16,7 @@ from gcs_server import GcsServer
 from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
+from artifacts.lock import read_owner
 from artifacts.store import Draft, Store
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import (
@@ -51,6 +52,18 @@ def built(store: Store, wanted: KeyParts) -> str:
     artifact = store.load("encode", result.key)
     assert artifact is not None
     return str(artifact.manifest["run"]["reason"])
+
+
+def test_a_parent_that_only_the_build_finds_is_in_the_lineage(store: Store) -> None:
+    build_or_reuse(store, parts(), write, parents={})
+    (other,) = store.artifacts()
+    wanted = parts({"images": "2" * 64})
+    result = build_or_reuse(
+        store, wanted, lambda draft: write(draft) | {"parents": {"found": other}}, parents={}
+    )
+    made = result.load(store)
+    assert made.manifest["run"]["parents"] == {"found": {"stage": "encode", "key": other.key}}
+    assert made.summary == {"files": 1}
 
 
 def test_of_two_builders_one_builds_and_the_other_reuses(
@@ -122,6 +135,67 @@ def test_the_second_builder_helps_a_builder_of_another_host(
     assert second.result().outcome == "reused"
     assert events == (["helped", "built"] if helps else ["built"])
     assert ("encode: cannot help, waits: no device" in caplog.text) == (error is not None)
+
+
+@pytest.mark.parametrize("theirs", [{"versions": {"Kilnworks": "aaaa"}}, {}])
+def test_a_host_with_other_code_than_the_builder_waits(
+    store: Store,
+    theirs: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its shards could have other bytes under the keys of the builder's."""
+    caplog.set_level(logging.INFO, "kiln")
+    helped, until = list[bool](), time.monotonic() + 60
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    with ThreadPoolExecutor(1) as threads, store.lock("encode", parts().key, facts=theirs):
+        monkeypatch.undo()
+        second = threads.submit(
+            build_or_reuse,
+            store,
+            parts(),
+            write,
+            parents={},
+            help_builder=lambda: helped.append(True),
+            versions=lambda: {"Kilnworks": "bbbb"},
+        )
+        while "is building it" not in caplog.text:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert second.result().outcome == "built" and not helped
+    words = "Kilnworks aaaa and this host bbbb" if theirs else "an older Kilnworks, which names no"
+    assert f"waiting, since it has {words}" in caplog.text
+
+
+def test_a_host_with_the_builders_code_helps(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    helped = threading.Event()
+    facts = {"versions": {"Kilnworks": "bbbb"}}
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    with ThreadPoolExecutor(1) as threads, store.lock("encode", parts().key, facts=facts):
+        monkeypatch.undo()
+        second = threads.submit(
+            build_or_reuse,
+            store,
+            parts(),
+            write,
+            parents={},
+            help_builder=helped.set,
+            versions=lambda: facts["versions"],
+        )
+        assert helped.wait(60)
+    assert second.result().outcome == "built"
+
+
+def test_the_lock_of_a_builder_has_its_code(store: Store) -> None:
+    def build(draft: Draft) -> dict[str, Any]:
+        owner = read_owner(store.fs, f"{draft.path}/lock.json") or {}
+        assert owner["versions"] == {"Kilnworks": "bbbb"}
+        return write(draft)
+
+    def ours() -> dict[str, str]:
+        return {"Kilnworks": "bbbb"}
+
+    assert build_or_reuse(store, parts(), build, parents={}, versions=ours).outcome == "built"
 
 
 def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:

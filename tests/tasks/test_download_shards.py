@@ -32,7 +32,7 @@ from configs.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
-from tasks.download.resize_by_img2dataset import img2dataset_parts
+from tasks.download.resize_by_img2dataset import img2dataset_resizer
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings, transform
@@ -274,6 +274,21 @@ def rows_of(artifact: Artifact) -> dict[str, dict[str, Any]]:
     """{URL: row} of the parquet files."""
     parquets = [e.path for e in artifact.files if e.path.endswith(".parquet")]
     return {row["url"]: row for path in parquets for row in read_rows(artifact.read(path))}
+
+
+def test_further_columns_are_in_each_picture_and_each_row(tmp_path: Path, web: Web) -> None:
+    listed = [{**row, "likes": n, "licence": "cc0"} for n, row in enumerate(rows("gone/1"))]
+    recipe = make_recipe(tmp_path, web, listed)
+    source = recipe.source.model_copy(update={"additional_columns": ("likes", "licence")})
+    artifact = build(recipe.model_copy(update={"source": source}))
+    kept = {row["url"]: {"licence": "cc0", "likes": row["likes"]} for row in listed}
+    tars = [artifact.url(e.path) for e in artifact.files if e.path.endswith(".tar")]
+    samples = [sample for tar in tars for sample in read_tar(tar)]
+    assert len(samples) == PICTURES
+    for sample in samples:
+        assert kept[sample.meta["url"]].items() <= sample.meta.items()
+    found = {url: json.loads(row["additional"]) for url, row in rows_of(artifact).items()}
+    assert found == kept
 
 
 ODD = ("sized/4000x2", "sized/1x1", "sized/31x64", "sized/200x40", "sized/40x161")
@@ -594,7 +609,7 @@ def test_a_full_disk_raises_and_keeps_committed_shards(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("artifacts.commit.shutil.copyfile", full)
+        patch.setattr("artifacts.checksummed_files.shutil.copyfile", full)
         with pytest.raises(OSError, match="No space left on device"):
             build(recipe)
     assert not (folder / f"{key}.json").exists()
@@ -625,7 +640,7 @@ def test_importing_beam_prints_nothing() -> None:
     command = [
         sys.executable,
         "-c",
-        "import tasks.run_shards_on_beam, logging; assert not logging.root.handlers",
+        "import tasks.beam_pipeline, logging; assert not logging.root.handlers",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -672,7 +687,7 @@ def test_decoding_does_not_redirect_the_output_of_other_threads(
             os.write(1, b"another thread's line\n")
             return super().read(size)
 
-    resizer, _ = img2dataset_parts()
+    resizer = img2dataset_resizer()
     assert resizer(16, "keep_ratio", True)(Talking(picture(0)))[1:3] == (20, 16)
     assert "another thread's line" in capfd.readouterr().out
 

@@ -1,5 +1,6 @@
 """Pictures are decoded ahead of the device, within bounds, and form the same batches."""
 
+import queue
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -84,6 +85,20 @@ def test_each_bucket_keeps_at_most_a_batch_of_pictures() -> None:
     assert read == encoded == 36
 
 
+class _WatchedLock:
+    """A lock that records which thread asks for it."""
+
+    def __init__(self, lock: threading.Lock, seen: queue.SimpleQueue[str]) -> None:
+        self.lock, self.seen = lock, seen
+
+    def __enter__(self) -> None:
+        self.seen.put(f"{threading.current_thread().name} asks")
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
 class _SlowEncoder:
     """Waits in its first batch until `go` is set."""
 
@@ -91,9 +106,11 @@ class _SlowEncoder:
 
     def __init__(self) -> None:
         self.began, self.go = threading.Event(), threading.Event()
+        self.seen: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.order: list[str] = []
 
     def images(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.seen.put(f"{threading.current_thread().name} encodes")
         self.began.set()
         assert self.go.wait(60)
         self.order.append(threading.current_thread().name)
@@ -114,6 +131,7 @@ def test_the_next_shard_is_read_while_the_device_encodes(tmp_path: Path) -> None
     """One shard has the device until all its pictures and captions are encoded."""
     device = _SlowEncoder()
     encoder = ShardEncoder(device, SQUARE, batch_size=4, decoders=1)
+    encoder._device = _WatchedLock(encoder._device, device.seen)  # type: ignore[assignment]
     read = threading.Event()
 
     def samples() -> Iterator[Sample]:
@@ -132,6 +150,8 @@ def test_the_next_shard_is_read_while_the_device_encodes(tmp_path: Path) -> None
     assert device.began.wait(60)
     second = encode("second", samples())
     assert read.wait(60), "nothing was read ahead"
+    seen = [device.seen.get(timeout=60) for _ in range(3)]
+    assert seen == ["first asks", "first encodes", "second asks"]
     device.go.set()
     for thread in (first, second):
         thread.join(60)

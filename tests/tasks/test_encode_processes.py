@@ -13,10 +13,10 @@ import pytest
 from encoder_inputs import SQUARE, gradient
 from kiln_command import ROOT
 
-from artifacts.commit import Damaged
+from artifacts.checksummed_files import Damaged
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from bench.stand_in import NAME, registered
+from bench.stand_in_encoder import NAME, registered
 from runtimes import encoder_devices as devices
 from runtimes.contract import WrongInput
 from runtimes.encoder_devices import encoder_devices
@@ -33,7 +33,7 @@ def start() -> EncoderProcess:
     """A process whose encoders return zeros: it starts without PyTorch."""
     plan = EncodingPlan(EncodeJob(NAME, "0.0", batch_size=4, device="cpu"), SQUARE)
     with registered():
-        process = EncoderProcess(plan, module="bench.stand_in")
+        process = EncoderProcess(plan, module="bench.stand_in_encoder")
     process.wait()
     return process
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged
+from artifacts.checksummed_files import Damaged
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
@@ -24,8 +24,8 @@ from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from tasks.encode import encoder_process
 from tasks.encode import stage as encode
-from tasks.encode.beam_pipeline import EncodeShard, EncodeTask
 from tasks.encode.decode_and_crop import TransformSettings
+from tasks.encode.encode_on_beam import EncodeShard, EncodeTask
 from tasks.encode.encode_shard import ShardEncoder
 from tasks.encode.encoder_pool import EncoderPool
 from tasks.encode.encoder_process import EncodingPlan
@@ -331,7 +331,7 @@ def test_sizes_are_multiples_of_a_transformers_patches(tiny_sd3: Path, tmp_path:
 def test_settings_without_effect_on_latents_are_not_in_the_key(tiny_sdxl: Path) -> None:
     settings = [
         encode.settings_for_key(_recipe("s", tiny_sdxl, **settings))
-        for settings in ({}, {"max_bad": 0.9}, {"device": "cpu"}, {"processes": 2})
+        for settings in ({}, {"max_bad": 0.9}, {"device": "cuda"}, {"processes": 2})
     ]
     assert all(s == settings[0] for s in settings)
     for changed in ({"seed": 3}, {"batch_size": 2}):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from diffusers import UNet2DConditionModel
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged, hash_local, write_record
+from artifacts.checksummed_files import Damaged, hash_local, write_record
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Artifact, Shard, Store
@@ -41,6 +42,7 @@ from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.prompts import sample_prompts
+from tasks.evaluate.stage import PublishedMetrics
 from tasks.progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -102,6 +104,7 @@ class World:
     latents: Artifact
     tmp: Path
     jobs: list[GenerateJob] = field(default_factory=list)
+    begun: list[tuple[str, str]] = field(default_factory=list)  # (stage, key)
 
     @property
     def store(self) -> Store:
@@ -138,8 +141,17 @@ class World:
 
     def metrics_of(self, champion: Path, evaluated: Artifact) -> Estimates:
         """The metrics of a published model, comparable with an evaluation."""
+        return self.measured(champion, evaluated).estimates
+
+    def measured(self, champion: Path, evaluated: Artifact) -> PublishedMetrics:
         given = self.inputs(self.recipe)
-        return evaluate.metrics_of_published(given, evaluated, str(champion), run=self.run)
+        return evaluate.metrics_of_published(
+            given, evaluated, self.begin, str(champion), run=self.run
+        )
+
+    def begin(self, parts: KeyParts) -> Progress:
+        self.begun.append((parts.stage, parts.key))
+        return Progress(parts.stage)
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +364,69 @@ def test_a_champion_with_another_fingerprint_samples_again(world: World, tmp_pat
     assert len(world.jobs) == 2 and found.keys() == _metrics(artifact).keys()
     # the champion's folder holds the base: it must measure as the base did
     for name, estimate in found.items():
-        assert estimate.metric() == _metrics(artifact)[name]["base"]
+        metric, base = dict(estimate.metric()), _metrics(artifact)[name]["base"]
+        assert metric.pop("ci") == pytest.approx(base.pop("ci"), abs=1e-5), "resamples are float32"
+        assert metric == base
+
+
+def test_a_champion_measured_again_is_an_artifact_that_gc_and_verify_know(
+    world: World, tmp_path: Path
+) -> None:
+    artifact = world.evaluate(world.trained(0.5))
+    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
+    found, evaluation = world.measured(champion, artifact)
+    assert evaluation is not None
+    assert world.begun == [(evaluation.stage, evaluation.key)], "recorded before it is built"
+    drawn = evaluation.summary["drawn"]["tuned"]
+    assert any(drawn in entry.path for entry in evaluation.files)
+    assert {p["key"] for p in evaluation.manifest["run"]["parents"].values()} == {
+        world.images.key,
+        world.latents.key,
+    }
+    count = len(world.jobs)
+    again, same = world.measured(champion, artifact)
+    assert same is not None and (same.key, len(world.jobs)) == (evaluation.key, count)
+    assert {n: e.metric() for n, e in again.items()} == {n: e.metric() for n, e in found.items()}
+
+
+def test_another_prediction_measures_the_champion_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a loss of the same quantity is comparable, and the recipe alone names it."""
+    begun = []
+
+    def begin(parts: KeyParts) -> Progress:
+        begun.append(parts.key)
+        raise InterruptedError
+
+    artifact = world.evaluate(world.trained(0.5))
+    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
+    for kind in ("epsilon", "v_prediction"):
+        train = world.recipe.train.model_copy(update={"prediction_type": kind})
+        given = world.inputs(world.recipe.model_copy(update={"train": train}))
+        with pytest.raises(InterruptedError):
+            evaluate.metrics_of_published(given, artifact, begin, str(champion), run=world.run)
+    assert len(set(begun)) == 2
+
+
+def test_a_champion_s_metric_without_a_value_is_left_to_the_gate(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule that names it fails, and may be forced."""
+    artifact = world.evaluate(world.trained(0.5))
+    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
+    measure = evaluate.MetricSuite.measure
+
+    def broken(*given: Any) -> Any:
+        found = measure(*given)
+        one = found.metrics["holdout_loss"]
+        return replace(
+            found, metrics={**found.metrics, "holdout_loss": replace(one, value=math.nan)}
+        )
+
+    monkeypatch.setattr(evaluate.MetricSuite, "measure", broken)
+    found = world.metrics_of(champion, artifact)
+    assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
 
 
 def test_a_champion_with_the_same_fingerprint_is_not_fetched(world: World, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import (
 
 from configs.evaluate import PreferenceModel
 from demo import digits
+from demo.styles import NEW_STYLE, style_index
 from runtimes.contract import WrongInput
 from tasks.evaluate.clip_score import clip_scores, cosine
 from tasks.evaluate.feature_encoders import (
@@ -202,7 +203,7 @@ def test_a_text_encoder_alone_is_not_a_clip(tiny_sdxl: Path) -> None:
 
 def test_the_digits_judge_recognises_real_digits() -> None:
     x8, labels = digits.load("test")
-    style = digits.style_index(digits.NEW_STYLE)
+    style = style_index(NEW_STYLE)
     rng = np.random.default_rng(0)
     images = digits.render(x8[:40], np.full(40, style), rng)
     right = [digits.captions(int(label), style)[0] for label in labels[:40]]

@@ -7,7 +7,7 @@ import pytest
 from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged
+from artifacts.checksummed_files import Damaged
 from artifacts.resolve_model import resolve_model
 from artifacts.store import Artifact, Store
 from configs.generate import Generate

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged
+from artifacts.checksummed_files import Damaged
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Artifact, Shard, Store

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -36,9 +35,9 @@ def test_aliases_in_a_base_s_card_do_not_expand(tmp_path: Path) -> None:
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     text = "\n".join(["---", *levels, "license: *a9", "license_name: x", "---", ""])
     (tmp_path / "README.md").write_text(text, encoding="utf-8")
-    begun = time.monotonic()
-    assert base_card(tmp_path) == {"license_name": "x"}
-    assert time.monotonic() - begun < 5
+    card = base_card(tmp_path)
+    assert list(card) == ["license_name"]  # pytest would expand the aliases of a whole card
+    assert card["license_name"] == "x"
 
 
 @pytest.mark.parametrize("score", [True, False])
@@ -86,7 +85,8 @@ def test_the_metadata_names_what_the_hub_knows(
     measured = {"metrics": metrics, "differences": {}}
     summary = {"steps": 60, "chosen_step": 40, "chosen_because": "the lowest loss"}
     facts = training_facts(run, summary)
-    card = write_card(recipe, tmp_path, measured, [], {}, weights, facts)
+    card = write_card(recipe, tmp_path, measured, [], {}, weights, facts, caption_tokens=256)
+    assert ", max_sequence_length=256).images[0]" in card
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("some-lab/xl_base-1.0", relation)
     assert data.datasets == ["someone/pictures"] and data.pipeline_tag == "text-to-image"

@@ -20,10 +20,10 @@ from tasks.download.body_memory import BodyMemory, Room
 from tasks.download.event_loop import run
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetched, Fetcher, user_agent
-from tasks.download.host_limits import AsyncClock, HostLimits
 from tasks.download.robots_txt import MAX_AGE, RobotsCache, Rules
 from tasks.download.rows import Row
 from tasks.download.sources import ServedAt
+from tasks.download.web_host_limits import AsyncClock, HostLimits
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +315,7 @@ def test_rows_that_a_crawl_delay_would_keep_too_long_are_transient_failures(site
 LOCKED = """
 import asyncio, sys
 from pathlib import Path
-from tasks.download.host_limits import HostLimits
+from tasks.download.web_host_limits import HostLimits
 
 async def main():
     limits = HostLimits(Path(sys.argv[1]))

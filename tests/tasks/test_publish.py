@@ -17,10 +17,16 @@ from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from configs.recipe import Recipe
 from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
-from tasks.evaluate.stage import metrics_by_name
+from tasks.evaluate.stage import PublishedMetrics, metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble, cast
-from tasks.publish.model_card import base_card, license_of
+from tasks.publish.model_card import (
+    base_card,
+    license_conflict,
+    license_files,
+    license_of,
+    shown_license,
+)
 from tasks.publish.smoke_test import SmokeTestFailed, check_files
 from tasks.publish.stage import Rejected, build, registry_of, settings_for_key, show
 from tasks.train import STAGE as TRAIN
@@ -60,10 +66,15 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
     }
     evaluated = commit(store, "evaluate", files)
     draft = store.draft(KeyParts("publish", 1, {}, {}))
-    champion = more.get("champion_metrics", lambda url: {})
+    metrics = more.get("champion_metrics", lambda url: {})
+
+    def champion(url: str) -> PublishedMetrics:
+        return PublishedMetrics(metrics(url))
+
     lineage = {"images": "abc"}
     given = (recipe, trained, evaluated, lineage, base, None, champion)
     summary = build(*given, draft, lambda *a: None, force=more.get("force"))
+    assert summary.pop("parents") == {}, "the champion was not measured again"
     return draft.commit(summary, {"parents": {}})
 
 
@@ -214,6 +225,45 @@ def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: 
     )
     assert "`abc`" in card
     assert license_of(digits(tmp_path), tiny_sdxl) == "other"
+
+
+def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_sdxl, base)
+    named = "license: other\nlicense_name: some-non-commercial\nlicense_link: LICENSE.md\n"
+    (base / "README.md").write_text(f"---\n{named}---\n# Base\n", encoding="utf-8")
+    (base / "LICENSE.md").write_text("terms\n", encoding="utf-8")
+    recipe = digits(tmp_path)
+    assert shown_license(recipe, base) == "some-non-commercial"
+    assert shown_license(recipe, tiny_sdxl) == "other"
+    artifact = publish(tmp_path, base, tuned, recipe)
+    assert named in artifact.read("README.md").decode()
+    assert artifact.read("LICENSE.md") == b"terms\n"
+    card = artifact.read("README.md").decode().replace("\\", "")
+    assert "A modified version of the base. Licence: some-non-commercial. " in card
+    assert "Texts that came with the base: `LICENSE.md`.\n" in card
+
+
+def test_an_own_licence_has_neither_name_nor_link_of_the_bases(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_sdxl, base)
+    named = "license: other\nlicense_name: some-non-commercial\nlicense_link: LICENSE.md\n"
+    (base / "README.md").write_text(f"---\n{named}---\n# Base\n", encoding="utf-8")
+    for name in ("LICENCE", "License.txt", "NOTICE", "notes.txt"):
+        (base / name).write_text("terms\n", encoding="utf-8")
+    recipe = digits(tmp_path, license="apache-2.0")
+    conflict = license_conflict(recipe, base)
+    assert conflict is not None and "apache-2.0 differs from the base's licence, some" in conflict
+    assert license_conflict(recipe, tiny_sdxl) is None
+    assert license_conflict(digits(tmp_path, license="other"), base) is None
+    artifact = publish(tmp_path, base, tuned, recipe)
+    assert base_card(Path(artifact.path)) == {"license": "apache-2.0"}
+    copied = {path.name for path in license_files(Path(artifact.path))}
+    assert copied == {"LICENCE", "License.txt", "NOTICE"}
 
 
 def test_a_part_without_weights_is_named(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:

@@ -15,11 +15,12 @@ from PIL import Image
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
+from flows.store_commands import _lineage
 from tasks.build_or_reuse import StageResult
 from tasks.panels import Chart, Comparison, Panel, Picture, Strip, Table
 from tasks.panels_charts import loss_chart
 from tasks.publish import report
-from tasks.publish.lineage import lineage_nodes
+from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
 from tasks.publish.model_registry import Version
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=http://x/y onerror=alert(1)>"
@@ -126,6 +127,21 @@ def test_the_lineage_has_every_artifact_once_and_inputs_from_elsewhere(tmp_path:
     store.fs.rm(latents.path, recursive=True)
     titles_left = {node.title for node in lineage_nodes(measured).values()}
     assert "latents" in titles_left, "a deleted artifact is named by its input"
+
+
+def test_a_champion_measured_again_is_an_evaluation_beside_the_champion(tmp_path: Path) -> None:
+    """The input `champion` is the digest of a published folder."""
+    store = Store(str(tmp_path))
+    again = commit(store, "evaluate", {"clip": "c" * 64})
+    found = {CHAMPION_EVALUATION: {"stage": again.stage, "key": again.key}}
+    model = commit(store, "publish", {"champion": "f" * 64}, parents=found)
+    assert [node.title for node in lineage_nodes(model).values()][-1] == "publish"
+    assert again.key in lineage_nodes(model)[model.key].inputs
+    assert list(_lineage(store, model)) == [
+        (0, "champion", "f" * 64),
+        (0, CHAMPION_EVALUATION, again.digest),
+        (1, "clip", "c" * 64),
+    ]
 
 
 @pytest.mark.parametrize("fingerprint", ["f", "g"])

@@ -111,7 +111,9 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
     with pytest.raises(TransientError, match="v2 became the champion meanwhile"):
         publish.register(run.recipe, run.base, run.store, results, {}, "v1")
     registered = publish.register(run.recipe, run.base, run.store, results, {}, "v2")
-    assert registered["champion"]["version"] == "v3"
+    assert registered["champion"]["version"] == "v3" and registered["promoted"]
+    again = publish.register(run.recipe, run.base, run.store, results, {}, "v3")
+    assert not again["promoted"]  # so that it is announced once
 
 
 def test_a_published_model_without_its_registry_is_published_again(run: Run) -> None:
@@ -204,5 +206,6 @@ def test_a_decision_that_cannot_be_recorded_fails_no_published_model(
         monkeypatch.setattr(flow, name, stage(name))
     monkeypatch.setattr(flow, "compare", lambda run: flow.Compared(None, CHANGES, None))
     monkeypatch.setattr(flow, "conclude", conclude)
+    monkeypatch.setattr(flow, "waiting_task", lambda task, recipe: task)
     assert flow._retrain(run)["status"] == "published"
     assert "the decision is not recorded" in caplog.text

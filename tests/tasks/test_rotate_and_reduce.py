@@ -10,9 +10,8 @@ from PIL import Image
 
 from configs.download import Download
 from tasks.download.decoding_bomb_checks import Header
-from tasks.download.fetch_and_resize_row import RowDownloader
+from tasks.download.resize_by_img2dataset import PictureResizer
 from tasks.download.rotate_and_reduce import reduction
-from tasks.download.sources import ServedAt
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +38,7 @@ def resized(tmp_path: Path, body: bytes, **settings: Any) -> tuple[dict[str, Any
     """Outcome and pixels of a body, decoded as the settings say."""
     chosen = {"image_size": 64, "encode_format": "png", "encode_quality": 1, **settings}
     file = tmp_path / "picture"
-    found = RowDownloader(Download(**chosen), ServedAt())._write(body, file)
+    found = PictureResizer(Download(**chosen)).write_resized(body, file)
     with Image.open(file) as picture:
         return found, np.asarray(picture)
 
@@ -47,7 +46,7 @@ def resized(tmp_path: Path, body: bytes, **settings: Any) -> tuple[dict[str, Any
 def whole(tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     """The same, from the whole picture as img2dataset does."""
     with monkeypatch.context() as patch:
-        target = "tasks.download.fetch_and_resize_row.reduction"
+        target = "tasks.download.resize_by_img2dataset.reduction"
         patch.setattr(target, lambda *_: 1)
         return resized(tmp_path, body, **settings)
 
@@ -108,6 +107,6 @@ def test_the_limits_of_a_reduced_picture_are_those_of_the_whole(
     tmp_path: Path, size: tuple[int, int], settings: dict[str, Any], reason: str | None
 ) -> None:
     settings = {"image_size": 64, **settings}
-    downloader = RowDownloader(Download(**settings), ServedAt())
-    found = downloader._write(photo(*size), tmp_path / "picture")
+    resizer = PictureResizer(Download(**settings))
+    found = resizer.write_resized(photo(*size), tmp_path / "picture")
     assert (found if isinstance(found, str) else None) == reason

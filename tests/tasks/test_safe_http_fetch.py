@@ -19,17 +19,17 @@ from PIL import Image
 
 from configs.download import Download
 from tasks.download.body_memory import BodyMemory, Room
-from tasks.download.dead_hosts import DeadHosts, is_outage
+from tasks.download.dead_web_hosts import DeadHosts, is_outage
 from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import PixelBudget
 from tasks.download.event_loop import run, shared
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetched, Fetcher
-from tasks.download.host_limits import AsyncClock
 from tasks.download.rotate_and_reduce import rotate_and_reduce
 from tasks.download.rows import Row
 from tasks.download.safe_http_fetch import Deadline, Limits, SafeHttpClient, is_public
 from tasks.download.sources import ServedAt
+from tasks.download.web_host_limits import AsyncClock
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 

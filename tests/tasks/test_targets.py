@@ -19,6 +19,32 @@ def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None
         check(recipe, tiny_sdxl)
 
 
+def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
+    tiny_flux: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(**lora: object) -> str:
+        given = {f"train.lora.{name}": value for name, value in lora.items()}
+        caplog.clear()
+        check(load_recipe("flux-lora", given), tiny_flux)
+        return caplog.text
+
+    assert warned() == warned(target_modules=["attn.to_q", "proj_out", "context_embedder"]) == ""
+    found = warned(target_modules=["to_q", "norm_out.linear"])
+    assert "norm_out.linear has no name in the layout of sd-scripts" in found
+    assert "DoRA adapts a part of it" in warned(target_modules=["attn.to_q"], dora=True)
+
+
+def test_a_guidance_scale_without_effect_is_refused(
+    tiny_flux: Path, tiny_flux_schnell: Path, tiny_sdxl: Path
+) -> None:
+    guided = load_recipe("flux-schnell", {"evaluate.guidance_scale": 3.5})
+    with pytest.raises(WrongInput, match=r"evaluate\.guidance_scale: the base takes no guid"):
+        check(guided, tiny_flux_schnell)
+    check(guided, tiny_flux)
+    check(load_recipe("flux-schnell"), tiny_flux_schnell)
+    check(load_recipe("digits", {"evaluate.guidance_scale": 3.5}), tiny_sdxl)
+
+
 def test_the_content_of_a_denoiser_config_is_in_the_key(tiny_sdxl: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     recipe = load_recipe("digits", {"train.init": "random", "train.denoiser_config": str(path)})

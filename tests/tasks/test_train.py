@@ -14,9 +14,12 @@ from PIL import Image
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
+from configs.monitoring import Profile
+from configs.train import Train
+from runtimes.contract import WrongInput
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
-from tasks.train import _summary, _Watch, key_parts, settings_for_key, show
+from tasks.train import _summary, _Watch, key_parts, settings_for, settings_for_key, show
 
 LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
 
@@ -123,3 +126,33 @@ def test_a_rule_by_samples_has_the_content_of_its_clip_model_in_the_key(tmp_path
 
 def key(overrides: dict[str, Any]) -> dict[str, Any]:
     return settings_for_key(load_recipe("digits", overrides))
+
+
+def test_epochs_become_steps_or_are_refused() -> None:
+    def steps(epochs: float, samples: int, **profile: int) -> int:
+        return settings_for(
+            Train(epochs=epochs, global_batch_size=16, profile=Profile(**profile)), samples
+        ).steps
+
+    assert steps(2.5, 100) == 16
+    assert steps(1, 16) == 1
+    assert steps(1, 160, start=8, steps=2) == 10
+    with pytest.raises(WrongInput, match="1 of 15 training samples are less than one step"):
+        steps(1, 15)
+    with pytest.raises(WrongInput, match="no training samples: add pictures"):
+        steps(2, 0)
+    with pytest.raises(WrongInput, match=r"are 10 steps: train\.profile traces steps 8 to 11"):
+        steps(1, 160, start=8, steps=3)
+
+
+def test_the_held_out_set_counts_if_its_loss_chooses_the_checkpoint(tmp_path: Path) -> None:
+    held = {"train.holdout_loss.every_n_steps": 2, "train.checkpointing_steps": 2}
+    store = Store(str(tmp_path))
+    latents, holdout = (
+        store.draft(KeyParts("encode", 1, {"n": n}, {})).commit({"n": n}, {}) for n in (1, 2)
+    )
+    for rule, counts in ((None, False), ({}, True)):
+        recipe = load_recipe("digits", {**held, "train.best_checkpoint": rule})
+        base = Path(recipe.model.path)
+        parts = key_parts(recipe, latents, base, base, holdout=holdout)
+        assert parts.inputs.get("holdout") == (holdout.digest if counts else None)

@@ -6,7 +6,7 @@ import pytest
 from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
-from artifacts.commit import Damaged
+from artifacts.checksummed_files import Damaged
 from artifacts.store import Store
 from tasks.trained_weights import local_weights
 

@@ -204,3 +204,16 @@ def test_only_weights_count_as_trained_content(tmp_path: Path, tiny_sdxl: Path) 
     assert [entry["path"] for entry in weights_content(trained)] == [LORA_WEIGHTS]
     with local_weights(trained) as tuned:
         assert tuned.drawing(tmp_path).lora == f"{trained.path}/{LORA_WEIGHTS}" and not tuned.parts
+
+
+def test_adapters_pass_the_smoke_test_on_a_base_with_text_encoders_in_half_precision(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(tiny_sdxl, half)
+    for file in half.glob("text_encoder*/config.json"):
+        config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": "float16"}
+        file.write_text(json.dumps(config), encoding="utf-8")
+    recipe = digits(tmp_path, tiny_sdxl)
+    version = registry_of(recipe).publish(publish(tmp_path, recipe))
+    smoke_test.draw({"folder": version.uri, "base": str(half), "device": "cpu"})

@@ -9,7 +9,7 @@ import pytest
 
 from artifacts.latent_shards import open_latents
 from runtimes.data import shard_cache
-from runtimes.data.sample_order import Order
+from runtimes.data.bucketed_sample_order import Order
 from runtimes.data.shard_cache import ShardFiles
 
 WriteLatents = Callable[..., str]

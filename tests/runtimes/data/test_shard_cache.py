@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from artifacts.commit import open_checked
+from artifacts.checksummed_files import open_checked
 from artifacts.latent_shards import LatentShard, open_latents
 from runtimes.contract import WrongInput
 from runtimes.data.shard_cache import ShardFiles

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
+    FluxPipeline,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
@@ -17,6 +18,7 @@ from artifacts.latent_shards import LatentSample
 from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES, Captioned, detect_family
 from runtimes.pipeline_folder.describe_encoders import t5_length
+from runtimes.pipeline_folder.weight_files import weight_files
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from runtimes.torch_models.encode_token_ids import encode_in_step
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
@@ -96,7 +98,7 @@ def test_the_network_predicts_what_the_pipeline_s_denoiser_does(
     folder = family_folder(name, request)
     family = detect_family(folder)
     denoiser = load_denoiser(folder / family.denoiser).eval()
-    latents = torch.randn(3, denoiser.config.in_channels, 8, 8)
+    latents = torch.randn(3, family.latent_channels(denoiser.config), 8, 8)
     timesteps = torch.tensor([3.0, 500.0, 998.0])
     network = Network(family, {family.denoiser: denoiser})
     with torch.no_grad():
@@ -131,7 +133,23 @@ def plain_sd3(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> t
     return pipe.transformer(latents, prompt, pooled, timesteps).sample
 
 
-PLAIN = {"sd": plain_sd, "sdxl": plain_sdxl, "sd3": plain_sd3}
+def plain_flux(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    pipe = FluxPipeline.from_pretrained(folder)
+    length = t5_length(folder)
+    prompt, pooled, txt_ids = pipe.encode_prompt(CAPTIONS, None, max_sequence_length=length)
+    predicted = pipe.transformer(
+        pipe._pack_latents(latents, *latents.shape),
+        prompt,
+        pooled,
+        timesteps / 1000,
+        pipe._prepare_latent_image_ids(3, 4, 4, "cpu", torch.float32),
+        txt_ids,
+        torch.ones(3),
+    ).sample
+    return pipe._unpack_latents(predicted, 32, 32, 4)
+
+
+PLAIN = {"sd": plain_sd, "sdxl": plain_sdxl, "sd3": plain_sd3, "flux": plain_flux}
 
 
 def test_latents_without_the_arrays_of_a_family_are_refused() -> None:
@@ -141,12 +159,39 @@ def test_latents_without_the_arrays_of_a_family_are_refused() -> None:
 
 
 def test_a_pipeline_of_another_family_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(WrongInput, match="FluxPipeline is not of a family known here"):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "AmusedPipeline"}))
+    with pytest.raises(WrongInput, match="AmusedPipeline is not of a family known here"):
         detect_family(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["../../home", "/etc", "..", "a/b", "", "unet/"])
+def test_a_part_outside_the_pipeline_folder_is_refused(tmp_path: Path, part: str) -> None:
+    """Parts are copied into the published folder: the name must not choose another place."""
+    index = {"_class_name": "StableDiffusionXLPipeline", part: ["diffusers", "UNet"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(WrongInput, match="is no name of a part: the model may be hostile"):
+        detect_family(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "/etc/passwd", "..", 3, "", ".", "a\0", ["a"]]
+)
+def test_weights_outside_a_part_are_refused(tmp_path: Path, name: object) -> None:
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(WrongInput, match="is no file beside it: the model may be hostile"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("named", [None, [], {}, "a"])
+def test_an_index_without_file_names_is_refused(tmp_path: Path, named: object) -> None:
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(WrongInput, match="weight_map is no object of file names"):
+        weight_files(tmp_path)
+
+
 def test_a_denoiser_of_another_class_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
-    with pytest.raises(WrongInput, match="class FluxTransformer2DModel is not known here"):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "UVit2DModel"}))
+    with pytest.raises(WrongInput, match="class UVit2DModel is not known here"):
         load_denoiser(tmp_path)

@@ -18,7 +18,7 @@ from jobs import HOLDOUT, SAMPLER
 from PIL import Image
 
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
-from runtimes.data.sample_order import Order
+from runtimes.data.bucketed_sample_order import Order
 from runtimes.families import FAMILIES
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, t5_length

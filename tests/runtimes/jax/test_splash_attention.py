@@ -18,8 +18,8 @@ from runtimes.jax.torchax_bridge import as_function  # noqa: E402
 pytestmark = pytest.mark.slow
 
 
-def normal(count: int, *shape: int) -> list[Any]:
-    keys = jax.random.split(jax.random.key(0), count)
+def normal(count: int, *shape: int, seed: int = 0) -> list[Any]:
+    keys = jax.random.split(jax.random.key(seed), count)
     return [jax.random.normal(key, shape) for key in keys]
 
 
@@ -35,7 +35,7 @@ def test_the_kernel_and_its_gradients_equal_the_plain_formula(
 ) -> None:
     """Also with lengths that need padding, and with head sizes of each family."""
     query, gradient = normal(2, 1, 2, queries, size)
-    key, value = normal(2, 1, 2, keys, size)
+    key, value = normal(2, 1, 2, keys, size, seed=1)  # equal to the queries, logits would be large
     kernel = interpreted()
 
     def loss(attention: Any) -> Any:
@@ -46,9 +46,9 @@ def test_the_kernel_and_its_gradients_equal_the_plain_formula(
 
     found, gradients = loss(kernel)(query, key, value)
     expected, plain = loss(attend)(query, key, value)
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert found == pytest.approx(expected, rel=1e-5)
     for one, other in zip(gradients, plain, strict=True):
-        assert jnp.allclose(one, other, atol=5e-5)
+        assert jnp.allclose(one, other, atol=5e-6)
     assert kernel.forward_flops == [4 * 2 * queries * keys * size]
 
 

@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_snr
 from tolerances import assert_close
 
 from runtimes.contract import WrongInput
-from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, schedule_of
+from runtimes.objective.noise_schedule import (
+    FlowSchedule,
+    NoiseSchedule,
+    ResolutionShift,
+    schedule_of,
+)
 from runtimes.objective.prediction_targets import target_of
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -105,3 +111,23 @@ def test_a_schedule_knows_which_it_is() -> None:
 def test_an_unknown_schedule_is_refused(config: dict, message: str) -> None:
     with pytest.raises(WrongInput, match=message):
         schedule_of(config)
+
+
+@pytest.mark.parametrize("kind", ["exponential", "linear"])
+@pytest.mark.parametrize("size", [(32, 32), (128, 96)])
+def test_the_shift_by_resolution_is_diffusers(kind: str, size: tuple[int, int]) -> None:
+    config = {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": kind}
+    shift = ResolutionShift.from_config(config, 2)
+    assert shift is not None
+    mu = calculate_shift(size[0] * size[1] // 4)
+    assert shift.mu(*size) == pytest.approx(mu, rel=1e-12)
+    schedule, theirs = (
+        FlowSchedule.from_config(config),
+        FlowMatchEulerDiscreteScheduler(**config),
+    )
+    theirs.set_timesteps(sigmas=schedule.sigmas[::-1].tolist(), mu=mu)
+    assert_close(schedule.shifted(shift, *size).sigmas[::-1], theirs.sigmas[:-1].numpy())
+
+
+def test_only_dynamic_shifting_depends_on_the_resolution() -> None:
+    assert ResolutionShift.from_config({"shift": 3.0}, 2) is None

@@ -13,7 +13,7 @@ from configs.timesteps import TimestepSampling
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.latents_from_moments import LatentScale
-from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
+from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, ResolutionShift
 from runtimes.objective.noised_batch import Objective
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -210,6 +210,27 @@ def test_a_recipe_says_all_of_it() -> None:
     weighted = Objective.of(Train(weighting_scheme="cosmap"), FlowSchedule.from_config({}), SCALE)
     assert weighted.weighting_scheme == "cosmap"
     assert Objective.of(Train(snr_gamma=5.0), schedule, SCALE).snr_gamma == 5.0
+
+
+DYNAMIC = {"use_dynamic_shifting": True}
+
+
+def test_a_shift_by_resolution_needs_a_scheduler_that_has_one() -> None:
+    shifting = Train(timesteps=TimestepSampling(resolution_shift=True))
+    plain = FlowSchedule.from_config(DYNAMIC)
+    with pytest.raises(WrongInput, match="resolution_shift: the base's scheduler has no use_dyn"):
+        Objective.of(shifting, plain, SCALE)
+    shift = ResolutionShift(256, 4096, 0.5, 1.15, True, 2)
+    shifted = Objective.of(shifting, plain, SCALE, shift)
+    levels, zeros = np.array([500], np.int32), np.zeros((1, 4, 64, 64), np.float32)
+    at = [o.noised(zeros, zeros, levels, [0]).timesteps[0] for o in (shifted, shifted.held_out(1))]
+    assert at[0] == pytest.approx(1000 * plain.shifted(shift, 64, 64).sigmas[500])
+    assert at[1] == pytest.approx(501) and at[0] > 600, "the held-out loss is not shifted"
+    assert Objective.of(Train(), plain, SCALE, shift).resolution_shift is None
+    stretched = ResolutionShift.from_config({**DYNAMIC, "shift_terminal": 0.02}, 2)
+    with pytest.raises(WrongInput, match=r"resolution_shift: .* has shift_terminal"):
+        Objective.of(shifting, plain, SCALE, stretched)
+    assert Objective.of(Train(), plain, SCALE, stretched).resolution_shift is None
 
 
 @pytest.mark.parametrize(

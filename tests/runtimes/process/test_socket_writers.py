@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_of
 from runtimes.process import socket_writers
 from runtimes.process.ranks import Ranks
 from runtimes.process.socket_writers import LOOPBACK, SocketWriters
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.update.training_state_copies import owned_copies, shapes_of
 
 
 class Broadcasts:

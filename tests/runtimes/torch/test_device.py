@@ -1,6 +1,7 @@
 """Settings that the devices of a machine cannot serve are refused before anything is loaded."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.torch.device import check, make_deterministic
+from runtimes.torch.compile_denoiser import compile_denoiser
+from runtimes.torch.device import check, choose_device, make_deterministic
+from runtimes.torch.device_hooks import DeviceHooks
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,34 @@ def test_attention_takes_no_kernel_that_adds_in_any_order() -> None:
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def test_apples_gpu_is_used_when_named_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(WrongInput, match="no Apple GPU; set auto or cpu"):
+        choose_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device("mps") == torch.device("mps")
+    assert "mps is untested" in caplog.text
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(WrongInput, match=r"set train\.processes=1"):
+        check(Train(device="mps", processes=2))
+    with pytest.raises(WrongInput, match="is not for runtime torch"):
+        choose_device("mps:0")
+
+
+def test_without_a_compiler_auto_trains_uncompiled_and_a_demand_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(WrongInput, match="blocks: no C compiler is on PATH"):
+        check(Train(device="cpu", compile="blocks"))
+    check(Train(device="cpu", compile="none"))
+    module = torch.nn.Linear(1, 1)
+    compile_denoiser(module, "auto", DeviceHooks(torch.device("cuda")))
+    assert "training is not compiled, and slower: no C compiler" in caplog.text
+    assert module._compiled_call_impl is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.memory import VARIANTS, compare
+from bench.planned_and_real_memory import VARIANTS, compare
 from configs.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.memory import peak_rss
@@ -40,7 +40,7 @@ def test_the_planned_peak_is_within_a_tenth_of_the_real_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["tiny_sd", "tiny_sd3"])
+@pytest.mark.parametrize("family", ["tiny_sd", "tiny_sd3", "tiny_flux"])
 def test_so_it_is_for_each_family_with_trained_text_encoders(
     family: str, request: pytest.FixtureRequest
 ) -> None:

@@ -41,7 +41,7 @@ def history(job: TrainJob) -> list[dict[str, Any]]:
 
 def assert_same_run(one: TrainJob, other: TrainJob) -> None:
     for found, expected in zip(history(other), history(one), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(expected, rel=1e-4)  # standard errors too
     for path in Path(one.out).rglob("*.safetensors"):
         theirs = load_file(Path(other.out) / path.relative_to(one.out))
         for name, array in load_file(path).items():

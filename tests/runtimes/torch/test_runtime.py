@@ -24,11 +24,11 @@ from configs.train import Train
 from runtimes.contract import State, WeightsLost, WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.objective.counter_based_random import Stream, generator
+from runtimes.optimizer_step.training_state_copies import published
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.sampler import Sampler
 from runtimes.train.trainer import make_loader
-from runtimes.update.training_state_copies import published
 
 pytestmark = pytest.mark.slow
 

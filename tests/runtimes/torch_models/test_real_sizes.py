@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from configs.train import Train
 from runtimes.contract import StepBatch
@@ -79,6 +79,51 @@ def test_weights_and_operations_are_those_of_the_real_model(
     counted = counter.of(make_batch(unet, side, size=3)) / 3
     # Ours are a little less: those published have gradients of the captions, which nobody needs.
     assert 0.985 * teraflop < counted / 1e12 < 1.002 * teraflop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("guidance", "millions", "side", "tokens", "teraflop"),
+    [  # MLPerf's shape is schnell at 256 x 256 pixels, with 256 tokens of T5: 20.3 TFLOP
+        (False, 11891.2, 32, 256, 20.3),
+        (True, 11901.4, 128, 512, None),
+    ],
+    ids=["schnell", "dev"],
+)
+def test_flux_has_the_weights_and_operations_of_the_real_one(
+    guidance: bool, millions: float, side: int, tokens: int, teraflop: float | None
+) -> None:
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel(guidance_embeds=guidance)
+    count = sum(parameter.numel() for parameter in transformer.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.1)
+    family = FAMILIES["flux"]
+
+    def zeros(*shape: int) -> Any:
+        return np.zeros((1, *shape), np.float32)
+
+    latents, guide = zeros(16, side, side), np.ones(1, np.float32)
+    embeds = {"prompt_embeds": zeros(tokens, 4096), "pooled_prompt_embeds": zeros(768)}
+    batch = StepBatch(0, latents, guide, latents, guide, {**embeds, "guidance": guide}, 1)
+    counted = FlopCounter(Network(family, {"transformer": transformer})).of(batch)
+    assert counted is not None
+    hand = flux_flops((side // 2) ** 2, tokens)
+    assert counted == pytest.approx(hand, rel=0.005)
+    if teraflop is not None:
+        assert counted / 1e12 == pytest.approx(teraflop, rel=0.01)
+
+
+def flux_flops(image: int, text: int, width: int = 3072) -> float:
+    """FLOPs of a forward and backward pass, by hand: three times the forward's matrix products.
+
+    A token passes 12 width^2 weights in each of 19 double and 38 single blocks (query, key, value,
+    projection and an MLP of four times the width); attention multiplies tokens by tokens twice.
+    """
+    tokens, blocks = image + text, 19 + 38
+    weights = blocks * 12 * width**2 * tokens
+    modulation = (19 * 2 * 6 + 38 * 3) * width**2  # once a picture
+    attention = blocks * 2 * tokens**2 * width
+    return 3.0 * 2 * (weights + modulation + attention)
 
 
 @pytest.mark.soak

@@ -19,13 +19,13 @@ from kiln_command import ROOT
 from store_servers import REMOTE, RequestsTo, UrlOf
 
 from runtimes.contract import Owners, State
+from runtimes.optimizer_step import training_state_copies as state_module
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays, shapes_of
 from runtimes.spmd.join_hosts import free_port
 from runtimes.train import checkpoint_array_files
 from runtimes.train.checkpoint_array_files import array_files, files_by_rank
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.update import training_state_copies as state_module
-from runtimes.update.training_state_copies import owned_copies, read_arrays, shapes_of
 
 FACTS = {"seed": 1, "train": {}}
 #: Bytes of a file: the state below has 11 files.
@@ -192,7 +192,7 @@ from runtimes.process.ranks import Ranks
 from runtimes.train import checkpoint_array_files as module
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.update.training_state_copies import owned_copies, shapes_of
+from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_of
 
 join(Ranks.here())
 writers = HostCollectives(2).writers()

@@ -10,8 +10,8 @@ import pytest
 from configs.monitoring import OnDivergence
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
-from runtimes.train.boards import Boards
 from runtimes.train.divergence import DivergenceDetector
+from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.recorder import Recorder
 
 
@@ -53,7 +53,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def make(runtime: Idle, heard: RecordedEvents, **more: Any) -> Recorder:
     divergence = DivergenceDetector(OnDivergence())
     known = cast(Runtime, runtime)
-    return Recorder(heard, Boards([]), known, divergence, batch_size=8, **{"total": 9, **more})
+    return Recorder(heard, Trackers([]), known, divergence, batch_size=8, **{"total": 9, **more})
 
 
 def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:

@@ -13,7 +13,7 @@ from runtimes.contract import WeightsLost
 from runtimes.process.events import Events, SilentEvents
 from runtimes.process.job import TrainJob
 from runtimes.train import samples
-from runtimes.train.boards import Boards
+from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.samples import Samples
 
 
@@ -42,8 +42,8 @@ class Draws:
 def draw(job: TrainJob, runtime: Draws, first: bool = True) -> list[str]:
     """What it warned of."""
     heard = Warned()
-    boards = Boards([])
-    Samples(job, runtime, heard, boards, writes=first).draw(3)  # type: ignore[arg-type]
+    trackers = Trackers([])
+    Samples(job, runtime, heard, trackers, writes=first).draw(3)  # type: ignore[arg-type]
     return heard.messages
 
 
@@ -81,7 +81,7 @@ def test_scores_that_never_come_cost_a_warning(
 ) -> None:
     monkeypatch.setattr(samples, "WAIT_SECONDS", -1.0)
     heard = Warned()
-    drawn = Samples(make_job(), Draws(True, False), heard, Boards([]), writes=True)  # type: ignore[arg-type]
+    drawn = Samples(make_job(), Draws(True, False), heard, Trackers([]), writes=True)  # type: ignore[arg-type]
     assert drawn.scores(3, lambda: False) == {}
     (message,) = heard.messages
     assert message.startswith("no scores of the sample pictures at step 3: FileNotFoundError")
@@ -93,5 +93,5 @@ def test_a_picture_drawn_again_has_no_old_scores(make_job: MakeJob, tmp_path: Pa
     old = Path(job.work, "samples/step-00000003.json")
     old.parent.mkdir(parents=True)
     old.write_text('{"digit": 0.1}')
-    drawn = Samples(job, Draws(True, False), silent, Boards([]), writes=True)  # type: ignore[arg-type]
+    drawn = Samples(job, Draws(True, False), silent, Trackers([]), writes=True)  # type: ignore[arg-type]
     assert drawn.draw(3) and not old.exists()

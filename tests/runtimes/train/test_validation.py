@@ -1,19 +1,26 @@
 """A held-out loss is of samples: each is the mean of its draws, whatever batches they lie in."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
+from jobs import MakeJob
 from numpy.typing import NDArray
 
 from artifacts.latent_shards import open_latents
-from runtimes.contract import StepBatch
+from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.holdout_batches import Holdout, sample_losses
 from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.noised_batch import Objective
+from runtimes.train.trainer import make_holdout, read_settings
 from runtimes.train.validation import HeldOutLoss
 
+WriteLatents = Callable[..., str]  # of conftest.py
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
 OBJECTIVE = Objective(SCHEDULE, LatentScale(0.5), seed=1)
 
@@ -47,3 +54,17 @@ def squares(batch: StepBatch) -> NDArray[np.float32]:
 def test_the_error_of_the_mean_is_over_samples() -> None:
     assert HeldOutLoss.of([1.0, 2.0, 3.0]) == HeldOutLoss(2.0, pytest.approx(1 / 3**0.5))
     assert HeldOutLoss.of([1.0]) == HeldOutLoss(1.0, None)
+
+
+def test_held_out_samples_may_be_in_other_latents_than_those_to_train_on(
+    make_job: MakeJob, latents_url: str, write_latents: WriteLatents, tmp_path: Path
+) -> None:
+    """Few selected shards of a retraining may have none."""
+    few = write_latents(tmp_path / "store", [{"train/8x8": 2}])
+    settings = {"holdout_loss": {"every_n_steps": 1}, "global_batch_size": 2}
+    job = make_job(latents=few, **settings)
+    with pytest.raises(WrongInput, match="the latents have no held-out samples"):
+        make_holdout(job, read_settings(job))
+    job = replace(job, holdout=latents_url)
+    with make_holdout(job, read_settings(job)) or pytest.fail("none") as holdout:
+        assert sorted({n for numbers, _ in holdout.batches() for n in numbers}) == [*range(5)]

@@ -1,0 +1,297 @@
+"""Garbage collection: delete what nothing needs and what has not changed for a day.
+
+gc_find_needed.py marks what is needed.
+
+A collection deletes under the lock that every run waits for once it has recorded what it needs. So
+either the run's record is seen here, or the run sees the store as it is after the deletion. An I/O
+error ends the collection, since what cannot be read may be needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from artifacts.checksummed_files import read_record
+from artifacts.compare_and_swap import create, read, remove
+from artifacts.file_stamps import TICK
+from artifacts.gc_find_needed import DAY, LOCK, Marks, is_held
+from artifacts.list_folder import (
+    Entry,
+    checksum,
+    entries,
+    files,
+    modified,
+    name_of,
+    present_time,
+    size_of,
+)
+from artifacts.lock import LockLost, hold, seize
+from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
+from artifacts.store import LOCKS, MANIFEST, SHARDS, Store
+
+CHECKPOINTS = "checkpoints"
+#: Things that are deleted before waiting runs continue.
+BATCH = 20
+#: Stages that read no staged model. A run that the gate rejected never finishes its publication.
+WITHOUT_MODELS = {"publish", "retrain"}
+RunFacts = tuple[str, int, float, str | None]  # name, size, time stamp and checksum of a record
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Deletable files of one artifact, shard, compiled program or staged model."""
+
+    stage: str
+    key: str
+    kind: str  # artifact | unfinished | checkpoints | shard | compiled | model | run | leftover
+    paths: list[str]  # files, and folders to delete recursively
+    size: int  # bytes
+    record: str | None = None  # path of the file that makes it exist; it is deleted first
+
+
+class Collector:
+    """Finds and deletes the garbage of a store.
+
+    Args:
+        mark: marks what is needed at the time of the call.
+        days: compiled programs and staged models that have not been used for so long are garbage.
+        min_age: seconds for which garbage must not have changed.
+    """
+
+    def __init__(
+        self, store: Store, mark: Callable[[], Marks], *, days: float = 30, min_age: float = DAY
+    ) -> None:
+        self._store, self._mark = store, mark
+        self._days, self._min_age = days, min_age
+        self._now = present_time(store.fs, store.root)
+        self._runs: set[RunFacts] = set()
+        self._busy: set[str] = set()  # stages whose shards stay
+        self._named: set[tuple[str, str, str]] = set()  # (stage, key, digest): its shards are known
+        self._mark_after(self._run_records())  # a run that comes between is seen later
+
+    def garbage(self) -> Iterator[Garbage]:
+        """Everything that is not needed, artifacts before shards. Raises GarbageUnsure."""
+        named: dict[str, set[str]] = {}  # stage -> names of shard files that an artifact names
+        for stage, key in list(self._store.artifact_keys()):
+            names = named.setdefault(stage, set())
+            held = self._files(f"{stage}/{key}")
+            if (stage, key) not in self._marks and self._is_old(held):
+                yield from self._folder(stage, key, held)
+            else:
+                names |= self._names(stage, key)
+                yield from self._within(stage, key, held)
+        for stage in sorted(named.keys() - self._busy):
+            yield from self._shards(stage, named[stage])
+        for stage in sorted(named):  # a lock without a heartbeat for a day has no owner
+            for entry in self._files(f"{stage}/{LOCKS}"):
+                if self._is_old([entry], DAY):
+                    yield _garbage(stage, name_of(entry), "leftover", [entry])
+        for folder in ("", RUNS, REGISTRIES, *(f"{stage}/{SHARDS}" for stage in named)):
+            yield from self._leftovers(folder, self._entries(folder))
+        for entry in self._entries("registry"):
+            folder = f"registry/{name_of(entry)}"
+            yield from self._leftovers(folder, self._entries(folder))
+        for file in self._files("compiled"):
+            if self._is_old([file], self._days * DAY):
+                yield _garbage("compiled", name_of(file), "compiled", [file])
+        if not self._models_in_use:
+            yield from self._models()
+        for entry in self._entries(RUNS):  # the lineage of a published model is in its manifest
+            if entry["name"] in self._marks.expired and self._is_old([entry]):
+                yield _garbage(RUNS, name_of(entry).removesuffix(".json"), "run", [entry])
+
+    def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
+        """Delete items, and yield each that was deleted: what is needed by now stays."""
+        pending = iter(items)
+        while batch := list(islice(pending, BATCH)):
+            self._refresh()  # a long marking delays no run
+            with hold(self._store.fs, f"{self._store.root}/{COLLECTION}") as collection:
+                self._refresh()  # from now on, a run that records itself waits
+                deleted = [item for item in batch if self._deleted(item, collection.check)]
+            yield from deleted  # without the lock: who prints them may wait for a reader
+
+    def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
+        """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
+        folder, size = f"{self._store.root}/{stage}/{key}", size_of(held)
+        present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
+        own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
+        if MANIFEST in present:
+            yield Garbage(stage, key, "artifact", own, size, f"{folder}/{MANIFEST}")
+        elif own:
+            yield Garbage(stage, key, "unfinished", own, size)
+        elif self._is_old(held, DAY):
+            yield Garbage(stage, key, "unfinished", [folder], size)
+
+    def _names(self, stage: str, key: str) -> set[str]:
+        """Names of the shard files of an artifact that stays."""
+        try:
+            artifact = self._store.load(stage, key)
+        except ValueError as error:
+            raise GarbageUnsure(f"{error}; its shards are unknown: rebuild it first") from None
+        if artifact is None:
+            self._busy.add(stage)
+            return set()
+        self._named.add((stage, key, artifact.digest))
+        return {e.path.rpartition("/")[2] for e in artifact.files if e.path.startswith("../")}
+
+    def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
+        """Checkpoints of a finished training run, useful only if its result is damaged."""
+        place = f"/{key}/{CHECKPOINTS}/"
+        resumable = [file for file in held if place in file["name"]]
+        if resumable and (stage, key) in self._marks.artifacts and self._is_old(resumable):
+            folder = f"{self._store.root}/{stage}/{key}/{CHECKPOINTS}"
+            yield Garbage(stage, key, "checkpoints", [folder], size_of(resumable))
+        yield from self._leftovers(stage, [f for f in held if place not in f["name"]])
+
+    def _shards(self, stage: str, named: set[str]) -> Iterator[Garbage]:
+        groups: dict[str, dict[str, Entry]] = {}
+        for entry in self._entries(f"{stage}/{SHARDS}"):
+            name = name_of(entry)
+            if not _is_leftover(entry):
+                groups.setdefault(name.partition(".")[0], {})[name] = entry
+        for key, group in sorted(groups.items()):
+            record = group.pop(f"{key}.json", None)
+            unnamed = {name: entry for name, entry in group.items() if name not in named}
+            if record is not None and len(unnamed) < len(group):
+                # An artifact names files of this shard; a shard built again has others beside.
+                present = self._recorded(record["name"])
+                unnamed = {name: entry for name, entry in unnamed.items() if name not in present}
+                record = None
+            found = [*unnamed.values(), *([record] if record else [])]
+            if found and self._is_old(found):
+                path = record["name"] if record else None
+                yield _garbage(stage, key, "shard", [*unnamed.values()], path)
+
+    def _recorded(self, path: str) -> set[str]:
+        try:
+            record = read_record(self._store.fs, path)
+        except ValueError as error:
+            raise GarbageUnsure(f"{error}: delete it, and the shard is built again") from None
+        return {entry.path for entry in (record or {"files": []})["files"]}
+
+    def _models(self) -> Iterator[Garbage]:
+        """Base models copied for other machines; the record beside each says that it is whole."""
+        present = {name_of(entry): entry for entry in self._entries("models")}
+        for name, entry in sorted(present.items()):
+            if entry["type"] == "directory":
+                copied, record = self._files(f"models/{name}"), present.get(f"{name}.json")
+                age = self._min_age if record is None else self._days * DAY
+                if self._is_old([*copied, *([record] if record else [])], age):
+                    path = record["name"] if record else None
+                    yield Garbage("models", name, "model", [entry["name"]], size_of(copied), path)
+
+    def _leftovers(self, stage: str, entries: Iterable[Entry]) -> Iterator[Garbage]:
+        """Temporary files of killed processes; no write takes a day."""
+        for entry in entries:
+            if _is_leftover(entry) and self._is_old([entry], DAY):
+                yield _garbage(stage.partition("/")[0], name_of(entry), "leftover", [entry])
+
+    def _entries(self, path: str) -> list[Entry]:
+        return entries(self._store.fs, f"{self._store.root}/{path}")
+
+    def _files(self, path: str) -> list[Entry]:
+        return list(files(self._store.fs, f"{self._store.root}/{path}"))
+
+    def _is_old(self, found: Iterable[Entry], age: float | None = None) -> bool:
+        least = self._min_age if age is None else age
+        return all(self._now - modified(entry) >= least for entry in found)
+
+    @contextmanager
+    def _alone(self, item: Garbage) -> Iterator[Callable[[], None] | None]:
+        """Hold an artifact's lock; None if a builder holds it, or the artifact has changed.
+
+        Gives a function that raises LockLost once a builder took the lock over.
+        """
+        if item.kind not in ("artifact", "unfinished", "checkpoints"):
+            yield lambda: None
+            return
+        place = f"{item.stage}/{item.key}"
+        path = f"{self._store.root}/{place}/{LOCK}"
+        seen = read(self._store.fs, path)
+        held = is_held(self._store, (item.stage, item.key), self._now)
+        if held or not (item.kind == "checkpoints" or self._is_old(self._files(place))):
+            yield None
+            return
+        with seize(self._store.fs, path, seen) as lock:
+            yield None if lock is None else lock.check
+
+    def _deleted(self, item: Garbage, check: Callable[[], None]) -> bool:
+        """Delete an item; False if it is needed by now, or if a lock was lost."""
+        deleted = False
+        with suppress(LockLost), self._alone(item) as check_builder:
+            if check_builder is not None and not self._is_needed(item):
+                deleted = self._remove(item, check, check_builder)
+        if not deleted:
+            self._busy.add(item.stage)
+        return deleted
+
+    def _remove(self, item: Garbage, *checks: Callable[[], None]) -> bool:
+        """Delete an item's record, then its files. Raises LockLost as `checks`."""
+
+        def check() -> None:
+            for one in checks:
+                one()
+
+        fs = self._store.fs
+        if item.record is not None:
+            check()
+            record = remove(fs, item.record)
+            if record is None:  # another process is at it
+                return False
+            try:
+                check()
+            except LockLost:  # in a pause before the removal: a run may have found the record
+                create(fs, item.record, record)
+                raise
+        for path in item.paths:
+            check()  # what a builder has written since is not ours to delete
+            with suppress(FileNotFoundError):
+                fs.rm(path, recursive=True)
+        if item.kind == "run":
+            self._runs = {run for run in self._runs if run[0] != f"{item.key}.json"}
+        return True
+
+    def _refresh(self) -> None:
+        """Mark again if a run has recorded something since."""
+        if (found := self._run_records()) != self._runs:
+            self._mark_after(found)
+        needed = {(a.stage, a.key, a.digest) for a in self._marks.artifacts.values()}
+        self._busy |= {stage for stage, _, _ in needed - self._named}
+
+    def _is_needed(self, item: Garbage) -> bool:
+        if item.kind in ("artifact", "unfinished"):
+            return (item.stage, item.key) in self._marks
+        if item.kind == "run":
+            return item.paths[0] not in self._marks.expired
+        return (item.kind == "shard" and item.stage in self._busy) or (
+            item.kind == "model" and self._models_in_use
+        )
+
+    @property
+    def _models_in_use(self) -> bool:
+        """Whether a stage is unfinished that may read a staged model."""
+        return bool(self._busy - WITHOUT_MODELS)
+
+    def _run_records(self) -> set[RunFacts]:
+        """Each run's record, with what changes when it is written again."""
+        found = self._entries(RUNS)
+        return {(name_of(e), int(e["size"] or 0), modified(e), checksum(e)) for e in found}
+
+    def _mark_after(self, records: set[RunFacts]) -> None:
+        time.sleep(TICK)  # a record that is written after the marking has another time stamp
+        self._runs, self._marks = records, self._mark()
+        self._busy |= self._marks.busy
+
+
+def _garbage(
+    stage: str, key: str, kind: str, found: list[Entry], record: str | None = None
+) -> Garbage:
+    return Garbage(stage, key, kind, [entry["name"] for entry in found], size_of(found), record)
+
+
+def _is_leftover(entry: Entry) -> bool:
+    return name_of(entry).endswith(".tmp") or name_of(entry).startswith(".probe-")

@@ -1,0 +1,82 @@
+"""Check that a model can be fetched, without fetching its weights."""
+
+from __future__ import annotations
+
+from json import JSONDecodeError
+from pathlib import Path
+
+import fsspec
+
+from artifacts.resolve_model import (
+    HUB_FILES,
+    HUB_SKIPPED,
+    HUB_VARIANTS,
+    ModelNotFound,
+    hub_refusal,
+    resolve_model,
+)
+
+#: Time limit in seconds of a request to the hub.
+SECONDS = 20.0
+
+
+def locate_model(path: str, *, revision: str | None = None) -> str:
+    """Where a model is, in words such as `local folder` or `on the hub, 12 files`.
+
+    Args:
+        path: as of `resolve_model`.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ModelNotFound: it cannot be fetched; the message has the reason.
+    """
+    if Path(path).is_dir():
+        return "local folder"
+    if "://" in path:
+        _check_folder(path)
+        return "remote folder"
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ModelNotFound(f"model {path}: no such folder (give a folder, a hub id or a URL)")
+    return _ask_hub(path, revision)
+
+
+def _check_folder(url: str) -> None:
+    """Raise ModelNotFound unless the folder has something; what is below it is not listed."""
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+        found = bool(fs.ls(root, detail=False))
+    except FileNotFoundError:
+        found = False
+    except Exception as error:  # each filesystem's client has errors of its own
+        raise ModelNotFound(f"model {url}: {type(error).__name__}: {error}") from None
+    if not found:
+        raise ModelNotFound(f"model {url}: no files there")
+
+
+def _ask_hub(repo: str, revision: str | None) -> str:
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    if is_offline_mode():
+        resolve_model(repo, revision=revision)
+        return "in the hub's cache (HF_HUB_OFFLINE is set)"
+    try:
+        listed = HfApi().model_info(repo, revision=revision, timeout=SECONDS).siblings or []
+        files = filter_repo_objects(
+            [file.rfilename for file in listed],
+            allow_patterns=HUB_FILES,
+            ignore_patterns=[*HUB_SKIPPED, *HUB_VARIANTS],
+        )
+        names = sorted(files)
+        if not any(name.endswith(".safetensors") for name in names):
+            raise ModelNotFound(f"model {repo}: on the hub it has no .safetensors weights")
+        # The hub lists the files of a gated model to everybody, and serves them to few.
+        get_hf_file_metadata(hf_hub_url(repo, names[0], revision=revision), timeout=SECONDS)
+    except ModelNotFound:
+        raise
+    except (OSError, HTTPError, HFValidationError, JSONDecodeError) as error:
+        why = hub_refusal(error, repo, revision)
+        raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
+    return f"on the hub, {len(names)} files"

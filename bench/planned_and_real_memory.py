@@ -1,0 +1,139 @@
+"""Planned against real peak memory of a training step.
+
+    python -m bench.planned_and_real_memory             # tiny and mid, on the CPU
+    python -m bench.planned_and_real_memory --cuda      # SD2 and SDXL, on a CUDA device
+
+The real peak on a CPU is that of PyTorch's allocator, by its profiler: other memory of the process
+does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench import benchmark_inputs
+from bench.train_cuda import SD2_UNET, SDXL_UNET
+from configs.train import Train
+from runtimes.contract import StepBatch
+from runtimes.families.inpainting_and_scores import ExtraInputs
+from runtimes.process.job import TrainJob
+from runtimes.torch.gpu_step_memory import step_memory
+from runtimes.torch.gpu_step_memory_records import Request
+from runtimes.torch.runtime import TheRuntime
+from runtimes.torch_models.planning_batch import sample_batch
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "EMA": {"ema_decay": 0.99},
+    "LoRA": {"method": "lora"},
+    "LoRA, bf16": {"method": "lora", "mixed_precision": "bf16"},
+    "bf16, two micro-batches": {"mixed_precision": "bf16", "micro_batches": 2},
+}
+
+
+def compare(
+    model: Path, resolution: int, batch: int, *, micro_batches: int = 1, **train: Any
+) -> dict[str, float]:
+    """Planned and real peak of a step, in bytes, and the duration of the plan in seconds."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = {"global_batch_size": batch, "micro_batch_size": batch // micro_batches}
+    settings = Train(**{**sizes, "device": device, **train})
+    dumped = settings.model_dump(mode="json")
+    plan = step_memory(Request(str(model), dumped, resolution, device=device))
+    parts = plan.peak(batch // micro_batches, accumulating=micro_batches > 1)
+    average = 0 if settings.ema_decay is None else plan.ema
+    planned = plan.weights + plan.optimizer + average + sum(parts.values())
+    job = TrainJob("torch", str(model), "", dumped, "", "")
+    return {"planned": planned, "real": real_peak(job, resolution), "seconds": plan.seconds}
+
+
+def real_peak(job: TrainJob, resolution: int) -> int:
+    """Most bytes of live tensors during the second step of a job."""
+    others = {id(storage) for storage in _storages()}
+    runtime = TheRuntime()
+    runtime.load(job)
+    batch = _batch(runtime, job, resolution)
+    runtime.step(batch, 1e-4)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        runtime.step(batch, 1e-4)
+        return torch.cuda.max_memory_allocated()
+    gc.collect()
+    held = {s.data_ptr(): s.nbytes() for s in _storages() if id(s) not in others}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        runtime.step(batch, 1e-4)
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return int(sum(held.values()) + np.cumsum(changes).max())
+
+
+def _storages() -> Iterator[Any]:
+    tensors = [found for found in gc.get_objects() if type(found) in TENSORS]
+    yield from (tensor.untyped_storage() for tensor in tensors)
+
+
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
+    network, count = runtime._network, job.train["global_batch_size"]
+    extras = ExtraInputs.from_config(network.denoiser.config)
+    text = job.train["train_text_encoder"]
+    one = sample_batch(job.model_folder, None, resolution, network.family, extras, text=text)
+    many = {name: np.repeat(array, count, axis=0) for name, array in one.conditioning.items()}
+    arrays = ("noisy_latents", "timesteps", "target", "weight")
+    repeated: dict[str, Any] = {
+        name: np.repeat(getattr(one, name), count, axis=0) for name in arrays
+    }
+    repeated |= {"conditioning": many, "denominator": count}
+    return replace(one, **repeated)
+
+
+def main() -> None:
+    """Print a row of JSON per model and variant."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.planned_and_real_memory", description=__doc__
+    )
+    parser.add_argument("--cuda", action="store_true", help="SD2 and SDXL at full size")
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, model, resolution, batch, train in _cases(
+            Path(scratch), parser.parse_args().cuda
+        ):
+            for variant, changes in VARIANTS.items():
+                found = compare(model, resolution, batch, **{**train, **changes})
+                row = {"model": name, "variant": variant, **found}
+                row["difference"] = found["planned"] / found["real"] - 1
+                print(json.dumps(row), flush=True)
+
+
+def _cases(scratch: Path, cuda: bool) -> Iterator[tuple[str, Path, int, int, dict[str, Any]]]:
+    if not cuda:
+        yield "tiny", benchmark_inputs.write_pipeline(scratch / "tiny"), 32, 32, {}
+        yield (
+            "mid",
+            benchmark_inputs.write_pipeline(scratch / "mid", benchmark_inputs.MIDDLE_UNET),
+            64,
+            8,
+            {},
+        )
+        return
+    bf16 = {"mixed_precision": "bf16"}
+    yield "sd2", benchmark_inputs.write_full_size(scratch / "sd2", SD2_UNET), 512, 32, bf16
+    yield "sdxl", benchmark_inputs.write_full_size(scratch / "sdxl", SDXL_UNET), 1024, 4, bf16
+
+
+if __name__ == "__main__":
+    main()

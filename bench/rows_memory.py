@@ -1,0 +1,123 @@
+"""Memory of plan and download by the number of rows: `python -m bench.rows_memory [--rows N ...]`.
+
+One row in 200 has a picture, which a loopback server sends. The addresses of all others are refused
+before a connection, so a million rows take minutes. Each size runs in a process of its own, which
+is the flow and the download worker, as in the default runner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.download import photo_server
+from bench.report import Row, log, machine, publish, versions
+from configs.recipe import Recipe
+
+SIZES = (1_000, 100_000, 1_000_000)  # rows
+SERVED = 200  # one row in so many has a picture
+SHARD_SIZE = 1000  # rows
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure each size in a child process."""
+    parser = argparse.ArgumentParser(prog="python -m bench.rows_memory", description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--quick", action="store_true", help="400 and 1,000 rows")
+    parser.add_argument("--json", type=Path, help="file for the JSON line")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        print(json.dumps(_measured(Path(options.child))))
+        return 0
+    rows = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kiln-bench-") as scratch,
+        photo_server(Path(scratch), is_quick=options.quick) as host,
+    ):
+        for count in (400, 1_000) if options.quick else options.rows:
+            log(f"{count:,} rows")
+            rows.append(
+                Row(f"{count:,} rows", figures=_child(Path(scratch, str(count)), count, host))
+            )
+    facts = {
+        "machine": machine(os.cpu_count() or 1),
+        "versions": versions(("kilnworks", "duckdb", "pyarrow", "aiohttp")),
+    }
+    publish("rows_memory", rows, facts, options.json)
+    return 0
+
+
+def _child(folder: Path, count: int, host: str) -> dict[str, Any]:
+    _write_list(folder, count, host)
+    command = [sys.executable, "-m", "bench.rows_memory", "--child", str(folder)]
+    environment = {**os.environ, "KILN_CACHE": str(folder / "cache"), "TMPDIR": str(folder)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _write_list(folder: Path, count: int, host: str) -> None:
+    import duckdb
+
+    folder.mkdir()
+    (folder / "host").write_text(host)
+    served = f"'http://{host}/small/fast/' || i || '.jpg'"
+    refused = "'http://10.0.0.' || i % 256 || '/pictures/' || md5('' || i) || '.jpg'"
+    rows = f"select if(i % {SERVED} = 0, {served}, {refused}) as url, 'picture ' || i as caption"
+    with duckdb.connect() as db:
+        db.execute(f"copy ({rows} from range({count}) t(i)) to '{folder}/urls.parquet'")
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    """Peak memory (MiB) after the plan and after the download, and seconds of both."""
+    from artifacts.store import Store
+    from tasks import download
+
+    (folder / "store").mkdir()
+    recipe = Recipe.model_validate(
+        {
+            "name": "rows-memory",
+            "model": {"path": "unused"},
+            "store": str(folder / "store"),
+            "source": {"kind": "urls", "path": str(folder / "urls.parquet")},
+            "download": {
+                "allow_hosts": [(folder / "host").read_text()],
+                "max_requests_per_host": None,
+                "max_failed": 1.0,
+                "shard_size": SHARD_SIZE,
+            },
+            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
+            "publish": {"name": "unused"},
+        }
+    )
+    begun, cpu_begun = time.perf_counter(), time.process_time()
+    plan, store = download.plan(recipe), Store(recipe.store)
+    planned = _peak_mib()
+    draft = store.draft(download.key_parts(recipe, plan))
+    summary = download.build(recipe, plan, draft, lambda *_: None)
+    draft.commit(summary, {})
+    return {
+        "plan_peak_mib": planned,
+        "download_peak_mib": _peak_mib(),
+        "seconds": round(time.perf_counter() - begun, 1),
+        "cpu_seconds": round(time.process_time() - cpu_begun, 1),
+        "pictures": summary["images"],
+    }
+
+
+def _peak_mib() -> int:
+    """Peak of this process, without what it inherited from its parent (as ru_maxrss has)."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""Our side of a whole run, without Prefect: from a folder of pictures to trained weights.
+
+    python -m bench.run_without_prefect OVERRIDES.json
+
+OVERRIDES.json has dotted settings of the recipe `digits`. The last line printed is JSON: seconds by
+stage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Artifact, Draft, Store
+from configs.load_recipe import load_recipe
+from configs.recipe import Recipe
+
+Build = Callable[[Draft], dict[str, Any]]
+
+
+def no_scores(strip: bytes) -> dict[str, float]:
+    """Scores of sample pictures; there are none because the job has no prompts."""
+    raise AssertionError("there are no prompts")
+
+
+def no_progress(done: int, total: int, text: str = "") -> None:
+    """Ignore the progress of a stage."""
+
+
+class Stages:
+    """The first three stages of a recipe, each built unless its artifact exists."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._store = recipe, Store(recipe.store)
+        self._model = Path(recipe.model.path)
+        self.seconds: dict[str, float] = {}
+
+    def latents(self) -> Artifact:
+        """The latents of the recipe's pictures."""
+        from tasks import download
+        from tasks.encode import stage as encode
+
+        plan = download.plan(self._recipe)
+        images = self._stage(
+            download.key_parts(self._recipe, plan),
+            lambda draft: download.build(self._recipe, plan, draft, no_progress),
+        )
+        return self._stage(
+            encode.key_parts(self._recipe, images, self._model, None),
+            lambda draft: encode.build(self._recipe, images, self._model, None, draft, no_progress),
+        )
+
+    def trained(self) -> Artifact:
+        """The trained weights of the recipe."""
+        from tasks import train
+
+        latents = self.latents()
+        return self._stage(
+            train.key_parts(self._recipe, latents, self._model, Path(self._recipe.evaluate.clip)),
+            lambda draft: train.build(
+                self._recipe,
+                latents,
+                self._model,
+                None,
+                (),
+                no_scores,
+                draft,
+                cast(Any, no_progress),
+            ),
+        )
+
+    def _stage(self, parts: KeyParts, build: Build) -> Artifact:
+        from tasks.build_or_reuse import build_or_reuse
+
+        result = build_or_reuse(self._store, parts, build, parents={})
+        self.seconds[parts.stage] = result.seconds
+        return result.load(self._store)
+
+
+def recipe_overrides(
+    images: Path, model: Path, store: Path, size: int, **train: Any
+) -> dict[str, Any]:
+    """Overrides of the recipe `digits` for a folder of pictures, without held-out pictures."""
+    return {
+        "source.kind": "folder",
+        "source.path": str(images),
+        "model.path": str(model),
+        "store": str(store),
+        "download.image_size": size,
+        "encode.resolution": size,
+        "encode.holdout": 0.0,
+        **{f"train.{name}": value for name, value in train.items()},
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Run the stages with the overrides in a file, and print their seconds."""
+    stages = Stages(load_recipe("digits", json.loads(Path(arguments[0]).read_text())))
+    stages.trained()
+    print(json.dumps(stages.seconds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,9 +1,0 @@
-"""An encoder process of this runtime."""
-
-import sys
-
-from bench.stand_in import registered
-from tasks.encode.encoder_process import serve
-
-with registered():
-    serve([int(number) for number in sys.argv[1:]])

@@ -1,0 +1,9 @@
+"""An encoder process of this runtime."""
+
+import sys
+
+from bench.stand_in_encoder import registered
+from tasks.encode.encoder_process import serve
+
+with registered():
+    serve([int(number) for number in sys.argv[1:]])

@@ -1,0 +1,122 @@
+"""docs/settings.md, from the schema of a recipe. `python -m configs.settings_page` prints it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from configs.load_recipe import json_schema
+
+Node = dict[str, Any]
+HEAD = """# Settings
+
+All settings of a recipe, with their types, defaults and units. [recipes.md](recipes.md) explains
+the sections. `kiln recipes NAME` prints the values of a recipe. `python -m configs.settings_page`
+prints this page from the schema in `configs/`.
+
+* The first column is the name after `-o`, such as `-o train.steps=100`.
+* `NAME` and `N` stand for a name of yours and a position in a list.
+* A section whose default is null is absent until one of its settings is given.
+"""
+LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+PLAIN = {"boolean": "true or false", "object": "mapping"}
+
+
+def page() -> str:
+    """The text of docs/settings.md."""
+    schema = json_schema()
+    parts = [HEAD]
+    for title, about, rows in _tables(schema):
+        lines = [f"## {title}", "", *([about, ""] if about else [])]
+        lines += ["| setting | type | default | description |", "|---|---|---|---|", *rows]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def names() -> list[str]:
+    """The dotted name of every setting, in the order of the page."""
+    rows = [row for _, _, table in _tables(json_schema()) for row in table]
+    return [row.split("`")[1] for row in rows]
+
+
+def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
+    """Title, description and rows of each table: the recipe itself, then one per section."""
+    definitions = schema["$defs"]
+    own = {
+        name: node
+        for name, node in schema["properties"].items()
+        if not list(_sections(node, definitions))
+    }
+    yield "The recipe", "", [_row(name, node, name == "name") for name, node in own.items()]
+    for name, node in schema["properties"].items():
+        for section in _sections(node, definitions):
+            kind = section["properties"].get("kind", {}).get("const")
+            title = f"`{name}`" + (f", `kind: {kind}`" if kind else "")
+            rows = list(_rows(f"{name}.", section, definitions))
+            yield title, _sentence(section), rows
+
+
+def _rows(prefix: str, section: Node, definitions: Node) -> Iterator[str]:
+    """The rows of a section; those of the sections in it follow where it is."""
+    required = section.get("required", ())
+    for name, node in section["properties"].items():
+        inner = list(_sections(node, definitions))
+        if not inner or "anyOf" in node.get("items", {}):
+            yield _row(prefix + name, node, name in required)
+        for one in inner:
+            step = "." if "$ref" in node or "anyOf" in node else ".N."
+            step = ".NAME." if "additionalProperties" in node else step
+            yield from _rows(prefix + name + step, one, definitions)
+
+
+def _sections(node: Node, definitions: Node) -> Iterator[Node]:
+    """The sections that a setting can hold: itself one, or null, a list or a mapping of them."""
+    if "$ref" in node:
+        found = definitions[node["$ref"].rpartition("/")[2]]
+        if "properties" in found:
+            yield found
+    for one in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        yield from _sections(one, definitions)
+    for key in ("items", "additionalProperties"):
+        if isinstance(node.get(key), dict):
+            yield from _sections(node[key], definitions)
+
+
+def _row(name: str, node: Node, required: bool) -> str:
+    empty: Any = {} if node.get("type") == "object" else None  # without a default in the schema
+    default = "required" if required else f"`{_written(node.get('default', empty))}`"
+    cells = (f"`{name}`", _type(node), default, _sentence(node))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _written(value: Any) -> str:
+    """A value as a recipe has it."""
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value or '""'
+
+
+def _sentence(node: Node) -> str:
+    return " ".join(node.get("description", "").split())
+
+
+def _type(node: Node) -> str:
+    """The values of a setting, in words."""
+    if "anyOf" in node:
+        return " or ".join(dict.fromkeys(_type(one) for one in node["anyOf"]))
+    if "$ref" in node:
+        return "section"
+    if "const" in node:
+        return f"`{node['const']}`"
+    if "enum" in node:
+        return ", ".join(f"`{value}`" for value in node["enum"])
+    kind = node.get("type", "any")
+    if kind == "array":
+        each = node.get("items") or {}
+        fixed = node.get("prefixItems")
+        return f"{len(fixed)} values" if fixed else f"list of {_type(each)}"
+    limits = [f"{sign} {node[key]:g}" for key, sign in LIMITS.items() if key in node]
+    return " ".join([PLAIN.get(kind, str(kind)), ", ".join(limits)]).strip()
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,176 @@
+"""Checks of a recipe for `kiln doctor RECIPE`: runtime, models, source, store, hub token, memory.
+
+No picture and no weights are fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from artifacts.locate_model import locate_model
+from artifacts.resolve_model import ModelNotFound
+from artifacts.store import Store, StoreError
+from configs.recipe import Recipe
+from configs.redact_urls import without_secrets
+from flows.findings import Finding, fine, limited, note, problem
+from flows.preflight import devices_here, must_fit_one_gpu, stages_without_pool
+from runtimes.contract import Probe
+from runtimes.hosts.detect_nvidia import find_gpus
+from runtimes.torch_models.gpu_specs import GIB
+from tasks import download
+from tasks.build_or_reuse import storage_error
+from tasks.gpu.recipe_memory import memory_of
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def recipe_checks(
+    recipe: Recipe, probes: Mapping[str, Probe], arguments: Sequence[str] = ()
+) -> list[Check]:
+    """The checks of a recipe, in order. Those that need a network have a time limit.
+
+    Args:
+        probes: runtime -> its probe.
+        arguments: those that gave the recipe, for the commands of remedies; default: its name.
+    """
+
+    def runtime() -> Iterator[Finding]:
+        return _runtime(recipe, probes[recipe.runtime])
+
+    def memory() -> Iterator[Finding]:
+        return _memory(recipe, arguments or [recipe.name])
+
+    def source() -> Iterator[Finding]:
+        return _source(recipe)
+
+    def hub_login() -> Iterator[Finding]:
+        return _hub_login(recipe)
+
+    needed = recipe.publish.hub is not None
+    asking = [limited(check) for check in (*_models(recipe), source, *_stores(recipe))]
+    return [runtime, memory, *asking, limited(hub_login, problem if needed else note)]
+
+
+def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
+    name, devices = recipe.runtime, devices_here(recipe, stages_without_pool(recipe))
+    if not devices:
+        return
+    if not probe.available:
+        mend = "run `make setup`" if name in ("torch", "jax") else f"run `make setup-{name}`"
+        yield problem(f"runtime {name}: {probe.reason}", mend)
+        return
+    names = {words.split()[0] for words in probe.devices}
+    names |= {device.partition(":")[0] for device in names}
+    yield fine(f"runtime {name}: {', '.join(probe.devices)}")
+    for setting, device in devices.items():
+        if device not in {"auto", *names}:
+            there = ", ".join(sorted(names))
+            yield problem(f"{setting} {device} is not here", f"set one of auto, {there}")
+    if name == "torch" and "cuda" not in names and devices.get("train.device") == "auto":
+        yield note(
+            "runtime torch will train on the CPU, which suits only tiny models such as digits"
+        )
+
+
+def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
+    plan, gpus = memory_of(recipe), find_gpus()
+    here = "train" in stages_without_pool(recipe) and must_fit_one_gpu(recipe)
+    if not here or not gpus:
+        return
+    largest = max(gpus, key=lambda gpu: gpu.memory)
+    given = without_secrets(shlex.join(arguments))
+    command = f"kiln plan {given} --gpu {largest.memory / GIB:.0f}GB"
+    if plan is None:
+        yield note("the recipe's memory is not planned yet", command)
+    elif plan.fits(largest.memory):
+        yield fine(f"memory: {plan.largest / GIB:.1f} GiB fit {largest.name}")
+    else:
+        there = f"{largest.name} has {largest.memory / GIB:.1f} GiB"
+        yield problem(f"memory: {plan.largest / GIB:.1f} GiB are needed, {there}", command)
+
+
+def _models(recipe: Recipe) -> Iterator[Check]:
+    settings = recipe.evaluate
+    revision = recipe.model.revision
+    named = {"model.path": recipe.model.path, "model.vae": recipe.model.vae}
+    named |= {"evaluate.clip": settings.clip, "evaluate.image_encoder": settings.image_encoder}
+    named |= {f"evaluate.judges {name}": path for name, path in settings.preference_models.items()}
+    for setting, path in named.items():
+        if path is not None:
+            given = revision if setting == "model.path" else None
+            yield _named(setting, partial(_model, setting, path, given))
+
+
+def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
+    try:
+        where = locate_model(path, revision=revision)
+        yield fine(f"{setting}: {without_secrets(path)} ({where})")
+    except ModelNotFound as error:
+        yield problem(f"{setting}: {error}", f"set {setting} to a folder, URL or hub id")
+
+
+def _source(recipe: Recipe) -> Iterator[Finding]:
+    where = getattr(recipe.source, "path", None) or recipe.source.kind
+    try:
+        download.check(recipe)
+        yield fine(f"source: {without_secrets(str(where))} opens")
+    except download.SourceError as error:
+        yield problem(str(error))
+
+
+def _stores(recipe: Recipe) -> Iterator[Check]:
+    yield _named("store", partial(_store, "store", recipe.store))
+    if recipe.publish.registry is not None:
+        yield _named("registry", partial(_store, "publish.registry", recipe.publish.registry))
+
+
+def _store(setting: str, url: str) -> Iterator[Finding]:
+    """Create, replace and delete an object, as a run does."""
+    mend = f"grant the permission, or set `{setting}` to another folder or URL"
+    try:
+        store = Store(url)
+    except StoreError as error:
+        yield problem(f"{setting}: {error}", mend)
+        return
+    is_new = store.is_local and not os.path.isdir(store.root)
+    try:
+        store.check_writable()
+        yield fine(f"{setting}: {store.url} can be written")
+    except Exception as error:  # each filesystem's client has errors of its own
+        yield problem(f"{setting}: {storage_error(store, error)}", mend)
+    finally:
+        if is_new and os.path.isdir(store.root) and not os.listdir(store.root):
+            os.rmdir(store.root)
+
+
+def _hub_login(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the hub knows the token, if there is one or publishing needs one."""
+    from huggingface_hub import HfApi, get_token, is_offline_mode
+
+    token, mend = get_token(), "hf auth login, or set HF_TOKEN"
+    needed = recipe.publish.hub is not None
+    if token is None:
+        if needed:
+            yield problem("publish.hub needs a hub token", mend)
+        return
+    if is_offline_mode():
+        return
+    try:
+        name = HfApi().whoami(token=token)["name"]
+        yield fine(f"hub token: of {name}")
+    except Exception as error:  # of several HTTP libraries
+        words = f"hub token: the hub does not accept it ({type(error).__name__})"
+        yield problem(words, mend) if needed else note(words, mend)
+
+
+def _named(name: str, check: partial[Iterator[Finding]]) -> Check:
+    """A check with a name, for the message of its failure."""
+
+    def run() -> Iterator[Finding]:
+        return check()
+
+    run.__name__ = name
+    return run

@@ -1,0 +1,122 @@
+"""`kiln place`: deploy the flow `kiln-stage` on a recipe's work pools, and set limits there."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import StateType
+from prefect.events import EventTrigger, Posture
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectNotFound
+from prefect.utilities.callables import parameter_schema
+
+from configs.load_recipe import RecipeError
+from configs.recipe import Recipe
+from flows.run_sent_stage import run_stage
+from flows.runner import ServerAway, check_server, configured_server
+from flows.send_stage import FLOW
+
+CODE = Path(__file__).parents[1]
+LOST = "kiln: lost stages"
+#: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost one.
+HEARTBEAT, SILENCE = 30, 90
+ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+
+
+def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) -> None:
+    """Let each work pool of a recipe run its stages; what exists is updated.
+
+    Args:
+        folder: folder of Kilnworks on the workers' machines; default: that of this checkout.
+        accelerators: stages that may use an accelerator at the same time, over all runs.
+
+    Raises:
+        RecipeError: the recipe names no pool, or one that the server does not have.
+        ServerAway: no lasting Prefect server is configured, or it does not answer.
+    """
+    pools = sorted({pool.partition("/")[0] for pool in recipe.place.pools().values()})
+    if not pools:
+        raise RecipeError("place: no stage has a work pool, such as place.train=gpu")
+    check_lasting_server("place")
+    with get_client(sync_client=True) as client:
+        for pool in pools:
+            _check_pool(client, pool)
+        for pool in pools:
+            _deploy(client, pool, folder or str(CODE))
+            print(f"deployed: {FLOW}/{pool} (prefect worker start --pool {pool})")
+        _detect_lost(client)
+        print(f"automation: {LOST}")
+        if accelerators is not None:
+            client.create_concurrency_limit("accelerator", accelerators)
+            print(f"limit: {accelerators} stages with an accelerator at a time")
+
+
+def check_lasting_server(what: str) -> None:
+    """Raise ServerAway without a lasting Prefect server, or if it does not answer."""
+    if (server := configured_server()) is None:
+        raise ServerAway(
+            f"{what}: work pools need a lasting Prefect server: start it (`make ui`) and set "
+            "PREFECT_API_URL"
+        )
+    check_server(server)
+
+
+def _check_pool(client: SyncPrefectClient, pool: str) -> None:
+    try:
+        client.read_work_pool(pool)
+    except ObjectNotFound:
+        raise RecipeError(
+            f"place: the Prefect server has no work pool {pool}: run "
+            f"`prefect work-pool create {pool} --type process`, or docker or kubernetes"
+        ) from None
+
+
+def _deploy(client: SyncPrefectClient, pool: str, folder: str) -> None:
+    schema = parameter_schema(run_stage)
+    client.create_deployment(
+        client.create_flow(run_stage),
+        name=pool,
+        work_pool_name=pool,
+        entrypoint="flows/run_sent_stage.py:run_stage",
+        pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": folder}}],
+        parameter_openapi_schema=schema.model_dump_for_openapi(),
+        description="Stages that other runs send (place). See docs/orchestration.md.",
+        job_variables={
+            "env": {
+                "NO_ALBUMENTATIONS_UPDATE": "1",
+                "DO_NOT_TRACK": "1",
+                "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT),
+            }
+        },
+    )
+
+
+def _detect_lost(client: SyncPrefectClient) -> None:
+    """Let the server mark a run crashed whose machine is gone: its sender then sends another."""
+    heartbeat = "prefect.flow-run.heartbeat"
+    made = AutomationCore(
+        name=LOST,
+        description="A run of the flow `kiln-stage` without a heartbeat has crashed.",
+        trigger=EventTrigger(
+            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+            match_related=ResourceSpecification(
+                {"prefect.resource.role": "flow", "prefect.resource.name": FLOW}
+            ),
+            after={heartbeat},
+            expect={heartbeat, *(f"prefect.flow-run.{end}" for end in ENDS)},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=SILENCE),
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat")],
+    )
+    same = client.read_automations_by_name(LOST)
+    if same:  # as deploy/automations/apply.py: without a moment that has no automation
+        client.update_automation(same[0].id, made)
+    else:
+        client.create_automation(made)

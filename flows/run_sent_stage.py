@@ -1,0 +1,62 @@
+"""The flow `kiln-stage`: one stage of another run, on the work pool that its recipe names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from prefect import flow, runtime
+
+from configs.place import PlacedStage
+from configs.recipe import STAGES
+from configs.redact_errors_and_logs import redacted_errors
+from flows.finetune import report_of, stages_of, train
+from flows.logs import log_to_prefect
+from flows.parameters import Settings
+from flows.preflight import Run, prepare
+from flows.retrain import continue_from_champion
+from flows.send_stage import FLOW
+from tasks.build_or_reuse import StageFailed
+from tasks.check_places import received_recipe
+from tasks.retrain.champion import find_champion
+
+
+@flow(name=FLOW)
+def run_stage(
+    stage: PlacedStage,
+    settings: Settings,
+    key: str,
+    retry_failed: bool = False,
+    champion: str | None = None,
+) -> dict[str, Any]:
+    """Build a stage that another run sent; the stages before it are reused from the store.
+
+    Args:
+        stage: The stage to build.
+        settings: The resolved recipe of the sender.
+        key: Key of the artifact that the sender expects; another one is not built.
+        retry_failed: Whether to fetch rows with transient failures again.
+        champion: Version of the champion that a retraining starts from.
+
+    Returns a report, as `finetune` does.
+    """
+    log_to_prefect()
+    with redacted_errors():
+        recipe = received_recipe(settings)
+        run = prepare(recipe, only=stage, run_id=runtime.flow_run.id, retry_failed=retry_failed)
+        run = _with_champion(replace(run, sent=(stage, key)), champion)
+    continues = champion is not None and recipe.retrain.start == "champion"
+    stages = stages_of(run, continue_from_champion if continues else train)
+    states = list(islice(stages, 1 + STAGES.index(stage)))
+    return report_of([state.result() for state in states])
+
+
+def _with_champion(run: Run, version: str | None) -> Run:
+    """The run of a retraining. Raises StageFailed if the champion is another one by now."""
+    if version is None:
+        return run
+    champion = find_champion(run.recipe, run.store)
+    if champion is None or champion.version != version:
+        raise StageFailed(f"retrain: the champion is no longer {version}: run again")
+    return replace(run, champion=champion)

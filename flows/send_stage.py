@@ -1,0 +1,247 @@
+"""Send a stage to a work pool as a run of the flow `kiln-stage`, and wait for it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+from uuid import UUID, uuid4
+
+import httpx
+from prefect import Task
+from prefect.artifacts import create_link_artifact
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterType,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.utilities.urls import url_for
+
+from artifacts.clock import REAL, Clock
+from artifacts.store import Store
+from configs.load_recipe import RecipeError
+from configs.place import PlacedStage
+from configs.recipe import Recipe, StageName
+from configs.redact_errors_and_logs import one_line
+from tasks.build_or_reuse import StageFailed, TransientError
+from tasks.progress import Progress
+
+log = logging.getLogger("kiln")
+AnyTask = TypeVar("AnyTask", bound=Task[Any, Any])
+
+FLOW = "kiln-stage"
+#: Crashed runs, none of which came further than those before, that end a try of a stage's task.
+MOST_CRASHES = 3
+#: Seconds until a crashed run is sent again; doubled after each crash, and varied by up to half.
+FIRST_PAUSE = 5.0
+POLL_SECONDS = 2.0
+#: Errors of a server that may be away or restart; see `_check_away`. The run goes on without it.
+AWAY = (httpx.TransportError, PrefectHTTPStatusError)
+
+
+def deployment_of(pool: str) -> str:
+    """Name of the deployment that runs stages on a pool, given as POOL or POOL/QUEUE."""
+    return f"{FLOW}/{pool.partition('/')[0]}"
+
+
+def check_deployments(recipe: Recipe, stages: Sequence[StageName]) -> None:
+    """Raise RecipeError if a stage's pool has no deployment on the Prefect server."""
+    pools = {stage: pool for stage, pool in recipe.place.pools().items() if stage in stages}
+    if not pools:
+        return
+    with get_client(sync_client=True) as client:
+        for stage, pool in pools.items():
+            try:
+                client.read_deployment_by_name(deployment_of(pool))
+            except ObjectNotFound:
+                raise RecipeError(
+                    f"place.{stage}: the Prefect server has no deployment {deployment_of(pool)}: "
+                    "run `kiln place RECIPE`"
+                ) from None
+
+
+def waiting_task(task: AnyTask, recipe: Recipe) -> AnyTask:
+    """A stage's task; without its concurrency limit where it waits for another run of the stage."""
+    if task.task_run_name not in recipe.place.pools():
+        return task
+    return cast(AnyTask, task.with_options(tags={"sent"}))
+
+
+def send_stage(
+    recipe: Recipe,
+    store: Store,
+    stage: PlacedStage,
+    parameters: Mapping[str, Any],
+    progress: Progress,
+    clock: Clock = REAL,
+) -> None:
+    """Run a stage on its work pool, and wait until it has ended.
+
+    The run is sent again after a crash, such as a preemption. A server that was away may take a
+    living run for crashed: while the lock of its artifact has a heartbeat, the artifact is waited
+    for. The run is cancelled if this one ends.
+
+    Args:
+        parameters: of the flow `kiln-stage`.
+
+    Raises:
+        StageFailed: the run failed, or was cancelled there, or the server refuses it for good.
+        TransientError: MOST_CRASHES runs crashed without progress, or the server is away.
+    """
+    pool, key = recipe.place.pools()[stage], parameters["key"]
+    crashes, best = 0, 0.0
+    while True:
+        reached = _Reached(progress)
+        state, name = _run_once(recipe, stage, pool, parameters, reached)
+        where = f"{stage}: run {name} on pool {pool}"
+        if state.is_completed():
+            return
+        if not state.is_crashed():
+            ended = (state.name or state.type.value).lower()
+            raise StageFailed(f"{where} {ended}: {' '.join((state.message or '').split())}")
+        if _built_although_crashed(store, stage, key, where, clock):
+            return
+        crashes, best = (1, reached.percent) if reached.percent > best else (crashes + 1, best)
+        if crashes == MOST_CRASHES:
+            raise TransientError(f"{stage}: {crashes} runs on pool {pool} crashed without progress")
+        pause = FIRST_PAUSE * 2 ** (crashes - 1) * random.uniform(0.5, 1.5)
+        message = " ".join((state.message or "").split())
+        log.warning("%s crashed (%s); sending it again in %.0f s", where, message, pause)
+        clock.sleep(pause)
+
+
+class _Reached:
+    """Shows the progress of a sent run as this run's, and remembers how far it came."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.percent = progress, 0.0
+
+    def show(self, percent: float, text: str) -> None:
+        self.percent = max(self.percent, percent)
+        self.progress(round(percent), 100, text)
+
+
+def _built_although_crashed(
+    store: Store, stage: StageName, key: str, where: str, clock: Clock
+) -> bool:
+    """Whether the store has the artifact, once nobody builds it."""
+    told = False
+    while store.is_being_built(stage, key):
+        if not told:
+            log.warning("%s counts as crashed, but builds on; waiting for its artifact", where)
+        told = True
+        clock.sleep(POLL_SECONDS)
+    return store.find(stage, key) is not None
+
+
+def _run_once(
+    recipe: Recipe, stage: PlacedStage, pool: str, parameters: Mapping[str, Any], reached: _Reached
+) -> tuple[State[Any], str]:
+    """The final state and the name of a new run of the stage; it is cancelled if this one ends."""
+    with get_client(sync_client=True) as client:
+        sent = _start(recipe, stage, pool, parameters)
+        try:
+            _tell(client, stage, pool, sent, reached.progress)
+            return _wait(client, sent, reached), sent.name
+        except BaseException:  # cancelled, interrupted, or too late
+            _cancel(client, sent)
+            raise
+
+
+def _start(recipe: Recipe, stage: PlacedStage, pool: str, parameters: Mapping[str, Any]) -> FlowRun:
+    try:
+        return cast(
+            FlowRun,
+            run_deployment(
+                deployment_of(pool),
+                parameters=dict(parameters),
+                timeout=0,
+                flow_run_name=f"{stage} of {recipe.publish.name}",
+                work_queue_name=pool.partition("/")[2] or None,
+                idempotency_key=str(uuid4()),  # a request that is repeated makes no second run
+            ),
+        )
+    except ObjectNotFound as error:
+        raise StageFailed(f"{stage}: {deployment_of(pool)} is gone: {one_line(error)}") from error
+    except AWAY as error:
+        _check_away(stage, error)
+        raise TransientError(f"{stage}: the Prefect server refuses it now: {error}") from error
+
+
+def _tell(
+    client: SyncPrefectClient, stage: PlacedStage, pool: str, sent: FlowRun, progress: Progress
+) -> None:
+    """Log and link the run; warn if no worker of its pool is online."""
+    name = pool.partition("/")[0]
+    url = url_for("flow-run", obj_id=sent.id)
+    log.info("%s: sent to pool %s%s", stage, pool, f": {url}" if url else "")
+    _link(url, sent, pool, progress)
+    try:
+        ready = client.read_work_pool(name).status
+    except (ObjectNotFound, *AWAY) as error:  # the run is sent, and is waited for
+        log.warning("%s: the state of pool %s is unknown: %s", stage, name, one_line(error))
+        return
+    if ready is not None and ready.value != "READY":
+        log.warning("%s: no worker of pool %s is online; waiting for one", stage, name)
+
+
+def _check_away(stage: str, error: Exception) -> None:
+    """Raise StageFailed for an answer of the server that waiting does not change, such as 401."""
+    if isinstance(error, PrefectHTTPStatusError):
+        status = error.response.status_code
+        if status not in (408, 429) and status < 500:
+            raise StageFailed(f"{stage}: the Prefect server refuses: {one_line(error)}") from error
+
+
+def _link(url: str | None, sent: FlowRun, pool: str, progress: Progress) -> None:
+    if url is None:
+        return
+    try:
+        create_link_artifact(url, f"{sent.name} on {pool}", key=f"{progress.key}-run")
+    except Exception as error:  # the run counts, not its display
+        log.warning("%s: the link to the run is not shown: %s", progress.stage, error)
+
+
+def _wait(client: SyncPrefectClient, sent: FlowRun, reached: _Reached) -> State[Any]:
+    """The final state of a sent run; meanwhile its progress is shown as this run's."""
+    away = False
+    while True:
+        try:
+            state = client.read_flow_run(sent.id).state
+            if state is not None and state.is_final():
+                return state
+            _show(client, sent.id, reached)
+            away = False
+        except AWAY as error:
+            _check_away(reached.progress.stage, error)
+            if not away:
+                log.warning(
+                    "%s: the Prefect server is away: %s", reached.progress.stage, one_line(error)
+                )
+            away = True
+        time.sleep(POLL_SECONDS)
+
+
+def _show(client: SyncPrefectClient, run: UUID, reached: _Reached) -> None:
+    found = client.read_artifacts(
+        artifact_filter=ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[run]),
+            type=ArtifactFilterType(any_=["progress"]),
+        )
+    )
+    for artifact in found:
+        if artifact.key == f"{reached.progress.key}-progress":
+            reached.show(float(str(artifact.data)), artifact.description or "")
+
+
+def _cancel(client: SyncPrefectClient, sent: FlowRun) -> None:
+    try:
+        client.set_flow_run_state(sent.id, State(type=StateType.CANCELLING))
+    except Exception as error:  # what ended this run is raised
+        log.warning("run %s is not cancelled, cancel it: %s", sent.name, one_line(error))

@@ -1,0 +1,183 @@
+"""FLUX.1, dev and schnell: a transformer over 2 x 2 patches, with a CLIP encoder and a T5.
+
+The published model is described by its code alone; diffusers' FluxPipeline is the reference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.families.family import Family, KohyaNames, Place, TextEncoder
+
+_PATCH = 2  # latent pixels along one side of a patch
+_TOP = {
+    "x_embedder": "img_in",
+    "context_embedder": "txt_in",
+    "proj_out": "final_layer.linear",  # norm_out.linear has no place: its halves are swapped there
+    "time_text_embed.timestep_embedder.linear_1": "time_in.in_layer",
+    "time_text_embed.timestep_embedder.linear_2": "time_in.out_layer",
+    "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
+    "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
+    "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+    "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
+}
+_DOUBLE = {
+    "norm1.linear": "img_mod.lin",
+    "norm1_context.linear": "txt_mod.lin",
+    "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj",
+    "ff.net.0.proj": "img_mlp.0",
+    "ff.net.2": "img_mlp.2",
+    "ff_context.net.0.proj": "txt_mlp.0",
+    "ff_context.net.2": "txt_mlp.2",
+}
+_SINGLE = {"norm.linear": "modulation.lin", "proj_out": "linear2"}
+#: Layers that Black Forest Labs' code fuses along the output: (fused layer, position in it).
+_FUSED_DOUBLE = {
+    f"attn.{name}": (f"{stream}_attn.qkv", position)
+    for stream, names in (
+        ("img", ("to_q", "to_k", "to_v")),
+        ("txt", ("add_q_proj", "add_k_proj", "add_v_proj")),
+    )
+    for position, name in enumerate(names)
+}
+_FUSED_SINGLE = {
+    name: ("linear1", position)
+    for position, name in enumerate(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
+}
+_BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
+_MLP_RATIO = 4
+
+
+def original_place(layer: str, transformer: Mapping[str, Any]) -> Place:
+    """Where Black Forest Labs' code has a layer of diffusers' FluxTransformer2DModel.
+
+    Their code fuses query, key and value, and in single blocks also the MLP's first layer.
+
+    Args:
+        layer: name in diffusers, such as `transformer_blocks.0.attn.to_q`.
+        transformer: the transformer's config.
+
+    Raises:
+        ValueError: their code has no such layer, or it orders the outputs differently.
+    """
+    if layer in _TOP:
+        return Place(_TOP[layer])
+    match = _BLOCK.fullmatch(layer)
+    if match is None:
+        raise ValueError(f"{layer} has no name in the layout of sd-scripts")
+    single, number, rest = match.groups()
+    block = f"{'single' if single else 'double'}_blocks.{number}"
+    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    plain, fused = (_SINGLE, _FUSED_SINGLE) if single else (_DOUBLE, _FUSED_DOUBLE)
+    if rest in plain:
+        return Place(f"{block}.{plain[rest]}")
+    if rest not in fused:
+        raise ValueError(f"{layer} has no name in the layout of sd-scripts")
+    name, position = fused[rest]
+    rows = width * (3 + _MLP_RATIO if single else 3)
+    return Place(f"{block}.{name}", position * width, rows)
+
+
+class Flux(Family):
+    """prompt_embeds has T5's states, with padding; pooled_prompt_embeds CLIP's pooled output.
+
+    The pipeline gives T5 no attention mask, so the states of padding depend on the caption, and
+    the transformer attends to them: all of them are stored, and no mask.
+
+    FLUX.1 dev is distilled: the guidance scale is an input (arXiv 2210.03142). Schnell has no such
+    input, and was trained on half as many tokens of T5.
+    """
+
+    name = "flux"
+    pipelines = ("FluxPipeline",)
+    denoiser, denoiser_class = "transformer", "FluxTransformer2DModel"
+    blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
+        TextEncoder("text_encoder", ("CLIPTextModel",), states=False, pooled="pooler_output"),
+        TextEncoder("text_encoder_2", ("T5EncoderModel",), "t5", tokens=512),
+    )
+    attention_layers: ClassVar[tuple[str, ...]] = (
+        *Family.attention_layers,
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
+    )
+    guidance_input = True
+    refused_devices: ClassVar[Mapping[str, str]] = {
+        "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
+    }
+    kohya: ClassVar[KohyaNames | None] = KohyaNames({"text_encoder": "lora_te1"}, original_place)
+
+    def takes_guidance(self, config: Mapping[str, Any]) -> bool:
+        return bool(config.get("guidance_embeds", False))
+
+    def t5_tokens(self, config: Mapping[str, Any]) -> int:
+        return 512 if self.takes_guidance(config) else 256
+
+    def latent_multiple(self, config: Mapping[str, Any]) -> int:
+        return _PATCH
+
+    def latent_channels(self, config: Mapping[str, Any]) -> int:
+        return int(config["in_channels"]) // _PATCH**2
+
+    def sample_size(self, config: Mapping[str, Any]) -> int:
+        return 128  # FluxPipeline.default_sample_size
+
+    def sigmas(self, steps: int) -> NDArray[np.float64] | None:
+        return np.linspace(1.0, 1 / steps, steps)
+
+    def pipeline_latents(self, noise: Any) -> Any:
+        return pack(noise)
+
+    def predict(
+        self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
+    ) -> Any:
+        rows, columns = (size // _PATCH for size in noisy_latents.shape[-2:])
+        text = conditioning["prompt_embeds"]
+        guided = self.takes_guidance(denoiser.config)
+        predicted = denoiser(
+            pack(noisy_latents),
+            encoder_hidden_states=text,
+            pooled_projections=conditioning["pooled_prompt_embeds"],
+            timestep=timesteps / 1000,
+            guidance=conditioning["guidance"] if guided else None,
+            img_ids=positions(noisy_latents),
+            txt_ids=text_positions(text),
+            return_dict=False,
+        )[0]
+        return unpack(predicted, rows, columns)
+
+
+def pack(latents: Any) -> Any:
+    """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (C, 2, 2)."""
+    batch, channels, height, width = latents.shape
+    rows, columns = height // _PATCH, width // _PATCH
+    patches = latents.reshape(batch, channels, rows, _PATCH, columns, _PATCH)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
+
+
+def unpack(patches: Any, rows: int, columns: int) -> Any:
+    """The inverse of `pack`, for patches [B, rows * columns, 4 C]."""
+    batch = len(patches)
+    values = patches.reshape(batch, rows, columns, -1, _PATCH, _PATCH).permute(0, 3, 1, 4, 2, 5)
+    return values.reshape(batch, -1, rows * _PATCH, columns * _PATCH)
+
+
+def positions(latents: Any) -> Any:
+    """(0, row, column) of each patch of latents [B, C, h, w], for rotary embeddings: [N, 3] f32."""
+    import torch  # runtimes without PyTorch import this module too
+
+    ones = torch.ones_like(latents[0, 0, ::_PATCH, ::_PATCH], dtype=torch.float32)
+    places = torch.stack([ones - ones, ones.cumsum(0) - 1, ones.cumsum(1) - 1], dim=-1)
+    return places.reshape(-1, 3)
+
+
+def text_positions(prompt_embeds: Any) -> Any:
+    """Zeros for each token of embeddings [B, T, D], for rotary embeddings: [T, 3] f32."""
+    import torch
+
+    return torch.zeros_like(prompt_embeds[0, :, :3], dtype=torch.float32)

@@ -1,0 +1,174 @@
+"""Experiment trackers for curves and images: TensorBoard always, Weights & Biases on request.
+
+<work>/tensorboard/events.out.tfevents.00001     one per start of the run, numbered
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import google_crc32c
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from configs.train import Train
+from runtimes.contract import WrongInput
+from runtimes.train.wandb_tracker import WandbTracker
+
+log = logging.getLogger("kiln")
+Scalars = Mapping[str, float | None]
+
+
+class Tracker(Protocol):
+    """An experiment tracker."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log scalars at a step, by tag."""
+
+    def picture(self, step: int, name: str, png: bytes) -> None:
+        """Log an image (the bytes of a PNG file)."""
+
+    def rewind(self, step: int) -> None:
+        """Discard the points after a step, from which the run continues."""
+
+    def flush(self) -> None:
+        """Write all logged data to storage. Must be thread-safe."""
+
+    def close(self, done: bool) -> None:
+        """Flush and end; `done` is False if the run stopped early."""
+
+
+class Trackers:
+    """All trackers of a run. One that raises is dropped with a warning; training continues."""
+
+    def __init__(self, trackers: list[Tracker]) -> None:
+        self._trackers = trackers
+
+    def scalars(self, step: int, values: Scalars) -> None:
+        """Log scalars; None values are omitted."""
+        known = {name: value for name, value in values.items() if value is not None}
+        self._each(lambda tracker: tracker.scalars(step, known))
+
+    def picture(self, step: int, name: str, png: bytes) -> None:
+        """Log an image (the bytes of a PNG file)."""
+        self._each(lambda tracker: tracker.picture(step, name, png))
+
+    def rewind(self, step: int) -> None:
+        """Discard the points after a step."""
+        self._each(lambda tracker: tracker.rewind(step))
+
+    def flush(self) -> None:
+        """Write all logged data to storage."""
+        self._each(lambda tracker: tracker.flush())
+
+    def close(self, done: bool) -> None:
+        """Flush and end all trackers."""
+        self._each(lambda tracker: tracker.close(done))
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in self._trackers:
+            try:
+                call(tracker)
+            except Exception as error:  # such as a full disk or an unreachable service
+                self._trackers = [other for other in self._trackers if other is not tracker]
+                name = type(tracker).__name__
+                log.warning("%s is given up: %s: %s", name, type(error).__name__, error)
+
+
+class TensorBoard:
+    """Writes event files in `<work>/tensorboard`.
+
+    Events are appended to a local file. Remote objects cannot be appended to, so each flush writes
+    a new one. A rewind writes a SessionLog.START event: TensorBoard then purges the events of its
+    step and later.
+    """
+
+    def __init__(self, work: str) -> None:
+        self._fs, root = url_to_fs(work)
+        self._folder = f"{root.rstrip('/')}/tensorboard"
+        self._local = isinstance(self._fs, LocalFileSystem)
+        self._lock = threading.Lock()
+        self._fs.makedirs(self._folder, exist_ok=True)
+        names = [path.rpartition(".")[2] for path in self._fs.glob(f"{self._folder}/*tfevents.*")]
+        self._number = max((int(name) for name in names if name.isdigit()), default=0)
+        self._begin_file()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker."""
+        points = [Summary.Value(tag=name, simple_value=v) for name, v in values.items()]
+        self._add(Event(step=step, summary=Summary(value=points)))
+
+    def picture(self, step: int, name: str, png: bytes) -> None:
+        """See Tracker."""
+        width, height = struct.unpack(">II", png[16:24])
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+        self._add(Event(step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)])))
+
+    def rewind(self, step: int) -> None:
+        """See Tracker."""
+        self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def flush(self) -> None:
+        """See Tracker."""
+        with self._lock:
+            if self._local or not self._added:
+                return
+            path, data = self._path, bytes(self._pending)
+            self._begin_file()
+        self._fs.pipe_file(path, data)
+
+    def close(self, done: bool) -> None:
+        """See Tracker."""
+        self.flush()
+
+    def _begin_file(self) -> None:
+        """Start a file whose name sorts last: TensorBoard reads files in name order."""
+        self._number += 1
+        self._path = f"{self._folder}/events.out.tfevents.{self._number:05d}"
+        begun = Event(wall_time=time.time(), file_version="brain.Event:2")
+        self._pending = bytearray(_record(begun))
+        self._added = False
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        with self._lock:
+            self._pending += _record(event)
+            self._added = True
+            if self._local:
+                with open(self._path, "ab") as stream:
+                    stream.write(self._pending)
+                self._pending.clear()
+
+
+def _record(event: Event) -> bytes:
+    """An event in the TFRecord format: length and data, each followed by a masked CRC-32C."""
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    return length + _checksum(length) + data + _checksum(data)
+
+
+def _checksum(data: bytes) -> bytes:
+    """The masked CRC-32C of TFRecord: rotated right by 15 bits, plus a constant."""
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def open_trackers(work: str, settings: Train) -> Trackers:
+    """The trackers of a run. Raises WrongInput if Weights & Biases rejects its settings."""
+    trackers: list[Tracker] = [TensorBoard(work)]
+    if settings.wandb is not None:
+        try:
+            config = settings.model_dump(mode="json")
+            trackers.append(WandbTracker(settings.wandb, work, config))
+        except WrongInput:
+            raise
+        except Exception as error:  # such as an unreachable service
+            log.warning("Weights & Biases is given up: %s: %s", type(error).__name__, error)
+    return Trackers(trackers)

@@ -1,0 +1,91 @@
+"""The download as a Beam pipeline: one element per shard, results in the store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import apache_beam as beam
+
+from artifacts.checksummed_files import write_atomic
+from artifacts.concurrent_requests import ask_at_once
+from artifacts.list_folder import entries
+from artifacts.store import Store
+from tasks.beam_pipeline import ShardProgress, run_linear
+from tasks.download.download_shard import Deferred, DownloadContext, download_shard
+from tasks.download.errors import SourceError
+from tasks.download.plan_shards import ShardSpec
+from tasks.worker_reports import WorkerReports, shard_counts, worker_report
+
+#: Shards in progress per process. They share its connections, which one shard's end leaves idle.
+THREADS = 4
+
+
+class DownloadShard(beam.DoFn):
+    """Downloads a shard, or writes a note with the reasons for deferring it."""
+
+    def __init__(self, context: DownloadContext) -> None:
+        self.context, self.run = context, uuid4().hex
+
+    def process(self, spec: ShardSpec) -> Iterator[str]:
+        result = download_shard(spec, self.context)
+        if isinstance(result, Deferred):
+            note = f"{self.context.notes}/{spec.key}.json"
+            write_atomic(Store(self.context.store).fs, note, json.dumps(result.reasons).encode())
+        else:
+            outcomes = result.meta["outcomes"]
+            failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
+            fetched = result.meta["bytes"]
+            counts = shard_counts(spec.rows, failed, fetched, is_new=result.is_new)
+            report = worker_report(self.context.store, self.context.reports, self.run)
+            report.add(spec.key, counts)
+        yield spec.key
+
+
+def run_pipeline(
+    specs: Sequence[ShardSpec],
+    context: DownloadContext,
+    options: Mapping[str, Any],
+    progress: Callable[[int, int, str], None],
+) -> list[Deferred]:
+    """Download every shard into the store and return the deferred ones.
+
+    Args:
+        options: Beam pipeline options, of the recipe's `beam` section.
+
+    Raises:
+        OSError: the store is full or not writable.
+        SourceError: the source changed or cannot be read.
+        BeamOptionsError: Beam rejects `options`.
+    """
+    store = Store(context.store)
+    reports = WorkerReports(store, context.reports)
+    reports.clear()  # of an earlier run
+    _clear(store, context.notes)
+    sizes = {spec.key: spec.rows for spec in specs}
+    watch = ShardProgress(store, context.reports, sizes, progress)
+    dofn, known = DownloadShard(context), (SourceError,)
+    try:
+        run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
+    finally:
+        reports.clear()
+    deferred = _read_notes(store, context.notes)
+    _clear(store, context.notes)
+    return deferred
+
+
+def _read_notes(store: Store, notes: str) -> list[Deferred]:
+    paths = sorted(entry["name"] for entry in entries(store.fs, notes))
+    found = map(json.loads, ask_at_once(store.fs, store.fs.cat_file, paths))
+    return [
+        Deferred(path.rpartition("/")[2].removesuffix(".json"), reasons)
+        for path, reasons in zip(paths, found, strict=True)
+    ]
+
+
+def _clear(store: Store, notes: str) -> None:
+    store.fs.invalidate_cache(notes)
+    if store.fs.exists(notes):
+        store.fs.rm(notes, recursive=True)

@@ -1,0 +1,298 @@
+"""Plan a download: read the source once, cut its rows into shards, and store them shard by shard.
+
+A plan is an artifact, and its pieces are shards of the store. A piece holds the shards that end
+within one file of the source, or one part of a folder. Rows behind its last shard begin the next
+piece. A piece's key has the file's stamp and the rows that it begins with, so only new files of a
+grown source are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from artifacts.artifact_key import KeyParts
+from artifacts.checksummed_files import read_checked
+from artifacts.hashing import digest_json
+from artifacts.store import SHARDS, Artifact, Draft, Shard, Store
+from runtimes.data.prefetch import Prefetch
+from tasks.build_or_reuse import StageFailed, build_or_reuse
+from tasks.download.errors import SourceError
+from tasks.download.plan_parquet import PlanWriter, key_id, plan_key, read_group, read_hashes
+from tasks.download.read_lists_by_duckdb import MalformedList
+from tasks.download.rows import HASH_SIZE, HASHED
+from tasks.download.shard_boundaries import shard_ends
+from tasks.download.sources import Piece, Source
+
+STAGE = "plan"
+VERSION = 2
+INDEX = "shards.parquet"
+#: Tables that are read while one is written.
+READ_AHEAD = 2
+#: Columns of an index: sha256 of the hashes of a shard's rows, and the place of the row group.
+INDEX_SCHEMA = pa.schema(
+    [
+        ("digest", pa.binary(32)),
+        ("rows", pa.int64()),
+        ("file", pa.string()),
+        ("group", pa.int32()),
+    ]
+)
+Begin = Callable[[KeyParts], object]
+log = logging.getLogger("kiln")
+
+
+class Span(NamedTuple):
+    """Consecutive rows of a plan: those in [start, stop) of a row group."""
+
+    file: str  # URL
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One shard to download: its key, its row count and its rows, a row group as planned."""
+
+    key: str
+    rows: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A source's rows, cut into shards; it holds the places of the rows only."""
+
+    source_digest: str  # sha256 (hex) over the digests of all shards, in order
+    rows: int
+    shards: tuple[ShardSpec, ...]  # each key once
+    parts: KeyParts = field(compare=False, repr=False)
+    artifact: Artifact = field(compare=False, repr=False)
+    layout: str | None = None  # sha256 over the shards' keys, if they do not follow from the rows
+
+
+def planned_hashes(shards: Iterable[ShardSpec]) -> Iterator[tuple[bytes, Span]]:
+    """The hash of each row of shards, and its place. Raises SourceError."""
+    for file, group, start, stop in (span for shard in shards for span in shard.spans):
+        hashes = read_hashes(file, group)[start:stop]
+        yield from ((h, Span(file, group, n, n + 1)) for n, h in enumerate(hashes, start))
+
+
+def read_spans(spans: Iterable[Span], key: str) -> pa.Table:
+    """The rows of HASHED at spans; neighbours share a reading. Raises SourceError."""
+    tables = [HASHED.empty_table()]
+    for (file, group), found in groupby(spans, lambda span: span[:2]):
+        rows = read_group(file, group, key)
+        tables += [rows.slice(span.start, span.stop - span.start) for span in found]
+    return pa.concat_tables(tables)
+
+
+def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same rows with adjacent spans merged; the order is kept."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1][:2] == span[:2] and joined[-1].stop == span.start:
+            span = span._replace(start=joined.pop().start)
+        joined.append(span)
+    return tuple(joined)
+
+
+def make_plan(
+    source: Source,
+    store: Store,
+    shard_size: int,
+    shard_key: Callable[[str], str],
+    begin: Begin = lambda parts: None,
+) -> Plan:
+    """The plan of a source: the one in the store if nothing changed, else a new one.
+
+    Args:
+        shard_size: average rows of a shard.
+        shard_key: returns the key of a shard, given the digest of its rows.
+        begin: called before the plan is looked for; it records that a run needs it.
+
+    Raises:
+        SourceError: the source cannot be read, or has no rows.
+        StageFailed, StorageError: as `build_or_reuse`.
+    """
+    pieces, key = list(source.pieces()), plan_key()
+    settings = {"shard_size": shard_size, "key": key_id(key)}
+    inputs = {"source": digest_json([piece.identity for piece in pieces])}
+    parts = KeyParts(STAGE, VERSION, settings, inputs)
+    begin(parts)
+
+    def build(draft: Draft) -> dict[str, Any]:
+        return _Builder(draft, shard_size, key).build(pieces)
+
+    try:
+        artifact = build_or_reuse(store, parts, build, parents={}).load(store)
+    except StageFailed as error:
+        raise error.__cause__ or error from None
+    return _load(artifact, parts, shard_key)
+
+
+def _load(artifact: Artifact, parts: KeyParts, shard_key: Callable[[str], str]) -> Plan:
+    index = _table(artifact.read(INDEX))
+    folder = artifact.store.url_of(f"{STAGE}/{SHARDS}")
+    shards: dict[str, ShardSpec] = {}
+    places = zip(*(index[name].to_pylist() for name in INDEX_SCHEMA.names), strict=True)
+    for digest, rows, file, group in places:
+        key = shard_key(digest.hex())
+        if key in shards:
+            log.warning("download: %d rows repeat an earlier shard and are skipped", rows)
+            continue
+        shards[key] = ShardSpec(key, rows, (Span(f"{folder}/{file}", group, 0, rows),))
+    rows = sum(shard.rows for shard in shards.values())
+    source_digest = hashlib.sha256(b"".join(index["digest"].to_pylist())).hexdigest()
+    return Plan(source_digest, rows, tuple(shards.values()), parts, artifact)
+
+
+class _Rest(NamedTuple):
+    """The rows behind the last shard of a piece."""
+
+    content: str  # digest (sha256 hex) of all columns
+    place: dict[str, Any]  # values of INDEX_SCHEMA, the digest as hex
+
+    def as_shard(self) -> dict[str, Any]:
+        return {**self.place, "digest": bytes.fromhex(self.place["digest"])}
+
+
+class _Builder:
+    """Builds a plan piece by piece."""
+
+    def __init__(self, draft: Draft, shard_size: int, key: str) -> None:
+        self.draft, self.store = draft, draft.store
+        self.shard_size, self.key = shard_size, key
+        self.settings = digest_json([VERSION, shard_size, key_id(key)])
+
+    def build(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Add all pieces and the index to the draft; returns the summary."""
+        rest: _Rest | None = None
+        index, read = [INDEX_SCHEMA.empty_table()], 0
+        for piece in pieces:
+            key = digest_json([self.settings, piece.identity, rest and rest.content])
+            shard = self.store.shard(STAGE, key)
+            if shard is None:
+                shard, read = self._write(key, piece, rest), read + 1
+            self.draft.add_shard(shard)
+            names = {entry.path.split(".", 2)[2]: entry.path for entry in shard.files}
+            index.append(self._index(shard, names))
+            rest = _rest(shard.meta, names)
+        if rest is not None:
+            index.append(pa.Table.from_pylist([rest.as_shard()], schema=INDEX_SCHEMA))
+        shards = pa.concat_tables(index)
+        if not len(shards):
+            raise SourceError("source: it has no rows")
+        self.draft.write(INDEX, _parquet(shards))
+        rows = pc.sum(shards["rows"]).as_py()
+        return {"rows": rows, "shards": len(shards), "run": {"pieces": len(pieces), "read": read}}
+
+    def _write(self, key: str, piece: Piece, rest: _Rest | None) -> Shard:
+        """Read a piece of the source and commit it."""
+        try:
+            return self._commit(key, piece.read(), rest)
+        except MalformedList:
+            return self._commit(key, piece.read_malformed(), rest)
+
+    def _commit(self, key: str, tables: Iterator[pa.Table], rest: _Rest | None) -> Shard:
+        with (
+            tempfile.TemporaryDirectory(prefix="kiln-") as scratch,
+            ThreadPoolExecutor(1) as sealer,  # both it and the reader release the interpreter lock
+            Prefetch(tables, READ_AHEAD) as ahead,
+        ):
+            writer = PlanWriter(Path(scratch), self.key)
+            index: list[dict[str, Any]] = []
+            rows = [] if rest is None else [self._rows(rest)]
+            for table in ahead:
+                *shards, behind = _cut(pa.concat_tables([*rows, table]), self.shard_size)
+                sealed = sealer.map(writer.seal, shards)
+                index += map(partial(_written, writer), shards, sealed)
+                rows = [behind]
+            meta: dict[str, Any] = {"rest": None}
+            if rows and len(rows[0]):
+                place = _written(writer, rows[0], writer.seal(rows[0]))
+                place["digest"] = place["digest"].hex()
+                meta["rest"] = {"content": _content(rows[0]), "place": place}
+            writer.close()
+            file = Path(scratch, INDEX)
+            file.write_bytes(_parquet(pa.Table.from_pylist(index, schema=INDEX_SCHEMA)))
+            files = {f".{Path(name).name}": name for name in (*writer.files, str(file))}
+            return self.store.commit_shard(STAGE, key, files, meta)
+
+    def _rows(self, rest: _Rest) -> pa.Table:
+        place = rest.place
+        url = self.store.url_of(f"{STAGE}/{SHARDS}/{place['file']}")
+        return read_group(url, place["group"], self.key)
+
+    def _index(self, piece: Shard, names: dict[str, str]) -> pa.Table:
+        """The shards of a piece, by the names of its files in the store. Raises Damaged."""
+        (sha256,) = (one.sha256 for one in piece.files if one.path == names[INDEX])
+        root = self.store.shards_path(STAGE)
+        index = _table(read_checked(self.store.fs, root, names[INDEX], sha256))
+        files = pa.array([names[file] for file in index["file"].to_pylist()], pa.string())
+        return index.set_column(index.schema.get_field_index("file"), "file", files)
+
+
+def _rest(meta: dict[str, Any], names: dict[str, str]) -> _Rest | None:
+    if meta["rest"] is None:
+        return None
+    place = meta["rest"]["place"]
+    return _Rest(meta["rest"]["content"], {**place, "file": names[place["file"]]})
+
+
+def _cut(rows: pa.Table, average: int) -> Iterator[pa.Table]:
+    """The shards of `rows`, then the rows behind them."""
+    hashes = rows["hash"].combine_chunks()
+    prefixes = np.frombuffer(_joined(hashes), ">u4")[:: HASH_SIZE // 4]
+    ends = shard_ends(prefixes, average)
+    for start, end in zip([0, *ends], [*ends, len(rows)], strict=True):
+        yield rows.slice(start, end - start)
+
+
+def _written(writer: PlanWriter, shard: pa.Table, sealed: bytes) -> dict[str, Any]:
+    """Write a shard; returns its entry of the index."""
+    file, group = writer.write(shard, sealed)
+    digest = hashlib.sha256(_joined(shard["hash"].combine_chunks())).digest()
+    return {"digest": digest, "rows": len(shard), "file": file, "group": group}
+
+
+def rows_digest(hashes: Iterable[bytes]) -> str:
+    """sha256 (hex) of the hashes of rows, in order."""
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def _joined(hashes: pa.Array) -> memoryview:
+    """The bytes of an array of hashes, without a copy."""
+    data = hashes.buffers()[2] or b""
+    return memoryview(data)[HASH_SIZE * hashes.offset : HASH_SIZE * (hashes.offset + len(hashes))]
+
+
+def _content(rows: pa.Table) -> str:
+    # Of values: the buffers of equal Arrow tables differ behind nulls.
+    return digest_json([{**row, "hash": row["hash"].hex()} for row in rows.to_pylist()])
+
+
+def _table(data: bytes) -> pa.Table:
+    # pre_buffer leaves the bytes to a thread of Arrow, which can outlive the interpreter.
+    return pq.ParquetFile(BytesIO(data), pre_buffer=False).read(use_threads=False)
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue().to_pybytes()

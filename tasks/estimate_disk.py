@@ -1,0 +1,178 @@
+"""Estimate the disk that a run needs, by stage, from rows, sizes and the base's weight shapes.
+
+docs/scale.md has the arithmetic. Every row counts as a picture with a caption of its own, so that
+lists with failures and equal captions need less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from artifacts.safetensors import FLOATS
+from artifacts.tensor_header import read_header
+from configs.publish import Publish
+from configs.recipe import STAGES, Recipe, StageName
+from configs.train import Train
+from runtimes.adapters.lora_layers import Layer, choose_layers
+from runtimes.families import detect_family
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from tasks.base_training_plan import embedding_bytes, latent_bytes
+from tasks.evaluate.prompts import sample_prompts
+
+#: Bytes per pixel of photographs in a stored format: jpg and webp at quality 95, png.
+PIXEL_BYTES = {"jpg": 0.4, "webp": 0.35, "png": 1.5}
+#: Area of a picture as a multiple of image_size squared, for sides of 1 to 1.3.
+AREAS = {"keep_ratio": 1.3, "keep_ratio_largest": 0.77}
+#: Bytes per sample beside the picture: three headers of a tar, caption, metadata, parquet row.
+SAMPLE_BYTES = 3200
+#: Bytes per reference picture of the evaluation: 32 x 32 RGB in float32 (memorization), features.
+REFERENCE_BYTES = 4 * (32 * 32 * 3 + 768)
+#: Bytes of an evaluation beside them: two sheets of small pictures, metrics, resampled values.
+SHEET_BYTES = 250_000
+#: Dtypes of weight files; integers are buffers, such as CLIP's position ids.
+STORED = FLOATS | {name: np.dtype(kind) for name, kind in (("I64", "<i8"), ("I32", "<i4"))}
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """Bytes that a run stores, by stage."""
+
+    rows: int
+    stages: dict[StageName, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.stages.values())
+
+    def without_stored(self, missing: Mapping[StageName, float]) -> DiskEstimate:
+        """What is still needed if a share `missing` of each stage is not stored yet."""
+        left = {stage: int(missing[stage] * size) for stage, size in self.stages.items()}
+        return replace(self, stages=left)
+
+    @property
+    def words(self) -> str:
+        """The largest parts, such as `encode 3.1 GB, train 2.0 GB`."""
+        return ", ".join(f"{stage} {in_words(size)}" for stage, size in self.stages.items())
+
+
+def estimate_disk(
+    recipe: Recipe,
+    model: Path,
+    vae: Path | None,
+    rows: int,
+    stages: Sequence[StageName] = STAGES,
+) -> DiskEstimate:
+    """The disk that a run needs in its store.
+
+    Args:
+        model: local folder of the base pipeline.
+        vae: folder of the VAE that replaces the pipeline's own.
+        rows: of the source.
+        stages: those that the run builds.
+
+    Raises:
+        WrongInput: the base's configs are invalid.
+    """
+    info = describe_encoders(model, vae)
+    trained = _trained_parameters(recipe.train, model)
+    encoded = rows * (latent_bytes(recipe, info) + embedding_bytes(info))
+    sizes: dict[StageName, int] = {
+        "download": rows * _picture_bytes(recipe),
+        "encode": encoded,
+        "train": _training_bytes(recipe, trained),
+        "evaluate": _evaluation_bytes(recipe, rows),
+        "publish": _published_bytes(recipe.publish, recipe.train, model, trained),
+    }
+    return DiskEstimate(rows, {stage: sizes[stage] for stage in stages})
+
+
+def _picture_bytes(recipe: Recipe) -> int:
+    settings = recipe.download
+    area = AREAS.get(settings.resize_mode, 1.0) * settings.image_size**2
+    return int(area * PIXEL_BYTES[settings.encode_format]) + SAMPLE_BYTES
+
+
+def _training_bytes(recipe: Recipe, trained: int) -> int:
+    """Checkpoints, with the one that is being written, the trained weights and samples."""
+    settings = recipe.train
+    arrays = 4.0 * trained * (1 + (settings.ema_decay is not None)) + moment_bytes(
+        settings, trained
+    )
+    checkpoints = settings.checkpoints_total_limit + settings.keep_best + 1
+    drawn = 0
+    if settings.sample_every_n_steps:
+        times = settings.steps // settings.sample_every_n_steps
+        drawn = times * len(sample_prompts(recipe)) * _drawn_bytes(recipe)
+    return int(checkpoints * arrays) + 4 * trained + drawn
+
+
+def moment_bytes(settings: Train, trained: int) -> float:
+    """Bytes of the optimizer's state on disk."""
+    return trained * {"adamw": 8.0, "adamw_8bit": 2.03, "adafactor": 0.01}[settings.optimizer]
+
+
+def _evaluation_bytes(recipe: Recipe, rows: int) -> int:
+    """Pictures of base and tuned model, features of the references, and the sheets."""
+    groups = recipe.evaluate.prompts.values()
+    pictures = sum(len(group.prompts) * group.images_per_prompt for group in groups)
+    return 2 * pictures * _drawn_bytes(recipe) + rows * REFERENCE_BYTES + SHEET_BYTES
+
+
+def _drawn_bytes(recipe: Recipe) -> int:
+    return int(PIXEL_BYTES["png"] * recipe.encode.resolution**2)
+
+
+def _published_bytes(publish: Publish, train: Train, model: Path, trained: int) -> int:
+    """The artifact, and its copy in a registry within the store."""
+    width = 4 if publish.dtype == "float32" else 2
+    whole = width * sum(math.prod(shape) for part in _parts(model) for _, shape in part)
+    adapters = width * trained if train.method == "lora" else 0
+    size = adapters if train.method == "lora" and not publish.merge else whole + adapters
+    return size * (2 if publish.registry is None else 1)
+
+
+def _trained_parameters(settings: Train, model: Path) -> int:
+    """Numbers that training changes."""
+    family = detect_family(model)
+    parts = (family.denoiser, *(family.clip_encoders if settings.train_text_encoder else ()))
+    return sum(_trained_in(part, dict(_shapes(model / part)), settings, model) for part in parts)
+
+
+def _trained_in(part: str, shapes: Shapes, settings: Train, model: Path) -> int:
+    if settings.method == "full" or not shapes:
+        return sum(map(math.prod, shapes.values()))
+    weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
+    kinds: dict[int, Layer] = {2: "linear", 4: "conv"}
+    layers = {name: kinds[len(shape)] for name, shape in weights.items() if len(shape) in kinds}
+    chosen = choose_layers(part, layers, settings.lora, detect_family(model).attention_layers)
+    rank, rows = settings.lora.rank, settings.lora.dora
+    sizes = ((weights[name][0], math.prod(weights[name][1:])) for name in chosen)
+    return sum(rank * (out + into) + out * rows for out, into in sizes)
+
+
+def _parts(model: Path) -> Iterator[Iterator[tuple[str, tuple[int, ...]]]]:
+    return (_shapes(folder) for folder in sorted(model.iterdir()) if folder.is_dir())
+
+
+def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of a component's weights, without variants; none for a folder without any."""
+    files = sorted(folder.glob("*.safetensors"))
+    plain = [path for path in files if ".fp16" not in path.name and "non_ema" not in path.name]
+    for path in plain or files:
+        with path.open("rb") as stream:
+            try:
+                _, places = read_header(stream, STORED)
+            except ValueError:  # another stage reports a damaged file
+                continue
+        yield from ((name, place.shape) for name, place in places.items())
+
+
+def in_words(size: float) -> str:
+    """A number of bytes, such as `139 MB` or `3.1 GB`."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"

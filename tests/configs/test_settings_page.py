@@ -1,0 +1,31 @@
+"""docs/settings.md has every setting of a recipe, as the schema has it."""
+
+from typing import Any
+
+from kiln_command import ROOT
+
+from configs import settings_page
+from configs.load_recipe import dump, load_recipe, recipe_names
+from configs.strict_yaml import parse_yaml
+
+PAGE = ROOT / "docs/settings.md"
+
+
+def test_page_matches_the_schema() -> None:
+    assert PAGE.read_text(encoding="utf-8") == settings_page.page()
+
+
+def leaves(value: Any, prefix: str = "") -> set[str]:
+    """Dotted names of all settings in a resolved recipe."""
+    if isinstance(value, dict) and value:
+        return {name for key, one in value.items() for name in leaves(one, f"{prefix}{key}.")}
+    return {prefix.rstrip(".")}
+
+
+def test_page_has_every_setting_of_every_recipe() -> None:
+    known = set(settings_page.names())
+    free = ("evaluate.prompts.", "sweep.values.")  # names in these are the user's
+    for recipe in recipe_names():
+        for name in leaves(parse_yaml(dump(load_recipe(recipe)))):
+            section = any(one.startswith(f"{name}.") for one in known)  # null, in this recipe
+            assert name in known or section or name.startswith(free), name

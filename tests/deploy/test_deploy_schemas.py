@@ -1,0 +1,160 @@
+"""Files of deploy/ against the validators of requirements/deploy.txt (`make setup-deploy`)."""
+
+import asyncio
+import copy
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kiln_command import ROOT
+
+DEPLOY = ROOT / "deploy"
+VALIDATORS = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-deploy")
+KUBERNETES = DEPLOY / "kubernetes"
+COMPOSE = [DEPLOY / "server/compose.yaml", DEPLOY / "workers/compose.yaml"]
+DOCKERFILES = sorted(DEPLOY.glob("*/Dockerfile"))
+TEMPLATES = sorted(KUBERNETES.glob("*_job_template.json"))
+SERVER = COMPOSE[0]
+#: Images of ours, which a team builds.
+OWN = re.compile(r"kiln-\w+(:latest)?$")
+PINNED = re.compile(r"[\w./-]+:[\w.-]*\d[\w.-]*$")
+
+pytestmark = pytest.mark.skipif(
+    not VALIDATORS.is_dir(), reason=f"no {VALIDATORS.name}: make setup-deploy"
+)
+
+
+@pytest.fixture(autouse=True)
+def validators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(VALIDATORS))
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def load_compose(path: Path) -> Any:
+    """A compose file with its variables replaced by their defaults, as Compose does it."""
+    text = re.sub(r"(?<!\$)\$\{\w+(?::-([^}]*)|:\?)?\}", r"\1", path.read_text(encoding="utf-8"))
+    return yaml.safe_load(text)
+
+
+def check_compose(compose: dict[str, Any]) -> None:
+    importlib.import_module("compose_spec").PyCompose.from_json(json.dumps(compose))
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    kubernetes = importlib.import_module("kubernetes_validate")
+    kubernetes.validate(manifest, "1.33", strict=True)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_dockerfile_passes_the_linter(path: Path) -> None:
+    hadolint = VALIDATORS / "bin/hadolint"
+    done = subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.parent.name)
+def test_compose_file_is_of_the_specification(path: Path) -> None:
+    compose = load_compose(path)
+    check_compose(compose)
+    for name, service in compose["services"].items():
+        assert OWN.match(service["image"]) or PINNED.match(service["image"]), name
+        for needed in service.get("depends_on", {}):
+            assert needed in compose["services"], f"{name} needs {needed}"
+    broken = copy.deepcopy(compose)
+    next(iter(broken["services"].values()))["portz"] = []
+    with pytest.raises(Exception, match="portz"):
+        check_compose(broken)
+
+
+def test_every_variable_of_the_server_is_in_the_template_of_its_secrets() -> None:
+    used = set(re.findall(r"(?<!\$)\$\{(\w+)", SERVER.read_text(encoding="utf-8")))
+    lines = (DEPLOY / "server/env.example").read_text(encoding="utf-8").splitlines()
+    given = {line.partition("=")[0] for line in lines if line and not line.startswith("#")}
+    assert used == given
+    secret = {line.partition("=")[0] for line in lines if line.endswith("=")}
+    assert {"POSTGRES_PASSWORD", "REDIS_PASSWORD", "PREFECT_AUTH", "S3_SECRET"} <= secret
+
+
+def test_services_that_stay_up_have_a_health_check_and_a_version_of_prefect() -> None:
+    services = load(SERVER)["services"]
+    once, silent = {"migrate", "set-up"}, {"background", "worker"}
+    for name in services.keys() - once - silent:
+        found = services[name]
+        if "extends" in found:
+            found = load(DEPLOY / "workers/compose.yaml")["services"][found["extends"]["service"]]
+        assert found["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL"), name
+    (version,) = re.findall(r"^prefect==(.*)$", (ROOT / "requirements/base.txt").read_text(), re.M)
+    assert load(DEPLOY / "prefect.yaml")["prefect-version"] == version
+    assert services["server"]["image"].startswith(f"prefecthq/prefect:{version}-")
+    for path in KUBERNETES.glob("*.values.yaml"):
+        assert f"prefectTag: {version}-" in path.read_text(encoding="utf-8"), path.name
+
+
+def jobs(path: Path) -> list[dict[str, Any]]:
+    """Manifests of a file; of a JobSet, its Jobs."""
+    found = []
+    for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+        if manifest["kind"] == "JobSet":
+            for one in manifest["spec"]["replicatedJobs"]:
+                head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": one["name"]}}
+                found.append({**head, "spec": one["template"]["spec"]})
+        else:
+            found.append(manifest)
+    return found
+
+
+@pytest.mark.parametrize("name", ["torchrun.yaml", "tpu_jobset.yaml"])
+def test_manifest_is_of_kubernetes_and_does_not_run_as_root(name: str) -> None:
+    found = jobs(KUBERNETES / name)
+    for manifest in found:
+        check_manifest(manifest)
+    job = found[-1]["spec"]
+    nodes = {entry["name"]: entry.get("value") for entry in container(found[-1])["env"]}
+    assert str(job["completions"]) == str(job["parallelism"])
+    assert str(job["completions"]) == (nodes.get("NODES") or nodes.get("WORLD_SIZE"))
+    assert job["template"]["spec"]["securityContext"]["runAsNonRoot"] is True
+    broken = copy.deepcopy(found[-1])
+    container(broken)["volumeMountz"] = []
+    with pytest.raises(Exception, match="volumeMountz"):
+        check_manifest(broken)
+
+
+def container(job: dict[str, Any]) -> Any:
+    (found,) = job["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_job_template_makes_a_job_that_resumes_after_an_eviction(path: Path) -> None:
+    """As prefect-kubernetes does it, from the variables of prefect.yaml and a run."""
+    worker = importlib.import_module("prefect_kubernetes.worker")
+    pool = path.stem.partition("_")[0]
+    entry = next(
+        one for one in load(DEPLOY / "prefect.yaml")["deployments"]
+        if one["work_pool"]["name"] == pool
+    )  # fmt: skip
+    template = json.loads(path.read_text(encoding="utf-8"))
+    values = {**entry["work_pool"]["job_variables"], "name": "a-run"}
+    make = worker.KubernetesWorkerJobConfiguration.from_template_and_values
+    client = object()  # nothing of the template is looked up on a server
+    made = asyncio.run(make(base_job_template=template, values=values, client=client))
+    made.command = "prefect flow-run execute"
+    made._populate_command_if_not_present()
+    manifest = made.job_manifest
+    assert manifest["spec"]["backoffLimit"] == 0  # Prefect then schedules an evicted run again
+    (runs,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert ("nvidia.com/gpu" in runs["resources"]["limits"]) == (pool == "gpu")
+    assert manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 60
+    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    assert used == template["variables"]["properties"].keys()
+    runs.pop("env", None), runs.pop("args", None)
+    check_manifest({**manifest, "metadata": {"name": "a-run"}})

@@ -1,0 +1,96 @@
+"""The automations of deploy/automations, on a server: applied twice, and the webhook they call."""
+
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from kiln_command import ROOT
+from prefect_server import TIMEOUT, Server
+
+pytestmark = pytest.mark.soak
+APPLY = ROOT / "deploy/automations/apply.py"
+#: Makes the block, as a team does it in the UI, then runs a flow that announces two models.
+RUN = """
+import sys
+from prefect import flow
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from flows.model_events import emit_published, emit_rejected
+
+url = sys.argv[1]
+if url != "emit":
+    shape = {"subject": "{{subject}}", "body": "{{body}}"}
+    block = CustomWebhookNotificationBlock(name="team", url=url, json_data=shape)
+    block.save("team", overwrite=True)
+    sys.exit()
+
+@flow
+def announce():
+    emit_published("automated", "s3://kiln/registry/automated/v3", {"cmmd": 0.05})
+    emit_rejected("automated", "the gate rejected the model: cmmd < base", [])
+    raise RuntimeError("broken on purpose")
+
+announce(return_state=True)
+"""
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """URL of a webhook, and what it was sent."""
+    got: list[dict[str, str]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/", got
+        server.shutdown()
+
+
+def test_a_team_is_notified_of_published_refused_and_failed(
+    tmp_path: Path, api: str, webhook: tuple[str, list[dict[str, str]]]
+) -> None:
+    server = Server(tmp_path, api)
+    url, got = webhook
+
+    def python(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *map(str, words)]
+        return subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True)
+
+    missing = python(APPLY, "custom-webhook/nobody")
+    assert missing.returncode == 2 and "no block custom-webhook/nobody" in missing.stderr
+    assert python("-c", RUN, url).returncode == 0
+    for said in ("created", "updated"):
+        done = python(APPLY, "custom-webhook/team")
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[0] for line in done.stdout.splitlines()] == [said] * 5
+    names = [one["name"] for one in server.ask("/automations/filter", {})]
+    for path in APPLY.parent.glob("*.yaml"):  # each once
+        assert names.count(yaml.safe_load(path.read_text(encoding="utf-8"))["name"]) == 1
+    try:
+        assert python("-c", RUN, "emit").returncode == 0
+        subjects = {"automated v3 is published", "automated is refused"}
+
+        def notified() -> bool:
+            found = {one["subject"] for one in got}
+            return subjects <= found and any(one.endswith(": Failed") for one in found)
+
+        server.wait("notifications", notified, TIMEOUT)
+        (published,) = [one for one in got if one["subject"] == "automated v3 is published"]
+        assert "s3://kiln/registry/automated/v3/report.html" in published["body"]
+    finally:  # other tests share the server
+        for one in server.ask("/automations/filter", {}):
+            if one["name"].startswith("kiln: "):
+                server.ask(f"/automations/{one['id']}", method="DELETE")

@@ -1,0 +1,171 @@
+"""`kiln doctor RECIPE`: the recipe's models, source, store, token and runtime are reached."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import picture_sources
+import pytest
+from hub_server import HubServer, Repository
+
+from configs.load_recipe import load_recipe
+from configs.recipe import Recipe
+from flows import check_recipe
+from flows.findings import Finding, collect
+from runtimes.contract import Probe
+from runtimes.hosts.detect_nvidia import NvidiaGpu
+from runtimes.torch_models.gpu_specs import GIB
+
+Here = Callable[..., str]  # of conftest.py
+CPU = {name: Probe(True, ["cpu (1 threads)"]) for name in ("torch", "xla", "jax", "mindspore")}
+WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
+MODEL = {"model_index.json": b"{}", WEIGHTS: b"not fetched"}
+
+
+def check(recipe: Recipe, **probes: Probe) -> dict[str, list[str]]:
+    """Findings by level."""
+    found: dict[str, list[str]] = {"ok": [], "note": [], "problem": []}
+    for finding in collect(check_recipe.recipe_checks(recipe, CPU | probes)):
+        found[finding.level].append(finding.words)
+    return found
+
+
+@pytest.fixture
+def sd2(tmp_path: Path, hub: HubServer) -> Recipe:
+    """The recipe sd2 with all that it names on the hub; its store is in a folder."""
+    recipe = load_recipe("sd2", {"store": str(tmp_path / "new/store")})
+    pictures = picture_sources.make_pictures(3)
+    picture_sources.write_dataset(tmp_path / "dataset", pictures)
+    files = {f"data/{p.name}": p.read_bytes() for p in (tmp_path / "dataset").rglob("*.parquet")}
+    for name in (recipe.model.path, recipe.evaluate.clip):
+        hub.repositories[name] = Repository(dict(MODEL))
+    hub.repositories[f"datasets/{recipe.source.path}"] = Repository(files)  # type: ignore[union-attr]
+    return recipe
+
+
+def test_a_recipe_whose_places_answer_has_no_problem(sd2: Recipe, hub: HubServer) -> None:
+    found = check(sd2)
+    assert found["problem"] == []
+    assert f"model.path: {sd2.model.path} (on the hub, 2 files)" in found["ok"]
+    assert any(line.startswith("source: ") and line.endswith(" opens") for line in found["ok"])
+    assert f"store: {sd2.store} can be written" in found["ok"]
+    fetched = [path for method, path in hub.requests if method == "GET" and WEIGHTS in path]
+    assert fetched == []
+    assert not os.path.exists(sd2.store)
+
+
+def test_a_model_that_left_the_hub_is_a_problem(sd2: Recipe, hub: HubServer) -> None:
+    del hub.repositories[sd2.model.path]
+    (said,) = check(sd2)["problem"]
+    assert said.startswith(
+        f"model.path: model {sd2.model.path}: no such folder, and the hub has no"
+    )
+    assert said.endswith("set model.path to a folder, URL or hub id")
+
+
+def test_a_gated_model_that_lists_its_files_is_a_problem(sd2: Recipe, hub: HubServer) -> None:
+    hub.repositories[sd2.model.path].accepted_by = {"hf_other"}
+    (said,) = check(sd2)["problem"]
+    assert "gated: accept its terms at" in said and "HF_TOKEN" in said
+
+
+def test_a_model_without_safetensors_is_a_problem(sd2: Recipe, hub: HubServer) -> None:
+    hub.repositories[sd2.model.path].files.pop(WEIGHTS)
+    (said,) = check(sd2)["problem"]
+    assert "it has no .safetensors weights" in said
+
+
+def test_a_data_set_that_is_gone_is_a_problem(sd2: Recipe, hub: HubServer) -> None:
+    del hub.repositories[f"datasets/{sd2.source.path}"]  # type: ignore[union-attr]
+    (said,) = check(sd2)["problem"]
+    assert "lambda/naruto-blip-captions" in said
+
+
+def test_a_hub_that_cannot_be_reached_is_a_problem(
+    sd2: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    recipe = sd2.model_copy(update={"source": load_recipe("digits").source})
+    said = check(recipe)["problem"]
+    assert len(said) == 2
+    assert all("the hub cannot be reached at http://127.0.0.1:9" in words for words in said)
+
+
+def test_a_store_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    recipe = load_recipe("digits", {"store": str(tmp_path / "file/store")})
+    (said,) = check(recipe)["problem"]
+    assert said.startswith("store: ") and "set `store` to another folder" in said
+    kept = load_recipe("digits", {"store": str(tmp_path)})
+    assert check(kept)["problem"] == [] and tmp_path.is_dir()
+
+
+def test_a_bucket_is_a_store_and_a_model(url_of: Callable[[str], str]) -> None:
+    import fsspec
+
+    url = url_of("memory")
+    fs, root = fsspec.core.url_to_fs(url)
+    recipe = load_recipe("digits", {"store": f"{url}/store", "model.path": f"{url}/model"})
+    assert [s.split(": ")[2] for s in check(recipe)["problem"]] == ["no files there"]
+    fs.pipe_file(f"{root}/model/model_index.json", b"{}")
+    assert check(recipe)["problem"] == []
+    assert fs.find(f"{root}/store") == []
+
+
+def test_a_runtime_that_is_not_here_is_a_problem() -> None:
+    recipe = load_recipe("digits", {"runtime": "xla"})
+    (said,) = check(recipe, xla=Probe(False, [], {}, "no environment"))["problem"]
+    assert said == "runtime xla: no environment: run `make setup-xla`"
+    absent = load_recipe("digits", {"train.device": "cuda:1"})
+    assert "train.device cuda:1 is not here" in check(absent)["problem"][0]
+
+
+def test_a_token_that_the_hub_refuses_is_a_problem_where_one_is_needed(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = load_recipe("digits", {"publish.hub": {"repo": "me/digits"}})
+    assert "publish.hub needs a hub token: hf auth login" in check(push)["problem"][0]
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "the hub does not accept it" in check(push)["problem"][0]
+    assert "the hub does not accept it" in check(load_recipe("digits"))["note"][-1]
+    hub.writers.add("hf_wrong")
+    assert check(push)["problem"] == [] and "hub token: of tests" in check(push)["ok"][-1]
+
+
+@pytest.mark.parametrize(("gib", "level"), [(24, "problem"), (80, "ok")])
+def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
+    gib: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_recipe, "find_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
+    found: list[Finding] = list(check_recipe._memory(load_recipe("sdxl"), ["sdxl"]))
+    assert [finding.level for finding in found] == [level]
+    changed = load_recipe("sdxl", {"train.micro_batch_size": 1})
+    given = ["my.yaml", "-o", "train.micro_batch_size=1"]
+    (said,) = check_recipe._memory(changed, given)
+    command = f"kiln plan my.yaml -o train.micro_batch_size=1 --gpu {gib}GB"
+    assert said.words.endswith(command) and said.level == "note"
+
+
+@pytest.mark.parametrize(
+    "elsewhere", [{"train.device": "cpu"}, {"place.train": "gpu"}, {"runtime": "jax"}]
+)
+def test_memory_is_not_asked_for_where_a_run_does_not_ask(
+    elsewhere: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_recipe, "find_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    assert list(check_recipe._memory(load_recipe("sdxl", elsewhere), ["sdxl"])) == []
+
+
+def test_devices_of_other_machines_are_not_asked_for() -> None:
+    cuda = {"encode.device": "cuda", "train.device": "cuda", "evaluate.device": "cpu"}
+    remote = {"place.train": "gpu", "encode.beam": {"runner": "FlinkRunner"}}
+    assert len(check(load_recipe("digits", cuda))["problem"]) == 2
+    assert check(load_recipe("digits", cuda | remote))["problem"] == []
+
+
+def test_wrong_input_is_exit_code_2(here: Here) -> None:
+    assert "sdxl" in here("doctor", "sdxll", code=2)
+    assert "-o needs a recipe" in here("doctor", "-o", "train.steps=1", code=2)
+    settings: dict[str, Any] = {"train.stpes": 1}
+    assert "train.steps" in here("doctor", "digits", overrides=settings, code=2)

@@ -1,0 +1,239 @@
+"""A stage with a work pool is sent only if its artifact is missing, and never by its own run."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer.testing
+from prefect.client.schemas.objects import State, StateType
+from prefect.exceptions import PrefectHTTPStatusError
+
+from artifacts.artifact_key import KeyParts
+from artifacts.clock import Clock
+from artifacts.store import Store
+from configs.load_recipe import load_recipe
+from configs.place import PLACED_STAGES
+from flows import cli, finetune, send_stage
+from flows.preflight import Run, _stages_here
+from flows.retrain import continue_from_champion
+from flows.runner import _sends_a_stage
+from tasks.build_or_reuse import StageFailed, TransientError, build_or_reuse
+from tasks.check_places import received_recipe
+from tasks.progress import Progress
+from tasks.retrain.champion import Champion
+
+PARTS = KeyParts("train", 1, {}, {})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    given = {"place.train": "gpu", "place.download": "cpu", "store": str(tmp_path)}
+    recipe = load_recipe("digits", {**given, "shared_folders": [str(tmp_path)]})
+    return Run(recipe, Store(recipe.store), tmp_path, None, tmp_path, "a-run")
+
+
+def build(*_: Any) -> dict[str, Any]:
+    raise AssertionError("built here")
+
+
+def test_a_present_artifact_is_reused_without_sending(run: Run) -> None:
+    run.store.draft(PARTS).commit({}, {})
+    result = build_or_reuse(run.store, PARTS, build, parents={}, send=build)
+    assert result.outcome == "reused"
+
+
+def test_a_missing_artifact_is_sent_once_and_found_in_the_store(run: Run) -> None:
+    sent: list[int] = []
+
+    def send() -> None:
+        sent.append(1)
+        run.store.draft(PARTS).commit({}, {})
+
+    result = build_or_reuse(run.store, PARTS, build, parents={}, send=send)
+    assert (result.outcome, sent) == ("built", [1])
+
+
+def test_another_artifact_than_that_of_the_sender_is_an_error(run: Run) -> None:
+    with pytest.raises(StageFailed, match="built another artifact: its workers need this version"):
+        build_or_reuse(run.store, PARTS, build, parents={}, send=lambda: None)
+
+
+def sending(run: Run, stage: str) -> Any:
+    """The parameters that a stage is sent with; None if it is not sent."""
+    found: Any = run.send(KeyParts(stage, 1, {}, {}), Progress(stage))
+    return found and found.args[3]
+
+
+def test_a_sent_run_does_not_send_its_stage_again(run: Run) -> None:
+    for stage in run.recipe.place.pools():
+        recipe = received_recipe(sending(run, stage)["settings"])
+        assert sending(replace(run, recipe=recipe), stage) is None
+    assert [sending(run, stage) for stage in ("encode", "evaluate", "publish", "plan")] == [
+        None
+    ] * 4
+
+
+def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
+    sent = replace(run, sent=("train", PARTS.key))
+    assert sent.send(PARTS, Progress("train")) is None
+    other = KeyParts("train", 1, {"steps": 2}, {})
+    with pytest.raises(StageFailed, match=f"the sender expects {PARTS.key[:12]}"):
+        sent.send(other, Progress("train"))
+
+
+def test_a_sent_run_builds_no_stage_before_its_own(run: Run) -> None:
+    sent, parts = replace(run, sent=("train", PARTS.key)), KeyParts("download", 1, {}, {})
+    given: Any = (run.store, parts, build)
+    missing = sent.send(parts, Progress("download"))
+    with pytest.raises(StageFailed, match="train: the store has no download"):
+        build_or_reuse(*given, parents={}, send=missing)
+    run.store.draft(parts).commit({}, {})
+    assert build_or_reuse(*given, parents={}, send=missing).outcome == "reused"
+
+
+class Pool:
+    """Plays the runs of a pool: each ends in the next state, after an act."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *runs: tuple[StateType, float]) -> None:
+        self.runs, self.slept, self.sent = iter(runs), list[float](), 0
+        self.act: Any = lambda: None
+        monkeypatch.setattr(send_stage, "_run_once", self.run_once)
+
+    def run_once(self, *given: Any) -> Any:
+        self.sent += 1
+        kind, percent = next(self.runs)
+        given[-1].show(percent, "")
+        self.act()
+        return State(type=kind, message="preempted"), "a-run"
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+    def send(self, run: Run) -> None:
+        given = (run.recipe, run.store, "train", {"key": PARTS.key}, Progress("train"))
+        send_stage.send_stage(*given, clock=Clock(sleep=self.sleep))  # type: ignore[arg-type]
+
+
+def test_crashes_without_progress_are_sent_again_with_growing_pauses_and_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Pool(monkeypatch, *[(StateType.CRASHED, 10.0)] * 4)
+    with pytest.raises(TransientError, match="3 runs on pool gpu crashed without progress"):
+        pool.send(run)
+    first, second = pool.slept
+    assert 2.5 <= first <= 7.5 and 5 <= second <= 15
+
+
+def test_a_run_that_comes_further_each_time_is_sent_as_often_as_it_needs(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashed = [(StateType.CRASHED, 10.0 * n) for n in range(1, 8)]
+    pool = Pool(monkeypatch, *crashed, (StateType.COMPLETED, 100.0))
+    pool.send(run)
+    assert pool.sent == 8 and max(pool.slept) <= 7.5
+
+
+def test_a_run_that_counts_as_crashed_but_builds_on_is_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an outage of the server: its artifact appears later."""
+    pool, alive = Pool(monkeypatch, (StateType.CRASHED, 10.0)), iter([True, True, False])
+    monkeypatch.setattr(Store, "is_being_built", lambda *_: next(alive))
+    pool.act = lambda: run.store.draft(PARTS).commit({}, {})
+    pool.send(run)
+    assert pool.sent == 1 and pool.slept == [send_stage.POLL_SECONDS] * 2
+
+
+@pytest.mark.parametrize("status", [401, 403, 422])
+def test_an_answer_that_waiting_does_not_change_ends_the_wait(status: int) -> None:
+    with pytest.raises(StageFailed, match="train: the Prefect server refuses"):
+        send_stage._check_away("train", answer(status))
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_server_that_may_come_back_is_waited_for(status: int) -> None:
+    send_stage._check_away("train", answer(status))
+    send_stage._check_away("train", httpx.ConnectError("refused"))
+
+
+def answer(status: int) -> PrefectHTTPStatusError:
+    request = httpx.Request("GET", "http://server/api")
+    found = httpx.Response(status, request=request)
+    return PrefectHTTPStatusError(str(status), request=request, response=found)
+
+
+def test_an_interrupt_right_after_the_sending_cancels_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    cancelled: list[Any] = []
+    monkeypatch.setattr(send_stage, "get_client", lambda **_: nullcontext())
+    monkeypatch.setattr(send_stage, "run_deployment", lambda *_, **given: given)
+    monkeypatch.setattr(send_stage, "url_for", interrupted)
+    monkeypatch.setattr(send_stage, "_cancel", lambda _, sent: cancelled.append(sent))
+    monkeypatch.setattr(send_stage, "_tell", interrupted)
+    given: Any = (run.recipe, run.store, "train", {"key": PARTS.key}, Progress("train"))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            send_stage.send_stage(*given)
+    first, second = (sent["idempotency_key"] for sent in cancelled)
+    assert first != second
+
+
+def test_pools_of_stages_after_the_last_need_no_lasting_server() -> None:
+    recipe = load_recipe("digits", {"place.train": "gpu"})
+    assert not _sends_a_stage(recipe, "encode") and _sends_a_stage(recipe, "train")
+
+
+def test_only_the_download_is_told_to_retry_failed_rows(run: Run) -> None:
+    run = replace(run, retry_failed=True)
+    assert sending(run, "download")["retry_failed"]
+    assert not sending(run, "train")["retry_failed"]
+
+
+def test_a_retraining_names_its_champion(run: Run) -> None:
+    champion = Champion("v3", *[""] * 8)
+    assert sending(replace(run, champion=champion), "train")["champion"] == "v3"
+    assert sending(run, "train")["champion"] is None
+
+
+def test_a_stage_that_waits_holds_no_slot_of_its_limit(run: Run) -> None:
+    """Otherwise the run on the pool would wait for the slot of the run that waits for it."""
+    for task in (finetune.train, continue_from_champion, finetune.download):
+        assert send_stage.waiting_task(task, run.recipe).tags == {"sent"}
+    assert send_stage.waiting_task(finetune.encode, run.recipe).tags == {"accelerator"}
+    here = load_recipe("digits")
+    for stage in PLACED_STAGES:
+        task = getattr(finetune, stage)
+        assert send_stage.waiting_task(task, here) is task
+
+
+def test_devices_of_sent_stages_are_not_checked_here(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.preflight.check_deployments", lambda *_: None)
+    stages = ("download", "encode", "train", "evaluate", "publish")
+    assert _stages_here(run.recipe, stages) == ["encode", "evaluate", "publish"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "deployment"), [("gpu", "kiln-stage/gpu"), ("gpu/urgent", "kiln-stage/gpu")]
+)
+def test_a_queue_belongs_to_the_deployment_of_its_pool(pool: str, deployment: str) -> None:
+    assert send_stage.deployment_of(pool) == deployment
+
+
+@pytest.mark.parametrize("command", ["run", "sweep", "retrain", "place"])
+def test_a_temporary_server_is_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it starts: no worker would ever find it."""
+    monkeypatch.setattr("flows.runner.configured_server", lambda: None)
+    monkeypatch.setattr("flows.deploy_stages.configured_server", lambda: None)
+    words = [command, "digits", "-o", "place.train=gpu"]
+    result = typer.testing.CliRunner().invoke(cli.app, words)
+    assert isinstance(result.exception, ValueError)
+    assert "work pools need a lasting Prefect server" in str(result.exception)

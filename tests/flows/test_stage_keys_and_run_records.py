@@ -1,0 +1,339 @@
+"""The keys of stages, the records of runs, and promotion."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts.artifact_key import KeyParts
+from artifacts.gc_find_needed import needed_by
+from artifacts.latent_shards import INFO
+from artifacts.resolve_model import digest_model
+from artifacts.run_records import runs
+from artifacts.store import Artifact, Store
+from configs.generate import read_settings
+from configs.load_recipe import load_recipe
+from configs.publish import Hub
+from flows import finetune, generate
+from flows.preflight import Run
+from tasks import download
+from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
+from tasks.publish import stage as publish
+from tasks.publish.model_registry import Registry, Version
+from tasks.publish.push_to_hub import PushFailed
+
+
+def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Artifact:
+    draft = store.draft(KeyParts(stage, 1, {"number": number}, inputs))
+    draft.write("metrics.json", json.dumps({"metrics": {}, "number": number}).encode())
+    draft.write("model.bin", f"{stage} {number}".encode())
+    draft.write(INFO, b"{}")
+    return draft.commit({"forced": None}, {})
+
+
+def reused(artifact: Artifact) -> StageResult:
+    """The result of a reused artifact."""
+    return StageResult(artifact.stage, artifact.key, artifact.uri, artifact.digest, "reused", 0.0)
+
+
+class Asked(Exception):
+    """The arguments of `build_or_reuse`."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    recipe = load_recipe(
+        "digits",
+        {
+            "store": str(tmp_path / "store"),
+            "source": {"kind": "urls", "path": str(tmp_path / "list.csv"), "format": "csv"},
+            "publish.gate": ["cmmd <= champion"],
+            "evaluate.judges": [],
+        },
+    )
+    (tmp_path / "list.csv").write_text("url,caption\nhttp://127.0.0.1/,a\n")
+    base = Path(recipe.model.path)
+    return Run(recipe, Store(recipe.store), base, None, base / "evaluator", "a-run")
+
+
+def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(
+        store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact], **_: Any
+    ) -> Any:
+        raise Asked(parts, parents)
+
+    def asked(task: Any, *arguments: Any) -> tuple[dict[str, str], dict[str, Artifact]]:
+        with pytest.raises(Asked) as noted:
+            task.fn(*arguments)
+        parts, parents = noted.value.args
+        assert parts.stage == task.fn.__name__
+        return parts.inputs, parents
+
+    monkeypatch.setattr(finetune, "build_or_reuse", note)
+    made = {
+        stage: commit(run.store, stage, 1, {"source": "s", "base": "b"})
+        for stage in ("download", "encode", "train", "evaluate")
+    }
+    images, latents, trained, evaluated = made.values()
+    inputs, parents = asked(finetune.download, run)
+    plan = download.plan(run.recipe)
+    assert inputs == {"source": plan.source_digest}
+    assert {name: one.uri for name, one in parents.items()} == {"plan": plan.artifact.uri}
+    inputs, parents = asked(finetune.encode, run, reused(images))
+    assert inputs["images"] == images.digest and "encoders" in inputs
+    assert parents == {"images": images}
+    ungated = run.recipe.model_copy(update={"publish": _without_gate(run)})
+    inputs, parents = asked(finetune.train, replace(run, recipe=ungated), reused(latents))
+    base = digest_model(run.base, ("unet", "scheduler"))
+    assert inputs == {"latents": latents.digest, "base": base}
+    assert parents == {"latents": latents}
+    before = [reused(artifact) for artifact in made.values()]
+    inputs, parents = asked(finetune.evaluate, run, *before[:3])
+    read = {"images", "training_images", "latents", "model", "base", "clip"}
+    assert read == inputs.keys()
+    assert inputs["model"] == trained.digest and inputs["latents"] == latents.digest
+    assert parents == {"images": images, "latents": latents, "model": trained}
+    inputs, parents = asked(finetune.publish, run, *before)
+    assert inputs["model"] == trained.digest and inputs["evaluation"] == evaluated.digest
+    assert parents == {"model": trained, "evaluation": evaluated}
+
+
+def test_a_run_records_its_stages_before_their_builds(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = commit(run.store, "download", 1, {})
+    kept: list[set[str]] = []
+
+    def killed(store: Store, *_: Any, **more: Any) -> Any:
+        kept.extend({s for s, _ in run.keys} for run in runs(store))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "build_or_reuse", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.download.fn(run)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.encode.fn(run, reused(images))
+    assert kept == [{"plan", "download"}, {"plan", "download", "encode"}]
+
+
+def test_generate_records_its_run_before_the_build(
+    tmp_path: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"store": str(tmp_path / "store"), "device": "cpu", "num_inference_steps": 1}
+    settings = read_settings(str(tiny_sdxl), ["a cat"], given)
+    kept: list[tuple[str, str]] = []
+
+    def drawn(store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact]) -> Any:
+        kept.extend((key, parts.key) for run in runs(store) for _, key in run.keys)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "build_or_reuse", drawn)
+    with pytest.raises(KeyboardInterrupt):
+        generate.draw.fn(settings, "a-run")
+    ((recorded, wanted),) = kept
+    assert recorded == wanted
+
+
+def test_an_artifact_names_its_parents(run: Run) -> None:
+    store = run.store
+    images = commit(store, "download", 1, {})
+    parts = KeyParts("encode", 1, {}, {"images": images.digest})
+    made = build_or_reuse(store, parts, lambda draft: {}, parents={"images": images})
+    needed = needed_by(store, [("encode", made.key)])
+    assert needed.keys() == {("encode", made.key), ("download", images.key)}
+
+
+def test_a_run_records_its_plan_before_it_looks_for_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kiln gc` could otherwise delete the plan of last month's run between the two."""
+    before, find = run.plan(), Store.find
+    run.store.fs.rm(f"{run.store.root}/runs", recursive=True)
+
+    def recorded(store: Store, stage: str, key: str) -> Artifact | None:
+        (record,) = runs(store)
+        assert (stage, key) in record.keys
+        return find(store, stage, key)
+
+    monkeypatch.setattr(Store, "find", recorded)
+    assert run.plan() == before
+
+
+def _without_gate(run: Run) -> Any:
+    return run.recipe.publish.model_copy(update={"gate": ()})
+
+
+@pytest.mark.parametrize("compared_with", ["first", "second"])
+def test_only_a_model_compared_with_the_champion_replaces_it(run: Run, compared_with: str) -> None:
+    store, registry = run.store, publish.registry_of(run.recipe)
+    champions = {
+        name: registry.publish(commit(store, "publish", number, {}))
+        for number, name in enumerate(("first", "second"))
+    }
+    registry.promote(champions["second"].name)
+    before = [commit(store, s, 1, {}) for s in ("download", "encode", "train", "evaluate")]
+    given = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
+    assert given["champion"] == champions["second"].manifest["digest"]
+    theirs = {**given, "champion": champions[compared_with].manifest["digest"]}
+    published = commit(store, "publish", 9, theirs)
+    store.fs.pipe_file(f"{published.path}/report.html", b"")
+    results = [reused(artifact) for artifact in (*before, published)]
+    if compared_with == "first":
+        with pytest.raises(TransientError, match="another model became the champion meanwhile"):
+            publish.register(run.recipe, run.base, store, results, {})
+    else:
+        publish.register(run.recipe, run.base, store, results, {})
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.name == ("v2" if compared_with == "first" else "v3")
+
+
+def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, registry = run.store, publish.registry_of(run.recipe)
+    first, other = (registry.publish(commit(store, "publish", n, {})) for n in (0, 1))
+    registry.promote(first.name)
+    before = [commit(store, s, 1, {}) for s in ("download", "encode", "train", "evaluate")]
+    given = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
+    published = commit(store, "publish", 9, given)
+    store.fs.pipe_file(f"{published.path}/report.html", b"")
+    compare = publish._inputs
+
+    def compared(*given: Any) -> dict[str, str]:
+        found = compare(*given)
+        registry.promote(other.name)
+        return found
+
+    monkeypatch.setattr(publish, "_inputs", compared)
+    results = [reused(artifact) for artifact in (*before, published)]
+    with pytest.raises(TransientError, match="the champion is v2, not v1: run again"):
+        publish.register(run.recipe, run.base, store, results, {})
+    assert [move["version"] for move in registry.history()] == ["v1", "v2"]
+
+
+def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, registry = run.store, publish.registry_of(run.recipe)
+    before = [
+        commit(store, stage, 1, {"source": "s", "base": "b"})
+        for stage in ("download", "encode", "train", "evaluate")
+    ]
+    parts = publish.key_parts(run.recipe, before[2], before[3], run.base)
+    published = commit(store, "publish", 9, parts.inputs)
+    result = replace(reused(published), outcome="built")
+    load = StageResult.load
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("an odd picture")
+
+    def load_before(self: StageResult, store: Store) -> Artifact:
+        return load(self, store) if registry.champion() is None else broken()
+
+    monkeypatch.setattr(finetune, "build_or_reuse", lambda *_, **__: result)
+    monkeypatch.setattr(finetune, "SHOWS", dict.fromkeys(finetune.SHOWS, broken))
+    monkeypatch.setattr(StageResult, "load", load_before)
+    monkeypatch.setattr(publish.Registry, "last_move", broken)
+    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: object())
+    monkeypatch.setattr("prefect.artifacts.create_markdown_artifact", broken)
+    caplog.set_level("WARNING", "kiln")
+    state: Any = finetune.publish.fn(run, *map(reused, before))
+    assert state.is_completed()
+    champion = registry.champion()
+    assert champion is not None and state.data.facts["model"] == champion.uri
+    page = (Path(champion.uri) / "report.html").read_text(encoding="utf-8")
+    assert page.count("an odd picture") == len(finetune.SHOWS)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len([line for line in warned if "report.html" in line]) == len(finetune.SHOWS)
+    assert any("the champion is not shown" in line for line in warned)
+
+    monkeypatch.setattr("tasks.publish.report.page", broken)
+    store.fs.rm_file(f"{published.path}/report.html")
+    monkeypatch.setattr(StageResult, "load", load)
+    assert finetune.publish.fn(run, *map(reused, before)).is_completed()
+    assert "report.html is missing" in caplog.text
+
+
+def published_by(run: Run, number: int = 9) -> list[StageResult]:
+    """The results of a run whose stages are reused, without a report to write."""
+    before = [
+        commit(run.store, stage, number, {"source": "s", "base": "b"})
+        for stage in ("download", "encode", "train", "evaluate")
+    ]
+    inputs = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
+    made = commit(run.store, "publish", number, inputs)
+    run.store.fs.pipe_file(f"{made.path}/report.html", b"")
+    return [reused(artifact) for artifact in (*before, made)]
+
+
+def publishing(run: Run, **settings: Any) -> Run:
+    changed = run.recipe.publish.model_copy(update=settings)
+    return replace(run, recipe=run.recipe.model_copy(update={"publish": changed}))
+
+
+def test_a_failed_push_is_a_warning_with_the_command_that_repeats_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = publishing(run, hub=Hub(repo="someone/digits"))
+
+    def push(registry: Registry, version: Version, repo: str, *, private: bool) -> str:
+        assert (registry.champion(), private) == (version, True), "after the promotion"
+        raise PushFailed("the hub refused someone/digits")
+
+    monkeypatch.setattr("tasks.publish.push_to_hub.push", push)
+    registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    assert registered["champion"]["version"] == "v1" and registered["hub"] is None
+    registry = publish.registry_of(run.recipe).store.url
+    assert f"kiln push digits@v1 someone/digits --registry {registry}" in caplog.text
+
+
+def test_a_registry_that_is_away_after_the_promotion_fails_no_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = publishing(run, hub=Hub(repo="someone/digits"), keep_versions=1)
+    promote = Registry.promote
+
+    def away(*_: Any, **__: Any) -> Any:
+        raise OSError("no route to host")
+
+    def promote_and_lose(self: Registry, *given: Any, **more: Any) -> Version:
+        promoted = promote(self, *given, **more)
+        for name in ("champion", "last_move", "keep"):
+            monkeypatch.setattr(Registry, name, away)
+        return promoted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "promote", promote_and_lose)
+        registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    assert registered["model"].endswith("/v1") and registered["hub"] is None
+    assert caplog.text.count("no route to host") == 3
+    assert "kiln push digits@v1 someone/digits" in caplog.text
+
+
+def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:
+    run = publishing(run, signing_key=str(tmp_path / "none.pem"))
+    with pytest.raises(StageFailed, match=r"signing key .*none\.pem"):
+        publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    assert publish.registry_of(run.recipe).champion() is None
+
+
+def test_old_versions_are_deleted_after_the_promotion(run: Run) -> None:
+    run = publishing(run, keep_versions=1, gate=())
+    for number in (7, 8, 9):
+        publish.register(run.recipe, run.base, run.store, published_by(run, number), {})
+    registry = publish.registry_of(run.recipe)
+    assert [version.name for version in registry.versions()] == ["v1", "v2", "v3"]
+    registry.rollback()
+    registry.rollback()
+    publish.register(run.recipe, run.base, run.store, published_by(run, 10), {})
+    assert [version.name for version in registry.versions()] == ["v1", "v4"]
+
+
+def test_where_a_model_is_published_does_not_change_its_key(run: Run) -> None:
+    elsewhere = publishing(
+        run, hub=Hub(repo="a/b"), signing_key="key.pem", keep_versions=3, registry="elsewhere"
+    )
+    assert publish.settings_for_key(run.recipe) == publish.settings_for_key(elsewhere.recipe)

@@ -1,0 +1,121 @@
+"""Which samples a step trains on: every sample once an epoch, by arithmetic alone."""
+
+from collections import Counter
+
+import pytest
+
+from runtimes.contract import WrongInput
+from runtimes.data.bucketed_sample_order import Bucket, Order, SampleIndex, evenly_spaced
+
+SHARDS = [
+    {"train/8x8": 7, "train/4x12": 2, "holdout/8x8": 3},
+    {"train/8x8": 5, "train/6x6": 1},
+    {"train/4x12": 4, "holdout/4x12": 2},
+    {"train/8x8": 6},
+]
+ALL = Counter(
+    SampleIndex(number, group, row)
+    for number, shard in enumerate(SHARDS)
+    for group, count in shard.items()
+    if group.startswith("train/")
+    for row in range(count)
+)
+
+
+def order(batch_size: int = 4, seed: int = 1, window: int = 2) -> Order:
+    return Order(SHARDS, batch_size=batch_size, seed=seed, window=window)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 16, 40])
+def test_after_every_whole_number_of_epochs_each_sample_was_seen_that_often(
+    batch_size: int,
+) -> None:
+    """After B epochs every bucket's stream ends with a batch, so that nothing is left over."""
+    ours = order(batch_size)
+    assert ours.steps_before(batch_size) * batch_size == 25 * batch_size
+    seen = Counter(
+        place for step in range(ours.steps_before(batch_size)) for place in ours.batch(step)
+    )
+    assert seen == Counter(dict.fromkeys(ALL, batch_size))
+
+
+def test_a_bucket_shows_each_sample_once_before_any_twice() -> None:
+    ours = order()
+    streams: dict[str, list[SampleIndex]] = {}
+    for step in range(200):
+        places = ours.batch(step)
+        assert len({place.group for place in places}) == 1, "a batch mixes buckets"
+        streams.setdefault(places[0].group, []).extend(places)
+    for group, stream in streams.items():
+        own = {place for place in ALL if place.group == group}
+        for start in range(0, len(stream) - len(own) + 1, len(own)):
+            assert set(stream[start : start + len(own)]) == own
+
+
+def test_what_does_not_fill_a_batch_is_carried_over() -> None:
+    ours = Order([{"train/8x8": 5}], batch_size=4, seed=0, window=1)
+    assert [ours.steps_before(epoch) for epoch in range(5)] == [0, 1, 2, 3, 5]
+    first_two = ours.batch(0) + ours.batch(1)
+    assert len(set(first_two[:5])) == 5
+
+
+def test_a_step_does_not_depend_on_the_steps_before() -> None:
+    replayed = order()
+    expected = [replayed.batch(step) for step in range(60)]
+    for step in (59, 3, 41, 0, 17):
+        assert order().batch(step) == expected[step]
+    far = order()
+    assert far.batch(10**12) == order().batch(10**12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_share_the_global_batch_in_order(world: int) -> None:
+    for step in range(20):
+        slices = [order().batch(step, rank, world) for rank in range(world)]
+        assert [place for part in slices for place in part] == order().batch(step)
+
+
+def test_steps_find_their_epoch() -> None:
+    for batch_size in (1, 3, 7, 40):
+        ours = order(batch_size)
+        for step in range(100):
+            epoch = ours.epoch_of(step)
+            assert ours.steps_before(epoch) <= step < ours.steps_before(epoch + 1)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    one = Bucket("train/8x8", 0, [50, 50], seed=0, window=2)
+    other = Bucket("train/8x8", 0, [50, 50], seed=1, window=2)
+    assert one.samples(0, 100) != one.samples(100, 100)
+    assert one.samples(0, 100) != other.samples(0, 100)
+
+
+def test_a_window_keeps_to_its_shards() -> None:
+    """Samples are mixed over `window` shards, and never more than these are needed at once."""
+    bucket = Bucket("train/8x8", 0, [10] * 12, seed=0, window=3)
+    stream = bucket.samples(0, 120)
+    windows = [{place.shard for place in stream[start : start + 30]} for start in range(0, 120, 30)]
+    assert [len(shards) for shards in windows] == [3, 3, 3, 3]
+    assert set().union(*windows) == set(range(12))
+    assert {place.shard for place in stream[:12]} == windows[0], "the window is not mixed"
+
+
+def test_nothing_to_train_on_is_wrong_input() -> None:
+    with pytest.raises(WrongInput, match="no sample of the split 'train'"):
+        Order([{"holdout/8x8": 3}], batch_size=4, seed=0, window=1)
+
+
+def test_spread_takes_held_out_samples_evenly() -> None:
+    assert len(evenly_spaced(SHARDS, "holdout", 100)) == 5
+    assert evenly_spaced(SHARDS, "holdout", 2) == [
+        SampleIndex(0, "holdout/8x8", 0),
+        SampleIndex(0, "holdout/8x8", 2),
+    ]
+    assert evenly_spaced(SHARDS, "test", 2) == []
+
+
+def test_every_epoch_has_shards_in_an_order_of_its_own() -> None:
+    bucket = Bucket("train/8x8", 0, [1] * 8, seed=1, window=1)
+    epochs = [tuple(place.shard for place in bucket.samples(8 * epoch, 8)) for epoch in range(5)]
+    assert len(set(epochs)) == 5
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)

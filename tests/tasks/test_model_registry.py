@@ -1,0 +1,540 @@
+"""Versions are numbered, complete or absent; the champion moves forth and back."""
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from store_servers import REMOTE, UrlOf
+
+from artifacts import compare_and_swap as cas
+from artifacts.artifact_key import KeyParts
+from artifacts.checksummed_files import Damaged, encode_record, first_fault
+from artifacts.store import Artifact, Store, StoreError
+from tasks.publish import champion_history
+from tasks.publish.champion_history import COPY, HISTORY, RegistryError
+from tasks.publish.model_registry import ChampionChanged, Registry
+
+
+def model(store: Store, n: int) -> Artifact:
+    draft = store.draft(KeyParts("publish", 1, {"n": n}, {}))
+    draft.write("model_index.json", f"{n}".encode())
+    draft.write("unet/weights.safetensors", bytes(n))
+    return draft.commit({}, {})
+
+
+@pytest.fixture(params=["local", "memory"])
+def registry(request: pytest.FixtureRequest, url_of: UrlOf) -> tuple[Store, Registry]:
+    url = url_of(request.param)
+    return Store(url), Registry(f"{url}/registry", "digits")
+
+
+@pytest.fixture(params=["local", "memory", *REMOTE])
+def any_registry(request: pytest.FixtureRequest, url_of: UrlOf) -> tuple[Store, Registry]:
+    url = url_of(request.param)
+    return Store(url), Registry(f"{url}/registry", "digits")
+
+
+def test_versions_are_numbered_and_published_once(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    names = [found.publish(model(store, n)).name for n in (1, 2, 1, 3)]
+    assert names == ["v1", "v2", "v1", "v3"]
+    assert [v.name for v in found.versions()] == ["v1", "v2", "v3"]
+    assert found.fs.cat_file(f"{found.root}/v2/model_index.json") == b"2"
+
+
+def test_a_version_without_a_manifest_is_overwritten(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    found.publish(model(store, 1))
+    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    assert found.versions() == []
+    assert found.publish(model(store, 2)).name == "v1"
+    assert found.fs.cat_file(f"{found.root}/v1/model_index.json") == b"2"
+
+
+def test_the_champion_moves_and_rolls_back_step_by_step(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    assert found.champion() is None and found.last_move() is None
+    for n in (1, 2, 3):
+        found.promote(found.publish(model(store, n)).name)
+    steps = [found.champion().name, found.rollback().name, found.rollback().name]
+    assert steps == ["v3", "v2", "v1"]
+    with pytest.raises(RegistryError, match="nothing is before it"):
+        found.rollback()
+    found.promote("v3")
+    assert found.rollback().name == "v1"
+    move = found.last_move()
+    assert move is not None and (move["version"], move["why"]) == ("v1", "rolled back")
+    assert found.was_champion("v2")
+    assert not found.was_champion("v4")
+
+
+def test_the_candidate_is_the_newest_version_unless_it_was_the_champion(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    assert found.candidate() is None
+    found.promote(found.publish(model(store, 1)).name)
+    with pytest.raises(RegistryError, match="there is no candidate"):
+        found.find("candidate")
+    found.publish(model(store, 2))
+    assert found.find("candidate").name == "v2" and found.find("champion").name == "v1"
+    assert found.find("").name == found.find("v1").name == "v1"
+    found.promote("v2")
+    found.rollback()
+    assert found.candidate() is None, "a rolled-back champion is no candidate"
+
+
+def test_old_versions_are_deleted_but_no_champion_that_a_rollback_restores(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    for n in range(1, 7):
+        found.publish(model(store, n))
+    for name in ("v1", "v3", "v4"):
+        found.promote(name)
+    found.rollback()  # v4 is no longer needed
+    assert found.keep(2) == ["v2", "v4"]
+    assert [version.name for version in found.versions()] == ["v1", "v3", "v5", "v6"]
+    assert not found.fs.exists(f"{found.root}/v2/unet/weights.safetensors")
+    assert found.rollback().name == "v1"
+    assert found.publish(model(store, 9)).name == "v7"
+    assert found.keep(9) == []
+
+
+def test_a_version_promoted_while_it_is_deleted_stays(
+    registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.publish(model(store, n))
+    found.promote("v2")
+    delete, other = found.fs.rm_file, Registry(found.store.url, "digits")
+
+    def promoted_first(path: str) -> None:
+        other.promote("v1")
+        delete(path)
+
+    monkeypatch.setattr(found.fs, "rm_file", promoted_first)
+    assert found.keep(1) == []
+    champion = found.champion()
+    assert champion is not None and champion.name == "v1"
+    assert first_fault(found.fs, f"{found.root}/v1", champion.manifest["files"]) is None
+
+
+def test_a_version_is_not_deleted_under_a_promotion_that_has_found_it(
+    any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The promotion pauses after it has found the version, and `keep` deletes it meanwhile."""
+    store, found = any_registry
+    for n in (1, 2):
+        found.publish(model(store, n))
+    found.promote("v2")
+    other, swap = Registry(found.store.url, "digits"), champion_history.swap
+
+    def paused(*given: Any) -> Any:
+        monkeypatch.setattr(champion_history, "swap", swap)
+        assert other.keep(1) == ["v1"]
+        return swap(*given)
+
+    monkeypatch.setattr(champion_history, "swap", paused)
+    with pytest.raises(RegistryError, match="v1: no such version"):
+        found.promote("v1")
+    champion = found.champion()
+    assert champion is not None and champion.name == "v2"
+    assert [move["version"] for move in found.history()] == ["v2"]
+
+
+def test_an_interrupted_copy_beside_another_models_files_is_not_completed(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    """Adapters beside the model_index.json of a pipeline would load as that pipeline."""
+    store, found = any_registry
+    found.publish(model(store, 1))
+    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    draft = store.draft(KeyParts("publish", 1, {"lora": True}, {}))
+    draft.write("pytorch_lora_weights.safetensors", b"adapters")
+    adapters = draft.commit({}, {})
+    version = found.publish(adapters)
+    assert version.name == "v2"
+    names = {str(path).rpartition("/")[2] for path in found.fs.find(f"{found.root}/v2")}
+    assert names == {"manifest.json", "pytorch_lora_weights.safetensors"}
+    assert found.keep(5) == [] and not found.fs.exists(f"{found.root}/v1/model_index.json")
+    assert [version.name for version in found.versions()] == ["v2"]
+
+
+def test_a_version_has_no_temporary_file_of_a_killed_publisher(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    found = Registry(f"{store.url}/registry", "digits")
+    for name in ("unet/weights.safetensors.0123.tmp", "manifest.json.4567.tmp"):
+        left = Path(found.root, "v1", name)
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_bytes(b"half of the wei")
+        assert found.publish(model(store, 1)).name == "v1" and not left.exists()
+
+
+def test_the_error_for_an_unknown_version_lists_the_known_ones(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    found.publish(model(store, 1))
+    with pytest.raises(RegistryError, match=r"no such version \(there are: v1\)"):
+        found.promote("v9")
+    with pytest.raises(RegistryError, match="no champion to roll back from"):
+        found.rollback()
+
+
+def test_a_damaged_champion_is_reported_and_a_damaged_version_is_repaired(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    artifact = model(store, 3)
+    found.promote(found.publish(artifact).name)
+    found.fs.pipe_file(f"{found.root}/v1/unet/weights.safetensors", b"xxx")
+    assert found.publish(artifact).name == "v1"
+    assert found.fs.cat_file(f"{found.root}/v1/unet/weights.safetensors") == bytes(3)
+    found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
+    with pytest.raises(RegistryError, match="v1 is damaged"):
+        found.champion()
+
+
+def write_history(found: Registry, data: bytes, name: str = HISTORY) -> None:
+    path = f"{found.root}/{name}"
+    assert cas.swap(found.fs, path, cas.read(found.fs, path), data) is not None
+
+
+def test_a_promotion_killed_before_the_alias_is_completed_by_the_next(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    found.promote(found.publish(model(store, 1)).name)
+    found.publish(model(store, 2))
+    moves = [*found.history(), {"version": "v2", "why": "published", "at": ""}]
+    write_history(found, encode_record({"moves": moves}))
+    assert found.was_champion("v2") and found._champions.alias() == "v1"
+    champion = found.champion()
+    assert champion is not None and champion.name == "v2"
+    found.promote("v2")
+    assert [move["version"] for move in found.history()] == ["v1", "v2"]
+    assert found._champions.alias() == "v2"
+
+
+def test_a_promotion_gated_against_another_champion_is_refused(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    """Two runs were gated against v1: the second was never held against the first."""
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1", expected=None)
+    found.promote("v2", expected="v1")
+    for expected in ("v1", None):
+        with pytest.raises(ChampionChanged, match="digits: the champion is v2, not"):
+            found.promote("v3", expected=expected)
+    assert [move["version"] for move in found.history()] == ["v1", "v2"]
+    assert found._champions.alias() == "v2"
+
+
+def recorded_swaps(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:
+    """The arguments of all later calls of a `swap`, which still swaps."""
+    requests: list[tuple[Any, ...]] = []
+
+    def recorded(*request: Any) -> Any:
+        requests.append(request)
+        return cas.swap(*request)
+
+    monkeypatch.setattr(name, recorded)
+    return requests
+
+
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
+def test_a_file_that_arrives_late_changes_no_later_version(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher's copy was under way when another one took its lock over, and its version."""
+    store = Store(url_of(kind))
+    found = Registry(f"{store.url}/registry", "digits")
+    requests = recorded_swaps(monkeypatch, "artifacts.lock.swap")
+    found.publish(model(store, 1))
+    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    version = found.publish(model(store, 2))
+    sent = [request for request in requests if "/v1/" in request[1]]
+    assert version.name == "v1" and len(sent) == 4
+    for request in sent:
+        cas.swap(*request)
+    root = f"{found.root}/v1"
+    assert first_fault(found.fs, root, version.manifest["files"], deep=True) is None
+
+
+def test_one_of_two_concurrent_promotions_succeeds(
+    any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1")
+    both = threading.Barrier(2)
+
+    def together(fs: Any, path: str, *given: Any) -> Any:
+        if path.endswith("/history.copy.json"):
+            both.wait(60)
+        return cas.swap(fs, path, *given)
+
+    monkeypatch.setattr(champion_history, "swap", together)
+    refused: list[str] = []
+
+    def promote(version: str) -> None:
+        try:
+            found.promote(version, expected="v1")
+        except ChampionChanged:
+            refused.append(version)
+
+    threads = [threading.Thread(target=promote, args=(version,)) for version in ("v2", "v3")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    (loser,) = refused
+    assert [move["version"] for move in found.history()] == ["v1", {"v2": "v3", "v3": "v2"}[loser]]
+
+
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
+def test_a_request_that_arrives_late_sets_no_earlier_champion(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(url_of(kind))
+    found = Registry(f"{store.url}/registry", "digits")
+    requests = recorded_swaps(monkeypatch, "tasks.publish.champion_history.swap")
+    for n in (1, 2, 3):
+        found.promote(found.publish(model(store, n)).name)
+    assert len(requests) == 9
+    for request in requests:
+        cas.swap(*request)
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
+    assert found._champions.alias() == "v3"
+
+
+def test_concurrent_promotions_and_rollbacks_lose_nothing(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3, 4):
+        found.promote(found.publish(model(store, n)).name)
+    acts = [lambda v=v: found.promote(v) for v in ("v1", "v2", "v3")] + [found.rollback] * 2
+    threads = [threading.Thread(target=act) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    moves = found.history()
+    assert {"v1", "v2", "v3"} <= {move["version"] for move in moves[4:]}
+    assert found._champions.alias() == moves[-1]["version"]
+    assert all(a["version"] != b["version"] for a, b in itertools.pairwise(moves))
+
+
+def test_concurrent_publishers_get_different_version_numbers(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    models = [model(store, n) for n in (1, 2, 3)]
+    threads = [threading.Thread(target=found.publish, args=(one,)) for one in [*models, *models]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    versions = found.versions()
+    assert [version.name for version in versions] == ["v1", "v2", "v3"]
+    assert {v.manifest["digest"] for v in versions} == {one.digest for one in models}
+
+
+def test_a_disk_error_while_numbering_overwrites_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
+    found.publish(model(store, 1))
+    other = model(store, 2)
+    monkeypatch.setattr(LocalFileSystem, "exists", lambda *_: False)  # what it says of any error
+    assert found.publish(other).name == "v2"
+
+
+def test_a_damaged_file_of_an_artifact_is_not_published(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    artifact = model(store, 3)
+    store.fs.pipe_file(f"{artifact.path}/unet/weights.safetensors", b"xxx")
+    with pytest.raises(Damaged, match="is damaged"):
+        found.publish(artifact)
+    assert found.versions() == []
+
+
+def test_readers_never_see_a_half_repaired_version(tmp_path: Path) -> None:
+    store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
+    artifact = model(store, 100_000)
+    found.promote(found.publish(artifact).name)
+    weights = tmp_path / "registry/digits/champion/unet/weights.safetensors"
+    done, seen = threading.Event(), set[int]()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.add(len(weights.read_bytes()))
+
+    reader = threading.Thread(target=watch)
+    reader.start()
+    for _ in range(20):
+        os.replace(_damaged(weights), weights)
+        found.publish(artifact)
+    done.set()
+    reader.join()
+    assert seen <= {7, 100_000}
+    assert weights.read_bytes() == bytes(100_000)
+
+
+def _damaged(weights: Path) -> Path:
+    harmed = weights.with_name("harmed")
+    harmed.write_bytes(b"damaged")
+    return harmed
+
+
+def test_a_model_rebuilt_with_other_bytes_is_a_version_of_its_own(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    found.publish(model(store, 3))
+    found.fs.pipe_file(f"{found.root}/v1/model_index.json", b"x")
+    draft = store.draft(KeyParts("publish", 1, {"n": 3}, {}))
+    draft.write("model_index.json", b"other bytes")
+    assert found.publish(draft.commit({}, {})).name == "v2"
+
+
+def test_a_champion_without_a_manifest_is_reported(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    found.promote(found.publish(model(store, 1)).name)
+    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    with pytest.raises(RegistryError, match="champion v1 is damaged"):
+        found.champion()
+
+
+def test_the_number_of_a_former_champion_is_not_reused(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    found.fs.rm(f"{found.root}/v2", recursive=True)
+    assert found.publish(model(store, 3)).name == "v3"
+
+
+def test_a_lookup_of_a_missing_model_creates_no_folder(
+    registry: tuple[Store, Registry],
+) -> None:
+    _, found = registry
+    with pytest.raises(RegistryError, match="no such version"):
+        found.promote("v1")
+    with pytest.raises(RegistryError, match="no champion"):
+        found.rollback()
+    assert not found.fs.exists(found.root)
+
+
+def damages(data: bytes) -> Iterator[bytes]:
+    """Truncations, flipped bits, and JSON that is no history."""
+    yield from (data[:at] for at in range(0, len(data), 40))
+    yield from (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(0, len(data), 7))
+    yield from (b"{}x", b"[{}]", b"[1]", b"1", b"[]", b"{}")
+
+
+@pytest.mark.parametrize("name", [HISTORY, COPY])
+def test_a_damaged_history_or_copy_loses_no_change(
+    registry: tuple[Store, Registry], name: str
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    found.rollback()
+    moves, data = found.history(), cas.read(found.fs, f"{found.root}/{name}").data
+    assert data is not None and [move["version"] for move in moves] == ["v1", "v2", "v1"]
+    for damaged in damages(data):
+        write_history(found, damaged, name)
+        assert found.history() == moves and found.damaged_histories() == [name]
+    for version in ("v1", "v2", "v1"):  # the first of them is the champion already
+        write_history(found, b"{", name)
+        found.promote(version)
+        assert found.damaged_histories() == []
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v1", "v2", "v1"]
+    assert found.history()[:3] == moves
+
+
+def test_a_lost_history_is_restored_from_its_copy(any_registry: tuple[Store, Registry]) -> None:
+    store, found = any_registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    for path in found.fs.glob(f"{found.root}/{HISTORY}*"):
+        found.fs.rm_file(path)
+    champion = found.champion()
+    assert champion is not None and champion.name == "v2"
+    assert found.rollback().name == "v1"
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v1"]
+
+
+def test_a_promotion_killed_between_the_copy_and_the_history_is_completed(
+    any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1")
+
+    def killed(fs: Any, path: str, *given: Any) -> Any:
+        if path.endswith(f"/{HISTORY}"):
+            raise KeyboardInterrupt
+        return cas.swap(fs, path, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(champion_history, "swap", killed)
+        with pytest.raises(KeyboardInterrupt):
+            found.promote("v2")
+    assert [move["version"] for move in found.history()] == ["v1"]
+    found.promote("v3")
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
+
+
+def test_a_damaged_history_with_a_damaged_copy_is_one_error_and_changes_nothing(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    found.promote(found.publish(model(store, 1)).name)
+    for name in (HISTORY, COPY):
+        write_history(found, b"{", name)
+    for act in (found.champion, found.rollback, lambda: found.promote("v1")):
+        with pytest.raises(RegistryError, match=r"history\.json and its copy .* are damaged"):
+            act()
+    assert found.damaged_histories() == [HISTORY, COPY]
+    assert [version.name for version in found.versions()] == ["v1"]
+
+
+def test_an_invalid_registry_is_a_one_line_error() -> None:
+    with pytest.raises(StoreError, match="foo://bar"):
+        Registry("foo://bar", "digits")
+
+
+def test_a_local_champion_is_a_loadable_folder(tmp_path: Path) -> None:
+    store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
+    found.promote(found.publish(model(store, 1)).name)
+    assert (tmp_path / "registry/digits/champion/model_index.json").read_bytes() == b"1"
+
+
+def test_an_interrupted_copy_is_no_version(registry: tuple[Store, Registry]) -> None:
+    store, found = registry
+    artifact = model(store, 1)
+    store.fs.rm_file(f"{artifact.path}/unet/weights.safetensors")
+    with pytest.raises(FileNotFoundError):
+        found.publish(artifact)
+    assert found.versions() == []

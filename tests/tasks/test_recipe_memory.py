@@ -1,0 +1,58 @@
+"""Stored plans of shipped recipes are those of the planner; the table of the docs is theirs."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.recipe_memory import DOCUMENT, GPUS, TABLE, plan_recipes
+from configs.load_recipe import load_recipe
+from runtimes.torch_models.gpu_specs import GIB
+from tasks.gpu.recipe_memory import (
+    digest_settings,
+    markdown_table,
+    memory_of,
+    planned_recipes,
+    read_table,
+    shipped_plans,
+)
+
+
+def test_stored_plans_are_of_the_present_settings() -> None:
+    """Otherwise: python -m bench.recipe_memory --write."""
+    found = [memory.recipe for memory in shipped_plans()]
+    assert sorted(found) == sorted(planned_recipes())
+    for name in found:
+        assert (plan := memory_of(load_recipe(name))) is not None and plan.recipe == name
+
+
+def test_a_setting_that_changes_the_memory_has_no_stored_plan() -> None:
+    for overrides in (
+        {"train.micro_batch_size": 1},
+        {"encode.resolution": 512},
+        {"evaluate.batch_size": 1},
+        {"train.lora.rank": 64},
+        {"model.path": "some/other"},
+    ):
+        assert memory_of(load_recipe("sdxl-lora", overrides)) is None
+    assert memory_of(load_recipe("digits", {"model.path": "/models/flux/base"})) is None
+    mine = load_recipe("sdxl-lora", {"source.path": "my/pictures", "store": "elsewhere"})
+    assert memory_of(mine) is not None
+
+
+def test_the_table_of_the_documents_is_that_of_the_plans() -> None:
+    found = TABLE.search(DOCUMENT.read_text(encoding="utf-8"))
+    assert found and found[0].splitlines() == list(markdown_table(GPUS))
+
+
+def test_the_readmes_example_fits_a_card_of_24_gb() -> None:
+    (plan,) = [plan for plan in shipped_plans() if plan.recipe == "sdxl-lora"]
+    assert plan.fits(24 * GIB) and plan.card == 16
+    (large,) = [plan for plan in shipped_plans() if plan.recipe == "sdxl"]
+    assert not large.fits(24 * GIB) and large.card == 80
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [plan.recipe for plan in shipped_plans()])
+def test_a_stored_plan_is_that_of_the_planner(name: str, tmp_path: Path) -> None:
+    (found,) = plan_recipes([name], tmp_path)
+    assert found == read_table()[digest_settings(load_recipe(name))]
