@@ -30,7 +30,14 @@ from runtimes.train.trainer import train
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: One process takes 3 + 3 + 2 samples at a time, two take 3 + 1, four take 2.
-SETTINGS = {"global_batch_size": 8, "micro_batch_size": 3, "steps": 6, "ema_decay": 0.9}
+SETTINGS: dict[str, Any] = {
+    "global_batch_size": 8,
+    "micro_batch_size": 3,
+    "steps": 6,
+    "ema_decay": 0.9,
+    # Adam divides by the root of a squared gradient: where that is rounding, so would be the step.
+    "adam_epsilon": 1e-3,
+}
 FULL: dict[str, Any] = {"train_text_encoder": True}
 LORA = {"method": "lora", "lora": {"target_modules": "all", "rank": 3}}
 
@@ -41,12 +48,11 @@ def history(job: TrainJob) -> list[dict[str, Any]]:
 
 def assert_same_run(one: TrainJob, other: TrainJob) -> None:
     for found, expected in zip(history(other), history(one), strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)  # standard errors too
+        assert found == pytest.approx(expected, rel=1e-5)  # standard errors too
     for path in Path(one.out).rglob("*.safetensors"):
         theirs = load_file(Path(other.out) / path.relative_to(one.out))
         for name, array in load_file(path).items():
-            # Adam divides by the root of a gradient that may itself be rounding.
-            np.testing.assert_allclose(theirs[name], array, atol=2e-4, err_msg=name)
+            np.testing.assert_allclose(theirs[name], array, atol=5e-6, err_msg=name)
 
 
 @pytest.mark.slow
