@@ -119,7 +119,7 @@ def read_malformed_list(
 def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
     """Tables of HASHED, of rows of COLUMNS; missing values are null."""
     rows = iter(rows)
-    with _database().cursor() as db:
+    with _cursor() as db:
         while batch := list(islice(rows, BATCH // 10)):
             for row in batch:
                 row["additional"] = canonical_additional(row.get("additional"))
@@ -131,7 +131,7 @@ def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> It
 def connection(file: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
     """DuckDB, and the path by which it opens `file`, also a remote one or one with wildcards."""
     fs, path = url_to_fs(file)
-    with _database().cursor() as db:
+    with _cursor() as db:
         if "file" in fs.protocol and not set("*?[") & set(path):
             yield db, path
             return
@@ -144,16 +144,25 @@ def connection(file: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
             db.unregister_filesystem(one.protocol)
 
 
+@contextmanager
+def _cursor() -> Iterator[duckdb.DuckDBPyConnection]:
+    """A connection of its own to the database of this process."""
+    try:
+        with _database().cursor() as db:
+            yield db
+    except (duckdb.InternalException, duckdb.FatalException):
+        # A damaged file can break an assertion of DuckDB, after which the database answers nothing.
+        _database.cache_clear()
+        raise
+
+
 @cache
 def _database() -> duckdb.DuckDBPyConnection:
     """The database of this process, which has no tables: opening one takes 20 ms."""
 
-    @atexit.register
-    def close() -> None:
-        _database().close()
-        _database.cache_clear()
-
-    return duckdb.connect(config={"memory_limit": MEMORY})
+    database = duckdb.connect(config={"memory_limit": MEMORY})
+    atexit.register(database.close)
+    return database
 
 
 class _OneFile(AbstractFileSystem):
@@ -185,6 +194,9 @@ def _hashed(
 ) -> Iterator[pa.Table]:
     query = f"select *, {row_hash(base_url)} as hash from ({selected})"
     for batch in db.sql(query).to_arrow_reader(BATCH):
+        # DuckDB omits `coalesce` where a parquet file's statistics count no null.
+        if batch["hash"].null_count:
+            raise pa.ArrowInvalid("it has nulls in a column whose statistics count none")
         yield pa.Table.from_batches([batch]).cast(HASHED)
 
 
@@ -193,7 +205,7 @@ def _hashed_with_additional(
 ) -> Iterator[pa.Table]:
     """As `_hashed`, of further columns in their canonical form, which Python writes."""
     place = COLUMNS.get_field_index("additional")
-    with _database().cursor() as hashing:
+    with _cursor() as hashing:
         for batch in db.sql(selected).to_arrow_reader(BATCH):
             texts = [canonical_additional(text) for text in batch["additional"].to_pylist()]
             found = pa.Table.from_batches([batch]).cast(COLUMNS)

@@ -271,6 +271,30 @@ def test_rows_and_their_order_do_not_depend_on_threads(
     assert tables[0].equals(tables[1]) and tables[0].equals(tables[2])
 
 
+def test_a_damaged_footer_of_a_parquet_file_affects_no_other_list(tmp_path: Path) -> None:
+    """Some damage breaks assertions of DuckDB, and some hides nulls from its optimizer."""
+    path, good = tmp_path / "a.parquet", tmp_path / "b.jsonl"
+    rows = pa.table({"url": ["http://a/1.jpg", None, "http://a/3.jpg"]})
+    pq.write_table(rows, path, compression="none", store_schema=False)
+    write_list(good, [{"url": "http://a/1.jpg"}])
+    columns = dict.fromkeys(["sha256", "aesthetic_score", "captions"]) | {"url": "url"}
+    whole = path.read_bytes()
+    errors = set()
+    for place in range(len(whole) - 8 - int.from_bytes(whole[-8:-4], "little"), len(whole) - 8):
+        for byte in (whole[place] ^ 1, 0):
+            path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+            try:
+                tables = list(read_list(str(path), FORMATS["parquet"], columns, None))
+            except SourceError as error:
+                errors |= {word for word in ("INTERNAL", "statistics") if word in str(error)}
+            else:
+                assert not any(
+                    table[name].null_count for table in tables for name in ("url", "hash")
+                )
+    assert errors == {"INTERNAL", "statistics"}
+    assert [*read_list(str(good), FORMATS["jsonl"], columns, None)]
+
+
 def test_of_a_grown_source_only_what_is_new_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
