@@ -15,6 +15,7 @@ import chips
 import fsspec
 import numpy as np
 import pytest
+from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
 from gcs_server import GcsServer
 from gcsfs.retry import HttpError, validate_response
@@ -22,6 +23,8 @@ from kiln_command import ROOT
 from safetensors.numpy import load_file
 from store_servers import REMOTE, UrlOf
 
+from artifacts.compare_and_swap import read
+from artifacts.lock import LockLost, hold, seize
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
 from runtimes.train.checkpoint_errors import (
@@ -372,3 +375,25 @@ def test_checkpoints_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     fs = fsspec.filesystem("file")
     one, other = (fs.find(str(tmp_path / name)) for name in ("a", "b"))
     assert [fs.cat_file(path) for path in one] == [fs.cat_file(path) for path in other]
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_builder_that_lost_its_lock_changes_no_checkpoint(kind: str, url_of: UrlOf) -> None:
+    """Its process may be writing when another builder continues in the same folder."""
+    url = url_of(kind)
+    fs, root = url_to_fs(url)
+    path = f"{root}/lock.json"
+    with hold(fs, path) as paused:
+        late = Checkpoints(url, keep=1, check=lambda: paused.claim.check(fs))
+        save(late, 1)
+        with seize(fs, path, read(fs, path)) as other:
+            assert other is not None
+            owners = Checkpoints(url, keep=3, check=lambda: other.claim.check(fs))
+            save(owners, 2, 3)
+            before = {name: fs.cat_file(name) for name in fs.find(f"{root}/checkpoints")}
+            for step in (3, 4):  # step 3 is there already; 4 would delete those before it
+                with pytest.raises(LockLost):
+                    late.save(step, state(9), [], FACTS)
+            with pytest.raises(LockLost):
+                late.discard_after(0)
+    assert {name: fs.cat_file(name) for name in fs.find(f"{root}/checkpoints")} == before
