@@ -93,7 +93,12 @@ def run_pipeline(
     try:
         run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
     except Outage:
-        raise Outage(_outage(_read_notes(store, context.notes), len(specs))) from None
+        noted = _read_notes(store, context.notes)
+        raise Outage(
+            f"download: stopped, since {MOST_DEFERRED} shards in a row were deferred after "
+            f"transient failures, {len(noted)} of {len(specs)} in all ({all_reasons(noted)}): "
+            "run again when the network or the hosts are back, or raise download.max_transient"
+        ) from None
     finally:
         reports.clear()
     deferred = _read_notes(store, context.notes)
@@ -107,14 +112,6 @@ def all_reasons(deferred: Sequence[Deferred]) -> str:
     for shard in deferred:
         reasons.update(shard.reasons)
     return most_common(reasons)
-
-
-def _outage(deferred: Sequence[Deferred], shards: int) -> str:
-    return (
-        f"download: stopped, since {MOST_DEFERRED} shards in a row were deferred after transient "
-        f"failures, {len(deferred)} of {shards} in all ({all_reasons(deferred)}): run again when "
-        "the network or the hosts are back, or raise download.max_transient"
-    )
 
 
 def _read_notes(store: Store, notes: str) -> list[Deferred]:

@@ -31,7 +31,7 @@ class RegistryError(ValueError):
     """A model or version is missing or damaged; the message lists the existing versions."""
 
 
-class AliasNotWritten(RegistryError):
+class AliasNotWritten(RuntimeError):
     """The champion has changed, but its alias could not follow."""
 
 
@@ -84,7 +84,7 @@ class Champions:
             moves.append({"version": version, "why": why, "at": at, "token": token})
             self._write_both(seen, moves)
         try:
-            self._follow()
+            self.follow()
         except Exception as error:  # stores raise any type
             raise AliasNotWritten(
                 f"{version} is the champion, but {self._alias} could not be written "
@@ -126,7 +126,7 @@ class Champions:
         except FileNotFoundError:
             return None
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Write the alias until it is the last champion: another may write an older one late."""
         while (champion := last(self.moves())) != self.alias():
             assert champion is not None

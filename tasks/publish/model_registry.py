@@ -229,6 +229,11 @@ class Registry:
         self.fs.rm(root, recursive=True)
         return True
 
+    def mend_alias(self) -> None:
+        """Write the alias if it is not the champion, as after a store's error in a promotion."""
+        if self.history():
+            self._champions.follow()
+
     def was_champion(self, version: str) -> bool:
         """Whether a version is or was the champion."""
         return any(move["version"] == version for move in self.history())

@@ -218,6 +218,9 @@ def register(
                 log.warning("publish: %s", error)
             except ChampionChanged as error:
                 raise TransientError(f"{error}: run again") from None
+        else:
+            with _warning("the alias is not mended"):
+                registry.mend_alias()
     registered: dict[str, Any] = {"model": version.uri, "champion": None, "promoted": promoted}
     with _warning("the champion is not shown"):
         registered["champion"] = registry.last_move()

@@ -324,15 +324,16 @@ def test_an_alias_that_cannot_follow_the_champion_fails_no_run(
         raise OSError("no route to host")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Champions, "_follow", away)
-        registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+        patch.setattr(Champions, "follow", away)
+        results = published_by(run)
+        registered = publish.register(run.recipe, run.base, run.store, results, {})
         assert registered["promoted"] and registered["champion"]["version"] == "v1"
         assert "no route to host" in caplog.text and "promote v1 again" in caplog.text
         with pytest.raises(AliasNotWritten, match="v1 is the champion, but"):
             publish.registry_of(run.recipe).promote("v1")  # as `kiln promote`: an error
     registry = publish.registry_of(run.recipe)
     assert registry._champions.alias() is None
-    registry.promote("v1")
+    assert not publish.register(run.recipe, run.base, run.store, results, {})["promoted"]
     assert registry._champions.alias() == "v1"
 
 
