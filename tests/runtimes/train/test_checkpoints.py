@@ -204,7 +204,7 @@ def without_environment(runtime: str) -> str:
 def test_all_is_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power failure the disk has what was synced, names in folders too."""
     contents, names, fsync, replace = set[str](), set[str](), os.fsync, os.replace
-    work = tmp_path / "new/work"
+    link, work = os.link, tmp_path / "new/work"
 
     def watched(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -218,6 +218,10 @@ def test_all_is_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.M
         replace(beside, path)
         contents.update({path} if beside in contents else ())
 
+    def linking(beside: str, path: str) -> None:
+        link(beside, path)
+        contents.update({path} if beside in contents else ())
+
     def committing(manifest: Path) -> None:
         files = [path for path in manifest.parent.iterdir() if path.suffix != ".tmp"]
         assert len(files) == 6
@@ -227,6 +231,7 @@ def test_all_is_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", watched)
     monkeypatch.setattr(os, "replace", replacing)
+    monkeypatch.setattr(os, "link", linking)
     save(Checkpoints(str(work), keep=2), 3)
     assert (work / "checkpoints/step-00000003/manifest.json").exists()
 
