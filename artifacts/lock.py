@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -32,6 +33,19 @@ _FREE = b"null"
 
 class LockLost(RuntimeError):
     """Another process took the lock over; nothing more may be written under it."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What other processes need to see whether their builder still holds its lock."""
+
+    path: str
+    token: str
+
+    def check(self, fs: AbstractFileSystem) -> None:
+        """Raise LockLost if the store names another owner. Raises as the filesystem does."""
+        if (read_owner(fs, self.path) or {}).get("token") != self.token:
+            raise _lost(self.path)
 
 
 class Lock:
@@ -74,7 +88,12 @@ class Lock:
         if self._clock.now() - self._renewed > self._lease:
             self.renew()
         if self.lost.is_set():
-            raise LockLost(f"{self._path}: another process took the lock over; run again")
+            raise _lost(self._path)
+
+    @property
+    def claim(self) -> Claim:
+        """What the builder's helpers check."""
+        return Claim(self._path, self._owner["token"])
 
     def renew(self) -> None:
         """Send a heartbeat; set `lost` if there is another owner. Raises as the filesystem does."""
@@ -108,6 +127,10 @@ class Lock:
 
     def _record(self) -> bytes:
         return json.dumps(self._owner).encode()
+
+
+def _lost(path: str) -> LockLost:
+    return LockLost(f"{path}: another process took the lock over; run again")
 
 
 _held: ContextVar[Lock | None] = ContextVar("held", default=None)
@@ -173,11 +196,23 @@ def is_alive(
     return False
 
 
-def check_held() -> None:
-    """Raise LockLost if the lock that this thread holds was lost; it never asks the store."""
+def check_held(*, ask: bool = False) -> None:
+    """Raise LockLost if the lock that this thread holds was lost.
+
+    Args:
+        ask: whether to ask the store; otherwise the last heartbeat decides.
+    """
     lock = _held.get()
+    if lock is not None and ask:
+        _try(lock.renew, lock.claim.path)
     if lock is not None and lock.lost.is_set():
         lock.check()
+
+
+def held_claim() -> Claim | None:
+    """The claim of the lock that this thread holds; None without one."""
+    lock = _held.get()
+    return None if lock is None else lock.claim
 
 
 @contextmanager

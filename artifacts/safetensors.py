@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,19 +40,28 @@ class _Hashing:
 
 @contextmanager
 def writing(
-    fs: AbstractFileSystem, root: str, path: str, files: list[FileEntry]
+    fs: AbstractFileSystem,
+    root: str,
+    path: str,
+    files: list[FileEntry],
+    check: Callable[[], None] | None = None,
 ) -> Iterator[_Hashing]:
     """A stream to `root/path`; on success the file's entry is appended to `files`.
 
     A local file is replaced whole: another builder may have committed it meanwhile. It is synced
     with its folders, so a record written later never names a lost file.
+
+    Args:
+        check: what it raises prevents the change; called last before it, on a remote store first.
     """
     place = f"{root}/{path}"
     if isinstance(fs, LocalFileSystem):
-        with replacing(place) as beside, open(beside, "wb") as stream:
+        with replacing(place, check) as beside, open(beside, "wb") as stream:
             sink = _Hashing(stream)
             yield sink
     else:
+        if check is not None:
+            check()
         fs.makedirs(place.rpartition("/")[0], exist_ok=True)
         with fs.open(place, "wb") as stream:
             sink = _Hashing(stream)

@@ -179,6 +179,7 @@ class Draft:
             if self.lock is not None:
                 self.lock.renew()
             self._replace(path, data)
+        self._check()  # one that was created late, after a pause, is no commit
         return Artifact(self.store, self.recipe.stage, self.recipe.key, manifest)
 
     def _replace(self, path: str, data: bytes) -> str | None:

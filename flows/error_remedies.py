@@ -169,6 +169,7 @@ REMEDIES = {
     "LockLost": "Run again.",
     "GarbageUnsure": "Do what the message says, then repeat `kiln gc`. Nothing was deleted.",
     "RegistryError": "Look at `kiln history NAME` and `kiln ls`.",
+    "AliasNotWritten": "Run `kiln promote NAME VERSION` again; the next run mends it, too.",
     "ChampionChanged": "Prefect retries: the gate compares with the new champion.",
     "SignatureError": "Correct the key, or do not use this model "
     "([publishing.md](publishing.md#signatures)).",
@@ -179,6 +180,7 @@ REMEDIES = {
     "TwoPlaces": "Give `--gpu` or `--topology`, not both.",
     "ServerAway": "Start the Prefect server, or unset `PREFECT_API_URL`.",
     "SliceUnavailable": "Prefect retries. Choose another zone or capacity ([tpu.md](tpu.md)).",
+    "Outage": "Prefect retries. Run again when the network or the hosts are back.",
     "WorkersLost": "Prefect retries. Look at the logs of the workers ([scale.md](scale.md)).",
     "WorkerDiffers": "Give the workers the same code and packages ([scale.md](scale.md)).",
 }

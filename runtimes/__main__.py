@@ -32,6 +32,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.lock import LockLost
 from artifacts.resolve_model import ModelNotFound, resolve_model
 from configs.train import Train
 from runtimes.check_support import check_settings_here, probe_here
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> int:
         return _fail(events, str(error), 2, wrong_input=True)
     except OSError as error:
         return _fail(events, str(error), 1, errno=error.errno)
-    except Diverged as error:
+    except (Diverged, LockLost) as error:
         return _fail(events, str(error), 1)
     except LostRank as error:
         return _fail_for(error, events)

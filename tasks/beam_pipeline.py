@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from artifacts.lock import LockLost, held_claim
 from artifacts.store import Store
 from configs.redact_errors_and_logs import one_line
 from tasks.beam_options import make_pipeline, quiet_beam
@@ -28,6 +29,7 @@ with quiet_import():
     import apache_beam as beam
 
     from tasks.check_worker_code import OnEqualWorkers, WorkerDiffers
+    from tasks.while_lock_held import WhileLockHeld
 
 log = logging.getLogger("kiln")
 
@@ -85,10 +87,14 @@ def run_linear(
 
     Raises:
         BeamOptionsError: Beam rejects the options.
+        LockLost: another builder took the lock of this thread over; no further shard was begun.
         OSError: the store is full or not writable.
         WorkerDiffers: a worker has other code or packages than this process.
         WorkersLost: the runner lost workers; another run does the shards that are missing.
     """
+    claim = held_claim()
+    if claim is not None:
+        dofn = WhileLockHeld(dofn, watch.store.url, claim)
     pipeline = make_pipeline(options, threads=threads)
     in_threads = workers_of(options) is Workers.THREADS
     elsewhere = nullcontext((elements, OnEqualWorkers(dofn)))
@@ -100,7 +106,9 @@ def run_linear(
             try:
                 _run(pipeline, options)
             except Exception as error:
-                raise _plain(error, watch.store, (*known, WorkerDiffers)) or error from error
+                raise (
+                    _plain(error, watch.store, (*known, WorkerDiffers, LockLost)) or error
+                ) from error
 
 
 def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:

@@ -13,10 +13,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from artifacts.lock import check_held
+from artifacts.lock import LockLost, check_held
 from runtimes.contract import WrongInput
 from runtimes.process.events import EVENT_FD
 from runtimes.process.job import Job, write_job
@@ -53,7 +54,7 @@ def run_job(
         WrongInput: the job's settings are invalid.
         OSError: the job could not write, for example to a full disk.
         TransientError: another process stopped the job, after a checkpoint.
-        LockLost: another builder took over the artifact; the job was stopped.
+        LockLost: another builder took over the artifact; the job was killed.
         JobFailed: the job failed for another reason.
     """
     with tempfile.TemporaryDirectory(prefix="kiln-job-") as folder:
@@ -75,7 +76,8 @@ def run_job(
         output = ChildOutput(on_event)
         with os.fdopen(events_read) as events:
             pumps = (lambda: output.events(events), lambda: output.log(child.stdout))
-            return wait_for_result(child, output, pumps, lambda: _stop(child, grace_seconds))
+            stop = partial(_stop, child, grace_seconds)
+            return wait_for_result(child, output, pumps, stop, partial(_kill, child))
 
 
 class ChildOutput:
@@ -128,17 +130,22 @@ def wait_for_result(
     output: ChildOutput,
     pumps: Iterable[Callable[[], None]],
     stop: Callable[[], None],
+    kill: Callable[[], None],
 ) -> Event:
     """Wait for a job's process and return its `result` event. Raises as `run_job`.
 
     Args:
         pumps: functions that each read one stream into `output`, to its end.
         stop: stops the process when the wait is interrupted.
+        kill: ends it at once, without a checkpoint: its folder is another builder's.
     """
     threads = [_pump(read) for read in pumps]
     try:
         code = _wait(child)
         _signal_group(child, signal.SIGKILL)  # its own children, which may hold the pipes open
+    except LockLost:
+        kill()
+        raise
     except BaseException:
         stop()
         raise
@@ -150,6 +157,7 @@ def wait_for_result(
             thread.join()
     if code == 0 and "result" in output.last_events:
         return output.last_events["result"]
+    check_held(ask=True)  # the process may have found it first
     raise _failure(code, output.last_events.get("error", {}), "\n".join(output.last_lines))
 
 
@@ -187,8 +195,12 @@ def _stop(child: subprocess.Popen[str], grace_seconds: float) -> None:
     try:
         child.wait(grace_seconds)
     except BaseException:
-        _signal_group(child, signal.SIGKILL)
-        child.wait()
+        _kill(child)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    _signal_group(child, signal.SIGKILL)
+    child.wait()
 
 
 def _signal_group(child: subprocess.Popen[str], number: int) -> None:

@@ -144,6 +144,7 @@ def build(
         compiled=draft.store.compiled_url,
         adapters=adapters,
         holdout=None if holdout is None else holdout.uri,
+        claim=None if draft.lock is None else draft.lock.claim,
     )
     watch = _Watch(progress, draft.store.fs, score)
     grace = recipe.train.grace_seconds

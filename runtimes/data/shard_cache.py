@@ -21,13 +21,14 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import Damaged, open_checked
 from artifacts.latent_shards import LatentShard, ShardRef
+from artifacts.remote_clients import is_of_client, refusals
 from artifacts.resolve_model import cache_folder
 from runtimes.contract import WrongInput
 from runtimes.data.read_ahead import ReadAhead
 
 CHUNK = 2**20
 #: Seconds before each retry of a download.
-WAITS = (1.0, 5.0)
+WAITS = (1.0, 5.0, 30.0)
 #: Age in seconds at which an unchanged temporary file counts as abandoned.
 ABANDONED = 3600.0
 log = logging.getLogger("kiln")
@@ -152,12 +153,14 @@ class ShardFiles:
         _evict(copy.parent, self._cache_bytes - ref.size)
         for wait in (*WAITS, None):
             try:
-                _download(fs, path, ref, copy)
+                with refusals():
+                    _download(fs, path, ref, copy)
                 break
             except FileNotFoundError:
                 raise
-            except (OSError, ValueError) as error:
-                if wait is None:
+            except Exception as error:  # clients of remote stores define their own exception types
+                passes = isinstance(error, (OSError, ValueError)) or is_of_client(error)
+                if wait is None or not passes:
                     raise
                 log.warning("%s could not be read (%s); retry in %g s", ref.url, error, wait)
                 time.sleep(wait)

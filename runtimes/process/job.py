@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsspec.core import url_to_fs
+
+from artifacts.lock import Claim
+
 
 class _HasModel:
     """A job with a pipeline, and perhaps a VAE that replaces the pipeline's own."""
@@ -44,7 +48,13 @@ class TrainJob(_HasModel):
     compiled: str | None = None  # URL of the compile cache; None disables it
     adapters: str | None = None  # URL of the LoRA file with the weights of step 0; None: new ones
     holdout: str | None = None  # URL of the latents with the held-out samples; None: `latents`
+    claim: Claim | None = None  # of the lock under which `work` and `out` are written
     kind: str = "train"
+
+    def check_lock(self) -> None:
+        """Raise LockLost if another builder owns the folders; nothing may be written then."""
+        if self.claim is not None:
+            self.claim.check(url_to_fs(self.out, use_listings_cache=False)[0])
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,8 @@ def read_job(path: Path) -> Job:
     """Read a file of `write_job`."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields["kind"] == "train":
-        return TrainJob(**{**fields, "sample_prompts": tuple(fields["sample_prompts"])})
+        claim = Claim(**fields["claim"]) if fields.get("claim") else None
+        prompts = tuple(fields["sample_prompts"])
+        return TrainJob(**{**fields, "sample_prompts": prompts, "claim": claim})
     drawings = tuple(Drawing(**d) for d in fields["drawings"])
     return GenerateJob(**{**fields, "drawings": drawings, "prompts": tuple(fields["prompts"])})

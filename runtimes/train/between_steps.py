@@ -62,6 +62,7 @@ class Run:
             best=max(settings.keep_best, int(settings.best_checkpoint is not None)),
             shard_bytes=settings.checkpoint_shard_bytes,
             writers=runtime.writers,
+            check=job.check_lock,
         )
         self._saver = Saver(self._checkpoints, trackers, events)
         self._profiling = Profiling(settings.profile, job.work, runtime)

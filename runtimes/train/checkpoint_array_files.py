@@ -82,13 +82,21 @@ def owners(files: list[list[ArrayFile]]) -> Owners:
 
 
 def write_files(
-    fs: AbstractFileSystem, path: str, files: Sequence[ArrayFile], state: State
+    fs: AbstractFileSystem,
+    path: str,
+    files: Sequence[ArrayFile],
+    state: State,
+    check: Callable[[], None] | None = None,
 ) -> list[FileEntry]:
-    """Write files of a checkpoint's folder; a file in a bucket has the bucket's checksum."""
+    """Write files of a checkpoint's folder; a file in a bucket has the bucket's checksum.
+
+    Args:
+        check: as of `writing`.
+    """
 
     def write(file: ArrayFile) -> FileEntry:
         entries: list[FileEntry] = []
-        with writing(fs, path, file.path, entries) as sink:
+        with writing(fs, path, file.path, entries, check) as sink:
             write_arrays(sink, {name: state[file.group][name] for name in file.names})
         return entries[0] if isinstance(fs, LocalFileSystem) else stamped(fs, path, entries)[0]
 

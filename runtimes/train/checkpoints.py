@@ -28,6 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import FileEntry, read_record, write_record
 from artifacts.list_folder import entries, name_of, subfolders
+from artifacts.lock import LockLost
 from artifacts.safetensors import StoredArray, writing
 from runtimes.contract import OneWriter, Owners, Shapes, State, Writers
 from runtimes.optimizer_step.training_state_copies import shapes_of
@@ -87,6 +88,7 @@ class Checkpoints:
         best: number of the best checkpoints to keep as well.
         shard_bytes: maximum bytes per file of arrays; a larger array has its own file.
         writers: the ranks that write, hash and read files together.
+        check: raises LockLost if another builder owns the folder; called before each change.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Checkpoints:
         best: int = 0,
         shard_bytes: int = 10**9,
         writers: Writers | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         # A listing that the client remembers lacks what other hosts have written since.
         self._fs, root = url_to_fs(work, use_listings_cache=False)
@@ -105,6 +108,7 @@ class Checkpoints:
         self._best = best
         self._shard_bytes = shard_bytes
         self._writers = writers or OneWriter()
+        self._check = check
 
     def latest(
         self, before: int | None = None, ranks: Agreement | None = None
@@ -213,6 +217,7 @@ class Checkpoints:
         Raises:
             CheckpointNotWritten: for example, the disk is full, or a remote store did not respond.
                 The message names the last good checkpoint.
+            LockLost: another builder owns the folder; its checkpoints stay as they are.
         """
         path, parts = self._path(step), self._files_by_rank(shapes or shapes_of(state))
         try:
@@ -223,6 +228,7 @@ class Checkpoints:
             if self._first:
                 self._commit(path, files, history, {"step": step, **facts})
         except Exception as error:  # clients of remote stores define their own exception types
+            self._raise_if_lost()
             number = getattr(error, "errno", None)
             raise CheckpointNotWritten(number, self._failure_message(path, error)) from None
         try:
@@ -243,6 +249,7 @@ class Checkpoints:
             CheckpointError: one of them failed.
         """
         try:
+            self._check()
             report = {"result": work()}
         except Exception as error:  # the other ranks wait for the report
             report = {"error": [getattr(error, "errno", None), reason_of(error)]}
@@ -252,10 +259,19 @@ class Checkpoints:
                 raise CheckpointError(*found["error"])
         return [found["result"] for found in reports]
 
+    def _raise_if_lost(self) -> None:
+        """Raise LockLost, on every rank, if that is why one of them failed."""
+        try:
+            self._check()
+        except LockLost:
+            raise
+        except Exception as error:  # the store is away: the checkpoint is lost, not the run
+            log.debug("the lock cannot be read: %s", error)
+
     def _write_part(
         self, path: str, files: list[list[ArrayFile]], state: State
     ) -> list[dict[str, Any]]:
-        entries = write_files(self._fs, path, files[self._writers.rank], state)
+        entries = write_files(self._fs, path, files[self._writers.rank], state, self._check)
         return [entry.as_dict() for entry in entries]
 
     def _commit(
@@ -266,10 +282,11 @@ class Checkpoints:
                 if not self._fs.exists(f"{path}/{entry.path}"):
                     reason = f"{entry.path} is on another machine: use a shared store"
                     raise CheckpointError(None, reason)
-        with writing(self._fs, path, "history.jsonl", files) as sink:
+        with writing(self._fs, path, "history.jsonl", files, self._check) as sink:
             sink.write("".join(f"{line}\n" for line in history).encode())
-        with writing(self._fs, path, "state.json", files) as sink:
+        with writing(self._fs, path, "state.json", files, self._check) as sink:
             sink.write(json.dumps(facts, indent=1).encode())
+        self._check()
         write_record(self._fs, f"{path}/{MANIFEST}", {"files": files})
 
     def _failure_message(self, path: str, error: Exception) -> str:
@@ -331,6 +348,7 @@ class Checkpoints:
 
     def _discard(self, path: str) -> None:
         """Delete a checkpoint, its manifest first: a partial deletion must not look committed."""
+        self._check()
         if self._fs.exists(f"{path}/{MANIFEST}"):
             self._fs.rm_file(f"{path}/{MANIFEST}")
         if self._fs.exists(path):

@@ -37,6 +37,9 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
 
     Returns:
         The files' paths relative to `job.out`, sorted.
+
+    Raises:
+        LockLost: another builder owns the folder; its files stay as they are.
     """
     fs, root = url_to_fs(job.out)
     failure = "the trained weights could not be written"
@@ -50,18 +53,18 @@ def _write(
     settings, trained = Train(**job.train), state.get("ema") or state["weights"]
     if settings.method == "lora":
         files.append(LORA_WEIGHTS)
-        with writing(fs, root, LORA_WEIGHTS, []) as sink:
+        with writing(fs, root, LORA_WEIGHTS, [], job.check_lock) as sink:
             write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
-            files += _write_component(fs, root, _config(job, component), component, arrays)
+            files += _write_component(fs, root, job, component, arrays)
     scheduler = trained_scheduler_config(Path(job.model) / "scheduler", settings)
     if scheduler is not None:
         files.append(f"scheduler/{SCHEDULER_FILE}")
         text = json.dumps(scheduler, indent=2, sort_keys=True) + "\n"
-        write_atomic(fs, f"{root}/{files[-1]}", text.encode())
+        write_atomic(fs, f"{root}/{files[-1]}", text.encode(), job.check_lock)
     lines = "".join(f"{line}\n" for line in history)
-    write_atomic(fs, f"{root}/history.jsonl", lines.encode())
+    write_atomic(fs, f"{root}/history.jsonl", lines.encode(), job.check_lock)
     return sorted(files)
 
 
@@ -83,13 +86,14 @@ def _config(job: TrainJob, component: str) -> dict[str, Any]:
 
 
 def _write_component(
-    fs: AbstractFileSystem, root: str, config: dict[str, Any], component: str, arrays: Arrays
+    fs: AbstractFileSystem, root: str, job: TrainJob, component: str, arrays: Arrays
 ) -> list[str]:
     # _name_or_path is a local path of the machine that trained the base: do not publish it.
-    config = {name: value for name, value in config.items() if name != "_name_or_path"}
+    own = _config(job, component)
+    config = {name: value for name, value in own.items() if name != "_name_or_path"}
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_atomic(fs, f"{root}/{component}/config.json", text.encode())
+    write_atomic(fs, f"{root}/{component}/config.json", text.encode(), job.check_lock)
     name = TEXT_WEIGHTS if component.startswith("text_encoder") else WEIGHTS
-    with writing(fs, root, f"{component}/{name}", []) as sink:
+    with writing(fs, root, f"{component}/{name}", [], job.check_lock) as sink:
         write_arrays(sink, arrays)
     return [f"{component}/config.json", f"{component}/{name}"]

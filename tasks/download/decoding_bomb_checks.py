@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+import struct
 from functools import cache
 from io import BytesIO
+from itertools import pairwise
 from typing import NamedTuple
 
 from tasks.download.failure_reasons import FetchFailed
 
-#: Accepted formats. The list keeps hostile bytes away from Pillow's rarer decoders.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+#: Accepted formats. The list keeps hostile bytes away from Pillow's rarer decoders. An AVIF's
+#: decoder takes the memory of the coded frames, whatever size the file's boxes declare.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+AVIF = (b"ftypavif", b"ftypavis")
 #: A JPEG scan header (ITU-T T.81, B.2.3). Each scan can cost a pass over all pixels.
 SCAN = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e][\x01-\x04]")
 MAX_SCANS = 100  # encoders write about 10
+#: A TIFF's byte order -> its code in `struct`. BigTIFF, for files over 4 GB, is not accepted.
+BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+WIDTH, LENGTH, TILE_WIDTH, TILE_LENGTH = 256, 257, 322, 323  # TIFF tags
+#: TIFF types of a number of pixels -> where it is in the entry's four bytes.
+SIZE_TYPES = {3: "H2x", 4: "I"}
 
 
 class Header(NamedTuple):
@@ -22,10 +31,11 @@ class Header(NamedTuple):
     width: int  # pixels, before the rotation by EXIF
     height: int
     is_reducible: bool  # a JPEG that can be decoded at a reduced scale: grey or YCbCr
+    tile: int = 0  # pixels of a TIFF's tile, which is decoded whole
 
     @property
     def pixels(self) -> int:
-        return self.width * self.height
+        return self.width * self.height + self.tile
 
 
 def check_picture(body: bytes, max_pixels: int) -> Header:
@@ -36,10 +46,13 @@ def check_picture(body: bytes, max_pixels: int) -> Header:
     """
     from PIL import Image
 
+    if body[4:12] in AVIF:
+        raise FetchFailed("avif is not accepted")
     try:
         with Image.open(BytesIO(body), formats=known_formats()) as image:
             is_reducible = image.format == "JPEG" and image.mode in ("L", "RGB")
-            header = Header(*image.size, is_reducible)
+            tile = _tile_of_tiff(body) if image.format == "TIFF" else 0
+            header = Header(*image.size, is_reducible, tile)
     except Image.DecompressionBombError:
         raise FetchFailed("too many pixels") from None
     except Exception:  # a parser of hostile bytes may raise any type
@@ -49,6 +62,36 @@ def check_picture(body: bytes, max_pixels: int) -> Header:
     if body.startswith(b"\xff\xd8") and len(SCAN.findall(body)) > MAX_SCANS:
         raise FetchFailed("too many scans")
     return header
+
+
+def _tile_of_tiff(body: bytes) -> int:
+    """Pixels of a tile, 0 without tiles.
+
+    A size has one meaning only if its tag comes once: of two, Pillow takes the last, libtiff the
+    first. TIFF 6.0 (section 2) demands ascending tags.
+
+    Raises:
+        ValueError, KeyError, struct.error: the file's first directory is not as TIFF 6.0 demands.
+    """
+    order = BYTE_ORDERS[body[:4]]
+    (start,) = struct.unpack_from(f"{order}I", body, 4)
+    (count,) = struct.unpack_from(f"{order}H", body, start)
+    entries = [struct.unpack_from(f"{order}HHI4s", body, start + 2 + 12 * n) for n in range(count)]
+    tags = [tag for tag, *_ in entries]
+    if any(after <= before for before, after in pairwise(tags)):
+        raise ValueError("its tags do not ascend")
+    sizes = {
+        tag: _pixels(order, kind, number, value)
+        for tag, kind, number, value in entries
+        if tag in (WIDTH, LENGTH, TILE_WIDTH, TILE_LENGTH)
+    }
+    return sizes.get(TILE_WIDTH, 0) * sizes.get(TILE_LENGTH, 0)
+
+
+def _pixels(order: str, kind: int, number: int, value: bytes) -> int:
+    if number != 1:
+        raise ValueError("a size of several numbers")
+    return int(struct.unpack(order + SIZE_TYPES[kind], value)[0])
 
 
 @cache

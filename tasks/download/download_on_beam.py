@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -14,17 +16,27 @@ from artifacts.concurrent_requests import ask_at_once
 from artifacts.list_folder import entries
 from artifacts.store import Store
 from tasks.beam_pipeline import ShardProgress, run_linear
+from tasks.download.data_checks import most_common
 from tasks.download.download_shard import Deferred, DownloadContext, download_shard
-from tasks.download.errors import SourceError
+from tasks.download.errors import Outage, SourceError
 from tasks.download.plan_shards import ShardSpec
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
 #: Shards in progress per process. They share its connections, which one shard's end leaves idle.
 THREADS = 4
+#: Shards that a process defers in a row before the stage stops: all others would fare alike.
+MOST_DEFERRED = 8
+
+#: Run -> shards that this process has deferred since it last downloaded one.
+_in_a_row: Counter[str] = Counter()
+_in_a_row_lock = threading.Lock()
 
 
 class DownloadShard(beam.DoFn):
-    """Downloads a shard, or writes a note with the reasons for deferring it."""
+    """Downloads a shard, or writes a note with the reasons for deferring it.
+
+    Raises Outage after MOST_DEFERRED deferred shards in a row; shards of the store do not count.
+    """
 
     def __init__(self, context: DownloadContext) -> None:
         self.context, self.run = context, uuid4().hex
@@ -34,6 +46,7 @@ class DownloadShard(beam.DoFn):
         if isinstance(result, Deferred):
             note = f"{self.context.notes}/{spec.key}.json"
             write_atomic(Store(self.context.store).fs, note, json.dumps(result.reasons).encode())
+            self._count_deferred()
         else:
             outcomes = result.meta["outcomes"]
             failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
@@ -41,7 +54,16 @@ class DownloadShard(beam.DoFn):
             counts = shard_counts(spec.rows, failed, fetched, is_new=result.is_new)
             report = worker_report(self.context.store, self.context.reports, self.run)
             report.add(spec.key, counts)
+            if result.is_new:
+                with _in_a_row_lock:
+                    del _in_a_row[self.run]
         yield spec.key
+
+    def _count_deferred(self) -> None:
+        with _in_a_row_lock:
+            _in_a_row[self.run] += 1
+            if _in_a_row[self.run] >= MOST_DEFERRED:
+                raise Outage(f"{MOST_DEFERRED} shards in a row")
 
 
 def run_pipeline(
@@ -59,6 +81,7 @@ def run_pipeline(
         OSError: the store is full or not writable.
         SourceError: the source changed or cannot be read.
         BeamOptionsError: Beam rejects `options`.
+        Outage: a process deferred MOST_DEFERRED shards in a row; the others were not tried.
     """
     store = Store(context.store)
     reports = WorkerReports(store, context.reports)
@@ -66,14 +89,29 @@ def run_pipeline(
     _clear(store, context.notes)
     sizes = {spec.key: spec.rows for spec in specs}
     watch = ShardProgress(store, context.reports, sizes, progress)
-    dofn, known = DownloadShard(context), (SourceError,)
+    dofn, known = DownloadShard(context), (SourceError, Outage)
     try:
         run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
+    except Outage:
+        noted = _read_notes(store, context.notes)
+        raise Outage(
+            f"download: stopped, since {MOST_DEFERRED} shards in a row were deferred after "
+            f"transient failures, {len(noted)} of {len(specs)} in all ({all_reasons(noted)}): "
+            "run again when the network or the hosts are back, or raise download.max_transient"
+        ) from None
     finally:
         reports.clear()
     deferred = _read_notes(store, context.notes)
     _clear(store, context.notes)
     return deferred
+
+
+def all_reasons(deferred: Sequence[Deferred]) -> str:
+    """The most common failure reasons of deferred shards, with their numbers of rows."""
+    reasons: Counter[str] = Counter()
+    for shard in deferred:
+        reasons.update(shard.reasons)
+    return most_common(reasons)
 
 
 def _read_notes(store: Store, notes: str) -> list[Deferred]:

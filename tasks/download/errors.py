@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from configs.redact_urls import without_secrets
+from tasks.build_or_reuse import TransientError
 
 
 class SourceError(ValueError):
@@ -17,3 +18,10 @@ class SourceError(ValueError):
 
 class TooManyFailed(RuntimeError):
     """More rows failed permanently than the recipe allows; the message lists the reasons."""
+
+
+class Outage(TransientError):
+    """Most rows of several shards in a row failed for transient reasons: another run may succeed.
+
+    The message is one line.
+    """

@@ -78,6 +78,8 @@ class PictureResizer:
             picture, *sizes, message = resize(BytesIO(upright.body))
         if message is not None:
             return REASONS.get(message, "cannot be resized")
+        if upright.body is body and sizes[2:] != [header.width, header.height]:
+            return "not an image"  # one of its two sizes is a lie
         file.write_bytes(picture)
         if scale > 1:
             sizes[2:] = upright.width, upright.height

@@ -40,7 +40,7 @@ from tasks.download.rows import additional_of, captions_of, score_of, text_of
 from tasks.download.serve_folder import check_port, serve_folder
 from tasks.download.shard_boundaries import shard_ends
 
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 FOLDER_PIECE = 1000  # files: the average of a piece of a folder
 PICTURES_AT_ONCE = 32  # in memory, of a parquet file
 

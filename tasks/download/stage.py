@@ -19,7 +19,7 @@ from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.recipe import Recipe
 from tasks.beam_workers import beam_options
 from tasks.build_or_reuse import TransientError
-from tasks.download.data_checks import check_data, most_common
+from tasks.download.data_checks import check_data
 from tasks.download.download_shard import (
     STAGE,
     VERSION,
@@ -123,6 +123,7 @@ def build(
     Raises:
         SourceError: the source or the Beam options cannot be used.
         TransientError: an outage deferred shards; the next run downloads only these.
+        Outage: a TransientError, after several such shards in a row.
         TooManyFailed: more rows failed than `download.max_failed` allows.
         OSError: the store is full or not writable.
     """
@@ -218,12 +219,11 @@ def _source(recipe: Recipe) -> Source:
 
 
 def _outage(deferred: list[Deferred], shards: int) -> str:
-    reasons: Counter[str] = Counter()
-    for shard in deferred:
-        reasons.update(shard.reasons)
+    from tasks.download.download_on_beam import all_reasons
+
     return (
         f"download: {len(deferred)} of {shards} shards were deferred after transient failures "
-        f"({most_common(reasons)}); the others are committed: run again to download only these, "
+        f"({all_reasons(deferred)}); the others are committed: run again to download only these, "
         "or raise download.max_transient"
     )
 

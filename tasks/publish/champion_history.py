@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import FORMAT, Damaged, decode_record, encode_record
 from artifacts.compare_and_swap import State, read, swap
+from configs.redact_errors_and_logs import one_line
 
 log = logging.getLogger("kiln")
 ALIAS = "champion"
@@ -28,6 +29,10 @@ Moves = list[dict[str, Any]]  # {version, why, at, token}, oldest first
 
 class RegistryError(ValueError):
     """A model or version is missing or damaged; the message lists the existing versions."""
+
+
+class AliasNotWritten(RuntimeError):
+    """The champion has changed, but its alias could not follow."""
 
 
 class Champions:
@@ -61,6 +66,9 @@ class Champions:
         """Make `choose(moves)` the champion, whoever else changes it at the same time.
 
         Returns the version; what `choose` raises prevents the change.
+
+        Raises:
+            AliasNotWritten: the change is made, but the store failed before the alias followed.
         """
         token = uuid.uuid4().hex
         while True:
@@ -75,7 +83,13 @@ class Champions:
             at = datetime.now(UTC).isoformat(timespec="seconds")
             moves.append({"version": version, "why": why, "at": at, "token": token})
             self._write_both(seen, moves)
-        self._follow()
+        try:
+            self.follow()
+        except Exception as error:  # stores raise any type
+            raise AliasNotWritten(
+                f"{version} is the champion, but {self._alias} could not be written "
+                f"({one_line(error)}): promote {version} again"
+            ) from error
         return version
 
     def settle(self) -> Moves:
@@ -112,7 +126,7 @@ class Champions:
         except FileNotFoundError:
             return None
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Write the alias until it is the last champion: another may write an older one late."""
         while (champion := last(self.moves())) != self.alias():
             assert champion is not None

@@ -127,13 +127,15 @@ class Registry:
 
         Raises:
             RegistryError: the version does not exist.
-            ChampionChanged: the champion is not `expected`.
+            ChampionChanged: the champion is neither `expected` nor this version already, as after
+                a promotion whose answer was lost.
+            AliasNotWritten: it is the champion, but the alias could not be written.
         """
         found = self.version(version)
 
         def chosen(moves: Moves) -> str:
             self.version(version)  # `keep` may have deleted it meanwhile
-            if expected not in (..., last(moves)):
+            if expected not in (..., last(moves)) and last(moves) != version:
                 champion = last(moves) or "none"
                 raise ChampionChanged(f"{self.name}: the champion is {champion}, not {expected}")
             return version
@@ -227,6 +229,11 @@ class Registry:
         self.fs.rm(root, recursive=True)
         return True
 
+    def mend_alias(self) -> None:
+        """Write the alias if it is not the champion, as after a store's error in a promotion."""
+        if self.history():
+            self._champions.follow()
+
     def was_champion(self, version: str) -> bool:
         """Whether a version is or was the champion."""
         return any(move["version"] == version for move in self.history())
@@ -300,8 +307,7 @@ class Registry:
         root = f"{self.root}/{name}"
         self._delete_temporary(root)
         copied = [self._copy(artifact, entry, root, lock) for entry in artifact.files]
-        if artifact.store.fs.exists(f"{artifact.path}/{REPORT}"):
-            write_atomic(self.fs, f"{root}/{REPORT}", artifact.read(REPORT), lock.check)
+        self._add_report(artifact, root, lock)
         manifest = {**artifact.manifest, "files": stamped(self.fs, root, copied)}
         lock.check()
         if not create(self.fs, f"{root}/{MANIFEST}", encode_record(manifest)):
@@ -319,7 +325,15 @@ class Registry:
                 if version.manifest["digest"] != artifact.digest:
                     return False
                 self._copy(artifact, entry, root, lock)
+        if version.manifest["digest"] == artifact.digest:  # it may have been registered without
+            self._add_report(artifact, root, lock)
         return True
+
+    def _add_report(self, artifact: Artifact, root: str, lock: Lock) -> None:
+        """Copy the artifact's report, unless it has none or the version has one."""
+        held = artifact.store.fs.exists(f"{artifact.path}/{REPORT}")
+        if held and not self.fs.exists(f"{root}/{REPORT}"):
+            write_atomic(self.fs, f"{root}/{REPORT}", artifact.read(REPORT), lock.check)
 
     def _delete_temporary(self, root: str) -> None:
         """Delete what a killed publisher left on a local disk: a signature would name it."""

@@ -29,6 +29,7 @@ from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress
 from tasks.publish import gate, model_card, push_to_hub, report, smoke_test
 from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.champion_history import AliasNotWritten
 from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
 from tasks.publish.model_registry import ChampionChanged, Registry, Version
 from tasks.publish.sign_model import sign_version
@@ -213,8 +214,13 @@ def register(
                 forced = published.summary["forced"]
                 why = "published" if forced is None else f"forced: {forced}"
                 registry.promote(version.name, why, expected=expected)
+            except AliasNotWritten as error:  # the promotion holds: a retry would not announce it
+                log.warning("publish: %s", error)
             except ChampionChanged as error:
                 raise TransientError(f"{error}: run again") from None
+        else:
+            with _warning("the alias is not mended"):
+                registry.mend_alias()
     registered: dict[str, Any] = {"model": version.uri, "champion": None, "promoted": promoted}
     with _warning("the champion is not shown"):
         registered["champion"] = registry.last_move()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from artifacts.image_shards import add_member
@@ -218,7 +219,8 @@ class _SliceRun:
         )
         output = ChildOutput(self.on_event)
         pumps = (lambda: output.mixed(child.stdout),)
-        return wait_for_result(child, output, pumps, lambda: self._stop(child))
+        stop, kill = partial(self._stop, child), partial(self._kill, child)
+        return wait_for_result(child, output, pumps, stop, kill)
 
     def _stop(self, child: subprocess.Popen[str]) -> None:
         """Signal every worker to checkpoint and exit; kill them after the grace period."""
@@ -228,10 +230,14 @@ class _SliceRun:
         try:
             child.wait(self.grace_seconds)
         except BaseException:
-            with suppress(subprocess.CalledProcessError):
-                _run_command(self.slice.ssh(_signal(self.home, signal.SIGKILL)))
-            child.kill()
-            child.wait()
+            self._kill(child)
+
+    def _kill(self, child: subprocess.Popen[str]) -> None:
+        """Kill the job on every worker, then the connection to them."""
+        with suppress(subprocess.CalledProcessError):
+            _run_command(self.slice.ssh(_signal(self.home, signal.SIGKILL)))
+        child.kill()
+        child.wait()
 
 
 def _set_up(home: str) -> str:

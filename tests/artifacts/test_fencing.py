@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
-from artifacts.compare_and_swap import read
+from artifacts.compare_and_swap import create, read
 from artifacts.lock import LockLost, hold, seize
 from artifacts.store import Store
 
@@ -122,3 +123,26 @@ def test_a_file_that_a_paused_builder_writes_late_replaces_no_committed_one(
         draft.write("data", b"of the paused one")
     artifact = store.load("train", parts.key)
     assert artifact is not None and artifact.read("data") == b"of the other"
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_manifest_that_a_paused_builder_creates_late_is_no_commit(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pauses after its last check of the lock; another builder has begun, but not committed."""
+    store, jump = Store(url_of(kind)), [0.0]
+    parts = KeyParts("train", 1, {}, {})
+    path = f"{store.root}/train/{parts.key}/lock.json"
+    clock = Clock(now=lambda: time.monotonic() + jump[0])
+
+    def late(*given: Any) -> bool:
+        jump[0] = 100.0
+        with seize(store.fs, path, read(store.fs, path)) as other:
+            assert other is not None
+        return create(*given)
+
+    monkeypatch.setattr("artifacts.store.create", late)
+    with pytest.raises(LockLost), hold(store.fs, path, clock=clock) as lock:
+        draft = store.draft(parts, lock)
+        draft.write("data", b"of the paused one")
+        draft.commit({}, {})

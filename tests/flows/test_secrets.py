@@ -17,6 +17,8 @@ import aiohttp
 import picture_sources
 import pyarrow.parquet as pq
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from kiln_command import command
 from prefect_server import Server
 from toy_recipes import toy
@@ -26,6 +28,8 @@ from flows.cli import main
 
 pytestmark = pytest.mark.slow
 VISIBLE = "visible"  # the value of a harmless query parameter, which is kept
+PASSWORD = "plantedPASSWORDmark"  # of the signing key
+SWEEP = {"train.learning_rate": [1e-4, 2e-4]}
 UNUSED = "http://127.0.0.1:9"  # nothing answers there
 
 
@@ -138,6 +142,28 @@ def worker_logs() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def plant_in_environment(planted: Planted, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials in variables, and in the file that Google's variable names."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN",
+                 "WANDB_API_KEY", "PREFECT_API_KEY", "FSSPEC_S3_SECRET", "FSSPEC_GS_TOKEN",
+                 "GOOGLE_API_KEY"):  # fmt: skip
+        monkeypatch.setenv(name, planted(name))
+    google = folder / "google.json"
+    google.write_text(json.dumps({"private_key": planted("Google's private key")}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(google))
+    planted.names[PASSWORD] = "KILN_SIGNING_PASSWORD"
+    monkeypatch.setenv("KILN_SIGNING_PASSWORD", PASSWORD)
+
+
+def locked_key(folder: Path) -> Path:
+    """A private key that PASSWORD opens."""
+    encoding = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked = serialization.BestAvailableEncryption(PASSWORD.encode())
+    file = folder / "key.pem"
+    file.write_bytes(ec.generate_private_key(ec.SECP256R1()).private_bytes(*encoding, locked))
+    return file
+
+
 def listed(planted: Planted, www: str, names: list[str]) -> bytes:
     """A list of pictures, and of rows that fail in several ways."""
     urls = [planted.url("a row", www, name) for name in names]
@@ -150,7 +176,16 @@ def listed(planted: Planted, www: str, names: list[str]) -> bytes:
         f"s3://key:{planted('key of a row')}@bucket/a.png",
         f"http://us:{planted('an invalid URL')}@[/a.png",
     ]
-    rows = [json.dumps({"url": url, "caption": f"picture {n}"}) for n, url in enumerate(urls)]
+    rows = [
+        json.dumps(
+            {
+                "url": url,
+                "caption": f"picture {n}",
+                "page": planted.url("an additional column", www, f"page/{n}"),
+            }
+        )
+        for n, url in enumerate(urls)
+    ]
     rows.append(f'{{"url": "{planted("a malformed line")}')
     return "\n".join(rows).encode()
 
@@ -163,13 +198,13 @@ def test_planted_secrets_are_nowhere(
     tiny_model: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     at_home(server.api)
     monkeypatch.setattr(sys, "argv", [])
     planted, said, files = Planted(), "", {}
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN",
-                 "WANDB_API_KEY", "PREFECT_API_KEY"):  # fmt: skip
-        monkeypatch.setenv(name, planted(name))
+    plant_in_environment(planted, tmp_path_factory.mktemp("credentials"), monkeypatch)
+    signing_key = locked_key(tmp_path_factory.mktemp("keys"))
     pictures = picture_sources.make_pictures()
     files = {f"{one.name}.png": one.png for one in pictures}
     with serving(files) as www:
@@ -180,6 +215,7 @@ def test_planted_secrets_are_nowhere(
             "path": planted.url("source.path", www, "list.jsonl"),
             "format": "jsonl",
             "base_url": planted.url("source.base_url", www, "base/"),
+            "additional_columns": ["page"],
         }
         overrides = {
             **toy("sd2", tmp_path / "store", source, tiny_model),
@@ -190,6 +226,7 @@ def test_planted_secrets_are_nowhere(
             "evaluate.prompts.new.prompts": [],
             "evaluate.prompts.new.file": planted.url("a file of prompts", www, "prompts.txt"),
             "train.wandb": {"project": "tests", "mode": "offline"},
+            "publish.signing_key": str(signing_key),
             "beam.s3_secret_access_key": planted("beam.s3_secret_access_key"),
         }
         code, said = call(capsys, "run", "sd2", "--json", **overrides)
@@ -210,10 +247,27 @@ def test_planted_secrets_are_nowhere(
             code, line = call(capsys, "run", "sd2", **{**overrides, name: value})
             assert code in (1, 2) and words in line, (name, line)
             said += line
+        for command_name in ("retrain", "sweep"):
+            path = planted.url(f"the list of {command_name}", www, "denied.jsonl")
+            given = {**overrides, "source.path": path, "sweep.values": SWEEP}
+            code, line = call(capsys, command_name, "sd2", **given)
+            assert code in (1, 2) and "source" in line, line
+            said += line
+        code, line = call(capsys, "watch", "sd2", **overrides)
+        assert code == 0, line
+        said += line
         for words in commands(planted, www):
             code, line = call(capsys, *words)
             assert code in (1, 2), line
             said += line
+        name = Path(report["model"]).parent.name
+        signed = ("--key", str(signing_key), "--store", overrides["store"])
+        code, line = call(capsys, "sign", name, *signed)
+        assert code == 0, line
+        monkeypatch.setenv("KILN_SIGNING_PASSWORD", planted("a wrong KILN_SIGNING_PASSWORD"))
+        code, again = call(capsys, "sign", name, *signed)
+        assert code in (1, 2), again
+        said += line + again
 
     flush_logs()
     logs = server.ask("/logs/filter", {"limit": 200, "sort": "TIMESTAMP_DESC"})
@@ -251,6 +305,10 @@ def failures(planted: Planted, www: str) -> dict[tuple[str, Any], str]:
 def commands(planted: Planted, www: str) -> Iterator[list[str]]:
     yield ["ls", "--store", f"s3://key:{planted('--store')}@bucket/store"]
     yield ["rollback", "m", "--registry", f"s3://key:{planted('--registry')}@bucket/store"]
+    registry = f"s3://key:{planted('--registry of push')}@bucket/store"
+    yield ["push", "m", "owner/name", "--registry", registry]
+    yield ["push", "m", f"https://us:{planted('a repository')}@hub/owner/name"]
+    yield ["sign", "m", "--key", "none.pem", "--registry", registry]
     yield ["generate", planted.url("a drawn model", www, "model"), "a fox"]
     file = planted.url("a file of prompts", UNUSED, "a.txt")
     yield ["generate", "digits", "--from-file", file]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from artifacts.artifact_key import KeyParts
+from artifacts.compare_and_swap import swap
 from artifacts.gc_find_needed import needed_by
 from artifacts.latent_shards import INFO
 from artifacts.resolve_model import digest_model
@@ -21,6 +22,7 @@ from flows.preflight import Run
 from tasks import download
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.publish import stage as publish
+from tasks.publish.champion_history import AliasNotWritten, Champions, _encode
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.push_to_hub import PushFailed
 
@@ -311,6 +313,49 @@ def test_a_registry_that_is_away_after_the_promotion_fails_no_run(
     assert registered["model"].endswith("/v1") and registered["hub"] is None
     assert caplog.text.count("no route to host") == 3
     assert "kiln push digits@v1 someone/digits" in caplog.text
+
+
+def test_an_alias_that_cannot_follow_the_champion_fails_no_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The attempt after a failed one would find the champion, and announce nothing."""
+
+    def away(champions: Champions) -> None:
+        raise OSError("no route to host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Champions, "follow", away)
+        results = published_by(run)
+        registered = publish.register(run.recipe, run.base, run.store, results, {})
+        assert registered["promoted"] and registered["champion"]["version"] == "v1"
+        assert "no route to host" in caplog.text and "promote v1 again" in caplog.text
+        with pytest.raises(AliasNotWritten, match="v1 is the champion, but"):
+            publish.registry_of(run.recipe).promote("v1")  # as `kiln promote`: an error
+    registry = publish.registry_of(run.recipe)
+    assert registry._champions.alias() is None
+    assert not publish.register(run.recipe, run.base, run.store, results, {})["promoted"]
+    assert registry._champions.alias() == "v1"
+
+
+def test_a_promotion_whose_answer_was_lost_is_announced_by_the_next_attempt(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails between the two files of the history; the copy has the promotion."""
+    run = publishing(run, gate=())
+    publish.register(run.recipe, run.base, run.store, published_by(run, 8), {})
+    results = published_by(run)
+
+    def lost(champions: Champions, seen: Any, moves: Any) -> None:
+        swap(champions._fs, champions._copy, seen[0], _encode(moves))
+        raise OSError("connection reset")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Champions, "_write_both", lost)
+        with pytest.raises(OSError, match="connection reset"):
+            publish.register(run.recipe, run.base, run.store, results, {})
+    registered = publish.register(run.recipe, run.base, run.store, results, {})
+    assert registered["promoted"] and registered["champion"]["version"] == "v2"
+    assert len(publish.registry_of(run.recipe).history()) == 2
 
 
 def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuzz import lists, models, recipes, records, tars, tensors
+from fuzz import lists, models, pictures, recipes, records, tars, tensors
 from fuzz.reader import Reader
 
-GROUPS = (recipes, records, tensors, tars, lists, models)
+GROUPS = (recipes, records, tensors, tars, lists, models, pictures)
 
 
 def all_readers(folder: Path) -> list[Reader]:

@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import apache_beam as beam
 import pytest
 
+from artifacts.compare_and_swap import read, swap
+from artifacts.lock import LockLost
 from artifacts.store import Store
 from tasks.beam_pipeline import ShardProgress, _in_turn, run_linear
 from tasks.worker_reports import Done, WorkerReports
@@ -78,3 +80,38 @@ def test_no_shard_begins_after_an_error() -> None:
             list(exhaust.process(0))
         assert list(exhaust.process(1)) == []  # as another thread calls it
     assert Fail.done == [0]
+
+
+class TakeOver(beam.DoFn):
+    """Counts its elements in a file. At the third another builder takes the flow's lock over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def process(self, element: int) -> Iterator[int]:
+        with (self.folder / "done").open("a") as done:
+            done.write("x")
+        if len((self.folder / "done").read_text()) == 3:
+            fs, path = Store(str(self.folder)).fs, f"{self.folder}/stage/key/lock.json"
+            assert swap(fs, path, read(fs, path), b'{"token": "of another"}')
+        yield element
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(
+            {"direct_running_mode": "multi_processing", "direct_num_workers": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["threads", "processes"],
+)
+def test_a_flow_that_lost_its_lock_begins_no_further_shard(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    store = Store(str(tmp_path))
+    with store.lock("stage", "key"), pytest.raises(LockLost, match=r"lock\.json: another process"):
+        run_linear(range(50), TakeOver(tmp_path), options, watch(tmp_path))
+    assert 3 <= len((tmp_path / "done").read_text()) < 10

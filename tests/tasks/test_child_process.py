@@ -91,17 +91,17 @@ def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_result() -> Non
     )
     output, begun = ChildOutput(lambda event: None), time.monotonic()
     pumps = [lambda: output.mixed(child.stdout)]
-    assert wait_for_result(child, output, pumps, child.kill)["n"] == 1
+    assert wait_for_result(child, output, pumps, child.kill, child.kill)["n"] == 1
     assert time.monotonic() - begun < 30
 
 
-def test_a_job_whose_builder_lost_its_lock_is_stopped() -> None:
-    """Else two trainers write into one folder."""
+def test_a_job_whose_builder_lost_its_lock_is_killed_at_once() -> None:
+    """Else two trainers write into one folder: this one has no time for a checkpoint."""
     fs, path = url_to_fs(f"memory://{uuid4()}/lock.json")
     with subprocess.Popen(["sleep", "20"], text=True) as child, lock.hold(fs, path) as held:
         seen = cas.read(fs, path)
         assert cas.swap(fs, path, seen, b'{"token": "of another"}')
         held.renew()
         with pytest.raises(lock.LockLost):
-            wait_for_result(child, ChildOutput(lambda event: None), (), child.terminate)
-    assert child.returncode == -signal.SIGTERM
+            wait_for_result(child, ChildOutput(lambda event: None), (), child.terminate, child.kill)
+    assert child.returncode == -signal.SIGKILL

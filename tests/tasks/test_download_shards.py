@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,8 @@ from configs.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
+from tasks.download.download_on_beam import MOST_DEFERRED, THREADS
+from tasks.download.errors import Outage
 from tasks.download.resize_by_img2dataset import img2dataset_resizer
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.encode.buckets import bucket_sizes
@@ -453,6 +456,51 @@ def test_an_outage_defers_shards_to_the_next_run(tmp_path: Path, web: Web) -> No
     web.requests.clear()
     assert build(recipe).summary["images"] == PICTURES
     assert web.requests.total() == shards[0].rows + shards[1].rows
+
+
+def test_an_outage_stops_the_stage_after_a_few_shards(tmp_path: Path, web: Web) -> None:
+    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=1, max_host_failures=100)
+    shards = len(download.plan(recipe).shards)
+    assert shards > 2 * MOST_DEFERRED
+    web.is_down = True
+    words = (
+        rf"stopped, since {MOST_DEFERRED} shards in a row .* of {shards} in all \(http 503: \d+\)"
+    )
+    with pytest.raises(Outage, match=words):
+        build(recipe)
+    assert web.requests.total() < MOST_DEFERRED + THREADS  # each thread may end what it had begun
+    web.is_down = False
+    assert build(recipe).summary["images"] == PICTURES
+
+
+def test_shards_of_the_store_do_not_hide_an_outage(tmp_path: Path, web: Web) -> None:
+    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=1)
+    build(recipe)
+    shards = [spec.key for spec in download.plan(recipe).shards]
+    assert len(shards) > 2 * MOST_DEFERRED
+    for key in shards[::2]:
+        (tmp_path / f"store/download/shards/{key}.json").unlink()
+    web.is_down = True
+    with pytest.raises(Outage):
+        build(recipe)
+
+
+class TwoOfThree(set[str]):
+    """The numbers of two requests in three."""
+
+    asked = 0
+
+    def __contains__(self, _: object) -> bool:
+        self.asked += 1
+        return self.asked % 3 != 0
+
+
+def test_a_shard_that_is_downloaded_ends_a_row_of_deferred_ones(tmp_path: Path, web: Web) -> None:
+    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=1, max_host_failures=100)
+    web.broken = TwoOfThree()
+    with pytest.raises(TransientError, match=r"(\d+) of \d+ shards were deferred") as failure:
+        build(recipe)
+    assert int(re.findall(r"\d+", str(failure.value))[0]) > MOST_DEFERRED
 
 
 def test_only_rows_with_transient_failures_are_fetched_again_on_request(

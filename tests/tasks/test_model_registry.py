@@ -17,7 +17,7 @@ from artifacts.checksummed_files import Damaged, encode_record, first_fault
 from artifacts.store import Artifact, Store, StoreError
 from tasks.publish import champion_history
 from tasks.publish.champion_history import COPY, HISTORY, RegistryError
-from tasks.publish.model_registry import ChampionChanged, Registry
+from tasks.publish.model_registry import REPORT, ChampionChanged, Registry
 
 
 def model(store: Store, n: int) -> Artifact:
@@ -45,6 +45,19 @@ def test_versions_are_numbered_and_published_once(registry: tuple[Store, Registr
     assert names == ["v1", "v2", "v1", "v3"]
     assert [v.name for v in found.versions()] == ["v1", "v2", "v3"]
     assert found.fs.cat_file(f"{found.root}/v2/model_index.json") == b"2"
+
+
+def test_a_version_registered_without_a_report_gets_it_later(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    artifact = model(store, 1)
+    path = f"{found.root}/{found.publish(artifact).name}/{REPORT}"
+    assert not found.fs.exists(path)
+    for page, held in ((b"first", b"first"), (b"later", b"first")):
+        store.fs.pipe_file(f"{artifact.path}/{REPORT}", page)
+        assert found.publish(artifact).name == "v1"
+        assert found.fs.cat_file(path) == held
 
 
 def test_a_version_without_a_manifest_is_overwritten(

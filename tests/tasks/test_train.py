@@ -12,11 +12,15 @@ import pytest
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
+from artifacts.lock import LockLost
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from configs.monitoring import Profile
 from configs.train import Train
 from runtimes.contract import WrongInput
+from runtimes.process.job import TrainJob, read_job, write_job
+from tasks import train
+from tasks.build_or_reuse import StageFailed
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
 from tasks.train import _summary, _Watch, key_parts, settings_for, settings_for_key, show
@@ -156,3 +160,27 @@ def test_the_held_out_set_counts_if_its_loss_chooses_the_checkpoint(tmp_path: Pa
         base = Path(recipe.model.path)
         parts = key_parts(recipe, latents, base, base, holdout=holdout)
         assert parts.inputs.get("holdout") == (holdout.digest if counts else None)
+
+
+def test_the_job_checks_the_lock_of_its_builder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, recipe = Store(str(tmp_path)), load_recipe("digits", {})
+    jobs: list[TrainJob] = []
+
+    def started(job: TrainJob, *_: Any, **__: Any) -> None:
+        write_job(job, tmp_path / "job.json")
+        sent = read_job(tmp_path / "job.json")
+        assert isinstance(sent, TrainJob)
+        sent.check_lock()
+        jobs.append(sent)
+        raise StageFailed("enough")
+
+    monkeypatch.setattr(train, "run_job", started)
+    monkeypatch.setattr(train, "_count", lambda latents: 4)
+    parts, latents = KeyParts("train", 1, {}, {}), Artifact(store, "encode", "0" * 64, {})
+    with store.lock("train", parts.key) as lock, pytest.raises(StageFailed, match="enough"):
+        draft = store.draft(parts, lock)
+        train.build(recipe, latents, tmp_path, None, (), lambda png: {}, draft, Progress("train"))
+    with pytest.raises(LockLost):  # released
+        jobs[0].check_lock()

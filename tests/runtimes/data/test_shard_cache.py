@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from gcsfs.retry import HttpError, validate_response
 
 from artifacts.checksummed_files import open_checked
 from artifacts.latent_shards import LatentShard, open_latents
@@ -59,23 +60,41 @@ def test_only_downloads_that_nobody_continues_are_evicted(remote: Remote) -> Non
     assert names == {"running.tmp", f"{remote.ref.sha256}.safetensors"}
 
 
+def reset() -> None:
+    raise ConnectionResetError("reset by peer")
+
+
+def unavailable() -> None:
+    """As gcsfs does, whose error is no OSError."""
+    validate_response(503, b"Service Unavailable", "path")
+
+
+def refused() -> None:
+    """As gcsfs does: a ValueError, because of a word in the answer."""
+    validate_response(503, b"invalid", "path")
+
+
+@pytest.mark.parametrize("failure", [reset, unavailable, refused])
 @pytest.mark.parametrize("failures", [2, 3])
 def test_a_passing_failure_of_the_store_is_tried_again(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch, failures: int
+    remote: Remote,
+    monkeypatch: pytest.MonkeyPatch,
+    failures: int,
+    failure: Callable[[], None],
 ) -> None:
     left, real = [failures], MemoryFileSystem.open
 
     def failing(fs: MemoryFileSystem, *arguments: object, **more: object) -> object:
         left[0] -= 1
         if left[0] >= 0:
-            raise ConnectionResetError("reset by peer")
+            failure()
         return real(fs, *arguments, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "open", failing)
     if failures == 2:
         assert remote.open().groups == {"train/8x8": 6}
     else:
-        with pytest.raises(ConnectionResetError):
+        with pytest.raises((OSError, HttpError)):  # not WrongInput: nothing is damaged
             remote.open()
 
 

@@ -15,6 +15,7 @@ import chips
 import fsspec
 import numpy as np
 import pytest
+from fsspec.core import url_to_fs
 from fsspec.implementations.memory import MemoryFileSystem
 from gcs_server import GcsServer
 from gcsfs.retry import HttpError, validate_response
@@ -22,6 +23,8 @@ from kiln_command import ROOT
 from safetensors.numpy import load_file
 from store_servers import REMOTE, UrlOf
 
+from artifacts.compare_and_swap import read
+from artifacts.lock import LockLost, hold, seize
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
 from runtimes.train.checkpoint_errors import (
@@ -201,7 +204,7 @@ def without_environment(runtime: str) -> str:
 def test_all_is_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power failure the disk has what was synced, names in folders too."""
     contents, names, fsync, replace = set[str](), set[str](), os.fsync, os.replace
-    work = tmp_path / "new/work"
+    link, work = os.link, tmp_path / "new/work"
 
     def watched(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -215,6 +218,10 @@ def test_all_is_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.M
         replace(beside, path)
         contents.update({path} if beside in contents else ())
 
+    def linking(beside: str, path: str) -> None:
+        link(beside, path)
+        contents.update({path} if beside in contents else ())
+
     def committing(manifest: Path) -> None:
         files = [path for path in manifest.parent.iterdir() if path.suffix != ".tmp"]
         assert len(files) == 6
@@ -224,6 +231,7 @@ def test_all_is_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", watched)
     monkeypatch.setattr(os, "replace", replacing)
+    monkeypatch.setattr(os, "link", linking)
     save(Checkpoints(str(work), keep=2), 3)
     assert (work / "checkpoints/step-00000003/manifest.json").exists()
 
@@ -372,3 +380,25 @@ def test_checkpoints_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     fs = fsspec.filesystem("file")
     one, other = (fs.find(str(tmp_path / name)) for name in ("a", "b"))
     assert [fs.cat_file(path) for path in one] == [fs.cat_file(path) for path in other]
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_builder_that_lost_its_lock_changes_no_checkpoint(kind: str, url_of: UrlOf) -> None:
+    """Its process may be writing when another builder continues in the same folder."""
+    url = url_of(kind)
+    fs, root = url_to_fs(url)
+    path = f"{root}/lock.json"
+    with hold(fs, path) as paused:
+        late = Checkpoints(url, keep=1, check=lambda: paused.claim.check(fs))
+        save(late, 1)
+        with seize(fs, path, read(fs, path)) as other:
+            assert other is not None
+            owners = Checkpoints(url, keep=3, check=lambda: other.claim.check(fs))
+            save(owners, 2, 3)
+            before = {name: fs.cat_file(name) for name in fs.find(f"{root}/checkpoints")}
+            for step in (3, 4):  # step 3 is there already; 4 would delete those before it
+                with pytest.raises(LockLost):
+                    late.save(step, state(9), [], FACTS)
+            with pytest.raises(LockLost):
+                late.discard_after(0)
+    assert {name: fs.cat_file(name) for name in fs.find(f"{root}/checkpoints")} == before

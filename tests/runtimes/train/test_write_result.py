@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsspec.core import url_to_fs
 from gcsfs.retry import HttpError
 from store_servers import UrlOf
 
+from artifacts.compare_and_swap import read
+from artifacts.lock import Claim, LockLost, hold, seize
 from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.train import Train
 from runtimes.process.job import TrainJob
@@ -18,9 +21,9 @@ from runtimes.train.write_result import write_result
 BASE = Path(__file__).parents[3] / "demo" / "base"
 
 
-def make_job(settings: Train, folder: Path, out: str) -> TrainJob:
-    train = settings.model_dump(mode="json")
-    return TrainJob("torch", str(BASE), latents="", train=train, work=str(folder), out=out)
+def make_job(settings: Train, folder: Path, out: str, claim: Claim | None = None) -> TrainJob:
+    train, work = settings.model_dump(mode="json"), str(folder)
+    return TrainJob("torch", str(BASE), latents="", train=train, work=work, out=out, claim=claim)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -62,3 +65,29 @@ def test_trained_weights_outlast_a_store_that_does_not_respond(
     else:
         assert "unet/diffusion_pytorch_model.safetensors" in write_result(job, state, ["{}"])
     assert waited == list(RETRY_SECONDS[:failures])
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_weights_of_a_builder_that_lost_its_lock_replace_none(
+    tmp_path: Path, url_of: UrlOf, kind: str, method: str
+) -> None:
+    """The process of a paused builder goes on; another builder has committed meanwhile."""
+    out = url_of(kind)
+    fs, root = url_to_fs(out)
+    name = "conv_in.weight" if method == "full" else "mid.to_q.lora_A.weight"
+    settings = Train(method=method)  # type: ignore[arg-type]
+
+    def state(value: float) -> dict[str, Arrays]:
+        return {"weights": {f"unet.{name}": np.full((2, 3), value, np.float32)}}
+
+    with hold(fs, f"{root}/lock.json") as paused:
+        late = make_job(settings, tmp_path, out, paused.claim)
+        assert write_result(late, state(1), ["{}"])
+        with seize(fs, f"{root}/lock.json", read(fs, f"{root}/lock.json")) as other:
+            assert other is not None
+            files = write_result(make_job(settings, tmp_path, out, other.claim), state(2), ["{}"])
+        committed = {path: fs.cat_file(f"{root}/{path}") for path in files}
+        with pytest.raises(LockLost):
+            write_result(late, state(3), ["{}", "{}"])
+    assert {path: fs.cat_file(f"{root}/{path}") for path in files} == committed

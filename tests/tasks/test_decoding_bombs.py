@@ -1,0 +1,118 @@
+"""A picture whose header hides its size is refused before a decoder takes memory for it."""
+
+from __future__ import annotations
+
+import resource
+import struct
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from fuzz.pictures import tiled_tiff
+from PIL import Image
+
+from configs.download import Download
+from tasks.download.decoding_bomb_checks import Header, check_picture
+from tasks.download.failure_reasons import FetchFailed
+from tasks.download.resize_by_img2dataset import PictureResizer
+
+REAL, SHOWN = 8000, 64  # pixels a side: decoded, and as Pillow reads the header
+#: More than the other memory of a refusal; the decoded picture has REAL**2 bytes or more.
+MOST_BYTES = 40 * 2**20
+
+
+def saved(kind: str, side: int = SHOWN) -> bytes:
+    buffer = BytesIO()
+    Image.new("L", (side, side), 90).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def tiff_with_two_sizes() -> bytes:
+    """A TIFF with each size twice: libtiff takes the first, Pillow the last."""
+    tags = ((256, REAL), (256, SHOWN), (257, REAL), (257, SHOWN), (258, 8), (259, 8), (262, 1))
+    data, at = zlib.compress(bytes(REAL * REAL), 9), 8 + 2 + 12 * 12 + 4
+    strips = ((273, at), (277, 1), (278, REAL), (279, len(data)), (284, 1))
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in (*tags, *strips)]
+    directory = struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+    return b"II*\0" + struct.pack("<I", 8) + directory + data
+
+
+def avif_with_another_size() -> bytes:
+    """An AVIF whose box `ispe` has another size than its frame."""
+    buffer = BytesIO()
+    Image.new("RGB", (4 * SHOWN, 4 * SHOWN)).save(buffer, "AVIF", speed=10)
+    body = bytearray(buffer.getvalue())
+    at = body.index(b"ispe") + 8
+    body[at : at + 8] = struct.pack(">II", SHOWN, SHOWN)
+    return bytes(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (tiff_with_two_sizes(), "not an image"),
+        (tiled_tiff((SHOWN, SHOWN), REAL), "too many pixels"),
+    ],
+    ids=["two sizes", "a large tile"],
+)
+def test_a_tiff_decodes_to_no_more_than_its_header_says(
+    body: bytes, reason: str, tmp_path: Path
+) -> None:
+    resizer = PictureResizer(Download(max_pixels=10**6))
+    resizer.write_resized(saved("TIFF"), tmp_path / "warm")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Image.open(BytesIO(body)) as picture:
+        assert picture.size == (SHOWN, SHOWN)
+    with pytest.raises(FetchFailed, match=reason):
+        resizer.write_resized(body, tmp_path / "picture")
+    taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert taken < MOST_BYTES
+
+
+def test_a_tiff_as_programs_write_them_is_accepted() -> None:
+    assert check_picture(saved("TIFF"), 10**6).pixels == SHOWN**2
+    assert check_picture(tiled_tiff((SHOWN, SHOWN), 256), 10**6).pixels == SHOWN**2 + 256**2
+    big_endian = BytesIO()
+    Image.new("I;16B", (SHOWN, SHOWN)).save(big_endian, "TIFF")
+    assert big_endian.getvalue().startswith(b"MM")
+    assert check_picture(big_endian.getvalue(), 10**6).pixels == SHOWN**2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: b"II+\0" + body[4:],  # BigTIFF
+        lambda body: body[:4] + b"\xff\xff\xff\xff" + body[8:],  # no directory
+        lambda body: body.replace(struct.pack("<HHI", 256, 4, 1), struct.pack("<HHI", 256, 4, 2)),
+        lambda body: body.replace(struct.pack("<HHI", 256, 4, 1), struct.pack("<HHI", 256, 9, 1)),
+    ],
+)
+def test_a_tiff_with_another_directory_is_no_image(change: Callable[[bytes], bytes]) -> None:
+    valid = tiled_tiff((SHOWN, SHOWN), 64)
+    changed = change(valid)
+    assert changed != valid
+    with pytest.raises(FetchFailed, match="not an image"):
+        check_picture(changed, 10**6)
+
+
+def test_an_avif_is_refused_by_its_first_bytes(tmp_path: Path) -> None:
+    body = avif_with_another_size()
+    with Image.open(BytesIO(body)) as picture:
+        assert picture.size == (SHOWN, SHOWN)
+    with pytest.raises(FetchFailed, match="avif is not accepted"):
+        PictureResizer(Download(max_pixels=10**6)).write_resized(body, tmp_path / "picture")
+
+
+def test_a_picture_that_decodes_to_another_size_is_no_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lie = Header(SHOWN, SHOWN, is_reducible=False)
+    monkeypatch.setattr(
+        "tasks.download.resize_by_img2dataset.check_picture", lambda body, most: lie
+    )
+    resizer = PictureResizer(Download())
+    assert resizer.write_resized(saved("PNG", 2 * SHOWN), tmp_path / "a") == "not an image"
+    assert not (tmp_path / "a").exists()
+    assert resizer.write_resized(saved("PNG"), tmp_path / "b") != "not an image"
