@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from html import unescape
 from io import BytesIO
 from pathlib import Path
@@ -63,23 +64,31 @@ def panels(artifact: Artifact) -> list[Panel]:
     ]
 
 
-def commit(store: Store, stage: str, inputs: dict[str, str], **run: Any) -> Artifact:
+def commit(
+    store: Store, stage: str, inputs: dict[str, str], forced: str | None = None, **run: Any
+) -> Artifact:
     draft = store.draft(KeyParts(stage, 1, {}, inputs))
     draft.write("metrics.json", b"{}")
     return draft.commit(
-        {"fingerprint": "f"}, {"reason": "changed: train.steps", "seconds": 2, **run}
+        {"fingerprint": "f", "forced": forced},
+        {"reason": "changed: train.steps", "seconds": 2, **run},
     )
 
 
-def page(tmp_path: Path) -> str:
+def page(
+    tmp_path: Path,
+    show: Callable[[Artifact], list[Panel]] = panels,
+    forced: str | None = None,
+    **overrides: Any,
+) -> str:
     store = Store(str(tmp_path / "store"))
     stages = []
     for name, outcome in (("download", "reused"), ("encode", "built"), ("train", "built")):
-        artifact = commit(store, name, {})
+        artifact = commit(store, name, {}, forced if name == "train" else None)
         result = StageResult(name, artifact.key, artifact.uri, artifact.digest, outcome, 0.1)
         stages.append((artifact, result))
-    recipe = load_recipe("digits", {"description": HOSTILE, "source.seed": 77})
-    return report.page(recipe, stages, dict.fromkeys(["download", "encode", "train"], panels))
+    recipe = load_recipe("digits", {"description": HOSTILE, "source.seed": 77, **overrides})
+    return report.page(recipe, stages, dict.fromkeys(["download", "encode", "train"], show))
 
 
 def test_hostile_text_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:
@@ -102,7 +111,24 @@ def test_each_stage_has_its_outcome_and_reason(tmp_path: Path) -> None:
         ("train", "built", "changed: train.steps"),
     ]
     assert "<dt>seed</dt><dd>77</dd>" in html, "the source's settings"
-    assert f"passed all {len(load_recipe('digits').publish.gate)} rules" in html
+
+
+@pytest.mark.parametrize(
+    ("forced", "rules", "kind", "said"),
+    [
+        (None, ["cmmd < base", "memorized <= 0.01"], "passed", "✓ passed all 2 rules"),
+        (None, ["cmmd < base"], "passed", "✓ passed its rule"),
+        ("a demo", ["cmmd < base"], "forced", "✗ failed, and forced: a demo"),
+        (None, [], "unjudged", "published without rules"),
+    ],
+)
+def test_only_a_passed_gate_has_a_check_mark(
+    tmp_path: Path, forced: str | None, rules: list[str], kind: str, said: str
+) -> None:
+    html = page(tmp_path, forced=forced, **{"publish.gate": rules})
+    header = html.partition("<header>")[2].partition("</header>")[0]
+    assert f'<dt>Verdict</dt><dd class="{kind}">{said}</dd>' in header
+    assert html.count("✓") == (kind == "passed"), "no mark of the style sheet either"
 
 
 def test_the_lineage_has_every_artifact_once_and_inputs_from_elsewhere(tmp_path: Path) -> None:
