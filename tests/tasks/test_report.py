@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from html import unescape
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chromium import chromium, require_chromium
+from chromium import CHROMIUM, chromium, require_chromium
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
@@ -28,7 +27,6 @@ from tasks.publish.model_registry import Version
 from tasks.train import SAMPLES_SHOWN
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=http://x/y onerror=alert(1)>"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 #: Moves each slider as a reader would, and writes what is visible into an attribute.
 DRIVE = """<script>
 const move = (input, value) => { input.value = value; input.dispatchEvent(new Event("input")); };
@@ -225,9 +223,9 @@ def test_only_a_comparable_champion_is_shown(tmp_path: Path, fingerprint: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 @pytest.mark.parametrize("width", [500, 1200])
 def test_sliders_work_in_chromium_and_nothing_is_fetched(tmp_path: Path, width: int) -> None:
+    require_chromium(driven=False)
     html = page(tmp_path).replace("</body>", DRIVE)
     (tmp_path / "report.html").write_text(html, encoding="utf-8")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
