@@ -29,10 +29,11 @@ from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import SampleScorer
+from tasks.publish import verdict
 from tasks.publish.stage import registry_of
 from tasks.retrain import continue_training, decision, select_samples
 from tasks.retrain.champion import Champion, find_champion
-from tasks.retrain.retraining_summary import show_retraining
+from tasks.retrain.retraining_summary import show_retraining, verdict_of
 from tasks.retrain.source_changes import Changes, plan_changes
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 
@@ -109,6 +110,8 @@ def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> dict[str, An
     if "evaluate" in report["stages"]:
         evaluated = run.store.load("evaluate", report["stages"]["evaluate"]["key"])
         parents = {} if evaluated is None else {"evaluation": evaluated}
+    judged = verdict_of(run.store, report)
+    parents |= {} if judged is None else {verdict.STAGE: judged}
     build_or_reuse(run.store, parts, build, parents=parents)
     return report
 

@@ -222,6 +222,7 @@ def _print_summary(report: dict[str, Any], file: Any) -> None:
     if report["status"] == "rejected":
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
         print(f"rejected by the gate: {'; '.join(failed)}", file=file)
+        print(f"verdict:   {report['verdict']['uri']}", file=file)
     elif report["status"] == "unchanged":
         print(f"unchanged: {report['why']}", file=file)
     elif report["status"] == "built":
