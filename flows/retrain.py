@@ -35,6 +35,7 @@ from tasks.retrain import continue_training, decision, select_samples
 from tasks.retrain.champion import Champion, find_champion
 from tasks.retrain.retraining_summary import show_retraining, verdict_of
 from tasks.retrain.source_changes import Changes, plan_changes
+from tasks.retrain.watch_source import lock_path
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 
 log = logging.getLogger("kiln")
@@ -197,5 +198,5 @@ def one_at_a_time(recipe: Recipe) -> Iterator[None]:
         where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
         log.info("retrain: %s retrains %s; waiting", where, registry.name)
 
-    with hold(registry.fs, f"{registry.root}/retrain-lock.json", on_wait=waits):
+    with hold(registry.fs, lock_path(recipe), on_wait=waits):
         yield

@@ -210,8 +210,8 @@ def test_a_rejected_model_is_not_published(
     out = here("run", "digits", "--json", overrides=strict, code=3, api=api)
     assert "rejected by the gate" in out
     assert not registry.exists()
-    (line,) = [line for line in out.splitlines() if line.startswith("{")]
-    verdict = Path(json.loads(line)["verdict"]["uri"])
+    (verdict,) = (Path(str(small["store"])) / "verdict").iterdir()
+    assert f"verdict:   {verdict}" in out
     (judged,) = json.loads((verdict / "gate.json").read_bytes())
     measured = json.loads((verdict / "metrics.json").read_bytes())["metrics"]
     assert judged["value"] == measured["digit/new"]["tuned"]["value"] and judged["bound"] == 1.1
