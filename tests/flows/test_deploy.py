@@ -109,7 +109,7 @@ def test_a_changed_source_starts_a_retraining_after_the_one_that_runs(
     def triggered() -> list[dict[str, Any]]:
         runs = {"deployments": {"id": {"any_": [deployment["id"]]}}}
         found = server.ask("/flow_runs/filter", runs)
-        return [run for run in found if run["created_by"]["type"] == "AUTOMATION"]
+        return [run for run in found if (run["created_by"] or {}).get("type") == "AUTOMATION"]
 
     def ended(name: str) -> str:
         run = server.run(name, small)
