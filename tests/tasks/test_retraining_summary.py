@@ -11,7 +11,7 @@ from PIL import Image
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
-from tasks.panels import Picture, Table
+from tasks.panels import Picture, Table, escape_markdown
 from tasks.publish import verdict
 from tasks.publish.gate import Verdict
 from tasks.publish.stage import Rejected
@@ -104,6 +104,10 @@ def test_the_samples_closest_to_training_pictures_are_shown(tmp_path: Path) -> N
     panels = show_retraining(load_recipe("digits"), store, before, CHANGES, report)
     (found,) = [p for p in panels if isinstance(p, Picture) and "closest" in p.title]
     assert found.png == png(2)
+    titles = [panel.title for panel in panels if isinstance(panel, Picture)]
+    assert titles[0::2] == ["Base above, new model below", "Base above, v1 below"]
+    # Prefect's UI shows the backslashes of escaped characters in the names of pictures.
+    assert all(escape_markdown(title) == title for title in titles)
     (table,) = [p for p in panels if isinstance(p, Table) and "copies" in p.title]
     assert table.rows[1]["samples that count"] == "1 of 300"
     assert table.rows[1]["closest sample"] == 0.96
