@@ -101,8 +101,8 @@ def copies_table(facts: Mapping[str, Any], shares: Mapping[str, Any]) -> list[di
                 "counts from": threshold,
                 "samples that count": f"{round(share['value'] * share['n'])} of {share['n']:,}",
                 "closest sample": max(closest, default="—"),
-                "held-out pictures that count": facts.get("held_out", {}).get(name, "—"),
-                "closest held-out picture": facts.get("closest_held_out", {}).get(name, "—"),
+                "held-out that count": facts.get("held_out", {}).get(name, "—"),
+                "closest held-out": facts.get("closest_held_out", {}).get(name, "—"),
             }
         )
     return rows

@@ -264,8 +264,8 @@ def test_the_closest_pairs_show_samples_above_training_pictures(world: World) ->
         "counts from": 0.95,
         "samples that count": "0 of 5",
         "closest sample": found["closest_pairs"][4]["similarity"],
-        "held-out pictures that count": 0.0,
-        "closest held-out picture": by_chance,
+        "held-out that count": 0.0,
+        "closest held-out": by_chance,
     }
     page = np.asarray(Image.open(io.BytesIO(artifact.read("closest_pairs.png"))))
     samples = list(draw_pictures.read_pictures(world.store, _drawn_by_the_tuned(world, artifact)))

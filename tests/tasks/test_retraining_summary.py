@@ -111,4 +111,4 @@ def test_the_samples_closest_to_training_pictures_are_shown(tmp_path: Path) -> N
     (table,) = [p for p in panels if isinstance(p, Table) and "copies" in p.title]
     assert table.rows[1]["samples that count"] == "1 of 300"
     assert table.rows[1]["closest sample"] == 0.96
-    assert table.rows[1]["closest held-out picture"] == 0.945
+    assert table.rows[1]["closest held-out"] == 0.945
