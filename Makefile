@@ -26,10 +26,10 @@ endif
 # libtpu exists for Linux x86_64 only.
 LIBTPU := $(if $(filter jax,$(RUNTIMES)),$(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)))
 export KILN_RUNTIMES := $(RUNTIMES)
-# Tests of these fail if they cannot run; others are skipped.
-test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu)
+# Tests of these fail if they cannot run; others are skipped. REQUIRE adds names, such as chromium.
+test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu) $(REQUIRE)
 
-.PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-plan setup-oldest setup-browser setup-deploy setup-xla setup-mindspore FORCE quick test soak faults fuzz chaos lint format ui clean
+.PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test soak faults fuzz chaos lint format ui clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of processor time after set-up)"
@@ -61,8 +61,11 @@ test:
 	$(MAKE) --no-print-directory --jobs 2 environments lint
 	$(PYTEST) -m "not soak" --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-soak: environments setup-oldest setup-browser
-	$(PYTEST) -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+# Without Chromium the tests of pages are skipped, or fail: make soak REQUIRE=chromium.
+soak: environments setup-oldest setup-browser setup-fidelity
+	@command -v chromium chromium-browser > /dev/null || \
+	  echo "soak: no Chromium: the tests of pages are skipped: apt-get install chromium"
+	$(PYTEST) -rs -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 # Some of the faults: SHARD=3/8 is the fourth of eight parts; 11/8 is the same part.
 faults: environments
@@ -191,6 +194,14 @@ setup-oldest: $(VENV)-oldest/stamp
 
 $(VENV)-oldest/stamp: requirements/oldest.txt | $(UV)/stamp
 	@echo "$(VENV)-oldest: the oldest supported diffusers and transformers"
+	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
+	@touch $@
+
+# torch-fidelity, to compare metrics with; its dependencies are those of .venv.
+setup-fidelity: $(VENV)-fidelity/stamp
+
+$(VENV)-fidelity/stamp: requirements/fidelity.txt | $(UV)/stamp
+	@echo "$(VENV)-fidelity: torch-fidelity and torchvision, 20 MB"
 	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
 	@touch $@
 

@@ -37,7 +37,7 @@ CHECKPOINTS = "checkpoints"
 #: Things that are deleted before waiting runs continue.
 BATCH = 20
 #: Stages that read no staged model. A run that the gate rejected never finishes its publication.
-WITHOUT_MODELS = {"publish", "retrain"}
+WITHOUT_MODELS = {"publish", "verdict", "retrain"}
 RunFacts = tuple[str, int, float, str | None]  # name, size, time stamp and checksum of a record
 
 

@@ -32,6 +32,7 @@ from tasks.evaluate import stage as evaluate_stage
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import stage as publish_stage
+from tasks.publish import verdict
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 from tasks.worker_reports import REPORTS
 
@@ -152,7 +153,11 @@ def publish(
     try:
         result = build_or_reuse(run.store, parts, build, parents=parents)
     except publish_stage.Rejected as rejection:
-        return rejected(run.model_name, parts, rejection)
+        parts = verdict.key_parts(parts, rejection)
+        run.begin(parts)
+        build = partial(verdict.build, rejection)
+        result = build_or_reuse(run.store, parts, build, parents=parents)
+        return rejected(run.model_name, result, rejection)
     start = None if run.champion is None else run.champion.version
     registered = publish_stage.register(
         run.recipe, run.base, run.store, (*before, result), SHOWS, start
@@ -182,7 +187,8 @@ def finetune(
         force: The reason to publish a model that fails the gate. Its card and the history name it.
 
     Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; a published
-    model adds the `champion` and its last move, a rejected one the verdicts of the `gate`.
+    model adds the `champion` and its last move, a rejected one the verdicts of the `gate` and the
+    artifact `verdict` with every number.
     """
     log_to_prefect()
     run_id = runtime.flow_run.id

@@ -29,11 +29,13 @@ from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import SampleScorer
+from tasks.publish import verdict
 from tasks.publish.stage import registry_of
 from tasks.retrain import continue_training, decision, select_samples
 from tasks.retrain.champion import Champion, find_champion
-from tasks.retrain.retraining_summary import show_retraining
+from tasks.retrain.retraining_summary import show_retraining, verdict_of
 from tasks.retrain.source_changes import Changes, plan_changes
+from tasks.retrain.watch_source import lock_path
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 
 log = logging.getLogger("kiln")
@@ -109,6 +111,8 @@ def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> dict[str, An
     if "evaluate" in report["stages"]:
         evaluated = run.store.load("evaluate", report["stages"]["evaluate"]["key"])
         parents = {} if evaluated is None else {"evaluation": evaluated}
+    judged = verdict_of(run.store, report)
+    parents |= {} if judged is None else {verdict.STAGE: judged}
     build_or_reuse(run.store, parts, build, parents=parents)
     return report
 
@@ -194,5 +198,5 @@ def one_at_a_time(recipe: Recipe) -> Iterator[None]:
         where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
         log.info("retrain: %s retrains %s; waiting", where, registry.name)
 
-    with hold(registry.fs, f"{registry.root}/retrain-lock.json", on_wait=waits):
+    with hold(registry.fs, lock_path(recipe), on_wait=waits):
         yield

@@ -69,7 +69,9 @@ def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None
         )
     hidden = hide_secrets(overrides)
     report = _run_flow("watch_source", as_json, overrides=hidden, **arguments)
-    line = f"{report['source']}: {'changed' if report['changed'] else 'unchanged'}"
+    outcome = "changed" if report["changed"] else "unchanged"
+    outcome = "changed; a retraining runs, watch again after it" if report["waits"] else outcome
+    line = f"{report['source']}: {outcome}"
     print(json.dumps(report) if as_json else line, flush=True)
 
 
@@ -222,6 +224,7 @@ def _print_summary(report: dict[str, Any], file: Any) -> None:
     if report["status"] == "rejected":
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
         print(f"rejected by the gate: {'; '.join(failed)}", file=file)
+        print(f"verdict:   {report['verdict']['uri']}", file=file)
     elif report["status"] == "unchanged":
         print(f"unchanged: {report['why']}", file=file)
     elif report["status"] == "built":

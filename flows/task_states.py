@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from prefect.states import Completed
@@ -58,17 +59,23 @@ def ended(
     return Completed(name="Reused" if result.outcome == "reused" else None, data=result)
 
 
-def rejected(model: str, parts: KeyParts, rejection: Rejected) -> Any:
-    """Show the gate's verdicts and emit the event; the final state is completed, not failed."""
+def rejected(model: str, verdict: StageResult, rejection: Rejected) -> Any:
+    """Show the gate's verdicts and emit the event; the final state is completed, not failed.
+
+    Args:
+        verdict: the artifact with every number.
+    """
     log.warning("%s", rejection)
 
     def panels() -> list[Panel]:
-        return [*show_verdicts(rejection.verdicts), *_earlier_stages(model, STAGE)]
+        shown = show_verdicts(rejection.verdicts, verdict.uri)
+        return [*shown, *_earlier_stages(model, STAGE)]
 
     show_in_prefect(artifact_key(model, STAGE), f"{STAGE}: rejected by the gate", panels)
-    verdicts = [vars(verdict) for verdict in rejection.verdicts]
+    verdicts = rejection.as_json()
     emit_rejected(model, str(rejection), verdicts)
-    result = StageResult(STAGE, parts.key, "", "", "rejected", 0.0, {"gate": verdicts})
+    facts = {"gate": verdicts, "verdict": {"key": verdict.key, "uri": verdict.uri}}
+    result = replace(verdict, stage=STAGE, outcome="rejected", facts=facts)
     return Completed(name="Rejected", message=str(rejection), data=result)
 
 

@@ -15,7 +15,14 @@ from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from tasks.build_or_reuse import TransientError, storing
-from tasks.retrain.watch_source import EVENT, last_stamp, remember, resource_of, stamp
+from tasks.retrain.watch_source import (
+    EVENT,
+    is_retraining,
+    last_stamp,
+    remember,
+    resource_of,
+    stamp,
+)
 
 log = logging.getLogger("kiln")
 
@@ -25,13 +32,15 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
     """Compare size and etag or time of the source's files with the last run.
 
     A change, and the first run, emit the event `kiln.source.changed` of the resource
-    `kiln.source.<model>`.
+    `kiln.source.<model>`. While a retraining of the model runs, the event waits for a later run:
+    the deployment would cancel what it starts.
 
     Args:
         recipe: Name or path of a recipe.
         overrides: Dotted settings to change.
 
-    Returns {"source": resource of the event, "changed": whether it was emitted}.
+    Returns {"source": resource of the event, "changed": whether it was emitted, "waits": whether a
+    change waits for the end of a retraining}.
     """
     log_to_prefect()
     with redacted_errors():
@@ -40,11 +49,15 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
         with storing(Store(checked.store)):
             found = stamp(checked)
             if last_stamp(checked) == found:
-                report = {"source": resource, "changed": False}
+                report = {"source": resource, "changed": False, "waits": False}
                 return Completed(name="Unchanged", data=report)
+            if is_retraining(checked):  # asked after the stamp: a later one reads the change
+                log.info("watch: %s has changed, and a retraining runs: waiting", resource)
+                report = {"source": resource, "changed": False, "waits": True}
+                return Completed(name="Waiting", data=report)
             given = {"prefect.resource.id": resource}
             if emit_event(EVENT, resource=given, payload={"stamp": found}) is None:
                 raise TransientError(f"watch: the server did not accept the event {EVENT}")
             remember(checked, found)  # an event that was refused is emitted again
     log.info("watch: %s has changed", resource)
-    return {"source": resource, "changed": True}
+    return {"source": resource, "changed": True, "waits": False}

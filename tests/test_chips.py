@@ -1,10 +1,13 @@
 """KILN_RUNTIMES and KILN_MUST_RUN select the tests that run, skip and fail."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import chips
+import chromium
 import pytest
+from kiln_command import ROOT
 
 from runtimes import registry
 from runtimes.registry import RuntimeSpec
@@ -90,3 +93,31 @@ def test_emulated_device_requires_python_headers(
     assert chips.missing_for_emulation("torch") == ""
     (tmp_path / "Python.h").touch()
     assert chips.missing_for_emulation("hpu-eager") == ""
+
+
+def test_a_skipped_page_names_the_command_that_installs_chromium(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(chromium, "CHROMIUM", "")
+    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"):
+        chromium.require_chromium()
+    monkeypatch.setenv(chips.MUST_RUN, "torch chromium")
+    with pytest.raises(pytest.fail.Exception, match="chromium must run"):
+        chromium.require_chromium(driven=False)
+    monkeypatch.setattr(chromium, "CHROMIUM", "/usr/bin/chromium")
+    monkeypatch.setattr(chromium, "PLAYWRIGHT", tmp_path / ".venv-browser")
+    chromium.require_chromium(driven=False)
+    with pytest.raises(pytest.fail.Exception, match="make setup-browser"):
+        chromium.require_chromium()
+
+
+@pytest.mark.parametrize(("words", "required"), [([], False), (["REQUIRE=chromium"], True)])
+def test_make_soak_requires_chromium_on_demand(
+    tmp_path: Path, words: list[str], required: bool
+) -> None:
+    show = "show: ; +@echo must run: $$KILN_MUST_RUN\nsoak: show"
+    command = ["make", "--dry-run", f"VENV={tmp_path}/none", *words, "--eval", show, "soak"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith("must run: ")]
+    assert "torch" in line.split() and ("chromium" in line.split()) is required
+    assert "apt-get install chromium" in done.stdout, "it says so before the tests"

@@ -159,9 +159,9 @@ class MetricSuite:
 
 
 def memorization_facts(suite: MetricSuite) -> dict[str, object]:
-    """Thresholds, sizes, and the share of held-out pictures over each threshold.
+    """Thresholds, sizes, and the share and the closest of held-out pictures.
 
-    Held-out pictures are no copies: their share shows what a threshold counts by chance.
+    Held-out pictures are no copies: they show what a threshold counts by chance.
     """
     facts: dict[str, object] = {
         "thresholds": suite.memorization.model_dump(mode="json"),
@@ -169,10 +169,15 @@ def memorization_facts(suite: MetricSuite) -> dict[str, object]:
         "held_out_pictures": len(suite.held_out[IMAGE].features),
     }
     if min(len(suite.training[IMAGE].features), len(suite.held_out[IMAGE].features)) > 0:
-        held_out = NearestTraining(
+        by_chance = NearestTraining(
             nearest(suite.held_out[IMAGE].features, suite.training[IMAGE].features),
             nearest(suite.held_out[PIXELS].features, suite.training[PIXELS].features),
-        ).metrics(suite.memorization, 1, suite.seed)
+        )
+        held_out = by_chance.metrics(suite.memorization, 1, suite.seed)
+        facts["closest_held_out"] = {
+            memorization.FEATURES: float(by_chance.features.similarity.max()),
+            memorization.PIXELS: float(by_chance.pixels.similarity.max()),
+        }
         facts["held_out"] = {
             memorization.FEATURES: held_out[memorization.FEATURES].value,
             memorization.PIXELS: held_out[memorization.PIXELS].value,

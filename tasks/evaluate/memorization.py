@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,33 @@ def closest_pairs(found: NearestTraining, training: ReferenceFeatures) -> list[P
             tar, key = training.pictures[int(one.index[number])]
             pairs.append(Pair(number, by, float(one.similarity[number]), tar, key))
     return pairs
+
+
+def copies_table(facts: Mapping[str, Any], shares: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Table rows, one per way to compare: what the samples reach, and held-out pictures.
+
+    Args:
+        facts: `memorization` of metrics.json.
+        shares: metric -> {value, n} of the tuned model.
+    """
+    rows = []
+    for by, name, limit in (
+        ("features", FEATURES, "similarity"),
+        ("pixels", PIXELS, "pixel_similarity"),
+    ):
+        closest = [pair["similarity"] for pair in facts["closest_pairs"] if pair["by"] == by]
+        share, threshold = shares[name], facts["thresholds"][limit]
+        rows.append(
+            {
+                "compared by": by,
+                "counts from": threshold,
+                "samples that count": f"{round(share['value'] * share['n'])} of {share['n']:,}",
+                "closest sample": max(closest, default="—"),
+                "held-out that count": facts.get("held_out", {}).get(name, "—"),
+                "closest held-out": facts.get("closest_held_out", {}).get(name, "—"),
+            }
+        )
+    return rows
 
 
 def render_pairs(pairs: Sequence[tuple[Pair, NDArray[np.uint8], NDArray[np.uint8]]]) -> bytes:

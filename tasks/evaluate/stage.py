@@ -36,7 +36,7 @@ from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts, judge_names
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.measure_models import Measured, MetricSuite, memorization_facts
-from tasks.evaluate.memorization import closest_pairs, render_pairs
+from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.evaluate.metric_names import all_prompts, compared_sets, slices_by_set
 from tasks.evaluate.metric_table import metric_rows
 from tasks.evaluate.prompts import PromptSets, prompt_sets
@@ -275,9 +275,20 @@ def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
             metric_rows(metrics, compared),
         ),
     ]
-    if "closest_pairs" in summary["memorization"]:
-        panels.append(Picture("Samples closest to training pictures", artifact.read(PAIRS)))
-    return panels
+    return panels + show_closest_pairs(artifact)
+
+
+def show_closest_pairs(artifact: Artifact) -> list[Panel]:
+    """The search for copies among the tuned model's samples; empty without training pictures."""
+    summary = artifact.summary
+    if "closest_pairs" not in summary["memorization"]:
+        return []
+    tuned = {name: models["tuned"] for name, models in summary["metrics"].items()}
+    rows = copies_table(summary["memorization"], tuned)
+    return [
+        Table("Search for copies of training pictures", rows),
+        Picture("Samples closest to training pictures", artifact.read(PAIRS)),
+    ]
 
 
 def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:

@@ -39,6 +39,7 @@ def page(
         "publish/report.html.jinja",
         name=recipe.publish.name,
         description=recipe.description,
+        verdict=_verdict(recipe, stages[-1][0]),
         facts=_facts(recipe, [artifact for artifact, _ in stages]),
         built=[Table("What was built, and why", [_built(*stage) for stage in stages])],
         source=[Facts("Source", _flat(yaml.safe_load(text)["source"]))],
@@ -59,19 +60,24 @@ def champion_evaluation(
     return None if found.key == evaluated.key else found
 
 
-def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
-    """The line of facts under the title."""
-    published, run = artifacts[-1], artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
-    rules = len(recipe.publish.gate)
-    passed = f"passed all {rules} rules" if rules > 1 else "passed its rule"
-    verdict = passed if rules else "published without rules"
+def _verdict(recipe: Recipe, published: Artifact) -> dict[str, str]:
+    """The gate's verdict: its kind (passed, forced or unjudged) and its text, with a mark."""
     if (reason := published.summary.get("forced")) is not None:
-        verdict = f"failed, and forced: {reason}"
+        return {"kind": "forced", "text": f"✗ failed, and forced: {reason}"}
+    rules = len(recipe.publish.gate)
+    if not rules:
+        return {"kind": "unjudged", "text": "published without rules"}
+    passed = f"passed all {rules} rules" if rules > 1 else "passed its rule"
+    return {"kind": "passed", "text": f"✓ {passed}"}
+
+
+def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
+    """The line of facts under the title, after the verdict."""
+    published, run = artifacts[-1], artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
     trained = artifacts[2].summary if len(artifacts) > 2 else {}
     steps = trained.get("steps", recipe.train.steps)  # retraining and train.epochs change them
     chosen = f" (step {trained['chosen_step']} chosen)" if "chosen_step" in trained else ""
     facts = {
-        "Verdict": verdict,
         "Champion before": published.summary.get("compared_with") or "none",
         "Base": without_secrets(recipe.model.path),
         "Trained": f"{steps} steps{chosen}, {recipe.train.method}",

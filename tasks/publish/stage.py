@@ -44,12 +44,29 @@ log = logging.getLogger("kiln")
 
 
 class Rejected(Exception):
-    """The model failed a rule of the gate; `verdicts` has all results."""
+    """The model failed a rule of the gate; `verdicts` has all results.
 
-    def __init__(self, verdicts: list[gate.Verdict]) -> None:
-        self.verdicts = verdicts
+    Args:
+        measured: content of metrics.json.
+        compared_with: the champion's version.
+        champion_evaluation: the champion's evaluation if it was measured again.
+    """
+
+    def __init__(
+        self,
+        verdicts: list[gate.Verdict],
+        measured: Mapping[str, Any] | None = None,
+        compared_with: str | None = None,
+        champion_evaluation: Artifact | None = None,
+    ) -> None:
+        self.verdicts, self.measured = verdicts, dict(measured or {})
+        self.compared_with, self.champion_evaluation = compared_with, champion_evaluation
         failed = [_verdict_text(v) for v in verdicts if not v.passed]
         super().__init__("the gate rejected the model: " + "; ".join(failed))
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """The verdicts as in gate.json."""
+        return [vars(verdict) for verdict in self.verdicts]
 
 
 def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]:
@@ -120,9 +137,13 @@ def build(
     models, again = _measured(recipe, evaluated, champion, champion_metrics)
     measured = json.loads(evaluated.read("metrics.json")) | _compared(models)
     verdicts = gate.judge(recipe.publish.gate, models, champion=champion is not None)
+    compared_with = champion.name if champion else None
+    reject = partial(
+        Rejected, measured=measured, compared_with=compared_with, champion_evaluation=again
+    )
     passed = all(v.passed for v in verdicts)
     if not passed and force is None:
-        raise Rejected(verdicts)
+        raise reject(verdicts)
     forced = None if passed else force
     _check_license(recipe, base)
     progress(1, 3, "gate passed" if passed else f"gate failed, forced: {forced}")
@@ -147,7 +168,8 @@ def build(
         (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
         (out / "before_after.png").write_bytes(evaluated.read("before_after.png"))
         (out / "gate.json").write_text(json.dumps([vars(v) for v in verdicts], indent=1))
-        _try_out(recipe, out, base, verdicts)
+        if (failure := _smoke_test(recipe, out, base)) is not None:
+            raise reject([*verdicts, failure])
         progress(2, 3, "copying")
         for path in sorted(p for p in out.rglob("*") if p.is_file()):
             draft.upload(str(path), str(path.relative_to(out)))
@@ -156,7 +178,7 @@ def build(
         "name": recipe.publish.name,
         "license": model_card.shown_license(recipe, base),
         "lineage": lineage,
-        "compared_with": champion.name if champion else None,
+        "compared_with": compared_with,
         "forced": forced,
         "parents": {} if again is None else {CHAMPION_EVALUATION: again},
     }
@@ -311,16 +333,15 @@ def _check_license(recipe: Recipe, base: Path) -> None:
         log.warning("publish: the licence is unknown: set publish.license")
 
 
-def _try_out(recipe: Recipe, out: Path, base: Path, verdicts: list[gate.Verdict]) -> None:
-    """Raise Rejected unless the folder loads and draws in a process without Kilnworks."""
+def _smoke_test(recipe: Recipe, out: Path, base: Path) -> gate.Verdict | None:
+    """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
     try:
         smoke_test.check_files(out, recipe.publish.max_bytes)
         if recipe.publish.smoke_test:
             smoke_test.check(out, base, recipe)
     except smoke_test.SmokeTestFailed as failure:
-        raise Rejected(
-            [*verdicts, gate.Verdict("smoke test", False, None, None, str(failure))]
-        ) from None
+        return gate.Verdict("smoke test", False, None, None, str(failure))
+    return None
 
 
 def _write_weights(
@@ -360,9 +381,9 @@ def show(artifact: Artifact) -> list[Panel]:
     ]
 
 
-def show_verdicts(verdicts: Sequence[gate.Verdict]) -> list[Panel]:
-    """The verdicts on a rejected model."""
-    return [Table("Gate", gate.as_rows(verdicts))]
+def show_verdicts(verdicts: Sequence[gate.Verdict], where: str) -> list[Panel]:
+    """The verdicts on a rejected model, and the artifact with every number."""
+    return [Table("Gate", gate.as_rows(verdicts)), Facts("Verdict", {"where": where})]
 
 
 def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:

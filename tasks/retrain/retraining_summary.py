@@ -9,8 +9,9 @@ import fsspec
 
 from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
+from tasks.evaluate.stage import show_closest_pairs
 from tasks.panels import Facts, Panel, Picture, Table
-from tasks.publish import gate
+from tasks.publish import gate, verdict
 from tasks.retrain.champion import Champion
 from tasks.retrain.source_changes import Changes
 from tasks.show_in_prefect import stage_links
@@ -38,8 +39,10 @@ def show_retraining(
         return panels
     evaluated = store.load("evaluate", stages["evaluate"]["key"])
     if evaluated is not None:
-        panels.append(Table("Metrics on equal held-out pictures", _metrics(evaluated, champion)))
-        panels.append(Picture("Base (above) and new model (below)", evaluated.read(GRID)))
+        rows = _metrics(store, evaluated, champion, report)
+        panels.append(Table("Metrics on equal held-out pictures", rows))
+        panels.append(Picture("Base above, new model below", evaluated.read(GRID)))
+        panels += show_closest_pairs(evaluated)
     if (verdicts := _verdicts(report)) is not None:
         panels.append(Table("Gate", gate.as_rows(verdicts)))
     panels += _champions_picture(champion)
@@ -60,23 +63,46 @@ def _source_facts(changes: Changes) -> dict[str, Any]:
     }
 
 
-def _metrics(evaluated: Artifact, champion: Champion | None) -> list[dict[str, Any]]:
+def _metrics(
+    store: Store, evaluated: Artifact, champion: Champion | None, report: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Rows of (metric, base, champion, new); the champion's column only if it is comparable."""
-    before = {} if champion is None else _published(champion.uri)
-    comparable = before.get("fingerprint") == evaluated.summary["fingerprint"]
-    old = before["metrics"] if comparable else {}
+    old = {} if champion is None else _champions_metrics(store, evaluated, champion, report)
     rows = []
     for name, models in evaluated.summary["metrics"].items():
-        tuned = old.get(name, {}).get("tuned")
         rows.append(
             {
                 "metric": name,
                 "base": models["base"]["value"] if "base" in models else "—",
-                "champion": "—" if tuned is None else tuned["value"],
+                "champion": old[name]["value"] if name in old else "—",
                 "new": models["tuned"]["value"],
             }
         )
     return rows
+
+
+def _champions_metrics(
+    store: Store, evaluated: Artifact, champion: Champion, report: dict[str, Any]
+) -> dict[str, Any]:
+    """Metric -> {value, ...} of the champion: as the gate compared them, else as published."""
+    judged = verdict_of(store, report)
+    if judged is not None or report["model"] is not None:
+        uri = report["model"] if judged is None else judged.uri
+        compared = _published(uri)["metrics"]
+        found = {name: one["champion"] for name, one in compared.items() if "champion" in one}
+        if found:  # a rule names the champion, which may have been measured again
+            return found
+    before = _published(champion.uri)
+    if before.get("fingerprint") != evaluated.summary["fingerprint"]:
+        return {}
+    return {name: one["tuned"] for name, one in before["metrics"].items() if "tuned" in one}
+
+
+def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:
+    """The verdict on a rejected model; None on a published one."""
+    if verdict.STAGE not in report:
+        return None
+    return store.load(verdict.STAGE, report[verdict.STAGE]["key"])
 
 
 def _published(uri: str) -> dict[str, Any]:
@@ -97,4 +123,4 @@ def _champions_picture(champion: Champion | None) -> list[Panel]:
     if champion is None:
         return []
     with fsspec.open(f"{champion.uri}/{GRID}", "rb") as stream:
-        return [Picture(f"Base (above) and {champion.version} (below)", stream.read())]
+        return [Picture(f"Base above, {champion.version} below", stream.read())]

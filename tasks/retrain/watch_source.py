@@ -6,12 +6,17 @@ import json
 
 from artifacts.compare_and_swap import read, swap
 from artifacts.hashing import digest_json
+from artifacts.list_folder import entries, modified, name_of, present_time
+from artifacts.lock import is_alive
 from configs.recipe import Recipe
 from tasks.download.sources import SOURCES
 from tasks.publish.stage import registry_of
 
 EVENT = "kiln.source.changed"
 FILE = "watched.json"  # in the model's folder of the registry
+LOCK = "retrain-lock.json"
+#: Seconds after a retraining in which the server may still count its run, and cancel another.
+SETTLING = 60.0
 
 
 def resource_of(model: str) -> str:
@@ -27,6 +32,25 @@ def stamp(recipe: Recipe) -> str:
     pieces = SOURCES[recipe.source.kind](recipe.source).pieces()
     identities = [piece.identity for piece in pieces]
     return digest_json([recipe.source.model_dump(mode="json"), identities])
+
+
+def lock_path(recipe: Recipe) -> str:
+    """The lock of a model's retrainings; a retraining reads its source under it."""
+    return f"{registry_of(recipe).root}/{LOCK}"
+
+
+def is_retraining(recipe: Recipe) -> bool:
+    """Whether a retraining of the model runs, or has ended only just.
+
+    The deployment would cancel a run that an event starts now. A retraining that begins later
+    reads the source after the stamp of this call's process.
+    """
+    registry = registry_of(recipe)
+    if is_alive(registry.fs, lock_path(recipe)):
+        return True
+    found = [one for one in entries(registry.fs, registry.root) if name_of(one).startswith(LOCK)]
+    now = present_time(registry.fs, registry.root) if found else 0.0
+    return any(now - modified(one) < SETTLING for one in found)
 
 
 def last_stamp(recipe: Recipe) -> str | None:

@@ -10,7 +10,7 @@ from toy_recipes import BASES, toy
 
 from configs.load_recipe import load_recipe, recipe_names
 from tasks.evaluate.metric_names import metric_names
-from tasks.publish.gate import check_rules
+from tasks.publish.gate import check_rules, parse_rule
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -28,6 +28,26 @@ def test_gate_of_a_recipe_uses_its_metrics(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.publish.gate
     check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_gate_of_a_recipe_bounds_copies_compares_with_confidence_and_knows_the_licence(
+    name: str,
+) -> None:
+    recipe = load_recipe(name)
+    rules = [parse_rule(text) for text in recipe.publish.gate]
+    bounds = {one.metric: one.number for one in rules if one.op in ("<", "<=")}
+    assert (bounds.get("memorized") or 1) <= 0.05, "copies by features"
+    assert (bounds.get("memorized_pixels") or 1) <= 0.01, "copies by pixels"
+    pictures = sum(
+        len(one.prompts) * one.images_per_prompt for one in recipe.evaluate.prompts.values()
+    )
+    assert pictures >= 40, "enough samples to find a copy among"
+    beats = [one for one in rules if one.model == "base" and one.op in ("<", ">")]
+    assert all(one.level == 0.95 for one in beats), "better than the base by more than chance"
+    compared = {one.metric for one in beats}
+    assert compared >= {"cmmd", "holdout_loss"} or recipe.train.init == "random"
+    assert recipe.publish.require_license
 
 
 def test_every_recipe_with_a_hub_model_has_a_tiny_model() -> None:

@@ -210,6 +210,15 @@ def test_a_rejected_model_is_not_published(
     out = here("run", "digits", "--json", overrides=strict, code=3, api=api)
     assert "rejected by the gate" in out
     assert not registry.exists()
+    (verdict,) = (Path(str(small["store"])) / "verdict").iterdir()
+    assert f"verdict:   {verdict}" in out
+    (judged,) = json.loads((verdict / "gate.json").read_bytes())
+    measured = json.loads((verdict / "metrics.json").read_bytes())["metrics"]
+    assert judged["value"] == measured["digit/new"]["tuned"]["value"] and judged["bound"] == 1.1
+    store = str(small["store"])
+    assert verdict.name[:12] not in here("gc", "--store", store, "--hours", "0")
+    shown = here("show", f"verdict/{verdict.name[:12]}", "--store", store)
+    assert all(word in shown for word in ("evaluation", "model", "latents", "source"))
 
 
 def test_a_run_until_a_stage_builds_up_to_it(

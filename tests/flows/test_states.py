@@ -1,5 +1,6 @@
 """The final states of tasks, and runs with `until`."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,17 @@ import pytest
 from prefect.states import Completed
 
 from artifacts.artifact_key import KeyParts
+from artifacts.gc_find_needed import needed_by
+from artifacts.run_records import runs
 from artifacts.store import Store
 from configs.load_recipe import load_recipe
 from configs.recipe import STAGES
 from flows import finetune
 from flows.preflight import Run
-from tasks.build_or_reuse import StageResult
+from tasks.build_or_reuse import StageResult, build_or_reuse
+from tasks.publish import verdict
 from tasks.publish.gate import Verdict
+from tasks.publish.lineage import lineage_nodes
 from tasks.publish.stage import Rejected
 
 
@@ -53,20 +58,53 @@ def test_the_final_state_of_a_task_names_the_outcome(
 def test_a_rejected_model_is_an_outcome_with_its_verdicts(
     run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> StageResult:
-        raise Rejected([Verdict("cmmd < base", False, 2.0, 1.0)])
+    numbers = {"cmmd": {"base": {"value": 1.0}, "tuned": {"value": 2.0}}}
 
-    parts = KeyParts("publish", 1, {}, {})
+    def refuse(store: Store, parts: KeyParts, build: Any, parents: Any) -> StageResult:
+        if parts.stage == "publish":
+            failed = Verdict("cmmd < base", False, 2.0, 1.0)
+            raise Rejected([failed], {"metrics": numbers}, "v1")
+        return build_or_reuse(store, parts, build, parents=parents)
+
+    before = [result(run.store, stage) for stage in STAGES[:-1]]
+    inputs = {"model": before[2].digest, "evaluation": before[3].digest}
+    parts = KeyParts("publish", 1, {}, inputs)
     monkeypatch.setattr("tasks.publish.stage.key_parts", lambda *_: parts)
     monkeypatch.setattr("tasks.publish.stage.lineage_of", lambda *_: {})
     monkeypatch.setattr(finetune, "build_or_reuse", refuse)
-    before = (result(run.store, stage) for stage in STAGES[:-1])
     state: Any = finetune.publish.fn(run, *before)
     assert state.is_completed() and state.name == "Rejected"
     assert "cmmd < base (measured 2, bound 1)" in state.message
-    (verdict,) = state.result().facts["gate"]
-    assert (verdict["rule"], verdict["passed"]) == ("cmmd < base", False)
+    (failed,) = state.result().facts["gate"]
+    assert (failed["rule"], failed["passed"]) == ("cmmd < base", False)
     assert keys == ["my-digits-publish"]
+    stored = run.store.load("verdict", state.result().facts["verdict"]["key"])
+    assert stored is not None and json.loads(stored.read("metrics.json"))["metrics"] == numbers
+    assert json.loads(stored.read("gate.json")) == [failed]
+    assert stored.summary == {
+        "status": "rejected",
+        "failed": ["cmmd < base"],
+        "compared_with": "v1",
+    }
+    used = needed_by(run.store, *(one.keys for one in runs(run.store)))
+    assert ("verdict", stored.key) in used, "`kiln gc` keeps it and what it judges"
+    assert {(one.stage, one.key) for one in before[2:]} <= used.keys()
+    lineage = [node.title for node in lineage_nodes(stored).values()]
+    assert lineage == ["evaluate", "train", "verdict"]
+
+
+def test_another_reason_to_reject_is_another_verdict() -> None:
+    publication = KeyParts("publish", 1, {"name": "digits"}, {"model": "m"})
+    passed, failed = Verdict("cmmd < base", True, 1.0, 2.0), Verdict("cmmd < base", False, 2.0, 2.0)
+    out_of_memory = Verdict("smoke test", False, None, None, "out of memory")
+    rejections = [
+        Rejected([failed]),
+        Rejected([passed, out_of_memory]),
+        Rejected([failed], {"a": 1}),
+    ]
+    keys = {verdict.key_parts(publication, one).key for one in rejections}
+    assert len(keys) == 3
+    assert verdict.key_parts(publication, Rejected([failed])).key in keys
 
 
 @pytest.mark.parametrize("until", STAGES)

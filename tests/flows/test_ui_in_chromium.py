@@ -206,7 +206,8 @@ def test_the_summary_of_a_retraining_has_both_models(
     open_artifact(browser, server, ui, run, "digits-retrain")
     browser.screenshot("retraining", full_page=True)
     titles = [one["alt"] for one in browser.pictures()]
-    assert titles[0] == "Base (above) and new model (below)" and len(titles) == 2
+    assert titles[:2] == ["Base above, new model below", PICTURES["evaluate"][-1]]
+    assert len(titles) == 3
     check_pictures(browser, titles)
     links = browser.page.locator("a[href^='/artifacts/key/digits-']").all_inner_texts()
     assert [text for text in links if text in STAGES] == list(STAGES)

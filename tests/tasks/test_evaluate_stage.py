@@ -43,6 +43,7 @@ from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.stage import PublishedMetrics
+from tasks.panels import Table
 from tasks.progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -254,6 +255,18 @@ def test_the_closest_pairs_show_samples_above_training_pictures(world: World) ->
     found = artifact.summary["memorization"]
     assert (found["training_pictures"], found["held_out_pictures"]) == (13, 11)
     assert len(found["closest_pairs"]) == 8 and found["held_out"]["memorized_pixels"] == 0
+    by_chance = found["closest_held_out"]["memorized_pixels"]
+    assert 0 < by_chance < found["thresholds"]["pixel_similarity"]
+    shown = [panel for panel in evaluate.show(artifact) if isinstance(panel, Table)][-1]
+    assert shown.title == "Search for copies of training pictures"
+    assert shown.rows[1] == {
+        "compared by": "pixels",
+        "counts from": 0.95,
+        "samples that count": "0 of 5",
+        "closest sample": found["closest_pairs"][4]["similarity"],
+        "held-out that count": 0.0,
+        "closest held-out": by_chance,
+    }
     page = np.asarray(Image.open(io.BytesIO(artifact.read("closest_pairs.png"))))
     samples = list(draw_pictures.read_pictures(world.store, _drawn_by_the_tuned(world, artifact)))
     for column, pair in enumerate(found["closest_pairs"]):

@@ -59,7 +59,7 @@ def test_pictures_are_pictures_in_both() -> None:
 
 
 def test_a_large_picture_is_small_in_markdown_and_whole_in_html() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (600, 400, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (500, 400, 3), np.uint8)
     Image.fromarray(noise).save(buffer := BytesIO(), "PNG")
     picture = Picture("grid", buffer.getvalue())
     assert len(picture.png) > 2 * SMALL

@@ -2,14 +2,16 @@
 
 import json
 import re
-import shutil
 import subprocess
+from collections.abc import Callable
 from html import unescape
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from chromium import CHROMIUM, chromium, require_chromium
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
@@ -17,14 +19,14 @@ from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from flows.store_commands import _lineage
 from tasks.build_or_reuse import StageResult
-from tasks.panels import Chart, Comparison, Panel, Picture, Strip, Table
-from tasks.panels_charts import loss_chart
+from tasks.panels import LARGE, LARGE_SUM, Chart, Comparison, Panel, Picture, Strip, Table
+from tasks.panels_charts import intervals_chart, loss_chart
 from tasks.publish import report
 from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
 from tasks.publish.model_registry import Version
+from tasks.train import SAMPLES_SHOWN
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=http://x/y onerror=alert(1)>"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 #: Moves each slider as a reader would, and writes what is visible into an attribute.
 DRIVE = """<script>
 const move = (input, value) => { input.value = value; input.dispatchEvent(new Event("input")); };
@@ -63,23 +65,31 @@ def panels(artifact: Artifact) -> list[Panel]:
     ]
 
 
-def commit(store: Store, stage: str, inputs: dict[str, str], **run: Any) -> Artifact:
+def commit(
+    store: Store, stage: str, inputs: dict[str, str], forced: str | None = None, **run: Any
+) -> Artifact:
     draft = store.draft(KeyParts(stage, 1, {}, inputs))
     draft.write("metrics.json", b"{}")
     return draft.commit(
-        {"fingerprint": "f"}, {"reason": "changed: train.steps", "seconds": 2, **run}
+        {"fingerprint": "f", "forced": forced},
+        {"reason": "changed: train.steps", "seconds": 2, **run},
     )
 
 
-def page(tmp_path: Path) -> str:
+def page(
+    tmp_path: Path,
+    show: Callable[[Artifact], list[Panel]] = panels,
+    forced: str | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> str:
     store = Store(str(tmp_path / "store"))
     stages = []
     for name, outcome in (("download", "reused"), ("encode", "built"), ("train", "built")):
-        artifact = commit(store, name, {})
+        artifact = commit(store, name, {}, forced if name == "train" else None)
         result = StageResult(name, artifact.key, artifact.uri, artifact.digest, outcome, 0.1)
         stages.append((artifact, result))
-    recipe = load_recipe("digits", {"description": HOSTILE, "source.seed": 77})
-    return report.page(recipe, stages, dict.fromkeys(["download", "encode", "train"], panels))
+    recipe = load_recipe("digits", {"description": HOSTILE, "source.seed": 77, **(overrides or {})})
+    return report.page(recipe, stages, dict.fromkeys(["download", "encode", "train"], show))
 
 
 def test_hostile_text_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:
@@ -102,7 +112,62 @@ def test_each_stage_has_its_outcome_and_reason(tmp_path: Path) -> None:
         ("train", "built", "changed: train.steps"),
     ]
     assert "<dt>seed</dt><dd>77</dd>" in html, "the source's settings"
-    assert f"passed all {len(load_recipe('digits').publish.gate)} rules" in html
+
+
+@pytest.mark.parametrize(
+    ("forced", "rules", "kind", "said"),
+    [
+        (None, ["cmmd < base", "memorized <= 0.01"], "passed", "✓ passed all 2 rules"),
+        (None, ["cmmd < base"], "passed", "✓ passed its rule"),
+        ("a demo", ["cmmd < base"], "forced", "✗ failed, and forced: a demo"),
+        (None, [], "unjudged", "published without rules"),
+    ],
+)
+def test_only_a_passed_gate_has_a_check_mark(
+    tmp_path: Path, forced: str | None, rules: list[str], kind: str, said: str
+) -> None:
+    html = page(tmp_path, forced=forced, overrides={"publish.gate": rules})
+    header = html.partition("<header>")[2].partition("</header>")[0]
+    assert f'<dt>Verdict</dt><dd class="{kind}">{said}</dd>' in header
+    assert html.count("✓") == (kind == "passed"), "no mark of the style sheet either"
+
+
+def noise(limit: int) -> bytes:
+    """A PNG a little below a limit in bytes, which no codec makes much smaller."""
+    side = int((0.995 * limit / 3) ** 0.5)
+    pixels = np.random.default_rng(limit).integers(0, 256, (side, side, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer := BytesIO(), "PNG")
+    assert 0.9 * limit < buffer.tell() <= limit
+    return buffer.getvalue()
+
+
+def largest_panels(artifact: Artifact) -> list[Panel]:
+    """The panels of all stages, each with the most that it may hold: noise up to its limit."""
+    if artifact.stage != "train":
+        return []
+    models, words = ("base", "champion", "tuned"), "a long prompt of many words " * 12
+    history = [{"step": n, "loss": 1 / n, "learning_rate": 1e-3} for n in range(1, 200_001)]
+    metric = {"value": 0.123456, "ci": [0.1, 0.2], "n": 2000, "resamples": 1000, "interval": "x"}
+    metrics = {f"clip_score/set{n}": dict.fromkeys(models, metric) for n in range(60)}
+    rows = [{"metric": name, **dict.fromkeys(models, "0.1234 [0.1, 0.2]")} for name in metrics]
+    outcomes = [{"outcome": f"reason {n}", "rows": n, "share": "1%"} for n in range(200)]
+    pair, frame = (noise(LARGE_SUM // share) for share in (20 * 3, SAMPLES_SHOWN + 1))
+    pictures = [pair, pair, noise(LARGE_SUM // 20)]  # the last one is to be made smaller
+    return [
+        Table("Outcomes", outcomes, bars="rows"),
+        Picture("Some of the pictures", noise(LARGE)),
+        Chart("Loss", loss_chart(history)),
+        Strip("Samples", [(f"step {n}", frame) for n in range(SAMPLES_SHOWN + 1)]),
+        Comparison("Pictures", models, [(words, pictures) for _ in range(20)], pair),
+        Chart("Metrics", intervals_chart(metrics)),
+        Table("Metrics", rows),
+        Picture("Samples closest to training pictures", noise(LARGE)),
+    ]
+
+
+def test_the_largest_page_is_below_five_megabytes(tmp_path: Path) -> None:
+    size = len(page(tmp_path, largest_panels).encode())
+    assert 4_000_000 < size < 5_000_000, "pictures share LARGE and LARGE_SUM"
 
 
 def test_the_lineage_has_every_artifact_once_and_inputs_from_elsewhere(tmp_path: Path) -> None:
@@ -158,9 +223,9 @@ def test_only_a_comparable_champion_is_shown(tmp_path: Path, fingerprint: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 @pytest.mark.parametrize("width", [500, 1200])
 def test_sliders_work_in_chromium_and_nothing_is_fetched(tmp_path: Path, width: int) -> None:
+    require_chromium(driven=False)
     html = page(tmp_path).replace("</body>", DRIVE)
     (tmp_path / "report.html").write_text(html, encoding="utf-8")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
@@ -177,3 +242,47 @@ def test_sliders_work_in_chromium_and_nothing_is_fetched(tmp_path: Path, width: 
     assert [alt.partition(":")[0] for alt in found["pair"]] == ["champion", "tuned"]
     assert found["clip"] == "inset(0px 0px 0px 25%)"
     assert found["fetched"] == 0 and not found["wide"]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_sliders_work_by_the_keyboard_alone(tmp_path: Path) -> None:
+    require_chromium()
+    (tmp_path / "report.html").write_text(page(tmp_path), encoding="utf-8")
+    with chromium() as browser:
+        browser.open(f"file://{tmp_path}/report.html", "What was built, and why")
+        keys, strip = browser.page.keyboard, browser.page.locator(".frames").first
+        compared = browser.page.locator(".compared").first
+
+        def tab_to(place: Any) -> None:
+            """Press Tab until the keyboard is there."""
+            for _ in range(60):
+                if place.evaluate("element => element === document.activeElement"):
+                    return
+                keys.press("Tab")
+            raise AssertionError("the Tab key does not reach it")
+
+        def seen() -> tuple[list[str], str]:
+            alts = "all => all.filter(one => one.checkVisibility()).map(one => one.alt)"
+            return strip.locator("img").evaluate_all(alts), strip.locator("output").inner_text()
+
+        def split() -> str:
+            clip = "element => getComputedStyle(element).clipPath"
+            return str(compared.locator(".right").first.evaluate(clip))
+
+        assert seen() == (["Samples: step 2"], "step 2")
+        tab_to(strip.locator("input"))
+        outline = "element => getComputedStyle(element).outlineStyle"
+        assert strip.locator("input").evaluate(outline) == "solid", "the reader sees where it is"
+        for key, step in (("ArrowLeft", 1), ("ArrowLeft", 0), ("ArrowRight", 1), ("End", 2)):
+            keys.press(key)
+            assert seen() == ([f"Samples: step {step}"], f"step {step}")
+        tab_to(compared.locator("input"))
+        assert split() == "inset(0px 0px 0px 50%)"
+        for key, share in (("ArrowRight", 51), ("ArrowRight", 52), ("ArrowLeft", 51), ("End", 100)):
+            keys.press(key)
+            assert split() == f"inset(0px 0px 0px {share}%)"
+        tab_to(compared.locator("select").last)
+        keys.press("ArrowUp")  # from tuned to champion
+        assert compared.locator(".right").first.get_attribute("alt").startswith("champion: ")
+        assert browser.errors == []

@@ -1,6 +1,9 @@
 """A source has changed if the stamp of one of its files has."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,10 @@ import pytest
 
 from configs.load_recipe import load_recipe
 from configs.recipe import Recipe
-from tasks.retrain.watch_source import last_stamp, remember, stamp
+from flows import watch_source as flow
+from flows.retrain import one_at_a_time
+from tasks.retrain import watch_source
+from tasks.retrain.watch_source import is_retraining, last_stamp, remember, stamp
 
 
 def recipe_of(tmp_path: Path, source: dict[str, Any]) -> Recipe:
@@ -64,3 +70,57 @@ def test_a_damaged_stamp_is_a_change(tmp_path: Path) -> None:
         assert last_stamp(recipe) is None
     remember(recipe, "two")
     assert last_stamp(recipe) == "two"
+
+
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The stamps of the emitted events."""
+    found: list[str] = []
+
+    def emit(event: str, resource: Any, payload: dict[str, str]) -> object:
+        found.append(payload["stamp"])
+        return object()
+
+    monkeypatch.setattr(flow, "emit_event", emit)
+    monkeypatch.setattr(flow, "log_to_prefect", lambda: None)
+    yield found
+
+
+def test_a_change_during_a_retraining_is_announced_after_it(
+    tmp_path: Path, emitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deployment cancels a run beside another one, so an event meanwhile would be lost."""
+
+    def watch(count: int) -> dict[str, Any]:
+        given = {"store": str(tmp_path / "store"), "source.count": count}
+        found: Any = flow.watch_source.fn("digits", given)
+        report: dict[str, Any] = found if isinstance(found, dict) else found.data
+        return report
+
+    recipe = recipe_of(tmp_path, {"kind": "digits"})
+    assert watch(60)["changed"] and not watch(60)["changed"] and len(emitted) == 1
+    with one_at_a_time(recipe):
+        assert not watch(60)["waits"], "nothing has changed"
+        for _ in range(2):
+            assert (watch(90)["changed"], watch(90)["waits"]) == (False, True)
+    assert watch(90)["waits"], "the server may still count the run that has ended"
+    monkeypatch.setattr(watch_source, "SETTLING", 0.0)
+    assert watch(90)["changed"] and not watch(90)["changed"]
+    assert len(set(emitted)) == len(emitted) == 2
+
+
+def test_a_retraining_that_was_killed_delays_no_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_source, "SETTLING", 0.0)
+    recipe = recipe_of(tmp_path, {"kind": "digits"})
+    assert not is_retraining(recipe), "there is no registry yet"
+    script = f"""
+import os
+from configs.load_recipe import load_recipe
+from flows.retrain import one_at_a_time
+with one_at_a_time(load_recipe("digits", {{"store": {recipe.store!r}}})):
+    os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert not is_retraining(recipe)

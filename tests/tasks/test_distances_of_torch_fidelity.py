@@ -1,0 +1,69 @@
+"""FD, KID, precision and recall equal torch-fidelity's on the same features."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chips import unless_required
+
+from tasks.evaluate import distribution_distances as distances
+
+pytestmark = pytest.mark.soak
+#: Packages of requirements/fidelity.txt: `make setup-fidelity`.
+FIDELITY = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-fidelity")
+#: Reads two arrays, prints torch-fidelity's metrics. torchvision's own operators are for CUDA: the
+#: module that registers them fails beside a CPU build of PyTorch, and no metric needs it.
+THEIRS = """
+import json, sys, types
+sys.modules["torchvision._meta_registrations"] = types.ModuleType("_meta_registrations")
+import numpy as np, torch
+from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+from torch_fidelity.metric_kid import kid_features_to_metric
+from torch_fidelity.metric_prc import prc_features_to_metric
+
+x, y = (torch.from_numpy(np.load(path)) for path in sys.argv[1:])
+found = fid_statistics_to_metric(*map(fid_features_to_statistics, (x, y)), verbose=False)
+whole = {"kid_subsets": 1, "kid_subset_size": len(x), "verbose": False}
+found |= kid_features_to_metric(x, y, **whole)
+found |= prc_features_to_metric(x, y, verbose=False)
+print(json.dumps(found))
+"""
+NAMES = {
+    "fd": "frechet_inception_distance",
+    "kid": "kernel_inception_distance_mean",
+    "precision": "precision",
+    "recall": "recall",
+}
+
+
+def features(n: int, dims: int, seed: int, spread: float, shift: float) -> np.ndarray:
+    """Correlated features f64 [N, D]."""
+    mix = np.random.default_rng(99).normal(size=(dims, dims)) / dims**0.5
+    drawn = np.random.default_rng(seed).normal(size=(n, dims)) * spread
+    return drawn @ mix + shift
+
+
+@pytest.mark.parametrize("dims", [16, 64])
+def test_distances_equal_those_of_torch_fidelity(tmp_path: Path, dims: int) -> None:
+    if reason := "" if FIDELITY.is_dir() else f"no {FIDELITY.name}: make setup-fidelity":
+        pytest.skip(unless_required("torch-fidelity", reason))
+    x, y = features(300, dims, 1, 0.8, 0.1), features(300, dims, 2, 1.0, 0.0)
+    paths = [tmp_path / "x.npy", tmp_path / "y.npy"]
+    for path, array in zip(paths, (x, y), strict=True):
+        np.save(path, array)
+    done = subprocess.run(
+        [sys.executable, "-c", THEIRS, *map(str, paths)],
+        env={**os.environ, "PYTHONPATH": str(FIDELITY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    for name, distance in distances.DISTANCES.items():
+        expected = theirs[NAMES[name]]
+        assert abs(expected) > 1e-3 and expected != 1.0, "a value that can differ"
+        assert distance(x, y, 2, 0).value == pytest.approx(expected, rel=1e-3), name
