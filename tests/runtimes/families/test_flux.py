@@ -247,6 +247,7 @@ def test_dev_has_512_rows_of_t5_and_schnell_256(model: Path, tmp_path: Path) -> 
     guided = json.loads((copy / "transformer/config.json").read_text())["guidance_embeds"]
     assert t5_length(copy) == (512 if guided else 256) == describe_encoders(copy)["tokens"]
     assert unusual_t5_length(copy) == (None if guided else 256)
+    assert unusual_t5_length(model) == t5_length(model) == 20, "the tokenizer's own limit"
     digest = digest_encoders(copy)
     other = copy / "transformer/config.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"guidance_embeds": not guided}))
