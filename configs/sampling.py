@@ -42,6 +42,12 @@ class Sampling(Section):
     scheduler: SchedulerName | None = Field(
         None, description="Sampling scheduler; null: the model's own."
     )
+    true_cfg_scale: float = Field(
+        1.0,
+        ge=1,
+        description="Classifier-free guidance scale of FLUX, whose guidance_scale is an input of "
+        "the denoiser or without effect; 1 turns it off.",
+    )
     height: PositiveInt | None = Field(
         None, description="Picture height in pixels; null: the model's default."
     )

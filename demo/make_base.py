@@ -67,7 +67,7 @@ def _train_clip(out: Path, steps: int) -> None:
         logits = clip(input_ids=ids, pixel_values=images).logits_per_image  # [B, 10 * styles]
         return nn.functional.cross_entropy(logits, torch.from_numpy(labels[rows] * styles + style))
 
-    _train(clip, loss, steps)
+    train(clip, loss, steps)
     weights = clip.half().state_dict()
     for part, prefixes in (
         ("evaluator", ""),
@@ -94,7 +94,7 @@ def _train_vae(folder: Path, steps: int) -> None:
         error = nn.functional.l1_loss(decoded, images) + 2 * nn.functional.mse_loss(decoded, images)
         return error + KL_WEIGHT * kl
 
-    _train(vae, loss, steps)
+    train(vae, loss, steps)
     with torch.no_grad():
         latents = vae.encode(_vae_batch(512, rng)).latent_dist.sample()
     vae.register_to_config(scaling_factor=1 / latents.std().item())
@@ -117,8 +117,8 @@ def _pixels(images: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def _train(model: nn.Module, loss_of_batch: Callable[[], Tensor], steps: int) -> None:
-    """Minimise the loss by AdamW on a one-cycle schedule."""
+def train(model: nn.Module, loss_of_batch: Callable[[], Tensor], steps: int) -> None:
+    """Minimise the loss by AdamW on a one-cycle schedule of the learning rate, peak 0.002."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps, pct_start=0.1)
     for step in range(steps):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from configs.recipe import Recipe
+from configs.sampling import Sampling
 from runtimes.adapters.kohya_format import to_kohya
 from runtimes.adapters.lora_layers import Adapter, Layer, choose_layers
 from runtimes.contract import WrongInput
@@ -74,10 +75,22 @@ def without_kohya(
 
 
 def _check_sampling(recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
+    check_true_cfg("evaluate.", recipe.evaluate, family)
     if not family.guidance_input or family.takes_guidance(config):
         return
     if recipe.evaluate.guidance_scale > 1:
-        raise WrongInput("evaluate.guidance_scale: the base takes no guidance scale: set 1")
+        raise WrongInput(
+            "evaluate.guidance_scale: the base takes no guidance scale: set 1 "
+            "(true_cfg_scale is that of classifier-free guidance)"
+        )
+
+
+def check_true_cfg(prefix: str, settings: Sampling, family: Family) -> None:
+    """Raise WrongInput if `true_cfg_scale` has no effect: other families have guidance_scale."""
+    if settings.true_cfg_scale != 1 and not family.guidance_input:
+        raise WrongInput(
+            f"{prefix}true_cfg_scale: it is for flux, not {family.name}: set guidance_scale"
+        )
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:

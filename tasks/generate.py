@@ -20,14 +20,16 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import drawing_config, read_config
 from runtimes.process.job import GenerateJob
+from runtimes.sample.guidance import is_guided
 from runtimes.sample.noise_and_components import check_size
 from tasks.build_or_reuse import runtime_facts
+from tasks.check_training_targets import check_true_cfg
 from tasks.child_process import run_job
 from tasks.evaluate.draw_pictures import (
-    SAMPLER_SETTINGS,
     EvalModel,
     Run,
     progress_callback,
+    sampler_settings,
     scratch,
 )
 from tasks.evaluate.load_published_model import load_published_model
@@ -79,9 +81,12 @@ def check(settings: Generate, model: EvalModel) -> None:
             settings.refuse_changed(SCORES, "a model that was not trained with scores")
         except ValueError as error:
             raise WrongInput(str(error)) from None
-    if settings.negative_prompt is not None and settings.guidance_scale <= 1:
+    family = detect_family(model.folder)
+    check_true_cfg("", settings, family)
+    if settings.negative_prompt is not None and not is_guided(family, settings.model_dump()):
+        name = "true_cfg_scale" if family.guidance_input else "guidance_scale"
         raise WrongInput(
-            "negative_prompt: it has no effect without guidance: raise guidance_scale above 1"
+            f"negative_prompt: it has no effect without guidance: raise {name} above 1"
         )
     if settings.ddim_eta and registry.uses_tabulated_scheduler(settings.runtime):
         raise WrongInput(
@@ -172,12 +177,10 @@ def show(artifact: Artifact) -> list[Panel]:
 def _job(
     settings: Generate, model: EvalModel, prompts: tuple[str, ...], out: Path, draft: Draft
 ) -> GenerateJob:
-    names = SAMPLER_SETTINGS | {"negative_prompt"}
-    given = settings.model_dump(mode="json")
-    sampler = {name: given[name] for name in sorted(names)}
-    sampler |= {"eta": settings.ddim_eta, "batch_size": settings.num_images_per_prompt}
+    sampler = sampler_settings(settings, "negative_prompt")
     listed = {"ddim_eta", "dtype", "runtime", "num_images_per_prompt", "fixed_noise"}
-    words = {name: given[name] for name in sorted(names | listed)}
+    words = dict(sorted((sampler | settings.model_dump(mode="json", include=listed)).items()))
+    sampler |= {"eta": settings.ddim_eta, "batch_size": settings.num_images_per_prompt}
     return GenerateJob(
         runtime=settings.runtime,
         model=str(model.folder),

@@ -27,7 +27,7 @@ from runtimes.train.samples import scores_path
 from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import Event, run_job
 from tasks.copy_checkpoint import copy_checkpoint
-from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS
+from tasks.evaluate.draw_pictures import sampler_settings
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.panels import Chart, Facts, Panel, Picture, Strip, Table, human
@@ -59,7 +59,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     rule = recipe.train.best_checkpoint
     if rule is not None and rule.by_samples:  # these settings affect the scores
         settings["best_checkpoint"] |= {
-            **recipe.evaluate.model_dump(mode="json", include=SAMPLER_SETTINGS),
+            **sampler_settings(recipe.evaluate),
             "scores": sample_metrics(recipe.evaluate.judges),
             "prompts": [*sample_prompts(recipe)],
         }
@@ -139,7 +139,7 @@ def build(
         work=draft.uri,
         out=draft.uri,
         sample_prompts=sample_prompts,
-        sampler=recipe.evaluate.model_dump(mode="json", include=SAMPLER_SETTINGS | {"batch_size"}),
+        sampler=sampler_settings(recipe.evaluate, "batch_size"),
         denoiser_config=_denoiser_config(recipe),
         compiled=draft.store.compiled_url,
         adapters=adapters,

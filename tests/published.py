@@ -79,9 +79,9 @@ def assert_published(report: Report, runtime: str, steps: int) -> None:
     assert (model / "before_after.png").stat().st_size and (model / "report.html").is_file()
 
 
-def assert_trained(report: Report, base: Path) -> None:
+def assert_trained(report: Report, base: Path, denoiser: str = "unet") -> None:
     """Check that the published denoiser differs from the base's and is close to the trained one."""
-    name = "unet/diffusion_pytorch_model.safetensors"
+    name = f"{denoiser}/diffusion_pytorch_model.safetensors"
     before, after = load_file(base / name), load_file(Path(report["model"]) / name)
     trained = load_file(folder(report, "train") / name)
     assert before.keys() == after.keys() == trained.keys()

@@ -28,7 +28,7 @@ from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
-from runtimes.sample.guidance import guide, is_guided
+from runtimes.sample.guidance import cfg_scale, guide, is_guided
 from runtimes.sample.tabulated_schedulers import Table, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
@@ -160,8 +160,9 @@ class Sampler:
         latents = to_devices(batch.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
         assert self._network is not None, "call `use` first"
-        guided = is_guided(self._network.family, sampler)
-        given = conditioning, np.float32(sampler["guidance_scale"])
+        family = self._network.family
+        guided = is_guided(family, sampler)
+        given = conditioning, np.float32(cfg_scale(family, sampler))
         if self._whole:
             return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guided)
         carry = latents, latents * 0

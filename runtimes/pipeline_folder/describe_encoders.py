@@ -149,11 +149,11 @@ def t5_length(model_folder: Path) -> int:
 
 
 def unusual_t5_length(model_folder: Path) -> int | None:
-    """The maximum caption length if the denoiser's config alters the pipeline's default."""
+    """The maximum caption length if it is not the pipeline's default."""
     family = detect_family(model_folder)
     if family.t5 is None:
         return None
-    found = family.t5_tokens(read_config(model_folder / family.denoiser / "config.json"))
+    found = t5_length(model_folder)
     return None if found == family.t5.tokens else found
 
 

@@ -77,7 +77,7 @@ class GenerateJob(_HasModel):
     prompts: tuple[str, ...]  # one image per prompt, in order
     # seed, scheduler, num_inference_steps, guidance_scale, height and width (None: the model's
     # default), batch_size; aesthetic_score and negative_aesthetic_score for models with that input;
-    # optionally negative_prompt and eta (of DDIM, arXiv 2010.02502)
+    # optionally true_cfg_scale, negative_prompt and eta (of DDIM, arXiv 2010.02502)
     sampler: dict[str, Any]
     device: str = "auto"
     dtype: str = "float32"

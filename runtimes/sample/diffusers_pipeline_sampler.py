@@ -17,6 +17,7 @@ from runtimes.families.inpainting_and_scores import (
     aesthetic_scores,
 )
 from runtimes.objective.scheduler_config import sampling_scheduler
+from runtimes.sample.guidance import true_cfg_arguments
 from runtimes.sample.noise_and_components import NoiseBatch, noise_batches, optional_arguments
 
 
@@ -93,7 +94,8 @@ class PipelineSampler(ABC):
                     num_inference_steps=sampler["num_inference_steps"],
                     guidance_scale=sampler["guidance_scale"],
                     output_type="np",
-                    **optional_arguments(sampler, len(batch.prompts)),
+                    **optional_arguments(sampler, len(batch.prompts))
+                    | true_cfg_arguments(family, sampler, batch.prompts),
                 )
             yield np.asarray(drawn[: batch.count], np.float32)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from runtimes.contract import UNCAST
 from runtimes.objective.scheduler_config import read_config
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
-from runtimes.sample.guidance import guide, is_guided
+from runtimes.sample.guidance import cfg_scale, guide, is_guided
 from runtimes.sample.tabulated_schedulers import Table, scheduler_step
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.network import Network
@@ -82,7 +82,8 @@ class Sampler:
     @torch.no_grad()
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
         """Images [N, H, W, 3] f32 in 0..1; the arguments are those of `draw`."""
-        family, guidance = self._network.family, sampler["guidance_scale"]
+        family = self._network.family
+        guidance = cfg_scale(family, sampler)
         config, factor = self._network.denoiser.config, self._encoder.info["vae_scale_factor"]
         table = sampler_table(self._scheduler, sampler, family, config, factor)
         guided = is_guided(family, sampler)

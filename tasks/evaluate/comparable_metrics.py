@@ -13,7 +13,7 @@ from runtimes.objective.noise_schedule import Schedule, schedule_facts
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.evaluate.draw_pictures import SAMPLER_SETTINGS, VERSION, SamplingSpec
+from tasks.evaluate.draw_pictures import VERSION, SamplingSpec, sampler_settings
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.holdout_loss import LEVELS
 from tasks.evaluate.judges import judge_names
@@ -34,7 +34,7 @@ def sampling_spec(given: EvalInputs) -> SamplingSpec:
         device=settings.device,
         batch_size=settings.batch_size,
         prompts=tuple(all_prompts(prompt_sets(recipe))),
-        sampler=settings.model_dump(mode="json", include=SAMPLER_SETTINGS | {"dtype"}),
+        sampler=sampler_settings(settings, "dtype"),
         latents=latents.uri if has_holdout else None,
         latents_digest=latents.digest,
         holdout={

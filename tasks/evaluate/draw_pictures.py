@@ -23,6 +23,7 @@ from artifacts.hashing import digest_json
 from artifacts.image_shards import add_member
 from artifacts.resolve_model import digest_model
 from artifacts.store import SHARDS, Draft, Shard, Store
+from configs.sampling import Sampling
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras
@@ -43,10 +44,24 @@ DRAWING_PARTS = (
 )
 #: The settings of `evaluate` and `generate` that a job's `sampler` has.
 SAMPLER_SETTINGS = {
-    *("seed", "scheduler", "num_inference_steps", "guidance_scale", "height", "width"),
+    *("seed", "scheduler", "num_inference_steps", "guidance_scale", "true_cfg_scale"),
+    *("height", "width"),
     *("aesthetic_score", "negative_aesthetic_score"),
 }
 log = logging.getLogger("kiln")
+
+
+def sampler_settings(settings: Sampling, *more: str) -> dict[str, Any]:
+    """The settings of a job's `sampler`: SAMPLER_SETTINGS and `more`, by name.
+
+    A true_cfg_scale of 1 is absent, so that keys are those of releases without it.
+    """
+    found = settings.model_dump(mode="json", include=SAMPLER_SETTINGS | set(more))
+    if found["true_cfg_scale"] == 1:
+        del found["true_cfg_scale"]
+    return found
+
+
 Run = Callable[[Job, Callable[[Event], None]], Any]
 
 

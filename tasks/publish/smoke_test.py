@@ -82,7 +82,9 @@ def draw(job: dict[str, Any]) -> None:
     pipe.set_progress_bar_config(disable=True)
     pipe = pipe.to("cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu")
     denoiser = getattr(pipe, "unet", None) or pipe.transformer
-    side = min(denoiser.config.sample_size * pipe.vae_scale_factor, LARGEST_SIDE)
+    # The config of a FLUX transformer has no sample_size.
+    latents = denoiser.config.get("sample_size") or pipe.default_sample_size
+    side = min(latents * pipe.vae_scale_factor, LARGEST_SIDE)
     inputs: dict[str, Any] = {"prompt": "a", "height": side, "width": side}
     if denoiser.config.in_channels == 9:  # an inpainting UNet
         blank = Image.new("RGB", (side, side))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
+from digit_prompts import all_captions, prompts
 from numpy.typing import NDArray
 from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
@@ -15,33 +16,7 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 from demo import digits
 from demo.digit_judges import judge
 from demo.make_base import BASE
-from demo.styles import BASE_STYLES, NEW_STYLE, STYLES, style_index
-
-#: Captions without a paper, or without any style, which the shipped text encoders know too.
-SHORT = (
-    *("a handwritten {word} in {ink}", "the number {number} in {ink}"),
-    *("a handwritten {word}", "the digit {number}"),
-)
-
-
-def all_captions() -> list[str]:
-    """Every caption of the pictures, and every short one, sorted."""
-    texts = set()
-    for digit, word in enumerate(digits.WORDS):
-        for index, style in enumerate(STYLES):
-            texts.update(digits.captions(digit, index))
-            texts.update(t.format(word=word, number=digit, ink=style.ink) for t in SHORT)
-    return sorted(texts)
-
-
-def prompts(styles: tuple[str, ...], count: int) -> list[str]:
-    """`count` captions spread evenly over digits, `styles` and templates."""
-    chosen = []
-    for index in range(count):
-        digit, turn = index % 10, index // 10
-        options = digits.captions(digit, style_index(styles[(2 * digit + turn) % len(styles)]))
-        chosen.append(options[(digit + turn) % len(options)])
-    return chosen
+from demo.styles import BASE_STYLES, NEW_STYLE, STYLES
 
 
 def draw(pipe: StableDiffusionXLPipeline, asked: Sequence[str]) -> NDArray[np.uint8]:

@@ -18,6 +18,7 @@ from kiln_command import run_json
 from toy_recipes import BASES, toy
 
 from demo.make_base import make_base
+from demo.make_flow_base import make_flow_base
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 
 pytestmark = pytest.mark.soak
@@ -83,3 +84,22 @@ def test_the_base_of_the_demo_is_remade_from_random_weights(
     published.assert_trained(report, base)
     shutil.copytree(Path(report["model"]) / "unet", base / "unet", dirs_exist_ok=True)
     published.draw(base, "a handwritten seven in red ink on white paper")
+
+
+def test_the_flow_base_of_the_demo_is_remade_and_fine_tuned(
+    tmp_path: Path, api: str, small: dict[str, Any]
+) -> None:
+    """By the commands of its card; the smoke test of the published FLUX is on."""
+    base = tmp_path / "base"
+    make_flow_base(base, t5_steps=2)
+    given = {**small, "model.path": str(base), "train.lr_warmup_steps": 1}
+    given |= {"publish.smoke_test": True}
+    pictures = {"source.count": 0, "source.rehearsal": 60}
+    report = in_process.finetune(tmp_path, "digits-flow-base", {**given, **pictures}, api)
+    published.assert_published(report, "torch", 6)
+    published.assert_trained(report, base, "transformer")
+    trained = Path(report["model"]) / "transformer"
+    shutil.copytree(trained, base / "transformer", dirs_exist_ok=True)
+    report = in_process.finetune(tmp_path, "digits-flow", given, api)
+    published.assert_published(report, "torch", 6)
+    published.assert_trained(report, base, "transformer")

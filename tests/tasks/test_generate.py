@@ -103,6 +103,7 @@ def test_the_grid_has_the_requested_columns(draw: Callable[..., Artifact]) -> No
         ({"model": "other"}, "model is an argument"),
         ({"file": "prompts.txt"}, "set either prompts or file"),
         ({"negative_prompt": "blue", "guidance_scale": 1}, "raise guidance_scale above 1"),
+        ({"true_cfg_scale": 3}, "true_cfg_scale: it is for flux, not sdxl: set guidance_scale"),
         ({"aesthetic_score": 7}, "aesthetic_score has no effect with a model that was not trained"),
         ({"ddim_eta": 0.5, "scheduler": "euler"}, "ddim_eta is for scheduler ddim"),
         ({"height": 36}, "height: 36 is not a multiple"),

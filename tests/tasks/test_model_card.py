@@ -74,7 +74,8 @@ def test_the_metadata_names_what_the_hub_knows(
 ) -> None:
     source = {"kind": "dataset", "path": "someone/pictures", "revision": "abc"}
     given = {"model.path": "some-lab/xl_base-1.0", "model.revision": "r2", "source": source}
-    recipe = load_recipe("sdxl", given)
+    size = {"evaluate.height": 512, "evaluate.width": 768, "evaluate.true_cfg_scale": 3}
+    recipe = load_recipe("sdxl", given | size)
     metrics = {"cmmd": {"tuned": {"value": 1.5, "n": 10, "ci": [1.0, 2.0]}}}
     run = {
         "device": "NVIDIA H100",
@@ -86,7 +87,8 @@ def test_the_metadata_names_what_the_hub_knows(
     summary = {"steps": 60, "chosen_step": 40, "chosen_because": "the lowest loss"}
     facts = training_facts(run, summary)
     card = write_card(recipe, tmp_path, measured, [], {}, weights, facts, caption_tokens=256)
-    assert ", max_sequence_length=256).images[0]" in card
+    assert ', true_cfg_scale=3.0, negative_prompt="", height=512' in card
+    assert ", height=512, width=768, max_sequence_length=256).images[0]" in card
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("some-lab/xl_base-1.0", relation)
     assert data.datasets == ["someone/pictures"] and data.pipeline_tag == "text-to-image"

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,16 @@ def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_
     job = {"folder": str(folder), "base": str(tiny_sdxl), "device": "cpu"}
     with pytest.raises(ValueError, match="the picture is not finite"):
         smoke_test.draw(job)
+
+
+@pytest.mark.parametrize("name", ["tiny-flux", "tiny-flux-schnell", "tiny-sd3", "tiny-sd"])
+def test_every_family_passes_the_smoke_test(
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FLUX transformer's config has no sample_size."""
+    monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 32)
+    folder = str(tiny_model(name))
+    smoke_test.draw({"folder": folder, "base": folder, "device": "cpu"})
 
 
 def test_a_folder_that_fails_the_smoke_test_is_rejected(

@@ -43,6 +43,9 @@ def test_a_guidance_scale_without_effect_is_refused(
     check(guided, tiny_flux)
     check(load_recipe("flux-schnell"), tiny_flux_schnell)
     check(load_recipe("digits", {"evaluate.guidance_scale": 3.5}), tiny_sdxl)
+    check(load_recipe("flux-schnell", {"evaluate.true_cfg_scale": 3.5}), tiny_flux_schnell)
+    with pytest.raises(WrongInput, match=r"evaluate\.true_cfg_scale: it is for flux, not sdxl"):
+        check(load_recipe("digits", {"evaluate.true_cfg_scale": 3.5}), tiny_sdxl)
 
 
 def test_the_content_of_a_denoiser_config_is_in_the_key(tiny_sdxl: Path, tmp_path: Path) -> None:

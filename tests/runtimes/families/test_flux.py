@@ -247,14 +247,15 @@ def test_dev_has_512_rows_of_t5_and_schnell_256(model: Path, tmp_path: Path) -> 
     guided = json.loads((copy / "transformer/config.json").read_text())["guidance_embeds"]
     assert t5_length(copy) == (512 if guided else 256) == describe_encoders(copy)["tokens"]
     assert unusual_t5_length(copy) == (None if guided else 256)
+    assert unusual_t5_length(model) == t5_length(model) == 20, "the tokenizer's own limit"
     digest = digest_encoders(copy)
     other = copy / "transformer/config.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"guidance_embeds": not guided}))
     assert digest_encoders(copy) != digest, "dev and schnell have the same encoders"
 
 
-def pictures(runtime: str, drawing: Drawing, folder: Path) -> Any:
-    job = GenerateJob(runtime, str(folder), (drawing,), PROMPTS, SAMPLER, "cpu")
+def pictures(runtime: str, drawing: Drawing, folder: Path, **sampler: Any) -> Any:
+    job = GenerateJob(runtime, str(folder), (drawing,), PROMPTS, SAMPLER | sampler, "cpu")
     generate(job, Events())
     return read_pictures(Path(drawing.out))
 
@@ -290,6 +291,23 @@ def test_pictures_are_those_of_diffusers(model: Path, tmp_path: Path) -> None:
     other = of_diffusers(pipe, PROMPTS, guidance_scale=1.0)
     dev = pipe.transformer.config.guidance_embeds
     assert bool(np.abs(other - expected).max() > 1) == dev, "by other guidance"
+
+
+@pytest.mark.parametrize("negative", [None, "fog"])
+def test_classifier_free_guidance_is_that_of_diffusers(
+    model: Path, tmp_path: Path, negative: str | None
+) -> None:
+    """The pipeline's true_cfg_scale; without a negative prompt, against the empty one."""
+    chips.require("jax")
+    pipe = FluxPipeline.from_pretrained(model)
+    asked = {"true_cfg_scale": 3.0, "negative_prompt": [negative or ""] * len(PROMPTS)}
+    expected = of_diffusers(pipe, PROMPTS, **asked)
+    assert np.abs(of_diffusers(pipe, PROMPTS) - expected).max() > 5, "it has an effect"
+    given = {"true_cfg_scale": 3.0, "negative_prompt": negative}
+    of_torch = pictures("torch", Drawing(str(tmp_path / "torch")), model, **given)
+    assert np.array_equal(of_torch, expected)
+    of_jax = pictures("jax", Drawing(str(tmp_path / "jax")), model, **given)
+    assert np.abs(of_jax - expected).max() <= 1
 
 
 @pytest.mark.parametrize("method", ["full", pytest.param("text", marks=pytest.mark.soak)])
