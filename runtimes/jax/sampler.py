@@ -25,10 +25,11 @@ from runtimes.jax.adamw_and_ema import Arrays
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
+from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
-from runtimes.sample.guidance import guide, is_guided
+from runtimes.sample.guidance import is_guided
 from runtimes.sample.tabulated_schedulers import Table, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
@@ -70,7 +71,7 @@ class Sampler:
         self._encoder = Encoder(folder, vae, device="cpu")
         self._folders = folder, vae
         decoder = Wrapped(self._encoder.vae, _decode)
-        wide = vae_dtype(vae_path(folder, vae), getattr(torch, dtype))
+        wide = vae_dtype(self._encoder.family, vae_path(folder, vae), getattr(torch, dtype))
         arrays = move(decoder, mesh, wide)
         self._vae_on_host = {name: np.asarray(array) for name, array in arrays.items()}
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
@@ -160,8 +161,9 @@ class Sampler:
         latents = to_devices(batch.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
         assert self._network is not None, "call `use` first"
-        guided = is_guided(self._network.family, sampler)
-        given = conditioning, np.float32(sampler["guidance_scale"])
+        family = self._network.family
+        guided = is_guided(family, sampler, self._encoder.info)
+        given = conditioning, np.float32(family.guidance_weight(sampler["guidance_scale"]))
         if self._whole:
             return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guided)
         carry = latents, latents * 0
@@ -204,7 +206,7 @@ class Sampler:
                 [B, C, h, w] f32.
             row: [7] f32, the timestep and the 6 coefficients of Row.
             conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
-            guidance: guidance scale, a f32 scalar.
+            guidance: weight of guidance, a f32 scalar.
             guided: whether to apply classifier-free guidance.
 
         Returns:
@@ -219,15 +221,14 @@ class Sampler:
         output = self._predict(arrays, jnp.uint32(0), inputs, timesteps, conditioning)
         output = output.astype(jnp.float32)
         if guided:
-            output = guide(output[0::2], output[1::2], guidance)
+            assert self._network is not None, "call `use` first"
+            output = self._network.family.guide(output[0::2], output[1::2], guidance)
         return scheduler_step(latents, previous, output, coefficients)
 
     def _decode(self, vae: Arrays, latents: Array) -> Array:
         """Decode latents [B, C, h, w] f32 to images [B, H, W, 3] uint8."""
-        info = self._encoder.info
-        scale = jnp.asarray(info["latents_std"] or 1.0) / info["scaling_factor"]
-        shift = jnp.asarray(info["latents_mean"] or 0.0) + info["shift_factor"]
-        latents = latents * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
+        scale, shift = LatentScale.from_info(self._encoder.info).unscaled(latents.shape[1:])
+        latents = latents * scale + shift
         pixels = self._decoder(vae, jnp.uint32(0), latents.astype(self._vae_dtype))
         levels = jnp.clip(pixels.astype(jnp.float32) / 2 + 0.5, 0, 1) * 255
         return jnp.round(levels).astype(jnp.uint8).transpose(0, 2, 3, 1)

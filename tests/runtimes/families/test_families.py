@@ -17,7 +17,7 @@ from diffusers import (
 from artifacts.latent_shards import LatentSample
 from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES, Captioned, detect_family
-from runtimes.pipeline_folder.describe_encoders import t5_length
+from runtimes.pipeline_folder.describe_encoders import text_length
 from runtimes.pipeline_folder.weight_files import weight_files
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from runtimes.torch_models.encode_token_ids import encode_in_step
@@ -128,14 +128,14 @@ def plain_sd3(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> t
         None,
         None,
         do_classifier_free_guidance=False,
-        max_sequence_length=t5_length(folder),
+        max_sequence_length=text_length(folder),
     )
     return pipe.transformer(latents, prompt, pooled, timesteps).sample
 
 
 def plain_flux(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
     pipe = FluxPipeline.from_pretrained(folder)
-    length = t5_length(folder)
+    length = text_length(folder)
     prompt, pooled, txt_ids = pipe.encode_prompt(CAPTIONS, None, max_sequence_length=length)
     predicted = pipe.transformer(
         pipe._pack_latents(latents, *latents.shape),
