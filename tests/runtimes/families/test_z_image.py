@@ -36,6 +36,7 @@ from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from runtimes.torch_models.network import Network
 from runtimes.train.write_result import write_result
+from tasks import child_process
 from tasks.publish.assemble_pipeline import assemble
 
 pytestmark = pytest.mark.slow
@@ -261,3 +262,15 @@ def test_adapters_load_in_diffusers_in_both_layouts(
         assert (expected - predicted(network, batch)).abs().max() > 1e-2
         pipe.load_lora_weights(folder, weight_name=name)
         torch.testing.assert_close(predicted(network, batch), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fsdp", ["all", pytest.param(1, marks=pytest.mark.soak)])
+def test_two_processes_train_as_one(z_image_job: MakeJob, tiny_z_image: Path, fsdp: Any) -> None:
+    """FSDP gathers also the parameters that no block has, such as the tokens of padding."""
+    one = z_image_job(tiny_z_image, "one", steps=4)
+    train(one)
+    two = z_image_job(tiny_z_image, "two", steps=4, processes=2, fsdp=fsdp)
+    child_process.run_job(two, lambda event: None)
+    for name in ("loss", "grad_norm"):
+        found, expected = ([line[name] for line in history(job)] for job in (two, one))
+        assert found == pytest.approx(expected, rel=1e-5)
