@@ -100,8 +100,56 @@ Z_IMAGE: Files = {
     },
     "scheduler/scheduler_config.json": _FLOW | {"shift": 6.0},
 }
+QWEN_IMAGE: Files = {
+    "model_index.json": _index(
+        "QwenImagePipeline",
+        "QwenImageTransformer2DModel",
+        "AutoencoderKLQwenImage",
+        "Qwen2_5_VLForConditionalGeneration",
+    ),
+    # diffusers' defaults are the published VAE.
+    "vae/config.json": {
+        "_class_name": "AutoencoderKLQwenImage",
+        "z_dim": 16,
+        "temperal_downsample": [False, True, True],
+    },
+    "text_encoder/config.json": {
+        "model_type": "qwen2_5_vl",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584},
+    },
+    "tokenizer/tokenizer_config.json": _QWEN_TOKENIZER,
+    "transformer/config.json": {
+        "_class_name": "QwenImageTransformer2DModel",
+        "in_channels": 64,
+        "out_channels": 16,
+        "num_layers": 60,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "joint_attention_dim": 3584,
+        "axes_dims_rope": [16, 56, 56],
+    },
+    "scheduler/scheduler_config.json": _FLOW
+    | {
+        "shift": 1.0,
+        "use_dynamic_shifting": True,
+        "base_shift": 0.5,
+        "max_shift": 0.9,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 8192,
+        "shift_terminal": 0.02,
+    },
+}
 #: Hub id -> files.
 PUBLISHED: dict[str, Files] = {
     "black-forest-labs/FLUX.2-klein-base-4B": KLEIN,
     "Tongyi-MAI/Z-Image": Z_IMAGE,
+    "Qwen/Qwen-Image": QWEN_IMAGE,
 }

@@ -170,6 +170,12 @@ def tiny_z_image(tiny_model: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen_image(tiny_model: Callable[[str], Path]) -> Path:
+    """A QwenImagePipeline folder: 32 x 32 pictures, VAE with factor 4."""
+    return tiny_model("tiny-qwen-image")
+
+
+@pytest.fixture(scope="session")
 def tiny_sd3_without_t5(tiny_model: Callable[[str], Path]) -> Path:
     """The same without the T5 text encoder, a common choice to save memory."""
     return tiny_model("tiny-sd3-without-t5")

@@ -8,12 +8,15 @@ import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
@@ -31,6 +34,8 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -93,6 +98,7 @@ CHAT = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>a{% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}<t></t>{% endif %}"
 )
+QWEN_IMAGE_TOKENS = 288  # Qwen-Image's template has 230 letters
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<t>", "</t>")
 
 
@@ -351,6 +357,62 @@ def save_z_image(folder: Path) -> None:
     pipeline.save_pretrained(folder)
 
 
+def make_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
+    text = {
+        "vocab_size": 272,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+    }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def save_qwen_image(folder: Path) -> None:
+    """Write a QwenImagePipeline: 32 x 32 pictures, a VAE of frames with factor 4."""
+    torch.manual_seed(9)
+    pipeline = QwenImagePipeline(
+        transformer=QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+        ),
+        vae=AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[0.1, -0.2, 0.3, 0.0],
+            latents_std=[0.5, 1.5, 0.8, 1.2],
+        ),
+        text_encoder=make_qwen_vl(),
+        tokenizer=make_qwen_tokenizer(QWEN_IMAGE_TOKENS),
+    )
+    with torch.no_grad():  # else the prompt has little effect with random weights
+        for block in pipeline.transformer.transformer_blocks:
+            block.img_mod[1].weight *= 32
+        pipeline.transformer.proj_out.weight *= 4
+    pipeline.save_pretrained(folder)
+
+
 def save_vae(folder: Path) -> None:
     """Write an AutoencoderKL with other weights."""
     torch.manual_seed(2)
@@ -393,6 +455,7 @@ MODELS = {
     "tiny-flux2": save_flux2,
     "tiny-flux2-distilled": partial(save_flux2, distilled=True),
     "tiny-z-image": save_z_image,
+    "tiny-qwen-image": save_qwen_image,
     "tiny-vae": save_vae,
     "tiny-clip": save_clip,
 }

@@ -184,6 +184,18 @@ class Family:
         """(latent channels, image pixels per latent pixel) of a VAE, by its config."""
         return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
 
+    def encode_pictures(self, vae: Any, pixels: Any) -> tuple[Any, Any]:
+        """Mean and log-variance [B, C, h, w] of the VAE's posterior of pixels [B, 3, H, W]."""
+        posterior = vae.encode(pixels).latent_dist
+        return posterior.mean, posterior.logvar
+
+    def decode_latents(self, vae: Any, latents: Any) -> Any:
+        """Pixels [B, 3, H, W] in -1..1 of the VAE's latents [B, C, h, w]."""
+        return vae.decode(latents, return_dict=False)[0]
+
+    def make_constants(self, denoiser: Any) -> None:
+        """Make tensors of a denoiser built on `meta` that are neither its weights nor buffers."""
+
     def latent_multiple(self, config: Mapping[str, Any]) -> int:
         """The divisor of the latents' height and width, by the denoiser's config.
 
@@ -276,11 +288,14 @@ class Family:
         """
         return shift.mu_of(tokens)
 
-    def pipeline_arguments(self, pipe: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    def pipeline_arguments(
+        self, pipe: Any, options: Mapping[str, Any], count: int
+    ) -> dict[str, Any]:
         """The keyword arguments of a diffusers pipeline for shared names, such as guidance_scale.
 
         Args:
             pipe: the pipeline.
+            count: number of prompts.
             options: `guidance_scale` and, where it is set, `negative_prompt` (a list), and others.
         """
         return dict(options)

@@ -155,7 +155,9 @@ class Flux2(Family):
         slope = (at_200 - at_10) / 190
         return slope * steps + at_200 - 200 * slope
 
-    def pipeline_arguments(self, pipe: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    def pipeline_arguments(
+        self, pipe: Any, options: Mapping[str, Any], count: int
+    ) -> dict[str, Any]:
         """The pipeline takes a negative prompt as embeddings alone."""
         given = dict(options)
         negative = given.pop("negative_prompt", None)

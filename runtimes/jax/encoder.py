@@ -39,7 +39,8 @@ class Encoder(encode_images_and_captions.Encoder):
         self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
         frozen = None if self._frozen is None else self._frozen.model
-        self._moments = _compiled(Wrapped(self.vae, partial(_moments, self.vae.dtype)), mesh)
+        moments = partial(_moments, self.family, self.vae.dtype)
+        self._moments = _compiled(Wrapped(self.vae, moments), mesh)
         self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
@@ -85,10 +86,12 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
     return run
 
 
-def _moments(dtype: torch.dtype, vae: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _moments(
+    family: Family, dtype: torch.dtype, vae: Any, pixels: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Mean and log-variance [B, C, h, w] f32 of latents; a VAE of `dtype` computes them."""
-    posterior = vae.encode(pixels.to(dtype)).latent_dist
-    return posterior.mean.float(), posterior.logvar.float()
+    mean, logvar = family.encode_pictures(vae, pixels.to(dtype))
+    return mean.float(), logvar.float()
 
 
 class _Embeds(torch.nn.Module):

@@ -70,7 +70,7 @@ class Sampler:
         self._whole = mesh.platform != "cpu" if whole is None else whole
         self._encoder = Encoder(folder, vae, device="cpu")
         self._folders = folder, vae
-        decoder = Wrapped(self._encoder.vae, _decode)
+        decoder = Wrapped(self._encoder.vae, self._encoder.family.decode_latents)
         wide = vae_dtype(self._encoder.family, vae_path(folder, vae), getattr(torch, dtype))
         arrays = move(decoder, mesh, wide)
         self._vae_on_host = {name: np.asarray(array) for name, array in arrays.items()}
@@ -266,11 +266,6 @@ def same_architecture(one: Network, other: Network) -> bool:
         for network in (one, other)
     )
     return first == second
-
-
-def _decode(vae: Any, latents: torch.Tensor) -> Any:
-    """Decode latents [B, C, h, w] to images [B, 3, H, W]."""
-    return vae.decode(latents, return_dict=False)[0]
 
 
 def _encode_texts(network: Network, ids: torch.Tensor) -> Any:

@@ -138,7 +138,7 @@ def _sampling(request: Request) -> StepMemory:
             denoising = live.flops
             del inputs
             latents = torch.empty((samples, *batch.noisy_latents.shape[1:]), dtype=vae.dtype)
-            vae.decode(latents, return_dict=False)
+            network.family.decode_latents(vae, latents)
     moments = live.moments(accumulating=False)
     return StepMemory(
         *(0, weights + encoders, encoders, 0, 0, 0, 0),

@@ -89,7 +89,8 @@ class Sampler(PipelineSampler):
     def _call(self, batch: NoiseBatch, **options: Any) -> Any:
         denoiser = getattr(self._pipe, self._family.denoiser)
         latents = self._family.pipeline_latents(torch.from_numpy(batch.noise))
-        options = self._family.pipeline_arguments(self._pipe, options | self._text_options)
+        given = options | self._text_options
+        options = self._family.pipeline_arguments(self._pipe, given, len(batch.prompts))
         return self._pipe(
             prompt=batch.prompts,
             latents=latents.to(denoiser.dtype),

@@ -108,8 +108,8 @@ class Encoder:
             pixels: images [B, 3, H, W] f32 in -1..1.
         """
         batch = self._send(pixels).to(self._vae_dtype)
-        posterior = self.vae.encode(batch).latent_dist
-        return self._host(posterior.mean), self._host(posterior.logvar)
+        mean, logvar = self.family.encode_pictures(self.vae, batch)
+        return self._host(mean), self._host(logvar)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Encoder:
             for array in LatentScale.from_info(self.info).unscaled(tuple(latents.shape[1:]))
         )
         latents = latents.to(self._vae_dtype) * scale + shift
-        return self.vae.decode(latents, return_dict=False)[0].float()
+        return self.family.decode_latents(self.vae, latents).float()
 
     @torch.no_grad()
     def texts(

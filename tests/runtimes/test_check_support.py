@@ -50,7 +50,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("torch", "hpu:0", "is not for device hpu: its rotary embeddings are"),
     ],
 )
-@pytest.mark.parametrize("family", ["flux", "flux2", "z_image"])
+@pytest.mark.parametrize("family", ["flux", "flux2", "z_image", "qwen_image"])
 def test_a_transformer_is_refused_where_it_cannot_run(
     runtime: str, device: str, words: str, family: str
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from diffusers import (
     Flux2KleinPipeline,
     FluxPipeline,
+    QwenImagePipeline,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
@@ -179,6 +180,19 @@ def plain_z_image(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) 
     return -torch.stack(predicted).squeeze(2)
 
 
+def plain_qwen_image(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    pipe = QwenImagePipeline.from_pretrained(folder)
+    prompt, mask = pipe.encode_prompt(CAPTIONS, max_sequence_length=text_length(folder))
+    predicted = pipe.transformer(
+        pipe._pack_latents(latents, *latents.shape),
+        prompt,
+        mask,
+        timesteps / 1000,
+        [[(1, 4, 4)]] * 3,
+    ).sample
+    return pipe._unpack_latents(predicted, 32, 32, 4).squeeze(2)
+
+
 PLAIN = {
     "sd": plain_sd,
     "sdxl": plain_sdxl,
@@ -186,6 +200,7 @@ PLAIN = {
     "flux": plain_flux,
     "flux2": plain_flux2,
     "z_image": plain_z_image,
+    "qwen_image": plain_qwen_image,
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from diffusers import (
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
     UNet2DConditionModel,
     ZImageTransformer2DModel,
 )
@@ -184,6 +185,27 @@ def test_z_image_has_the_weights_and_operations_of_the_real_one() -> None:
         return count * (block * sequence + 2 * sequence**2 * width)
 
     hand = layers(30, image + tokens) + layers(2, image) + layers(2, tokens)
+    assert counted == pytest.approx(3 * 2 * hand, rel=0.005)
+
+
+@pytest.mark.slow
+def test_qwen_image_has_the_weights_and_operations_of_the_real_one() -> None:
+    """The published 20 B: 60 blocks of two streams, each with attention, MLP and modulation."""
+    with torch.device("meta"):
+        transformer = QwenImageTransformer2DModel()  # diffusers' defaults are the published sizes
+    count = sum(parameter.numel() for parameter in transformer.parameters())
+    width, side, tokens = 3072, 128, 512
+    stream, modulation = 12 * width**2, 6 * width**2
+    assert count == pytest.approx(60 * 2 * (stream + modulation), rel=5e-3)
+    assert count / 1e9 == pytest.approx(20.43, abs=0.01)
+    latents, one = np.zeros((1, 16, side, side), np.float32), np.ones(1, np.float32)
+    embeds = np.zeros((1, tokens, 3584), np.float32)
+    given = {"prompt_embeds": embeds, "prompt_embeds_mask": np.ones((1, tokens), np.float32)}
+    batch = StepBatch(0, latents, one, latents, one, given, 1)
+    counted = FlopCounter(Network(FAMILIES["qwen_image"], {"transformer": transformer})).of(batch)
+    assert counted is not None
+    sequence = (side // 2) ** 2 + tokens
+    hand = 60 * (stream * sequence + 2 * modulation + 2 * sequence**2 * width)
     assert counted == pytest.approx(3 * 2 * hand, rel=0.005)
 
 
