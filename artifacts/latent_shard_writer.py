@@ -73,10 +73,15 @@ def _whole(dtype: str, array: NDArray[Any]) -> _Tensor:
 
 
 def _text_tensors(texts: Texts) -> dict[str, _Tensor]:
-    tensors = {
-        "text/prompt_embeds": _bf16_rows(texts.prompt_embeds),
-        "text/input_ids": _whole("I32", texts.input_ids),
-    }
+    rows = texts.prompt_embeds
+    tensors = {"text/input_ids": _whole("I32", texts.input_ids)}
+    if texts.varying_lengths:
+        offsets = np.cumsum([0, *(len(row) for row in rows)])
+        shape = (int(offsets[-1]), rows[0].shape[1])
+        tensors["text/prompt_embeds"] = _Tensor("BF16", shape, (to_bfloat16(row) for row in rows))
+        tensors["text/prompt_offsets"] = _whole("I32", offsets)
+    else:
+        tensors["text/prompt_embeds"] = _bf16_rows(rows)
     if texts.pooled_prompt_embeds is not None:
         tensors["text/pooled_prompt_embeds"] = _bf16_rows(texts.pooled_prompt_embeds)
     return tensors

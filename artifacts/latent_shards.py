@@ -4,6 +4,8 @@ Tensors of a shard (latent_shard_writer.py writes them). The split is `train`, `
 `flipped`: sample i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
 
     text/prompt_embeds         [K, T, D] bf16   row 0: the empty caption; then the distinct captions
+    text/prompt_offsets        [K + 1]   i32    only where lengths vary: prompt_embeds is [M, D],
+                                                and caption k has rows offsets[k]:offsets[k + 1]
     text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2
     text/input_ids             [K, n, T] i32    tokens, padded, of each of n CLIP tokenizers
     <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
@@ -83,6 +85,7 @@ class Texts:
     prompt_embeds: Sequence[NDArray[Any]]  # K of [T, D]
     pooled_prompt_embeds: Sequence[NDArray[Any]] | None  # K of [P]
     input_ids: NDArray[Any]  # [K, n, T], of each of n CLIP tokenizers
+    varying_lengths: bool = False  # whether T differs between captions
 
 
 def to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
@@ -189,7 +192,13 @@ class LatentShard:
 
     def prompt_embeds(self, row: int) -> NDArray[np.uint16]:
         """Embeddings [T, D] of caption `row`, as bf16 bits; row 0 is the empty caption's."""
-        return self._copy("text/prompt_embeds", row)
+        if "text/prompt_offsets" not in self._tensors:
+            return self._copy("text/prompt_embeds", row)
+        start, end = (int(self._row("text/prompt_offsets", at)) for at in (row, row + 1))
+        embeds = self._tensors["text/prompt_embeds"]
+        if not 0 <= start < end <= len(embeds):
+            raise IndexError(f"{self.path}: caption {row} has no rows {start} to {end}")
+        return np.array(embeds[start:end])
 
     def pooled_prompt_embeds(self, row: int) -> NDArray[np.uint16] | None:
         """Pooled embedding [P] of caption `row`, as bf16 bits; None for SD 1 and 2."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +163,22 @@ def read_floats(path: Path) -> tuple[dict[str, Any], Arrays]:
             for name, place in places.items()
         }
     return metadata, arrays
+
+
+def read_named_floats(path: Path, names: Collection[str]) -> Arrays:
+    """The arrays of these names that a safetensors file has, as f32; others are not read.
+
+    Raises:
+        OSError, ValueError: the file is damaged, or has dtypes other than f32, f16, bf16 and i64.
+    """
+    with path.open("rb") as stream:
+        _, places = read_header(stream, FLOATS | {"I64": np.dtype("<i8")})
+        found: Arrays = {}
+        for name in places.keys() & set(names):
+            place = places[name]
+            stream.seek(place.start)
+            found[name] = _floats(stream.read(place.size), place.dtype).reshape(place.shape)
+    return found
 
 
 def _floats(raw: bytes, dtype: str) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """Write the config files of published pipelines, without weights: enough for `kiln plan`.
 
 The sizes are those of the pipelines' own config files; bench/models has the UNets',
-bench/flux_configs.py FLUX's.
+bench/flux_configs.py FLUX.1's, bench/flow_configs.py the others'.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench import flux_configs
+from bench import flow_configs, flux_configs
 
 MODELS = Path(__file__).parent / "models"
 _CLIP = {"max_position_embeddings": 77, "vocab_size": 49408, "model_type": "clip_text_model"}
@@ -99,7 +99,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def write_published_configs(folder: Path) -> dict[str, Path]:
     """Write one folder per published model; returns them by hub id."""
     folders = {}
-    for name, files in PUBLISHED.items():
+    for name, files in (PUBLISHED | flow_configs.PUBLISHED).items():
         folders[name] = folder / name.replace("/", "--")
         for path, content in files.items():
             target = folders[name] / path

@@ -44,6 +44,11 @@ def check(recipe: Recipe, model: Path) -> None:
             log.warning("train.lora: no file in kohya's layout will be published: %s", why)
     if settings.guidance_scale != 1 and not family.takes_guidance(config):
         raise WrongInput("train.guidance_scale: the base takes no guidance scale: set 1")
+    if settings.train_text_encoder and not family.clip:
+        raise WrongInput(
+            f"train.train_text_encoder: a model of family {family.name} has no CLIP encoder, and "
+            "others are not trained: set false"
+        )
     _check_sampling(recipe, family, config)
     path = settings.denoiser_config
     replacement = None if path is None else read_config(Path(path))

@@ -152,6 +152,30 @@ def tiny_flux_schnell(tiny_model: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_flux2(tiny_model: Callable[[str], Path]) -> Path:
+    """A Flux2KleinPipeline folder: 32 x 32 pictures, VAE with factor 4."""
+    return tiny_model("tiny-flux2")
+
+
+@pytest.fixture(scope="session")
+def tiny_flux2_distilled(tiny_model: Callable[[str], Path]) -> Path:
+    """The same, distilled: its pipeline ignores the guidance scale."""
+    return tiny_model("tiny-flux2-distilled")
+
+
+@pytest.fixture(scope="session")
+def tiny_z_image(tiny_model: Callable[[str], Path]) -> Path:
+    """A ZImagePipeline folder: 32 x 32 pictures, VAE with factor 4."""
+    return tiny_model("tiny-z-image")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen_image(tiny_model: Callable[[str], Path]) -> Path:
+    """A QwenImagePipeline folder: 32 x 32 pictures, VAE with factor 4."""
+    return tiny_model("tiny-qwen-image")
+
+
+@pytest.fixture(scope="session")
 def tiny_sd3_without_t5(tiny_model: Callable[[str], Path]) -> Path:
     """The same without the T5 text encoder, a common choice to save memory."""
     return tiny_model("tiny-sd3-without-t5")

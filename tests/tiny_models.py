@@ -7,15 +7,23 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -26,6 +34,11 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -75,6 +88,43 @@ def make_t5() -> T5EncoderModel:
             num_layers=2,
             num_heads=4,
             feed_forward_proj="gated-gelu",
+        )
+    )
+
+
+#: A chat template in the manner of Qwen's, with its switch `enable_thinking`.
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }} {{ message.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<t></t>{% endif %}"
+)
+QWEN_IMAGE_TOKENS = 288  # Qwen-Image's template has 230 letters
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<t>", "</t>")
+
+
+def make_qwen_tokenizer(length: int = 40) -> Qwen2Tokenizer:
+    """Qwen's byte-level tokenizer without merges: one token per letter, at most `length`."""
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate([*CHARACTERS, *QWEN_SPECIAL])},
+        merges=[],
+        model_max_length=length,
+        additional_special_tokens=list(QWEN_SPECIAL[1:]),
+    )
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def make_qwen3(layers: int) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=272,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            tie_word_embeddings=True,
         )
     )
 
@@ -241,6 +291,128 @@ def save_flux(folder: Path, *, guidance: bool = True) -> None:
     pipeline.save_pretrained(folder)
 
 
+def save_flux2(folder: Path, *, distilled: bool = False) -> None:
+    """Write a Flux2KleinPipeline: of the base model, or of the distilled one."""
+    torch.manual_seed(7)
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=32,
+    )
+    vae.bn.running_mean.normal_(0, 0.3)
+    vae.bn.running_var.uniform_(0.5, 2)
+    pipeline = Flux2KleinPipeline(
+        transformer=Flux2Transformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=48,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae,
+        text_encoder=make_qwen3(28),
+        tokenizer=make_qwen_tokenizer(),
+        is_distilled=distilled,
+    )
+    with torch.no_grad():  # else the prompt has little effect with random weights
+        pipeline.transformer.context_embedder.weight *= 64
+        pipeline.transformer.double_stream_modulation_img.linear.weight *= 8
+        pipeline.transformer.single_stream_modulation.linear.weight *= 8
+    pipeline.save_pretrained(folder)
+
+
+def save_z_image(folder: Path) -> None:
+    """Write a ZImagePipeline, whose text encoder's states have 16 features."""
+    torch.manual_seed(8)
+    pipeline = ZImagePipeline(
+        transformer=ZImageTransformer2DModel(
+            in_channels=4,
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=16,
+            axes_dims=[4, 6, 6],
+            axes_lens=[160, 32, 32],
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=make_vae(shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=make_qwen3(3),
+        tokenizer=make_qwen_tokenizer(64),
+    )
+    with torch.no_grad():  # else padding and the prompt have little effect with random weights
+        pipeline.transformer.x_pad_token.normal_()
+        pipeline.transformer.cap_pad_token.normal_()
+        for layer in pipeline.transformer.layers:
+            layer.adaLN_modulation[0].weight *= 4
+    pipeline.save_pretrained(folder)
+
+
+def make_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
+    text = {
+        "vocab_size": 272,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+    }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def save_qwen_image(folder: Path) -> None:
+    """Write a QwenImagePipeline: 32 x 32 pictures, a VAE of frames with factor 4."""
+    torch.manual_seed(9)
+    pipeline = QwenImagePipeline(
+        transformer=QwenImageTransformer2DModel(
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+        ),
+        vae=AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[0.1, -0.2, 0.3, 0.0],
+            latents_std=[0.5, 1.5, 0.8, 1.2],
+        ),
+        text_encoder=make_qwen_vl(),
+        tokenizer=make_qwen_tokenizer(QWEN_IMAGE_TOKENS),
+    )
+    with torch.no_grad():  # else the prompt has little effect with random weights
+        for block in pipeline.transformer.transformer_blocks:
+            block.img_mod[1].weight *= 32
+        pipeline.transformer.proj_out.weight *= 4
+    pipeline.save_pretrained(folder)
+
+
 def save_vae(folder: Path) -> None:
     """Write an AutoencoderKL with other weights."""
     torch.manual_seed(2)
@@ -280,6 +452,10 @@ MODELS = {
     "tiny-sd3-without-t5": save_sd3_without_t5,
     "tiny-flux": save_flux,
     "tiny-flux-schnell": partial(save_flux, guidance=False),
+    "tiny-flux2": save_flux2,
+    "tiny-flux2-distilled": partial(save_flux2, distilled=True),
+    "tiny-z-image": save_z_image,
+    "tiny-qwen-image": save_qwen_image,
     "tiny-vae": save_vae,
     "tiny-clip": save_clip,
 }

@@ -19,6 +19,9 @@ BASES = {
     "sdxl-v5p": "tiny-sdxl",
     "flux-lora": "tiny-flux",
     "flux-schnell": "tiny-flux-schnell",
+    "flux2-klein": "tiny-flux2",
+    "z-image-lora": "tiny-z-image",
+    "qwen-image-lora": "tiny-qwen-image",
 }
 #: Sizes, counts and intervals; they replace settings that a recipe sets.
 TOY: Overrides = {

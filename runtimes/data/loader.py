@@ -161,16 +161,17 @@ class BatchReader:
         self, sample: LatentSample, shard: LatentShard, row: int, zeros: bool
     ) -> Captioned:
         if self._text_encoders:
-            t5 = None if self._family.t5 is None else self._prompt_embeds(shard, row)
+            has_t5 = self._family.frozen_text is not None
+            t5 = self._padded(shard.prompt_embeds(row)) if has_t5 else None
             return Captioned(sample, t5, None, shard.input_ids(row), zeros)
-        prompt, pooled = self._prompt_embeds(shard, row), shard.pooled_prompt_embeds(row)
+        stored, pooled = shard.prompt_embeds(row), shard.pooled_prompt_embeds(row)
+        prompt, tokens = self._padded(stored), len(stored)
         if zeros:
             prompt, pooled = zeroed(prompt, pooled)
-        return Captioned(sample, prompt, pooled)
+        return Captioned(sample, prompt, pooled, tokens=tokens)
 
-    def _prompt_embeds(self, shard: LatentShard, row: int) -> NDArray[np.uint16]:
+    def _padded(self, stored: NDArray[np.uint16]) -> NDArray[np.uint16]:
         """Prompt embeddings [T, D] as bf16 bits. Shards omit trailing zeros; restore them."""
-        stored = shard.prompt_embeds(row)
         if stored.shape == self._prompt_shape:
             return stored
         padded = np.zeros_like(stored, shape=self._prompt_shape)

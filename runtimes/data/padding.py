@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
 
+#: Captions of varying length are padded to a multiple of this number of tokens.
+TOKEN_STEP = 32
+
 
 def padded_rows(count: int, devices: int) -> int:
     """The smallest multiple of `devices` that is at least `count`."""

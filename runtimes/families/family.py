@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from artifacts.latent_shards import LatentSample, stack_rows
 from runtimes.contract import WrongInput
+from runtimes.objective.noise_schedule import ResolutionShift
 
 Conditioning = dict[str, NDArray[Any]]
 ClipStates = Literal["last", "penultimate"]
@@ -22,12 +24,15 @@ class TextEncoder:
 
     component: str  # text_encoder, text_encoder_2, ...: also its folder
     classes: tuple[str, ...]  # accepted classes of transformers
-    #: CLIP encoders are trainable, so their token ids are stored; a T5 is not trainable.
-    kind: Literal["clip", "t5"] = "clip"
+    #: CLIP encoders are trainable, so their token ids are stored; a T5 or LLM is not trainable.
+    kind: Literal["clip", "t5", "llm"] = "clip"
     states: bool = True  # whether prompt_embeds contains its hidden states
     pooled: str | None = None  # its output that pooled_prompt_embeds contains
-    tokens: int | None = None  # T5 only: the pipeline's default maximum caption length
+    tokens: int | None = None  # T5, LLM: the pipeline's default maximum caption length
     optional: bool = False  # whether a pipeline may lack it
+    layers: tuple[int, ...] = (-1,)  # LLM: indices of its hidden states, concatenated along D
+    prefix: int = 0  # LLM: first tokens of the pipeline's template, which prompt_embeds lacks
+    padded: bool = True  # whether prompt_embeds has states of padding; else lengths vary
 
     @property
     def tokenizer(self) -> str:
@@ -41,6 +46,8 @@ class Captioned:
 
     With `input_ids`, the step runs the CLIP encoders and the sample has no embeddings. A family
     with a T5 is the exception: the rows of prompt_embeds after CLIP's rows are T5's.
+
+    Where lengths vary, rows of zeros follow the first `tokens` rows of prompt_embeds.
     """
 
     sample: LatentSample
@@ -48,6 +55,7 @@ class Captioned:
     pooled_prompt_embeds: NDArray[Any] | None  # [P], f32 or bf16 bits (u16)
     input_ids: NDArray[np.int32] | None = None  # [n, T], one row per CLIP encoder
     dropped: bool = False  # with input_ids: replace the embeddings by zeros
+    tokens: int | None = None  # rows of prompt_embeds that are not padding; None: all
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class Family:
     pipelines: ClassVar[tuple[str, ...]]
     denoiser: ClassVar[str]  # the denoiser's component and folder: unet, transformer
     denoiser_class: ClassVar[str]  # diffusers' class of the denoiser
+    vae_class: ClassVar[str] = "AutoencoderKL"  # diffusers' class of the VAE
+    default_scaling_factor: ClassVar[float] = 0.18215  # of a VAE whose config lacks it
     blocks: ClassVar[tuple[str, ...]]  # classes of the denoiser's repeated blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]]
     #: CLIP hidden states: `last` is after the final norm, `penultimate` before the last layer.
@@ -107,26 +117,84 @@ class Family:
         return tuple(encoder.component for encoder in self.clip)
 
     @property
-    def t5(self) -> TextEncoder | None:
-        """The T5, if the family has one. A pipeline may lack it."""
-        return next((encoder for encoder in self.text_encoders if encoder.kind == "t5"), None)
+    def frozen_text(self) -> TextEncoder | None:
+        """The T5 or LLM, if the family has one. A pipeline may lack it."""
+        return next((encoder for encoder in self.text_encoders if encoder.kind != "clip"), None)
+
+    @property
+    def varying_lengths(self) -> bool:
+        """Whether a caption's embeddings are as long as the caption, and the denoiser masks."""
+        return self.frozen_text is not None and not self.frozen_text.padded
+
+    def chat(self, tokenizer: Any, caption: str) -> str:
+        """The text that the LLM reads: the caption in the pipeline's chat template."""
+        return caption
 
     def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:
         """Whether embeddings of zeros replace the empty caption's, by model_index.json."""
         return False
 
-    def t5_tokens(self, config: Mapping[str, Any]) -> int:
-        """Maximum caption length of a family with a T5, by the denoiser's config."""
-        assert self.t5 is not None and self.t5.tokens is not None, "the family must have a T5"
-        return self.t5.tokens
+    def text_tokens(self, config: Mapping[str, Any]) -> int:
+        """Maximum caption length of a T5 or LLM, by the denoiser's config."""
+        assert self.frozen_text is not None and self.frozen_text.tokens is not None
+        return self.frozen_text.tokens
 
     def prompt_width(self, config: Mapping[str, Any]) -> int:
-        """Width D of prompt_embeds for a denoiser of a family with a T5, by its config."""
+        """Width D of prompt_embeds of a family with a T5 or LLM, by the denoiser's config."""
         return int(config["joint_attention_dim"])
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         """Whether the denoiser uses the guidance scale that it is given, by its config."""
         return self.guidance_input
+
+    def is_distilled(self, index: Mapping[str, Any]) -> bool:
+        """Whether the pipeline ignores the guidance scale, by its model_index.json."""
+        return False
+
+    def guidance_weight(self, guidance_scale: Any) -> Any:
+        """Weight w of guidance: prediction = unconditional + w (conditional - unconditional).
+
+        At most 1 is no guidance.
+        """
+        return guidance_scale
+
+    def guide(self, unconditional: Any, conditional: Any, weight: Any) -> Any:
+        """Classifier-free guidance (arXiv 2207.12598), as the pipeline computes it.
+
+        Args:
+            unconditional: the denoiser's output [B, C, h, w] without caption; any library's array.
+            conditional: the denoiser's output [B, C, h, w] with caption.
+            weight: from `guidance_weight`.
+        """
+        return unconditional + weight * (conditional - unconditional)
+
+    def latent_statistics(self, vae: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+        """`latents_mean` and `latents_std` of the VAE's latents; each may be None.
+
+        They have one value per channel, or one for each latent pixel of a channel's p x p patch,
+        ordered (C, p, p).
+
+        Args:
+            vae: folder of the VAE; its weights may be absent.
+            config: of the VAE.
+        """
+        return {name: config.get(name) for name in ("latents_mean", "latents_std")}
+
+    def vae_layout(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        """(latent channels, image pixels per latent pixel) of a VAE, by its config."""
+        return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
+
+    def encode_pictures(self, vae: Any, pixels: Any) -> tuple[Any, Any]:
+        """Mean and log-variance [B, C, h, w] of the VAE's posterior of pixels [B, 3, H, W]."""
+        posterior = vae.encode(pixels).latent_dist
+        return posterior.mean, posterior.logvar
+
+    def decode_latents(self, vae: Any, latents: Any) -> Any:
+        """Pixels [B, 3, H, W] in -1..1 of the VAE's latents [B, C, h, w]."""
+        return vae.decode(latents, return_dict=False)[0]
+
+    def make_constants(self, denoiser: Any) -> None:
+        """Make tensors of a denoiser built on `meta` that are neither its weights nor buffers."""
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:
         """The divisor of the latents' height and width, by the denoiser's config.
@@ -150,7 +218,7 @@ class Family:
         `prompt_embeds` [B, T, D] and, if it is in `inputs`, `pooled_prompt_embeds` [B, P]. With
         text encoders in the step: `input_ids` [B, n, T], `dropped` [B] f32 (1: replace the
         embeddings by zeros) and, with a T5, `t5_prompt_embeds` [B, T5, D]. With a guidance input:
-        `guidance` [B] f32.
+        `guidance` [B] f32. With varying lengths: `prompt_embeds_mask` [B, T] f32 (1: no padding).
 
         Args:
             guidance_scale: the training's; an input of some denoisers.
@@ -163,12 +231,16 @@ class Family:
             found["guidance"] = np.full(len(samples), guidance_scale, np.float32)
         if samples[0].input_ids is None:
             embeds = (name for name in self.inputs if name.endswith("_embeds"))
-            return found | {name: stack(name, samples) for name in embeds}
+            found |= {name: stack(name, samples) for name in embeds}
+            if self.varying_lengths:
+                counts = [item.tokens for item in samples]
+                found["prompt_embeds_mask"] = token_mask(counts, found["prompt_embeds"].shape[1])
+            return found
         found |= {
             "input_ids": stack("input_ids", samples),
             "dropped": np.array([sample.dropped for sample in samples], np.float32),
         }
-        if self.t5 is not None:
+        if self.frozen_text is not None:
             clip_rows = found["input_ids"].shape[-1] if any(e.states for e in self.clip) else 0
             found["t5_prompt_embeds"] = stack("prompt_embeds", samples)[:, clip_rows:]
         return found
@@ -206,6 +278,28 @@ class Family:
         """The `sigmas` [N] that the diffusers pipeline passes to set_timesteps, or None."""
         return None
 
+    def sampling_shift(self, shift: ResolutionShift, tokens: int, steps: int) -> float:
+        """The `mu` that the pipeline passes to a scheduler with dynamic shifting.
+
+        Args:
+            shift: of the scheduler's config.
+            tokens: of the image.
+            steps: of sampling.
+        """
+        return shift.mu_of(tokens)
+
+    def pipeline_arguments(
+        self, pipe: Any, options: Mapping[str, Any], count: int
+    ) -> dict[str, Any]:
+        """The keyword arguments of a diffusers pipeline for shared names, such as guidance_scale.
+
+        Args:
+            pipe: the pipeline.
+            count: number of prompts.
+            options: `guidance_scale` and, where it is set, `negative_prompt` (a list), and others.
+        """
+        return dict(options)
+
     def pipeline_latents(self, noise: Any) -> Any:
         """Initial noise [B, C, h, w] in the layout of the pipeline's `latents` argument."""
         return noise
@@ -222,6 +316,12 @@ class Family:
             return ()
         last = f"text_model.encoder.layers.{layers - 1}."
         return (last, "text_model.final_layer_norm.", "text_projection.")
+
+
+def token_mask(counts: Sequence[int | None], length: int) -> NDArray[np.float32]:
+    """1 for the first `counts[i]` of a row's `length` tokens (None: all), else 0: [B, T] f32."""
+    ends = np.array([length if count is None else count for count in counts])
+    return (np.arange(length) < ends[:, None]).astype(np.float32)
 
 
 def stack(name: str, samples: Sequence[Captioned]) -> NDArray[Any]:

@@ -115,7 +115,7 @@ class Flux(Family):
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         return bool(config.get("guidance_embeds", False))
 
-    def t5_tokens(self, config: Mapping[str, Any]) -> int:
+    def text_tokens(self, config: Mapping[str, Any]) -> int:
         return 512 if self.takes_guidance(config) else 256
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:

@@ -14,11 +14,16 @@ from artifacts.hashing import parse_json
 from runtimes.contract import WrongInput
 from runtimes.families.family import Family
 from runtimes.families.flux import Flux
+from runtimes.families.flux2 import Flux2
+from runtimes.families.qwen_image import QwenImage
 from runtimes.families.sd import SD
 from runtimes.families.sd3 import SD3
 from runtimes.families.sdxl import SDXL
+from runtimes.families.z_image import ZImage
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (SD(), SDXL(), SD3(), Flux())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (SD(), SDXL(), SD3(), Flux(), Flux2(), ZImage(), QwenImage())
+}
 #: Entry-point group of plug-ins.
 PLUG_INS = "kilnworks.families"
 #: transformers' classes of the repeated blocks of a CLIP text encoder.

@@ -21,8 +21,9 @@ from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models import encode_images_and_captions
-from runtimes.torch_models.encode_images_and_captions import Float32
+from runtimes.torch_models.encode_images_and_captions import Embeds, Float32, unpadded
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
+from runtimes.torch_models.frozen_text import frozen_states
 
 
 class Encoder(encode_images_and_captions.Encoder):
@@ -37,9 +38,10 @@ class Encoder(encode_images_and_captions.Encoder):
         super().__init__(job.model_folder, job.vae_folder, device="cpu", dtype=job.dtype)
         self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
-        t5 = None if self._t5 is None else self._t5[1]
-        self._moments = _compiled(Wrapped(self.vae, partial(_moments, self.vae.dtype)), mesh)
-        self._embeds = _compiled(_Embeds(self.family, clip, t5), mesh)
+        frozen = None if self._frozen is None else self._frozen.model
+        moments = partial(_moments, self.family, self.vae.dtype)
+        self._moments = _compiled(Wrapped(self.vae, moments), mesh)
+        self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         mean, logvar = self._moments(self._batch_size, pixels)
@@ -48,14 +50,17 @@ class Encoder(encode_images_and_captions.Encoder):
 
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
-    ) -> tuple[Float32, Float32 | None]:
+    ) -> tuple[Embeds, Float32 | None]:
         if clip:
             return super().texts(captions, clip)
-        ids = [self.input_ids(captions).astype(np.int32)]
-        if self._t5 is not None:
-            ids.append(self._tokens.ids(self._t5[0], captions, self._t5_length).astype(np.int32))
-        states, *pooled = self._embeds(TEXT_BATCH, *ids)
-        return states, pooled[0] if pooled else None
+        given = [self.input_ids(captions)] if self._clip else []
+        kept = None
+        if self._frozen is not None:
+            ids, mask = self._frozen.ids(captions)
+            kept = self._frozen.kept(mask)
+            given += [ids, mask]
+        states, *pooled = self._embeds(TEXT_BATCH, *(array.astype(np.int32) for array in given))
+        return unpadded(states, kept), pooled[0] if pooled else None
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
@@ -81,25 +86,31 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
     return run
 
 
-def _moments(dtype: torch.dtype, vae: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _moments(
+    family: Family, dtype: torch.dtype, vae: Any, pixels: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Mean and log-variance [B, C, h, w] f32 of latents; a VAE of `dtype` computes them."""
-    posterior = vae.encode(pixels.to(dtype)).latent_dist
-    return posterior.mean.float(), posterior.logvar.float()
+    mean, logvar = family.encode_pictures(vae, pixels.to(dtype))
+    return mean.float(), logvar.float()
 
 
 class _Embeds(torch.nn.Module):
     """Text encoders whose forward pass returns prompt embeddings and, if any, pooled ones."""
 
-    def __init__(self, family: Family, clip: list[Any], t5: Any) -> None:
+    def __init__(self, family: Family, clip: list[Any], frozen: Any) -> None:
         super().__init__()
         self.family = family
         self.clip = torch.nn.ModuleList(clip)
-        self.t5 = t5
+        self.frozen = frozen
 
-    def forward(
-        self, ids: torch.Tensor, t5_ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        states, pooled = encode_ids(self.family, list(self.clip), ids)
-        if t5_ids is not None:
-            states = join_t5(states, self.t5(t5_ids.long())[0])
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Args: CLIP's ids [K, n, T] if it is there; ids and mask [K, T] of the frozen encoder."""
+        rest, states, pooled = list(given), None, None
+        if len(self.clip):
+            states, pooled = encode_ids(self.family, list(self.clip), rest.pop(0))
+        if rest:
+            ids, mask = rest
+            assert self.family.frozen_text is not None
+            found = frozen_states(self.family.frozen_text, self.frozen, ids.long(), mask.long())
+            states = join_t5(states, found)
         return tuple(array.float() for array in (states, pooled) if array is not None)

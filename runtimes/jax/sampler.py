@@ -25,10 +25,11 @@ from runtimes.jax.adamw_and_ema import Arrays
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
+from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.scheduler_config import read_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
-from runtimes.sample.guidance import cfg_scale, guide, is_guided
+from runtimes.sample.guidance import cfg_weight, is_guided
 from runtimes.sample.tabulated_schedulers import Table, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
@@ -69,8 +70,8 @@ class Sampler:
         self._whole = mesh.platform != "cpu" if whole is None else whole
         self._encoder = Encoder(folder, vae, device="cpu")
         self._folders = folder, vae
-        decoder = Wrapped(self._encoder.vae, _decode)
-        wide = vae_dtype(vae_path(folder, vae), getattr(torch, dtype))
+        decoder = Wrapped(self._encoder.vae, self._encoder.family.decode_latents)
+        wide = vae_dtype(self._encoder.family, vae_path(folder, vae), getattr(torch, dtype))
         arrays = move(decoder, mesh, wide)
         self._vae_on_host = {name: np.asarray(array) for name, array in arrays.items()}
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
@@ -161,8 +162,8 @@ class Sampler:
         rows = np.column_stack([table.timesteps, table.rows])
         assert self._network is not None, "call `use` first"
         family = self._network.family
-        guided = is_guided(family, sampler)
-        given = conditioning, np.float32(cfg_scale(family, sampler))
+        guided = is_guided(family, sampler, self._encoder.info)
+        given = conditioning, np.float32(cfg_weight(family, sampler))
         if self._whole:
             return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guided)
         carry = latents, latents * 0
@@ -205,7 +206,7 @@ class Sampler:
                 [B, C, h, w] f32.
             row: [7] f32, the timestep and the 6 coefficients of Row.
             conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
-            guidance: guidance scale, a f32 scalar.
+            guidance: weight of guidance, a f32 scalar.
             guided: whether to apply classifier-free guidance.
 
         Returns:
@@ -220,15 +221,14 @@ class Sampler:
         output = self._predict(arrays, jnp.uint32(0), inputs, timesteps, conditioning)
         output = output.astype(jnp.float32)
         if guided:
-            output = guide(output[0::2], output[1::2], guidance)
+            assert self._network is not None, "call `use` first"
+            output = self._network.family.guide(output[0::2], output[1::2], guidance)
         return scheduler_step(latents, previous, output, coefficients)
 
     def _decode(self, vae: Arrays, latents: Array) -> Array:
         """Decode latents [B, C, h, w] f32 to images [B, H, W, 3] uint8."""
-        info = self._encoder.info
-        scale = jnp.asarray(info["latents_std"] or 1.0) / info["scaling_factor"]
-        shift = jnp.asarray(info["latents_mean"] or 0.0) + info["shift_factor"]
-        latents = latents * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
+        scale, shift = LatentScale.from_info(self._encoder.info).unscaled(latents.shape[1:])
+        latents = latents * scale + shift
         pixels = self._decoder(vae, jnp.uint32(0), latents.astype(self._vae_dtype))
         levels = jnp.clip(pixels.astype(jnp.float32) / 2 + 0.5, 0, 1) * 255
         return jnp.round(levels).astype(jnp.uint8).transpose(0, 2, 3, 1)
@@ -266,11 +266,6 @@ def same_architecture(one: Network, other: Network) -> bool:
         for network in (one, other)
     )
     return first == second
-
-
-def _decode(vae: Any, latents: torch.Tensor) -> Any:
-    """Decode latents [B, C, h, w] to images [B, 3, H, W]."""
-    return vae.decode(latents, return_dict=False)[0]
 
 
 def _encode_texts(network: Network, ids: torch.Tensor) -> Any:

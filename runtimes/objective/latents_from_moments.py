@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ class LatentScale:
 
     scaling_factor: float
     shift_factor: float = 0.0
-    mean: Sequence[float] | None = None  # [C], latents_mean and latents_std in diffusers
+    #: latents_mean and latents_std: [C], or [C p p], one for each latent pixel of a p x p patch.
+    mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
 
     @classmethod
@@ -41,6 +43,25 @@ class LatentScale:
     def scaled(self, z: Array) -> Array:
         """The denoiser's latents [B, C, h, w] f32 from the VAE's latents `z`."""
         if self.mean is not None and self.std is not None:
-            center, spread = (np.array(x, np.float32)[:, None, None] for x in (self.mean, self.std))
+            center, spread = (tiled(x, z.shape[-3:]) for x in (self.mean, self.std))
             return (z - center) / spread * np.float32(self.scaling_factor)
         return (z - np.float32(self.shift_factor)) * np.float32(self.scaling_factor)
+
+    def unscaled(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """(scale, shift) f32 of the inverse: the VAE's latents are `latents * scale + shift`.
+
+        Args:
+            shape: (C, h, w) of the latents; the results broadcast to it.
+        """
+        spread, center = np.ones((1, 1, 1), np.float32), np.zeros((1, 1, 1), np.float32)
+        if self.mean is not None and self.std is not None:
+            spread, center = tiled(self.std, shape), tiled(self.mean, shape)
+        return spread / np.float32(self.scaling_factor), center + np.float32(self.shift_factor)
+
+
+def tiled(values: Sequence[float], shape: tuple[int, ...]) -> Array:
+    """Values [C] as f32 [C, 1, 1], or values [C p p] of a patch, repeated to `shape` (C, h, w)."""
+    channels, height, width = shape
+    side = math.isqrt(len(values) // channels)
+    patch = np.array(values, np.float32).reshape(channels, side, side)
+    return patch if side == 1 else np.tile(patch, (1, height // side, width // side))

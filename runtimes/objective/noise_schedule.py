@@ -103,6 +103,10 @@ class ResolutionShift:
     def mu(self, height: int, width: int) -> float:
         """The shift that the pipeline passes to the scheduler for latents [C, height, width]."""
         tokens = (height // self.patch) * (width // self.patch)
+        return self.mu_of(tokens)
+
+    def mu_of(self, tokens: int) -> float:
+        """The same for a number of image tokens."""
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         return tokens * slope + self.base_shift - slope * self.base_tokens
 

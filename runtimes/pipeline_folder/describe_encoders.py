@@ -8,7 +8,7 @@ from typing import Any
 from artifacts.hashing import digest_json, parse_json
 from artifacts.resolve_model import digest_model
 from runtimes.contract import WrongInput
-from runtimes.families import Family, detect_family
+from runtimes.families import Family, TextEncoder, detect_family
 
 TEXT_PARTS = (
     "text_encoder",
@@ -59,8 +59,9 @@ def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dic
     for name in ("scaling_factor", "shift_factor"):
         if not _is_finite(found[name]):
             raise WrongInput(f"{model_folder}: its VAE's {name} is {found[name]!r}, not a number")
+    patch = found["size_step"] // found["vae_scale_factor"]
     for name in ("latents_mean", "latents_std"):
-        if not _is_per_channel(found[name], found["latent_channels"]):
+        if not _is_per_channel(found[name], found["latent_channels"], patch):
             raise WrongInput(f"{model_folder}: its VAE's {name} are not numbers, one per channel")
     return found
 
@@ -70,24 +71,26 @@ def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
     vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
     family = detect_family(model_folder)
     _check_text_encoders(model_folder, family, index)
-    factor = 2 ** (len(vae["block_out_channels"]) - 1)
+    channels, factor = family.vae_layout(vae)
     return {
         "family": family.name,
-        "latent_channels": vae["latent_channels"],
+        "latent_channels": channels,
         "vae_scale_factor": factor,
         "size_step": factor,
-        "scaling_factor": vae.get("scaling_factor", 0.18215),
+        "scaling_factor": vae.get("scaling_factor", family.default_scaling_factor),
         "shift_factor": vae.get("shift_factor") or 0.0,
-        "latents_mean": vae.get("latents_mean"),
-        "latents_std": vae.get("latents_std"),
+        **family.latent_statistics(vae_path(model_folder, vae_folder), vae),
         "empty_prompt": "zeros" if family.zero_empty_prompt(index) else "encoded",
+        **({"distilled": True} if family.is_distilled(index) else {}),
         **_describe_clip(model_folder, family),
-        **({} if family.t5 is None else _describe_t5(model_folder, family, factor)),
+        **({} if family.frozen_text is None else _describe_frozen(model_folder, family, factor)),
     }
 
 
 def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
     """Shapes of the CLIP encoders' outputs: number of tokens, embedding width, pooled width."""
+    if not family.clip:
+        return {"prompt_dim": 0, "pooled_dim": None}
     configs = [(e, read_config(folder / e.component / "config.json")) for e in family.clip]
     tokens = configs[0][1]["max_position_embeddings"]
     pooled = (
@@ -103,24 +106,25 @@ def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
     }
 
 
-def _describe_t5(folder: Path, family: Family, factor: int) -> dict[str, Any]:
-    """Entries that differ with a T5: its rows follow CLIP's, and latents form patches."""
-    assert family.t5 is not None
+def _describe_frozen(folder: Path, family: Family, factor: int) -> dict[str, Any]:
+    """Entries that differ with a T5 or LLM: its rows follow CLIP's, and latents form patches."""
+    assert family.frozen_text is not None
     transformer = read_config(folder / family.denoiser / "config.json")
     clip, width = _describe_clip(folder, family), family.prompt_width(transformer)
     clip_rows = clip["tokens"] if clip["prompt_dim"] else 0
-    t5_tokens = t5_length(folder)
+    tokens = text_length(folder)
     found = {
         "size_step": factor * family.latent_multiple(transformer),
-        "tokens": clip_rows + t5_tokens,
+        "tokens": clip_rows + tokens,
         "prompt_dim": width,
     }
-    if has_t5(folder):
-        found["caption_tokens"] = t5_tokens
-        t5_width = read_config(folder / family.t5.component / "config.json")["d_model"]
-        if t5_width != width:
+    if has_frozen_text(folder):
+        found["caption_tokens"] = tokens
+        found_width = _width(folder, family.frozen_text)
+        if found_width != width:
             raise WrongInput(
-                f"{folder}: its T5 gives {t5_width} numbers a token, its transformer takes {width}"
+                f"{folder}: its {family.frozen_text.component} gives {found_width} numbers a "
+                f"token, its transformer takes {width}"
             )
     if clip["prompt_dim"] > width:
         raise WrongInput(
@@ -130,31 +134,45 @@ def _describe_t5(folder: Path, family: Family, factor: int) -> dict[str, Any]:
     return found
 
 
-def has_t5(model_folder: Path) -> bool:
-    """Whether a pipeline contains its family's T5."""
-    t5 = detect_family(model_folder).t5
+def _width(folder: Path, encoder: TextEncoder) -> int:
+    """Width of the states that a T5 or LLM gives for a token."""
+    config = read_config(folder / encoder.component / "config.json")
+    if encoder.kind == "t5":
+        return int(config["d_model"])
+    nested = config.get("text_config") or config  # of a model that also sees images
+    if "hidden_size" not in nested:
+        nested = config
+    return len(encoder.layers) * int(nested["hidden_size"])
+
+
+def has_frozen_text(model_folder: Path) -> bool:
+    """Whether a pipeline contains its family's T5 or LLM."""
+    encoder = detect_family(model_folder).frozen_text
     index = read_config(model_folder / "model_index.json")
-    return t5 is not None and _class_of(index, t5.component) is not None
+    return encoder is not None and _class_of(index, encoder.component) is not None
 
 
-def t5_length(model_folder: Path) -> int:
-    """Number of T5 rows in prompt_embeds. Without a T5 they are zeros, as in diffusers."""
+def text_length(model_folder: Path) -> int:
+    """Number of rows of a T5 or LLM in prompt_embeds, the largest where lengths vary.
+
+    Without a T5 they are zeros, as in diffusers.
+    """
     family = detect_family(model_folder)
-    assert family.t5 is not None, "the family must have a T5"
-    tokens = family.t5_tokens(read_config(model_folder / family.denoiser / "config.json"))
-    if not has_t5(model_folder):
+    assert family.frozen_text is not None, "the family must have a T5"
+    tokens = family.text_tokens(read_config(model_folder / family.denoiser / "config.json"))
+    if not has_frozen_text(model_folder):
         return tokens
-    config = read_config(model_folder / family.t5.tokenizer / "tokenizer_config.json")
+    config = read_config(model_folder / family.frozen_text.tokenizer / "tokenizer_config.json")
     return min(tokens, int(config.get("model_max_length", tokens)))
 
 
-def unusual_t5_length(model_folder: Path) -> int | None:
+def unusual_text_length(model_folder: Path) -> int | None:
     """The maximum caption length if it is not the pipeline's default."""
     family = detect_family(model_folder)
-    if family.t5 is None:
+    if family.frozen_text is None:
         return None
-    found = t5_length(model_folder)
-    return None if found == family.t5.tokens else found
+    found = text_length(model_folder)
+    return None if found == family.frozen_text.tokens else found
 
 
 def text_class(model_folder: Path, part: str) -> str:
@@ -209,10 +227,12 @@ def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e308
 
 
-def _is_per_channel(values: Any, channels: int) -> bool:
+def _is_per_channel(values: Any, channels: int, patch: int) -> bool:
+    """Whether values are None, one per channel, or one per latent pixel of a channel's patch."""
     if values is None:
         return True
-    return isinstance(values, list) and len(values) == channels and all(map(_is_finite, values))
+    known = (channels, channels * patch**2)
+    return isinstance(values, list) and len(values) in known and all(map(_is_finite, values))
 
 
 def _class_of(index: dict[str, Any], part: str) -> str | None:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
-from runtimes.data.padding import padded_rows
+from runtimes.data.padding import TOKEN_STEP, padded_rows
 from runtimes.families import Family, family_named
+from runtimes.families.family import token_mask
 from runtimes.families.inpainting_and_scores import (
     ExtraInputs,
     aesthetic_scores,
@@ -31,8 +32,8 @@ from runtimes.torch_models.make_scheduler import make_scheduler
 Float32 = NDArray[np.float32]
 #: Encodes images [B, 3, H, W] f32 in -1..1 to the mean and log-variance [B, C, h, w] of latents.
 Images = Callable[[Float32], tuple[Any, Any]]
-#: Encodes B captions to prompt embeddings [B, T, D] and pooled embeddings [B, P] or None.
-Texts = Callable[[list[str]], tuple[Float32, Float32 | None]]
+#: Encodes B captions to prompt embeddings, B of [T, D], and pooled embeddings [B, P] or None.
+Texts = Callable[[list[str]], tuple[Any, Float32 | None]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Conditioner:
             multiple: number of devices that share the rows.
         """
         rows = padded_rows(sampler["batch_size"], multiple)
-        guided = is_guided(self.family, sampler)
+        guided = is_guided(self.family, sampler, self.info)
         unconditional = self._unconditional(sampler.get("negative_prompt")) if guided else None
         more: dict[str, Float32] | None = None
         factor = self.info["vae_scale_factor"]
@@ -109,6 +110,7 @@ class Conditioner:
         """
         found = self._embeds(captions)
         if unconditional is not None:
+            found, unconditional = same_length(found, unconditional)
             found = {
                 name: _interleave(np.broadcast_to(unconditional[name], array.shape), array)
                 for name, array in found.items()
@@ -125,7 +127,7 @@ class Conditioner:
         found = {}
         if extras.inpainting:
             mean, _ = self.images(np.zeros((1, 3, *size), np.float32))
-            times = 2 * rows if is_guided(self.family, sampler) else rows
+            times = 2 * rows if is_guided(self.family, sampler, self.info) else rows
             found["inpainting"] = np.repeat(fully_masked(mean, self.info), times, axis=0)
         if extras.aesthetic_score:
             found["aesthetic_score"] = np.tile(
@@ -142,6 +144,8 @@ class Conditioner:
 
     def _embeds(self, captions: list[str]) -> dict[str, Float32]:
         states, pooled = self.texts(captions)
+        if self.family.varying_lengths:
+            return padded_embeds(states)
         # StableDiffusion3Pipeline pads with zeros where T5 is absent.
         missing = (self.info["tokens"] - states.shape[1], self.info["prompt_dim"] - states.shape[2])
         found = {"prompt_embeds": np.pad(states, ((0, 0), *((0, more) for more in missing)))}
@@ -172,10 +176,45 @@ def sampler_table(
     chosen = sampling_scheduler(scheduler, sampler, make_scheduler)
     shift = ResolutionShift.from_config(chosen.config, family.latent_multiple(denoiser))
     height, width = image_size(sampler, family, denoiser, factor)
-    mu = None if shift is None else shift.mu(height // factor, width // factor)
+    mu = None
+    if shift is not None:
+        tokens = (height // factor // shift.patch) * (width // factor // shift.patch)
+        mu = family.sampling_shift(shift, tokens, steps)
     return tabulate(chosen, steps, family.sigmas(steps), mu)
 
 
 def _interleave(one: Float32, other: Float32) -> Float32:
     """Interleave the rows of two arrays [B, ...]: one, other, one, ... [2 B, ...]."""
     return np.stack([one, other], axis=1).reshape(-1, *one.shape[1:])
+
+
+def padded_embeds(states: Sequence[Float32]) -> dict[str, Float32]:
+    """`prompt_embeds` [B, T, D] and their mask [B, T] f32, from B arrays of varying length.
+
+    T is one of few lengths, so that few programs are compiled.
+    """
+    counts = [len(one) for one in states]
+    length = TOKEN_STEP
+    while length < max(counts):
+        length *= 2
+    return {
+        "prompt_embeds": np.stack([_with_rows(one, length) for one in states]),
+        "prompt_embeds_mask": token_mask(counts, length),
+    }
+
+
+def same_length(*conditionings: dict[str, Float32]) -> list[dict[str, Float32]]:
+    """Pad embeddings and masks of varying length to the longest; others stay as they are."""
+    if not all("prompt_embeds_mask" in one for one in conditionings):
+        return list(conditionings)
+    names = ("prompt_embeds", "prompt_embeds_mask")
+    length = max(one["prompt_embeds"].shape[1] for one in conditionings)
+    return [
+        one | {name: np.stack([_with_rows(row, length) for row in one[name]]) for name in names}
+        for one in conditionings
+    ]
+
+
+def _with_rows(array: Float32, rows: int) -> Float32:
+    """An array [T, ...] with zeros appended along its first axis, up to `rows`."""
+    return np.pad(array, ((0, rows - len(array)), *[(0, 0)] * (array.ndim - 1)))

@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs.train import Train
@@ -138,7 +138,7 @@ def _sampling(request: Request) -> StepMemory:
             denoising = live.flops
             del inputs
             latents = torch.empty((samples, *batch.noisy_latents.shape[1:]), dtype=vae.dtype)
-            vae.decode(latents, return_dict=False)
+            network.family.decode_latents(vae, latents)
     moments = live.moments(accumulating=False)
     return StepMemory(
         *(0, weights + encoders, encoders, 0, 0, 0, 0),
@@ -188,12 +188,14 @@ def _encoders(request: Request, dtype: str, trained: Container[str] = ()) -> int
 def _empty_vae(request: Request) -> Any:
     folder = vae_path(Path(request.model), None if request.vae is None else Path(request.vae))
     with torch.device("meta"):
-        return AutoencoderKL.from_config(read_config(folder / "config.json"))
+        vae_class = getattr(diffusers, detect_family(Path(request.model)).vae_class)
+        return vae_class.from_config(read_config(folder / "config.json"))
 
 
 def _vae_dtype(vae: Any, dtype: torch.dtype) -> torch.dtype:
     """As in diffusers, a VAE with `force_upcast` decodes in float32 instead of float16."""
-    return torch.float32 if vae.config.force_upcast and dtype == torch.float16 else dtype
+    upcast = dtype == torch.float16 and vae.config.get("force_upcast", True)
+    return torch.float32 if upcast else dtype
 
 
 def _make_fake(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:

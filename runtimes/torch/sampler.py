@@ -10,7 +10,6 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from diffusers.utils import logging as diffusers_logging
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
@@ -19,7 +18,7 @@ from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import fully_masked
-from runtimes.pipeline_folder.describe_encoders import t5_length
+from runtimes.pipeline_folder.describe_encoders import text_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
 from runtimes.sample.noise_and_components import NoiseBatch
@@ -52,8 +51,9 @@ class Sampler(PipelineSampler):
     ) -> None:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         family = detect_family(folder)
-        # T5's sequence length must equal that of training.
-        self._t5_options = {} if family.t5 is None else {"max_sequence_length": t5_length(folder)}
+        # The number of tokens must equal that of training.
+        frozen = family.frozen_text is not None
+        self._text_options = {"max_sequence_length": text_length(folder)} if frozen else {}
         # diffusers requires an explicit None for each absent component.
         parts = {name: None for name, spec in index.items() if spec == [None, None]} | parts
         parts |= family.pipeline_options  # disables the safety checker and the watermark
@@ -68,7 +68,8 @@ class Sampler(PipelineSampler):
             if "vae" not in parts:
                 part = folder / "vae" if vae is None else vae
                 variant = weight_variant(part)
-                parts["vae"] = AutoencoderKL.from_pretrained(part, variant=variant, **common)
+                vae_class = getattr(diffusers, family.vae_class)
+                parts["vae"] = vae_class.from_pretrained(part, variant=variant, **common)
             kind = getattr(diffusers, family.pipelines[0])
             pipe = kind.from_pretrained(folder, **parts, **common)
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
@@ -88,13 +89,14 @@ class Sampler(PipelineSampler):
     def _call(self, batch: NoiseBatch, **options: Any) -> Any:
         denoiser = getattr(self._pipe, self._family.denoiser)
         latents = self._family.pipeline_latents(torch.from_numpy(batch.noise))
+        given = options | self._text_options
+        options = self._family.pipeline_arguments(self._pipe, given, len(batch.prompts))
         return self._pipe(
-            batch.prompts,
+            prompt=batch.prompts,
             latents=latents.to(denoiser.dtype),
             generator=[torch.Generator().manual_seed(int(r.integers(2**63))) for r in batch.rngs],
             callback_on_step_end=self._after_step,
             **options,
-            **self._t5_options,
         ).images
 
     def _after_step(self, *_: Any) -> dict[str, Any]:

@@ -6,29 +6,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from numpy.typing import NDArray
-from transformers import CLIPTokenizer, T5TokenizerFast
 
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
-from runtimes.families import family_named
+from runtimes.families import Family, family_named
+from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.pipeline_folder.describe_encoders import (
     describe_encoders,
-    has_t5,
-    t5_length,
+    has_frozen_text,
+    text_length,
     vae_path,
 )
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
+from runtimes.torch_models.frozen_text import TOKENIZERS, FrozenText, frozen_states
 from runtimes.torch_models.loading import SAFE, load_text_encoder
 from runtimes.torch_models.micro_batches import Send, sender
 from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
 
 Float32 = NDArray[np.float32]
+#: Prompt embeddings of K captions: [K, T, D] or, where lengths vary, K of [T, D].
+Embeds = Float32 | list[Float32]
 
 
 class Encoder:
@@ -72,27 +75,27 @@ class Encoder:
             ) from None
 
     def _load_vae(self, folder: Path) -> None:
-        self._vae_dtype = vae_dtype(folder, self.dtype)
-        vae = AutoencoderKL.from_pretrained(
+        self._vae_dtype = vae_dtype(self.family, folder, self.dtype)
+        vae = getattr(diffusers, self.family.vae_class).from_pretrained(
             folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
         )
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
     def _load_texts(self, folder: Path) -> None:
-        self._clip = [
-            self._load_text(CLIPTokenizer, folder, part) for part in self.family.clip_encoders
-        ]
-        self._t5, self._t5_length = None, 0
-        if self.family.t5 is not None and has_t5(folder):
-            self._t5 = self._load_text(T5TokenizerFast, folder, self.family.t5.component)
-            self._t5_length = t5_length(folder)
         self._tokens = LockedTokenizers()
+        self._clip = [self._load_text("clip", folder, part) for part in self.family.clip_encoders]
+        self._frozen: FrozenText | None = None
+        frozen = self.family.frozen_text
+        if frozen is not None and has_frozen_text(folder):
+            tokenizer, model = self._load_text(frozen.kind, folder, frozen.component)
+            length = text_length(folder)
+            self._frozen = FrozenText(self.family, tokenizer, model, length, self._tokens)
 
-    def _load_text(self, kind: Any, folder: Path, part: str) -> tuple[Any, Any]:
+    def _load_text(self, kind: str, folder: Path, part: str) -> tuple[Any, Any]:
         model = load_text_encoder(folder, part, self.dtype).to(self.device).requires_grad_(False)
         name = part.replace("text_encoder", "tokenizer")
-        tokenizer = kind.from_pretrained(folder / name, local_files_only=True)
-        check_vocabulary(name, tokenizer, model.config.vocab_size)
+        tokenizer = TOKENIZERS[kind].from_pretrained(folder / name, local_files_only=True)
+        check_vocabulary(name, tokenizer, model.config.get_text_config().vocab_size)
         return tokenizer, model
 
     @torch.no_grad()
@@ -105,27 +108,24 @@ class Encoder:
             pixels: images [B, 3, H, W] f32 in -1..1.
         """
         batch = self._send(pixels).to(self._vae_dtype)
-        posterior = self.vae.encode(batch).latent_dist
-        return self._host(posterior.mean), self._host(posterior.logvar)
+        mean, logvar = self.family.encode_pictures(self.vae, batch)
+        return self._host(mean), self._host(logvar)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode scaled latents [B, C, h, w] to images [B, 3, H, W] f32 in -1..1."""
-        info = self.info
-        latents = latents.to(self._vae_dtype) / info["scaling_factor"]
-        if info["latents_mean"] is not None and info["latents_std"] is not None:
-            mean, std = (
-                torch.tensor(info[name], device=latents.device, dtype=latents.dtype)
-                for name in ("latents_mean", "latents_std")
-            )
-            latents = latents * std[:, None, None] + mean[:, None, None]
-        return self.vae.decode(latents + info["shift_factor"], return_dict=False)[0].float()
+        scale, shift = (
+            torch.from_numpy(array).to(latents.device, self._vae_dtype)
+            for array in LatentScale.from_info(self.info).unscaled(tuple(latents.shape[1:]))
+        )
+        latents = latents.to(self._vae_dtype) * scale + shift
+        return self.family.decode_latents(self.vae, latents).float()
 
     @torch.no_grad()
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
-    ) -> tuple[Float32, Float32 | None]:
-        """Prompt embeddings [K, T, D] f32 and pooled embeddings [K, P] f32 of K captions.
+    ) -> tuple[Embeds, Float32 | None]:
+        """Prompt embeddings and pooled embeddings [K, P] f32 of K captions.
 
         SD 1 and 2 have no pooled embeddings: the second value is None. The embeddings equal those
         of the diffusers pipeline's `encode_prompt`, without the zeros that SD3 appends where T5 is
@@ -135,38 +135,48 @@ class Encoder:
             captions: K prompts.
             clip: CLIP encoders that replace the pipeline's, such as trained ones.
         """
-        ids = self._send(self.input_ids(captions))
-        models = clip or [model for _, model in self._clip]
-        states, pooled = encode_ids(self.family, models, ids)
-        if self._t5 is not None:
-            states = join_t5(states, self._t5_states(captions))
-        assert states is not None, "each family has CLIP's states or a T5"
-        return self._host(states), None if pooled is None else self._host(pooled)
+        states, pooled, kept = None, None, None
+        if self._clip:
+            models = clip or [model for _, model in self._clip]
+            ids = self._send(self.input_ids(captions))
+            states, pooled = encode_ids(self.family, models, ids)
+        if self._frozen is not None:
+            found, kept = self._frozen_states(captions)
+            states = join_t5(states, found)
+        assert states is not None, "each family has CLIP's states or a frozen text encoder"
+        return unpadded(self._host(states), kept), None if pooled is None else self._host(pooled)
 
     def t5(self, captions: Sequence[str]) -> Float32 | None:
         """T5's hidden states [K, T, D] f32, or None where the pipeline has no T5."""
         with torch.no_grad():
-            return None if self._t5 is None else self._host(self._t5_states(captions))
+            return None if self._frozen is None else self._host(self._frozen_states(captions)[0])
 
-    def _t5_states(self, captions: Sequence[str]) -> torch.Tensor:
-        assert self._t5 is not None
-        tokenizer, model = self._t5
-        return model(self._send(self._tokens.ids(tokenizer, captions, self._t5_length)))[0]
+    def _frozen_states(self, captions: Sequence[str]) -> tuple[torch.Tensor, list[int] | None]:
+        """Hidden states [K, T, D], and the number of rows to keep of each caption."""
+        assert self._frozen is not None
+        ids, mask = self._frozen.ids(captions)
+        given = self._send(ids), self._send(mask)
+        states = frozen_states(self._frozen.encoder, self._frozen.model, *given)
+        return states, self._frozen.kept(mask)
 
     def _host(self, tensor: torch.Tensor) -> Float32:
         return self._fetch(tensor.float()).numpy()
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
+        if not self._clip:
+            return np.zeros((len(captions), 0, 0), np.int64)
         rows = [self._tokens.ids(t, captions) for t, _ in self._clip]
         return np.stack(rows, axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> list[int]:
         """Number of tokens per caption before truncation, with special tokens.
 
-        T5's tokenizer counts where there is one, since it accepts the longest captions.
+        The frozen encoder's tokenizer counts where there is one: it accepts the longest captions.
         """
-        return self._tokens.counts((self._t5 or self._clip[0])[0], captions)
+        if self._frozen is not None:
+            return self._frozen.counts(captions)
+        return self._tokens.counts(self._clip[0][0], captions)
 
 
 class PaddedEncoder(Encoder):
@@ -203,13 +213,21 @@ class PaddedEncoder(Encoder):
 
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
-    ) -> tuple[Float32, Float32 | None]:
+    ) -> tuple[Embeds, Float32 | None]:
         padding = [""] * (self._caption_rows - len(captions))
         states, pooled = super().texts([*captions, *padding], clip)
         return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
 
 
-def vae_dtype(folder: Path, dtype: torch.dtype) -> torch.dtype:
+def unpadded(states: Float32, kept: list[int] | None) -> Embeds:
+    """States [K, T, D], or the first `kept[i]` rows of each caption."""
+    if kept is None:
+        return states
+    return [rows[:count] for rows, count in zip(states, kept, strict=True)]
+
+
+def vae_dtype(family: Family, folder: Path, dtype: torch.dtype) -> torch.dtype:
     """Compute dtype of a VAE: float32 in place of float16 if its config has `force_upcast`."""
-    upcast = dtype == torch.float16 and AutoencoderKL.load_config(folder).get("force_upcast", True)
+    config = getattr(diffusers, family.vae_class).load_config(folder)
+    upcast = dtype == torch.float16 and config.get("force_upcast", True)
     return torch.float32 if upcast else dtype

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import StoredRows, WrongInput
-from runtimes.families import denoiser_classes
+from runtimes.families import all_families, denoiser_classes
 from runtimes.families.inpainting_and_scores import added_weights, source_weight_names
 from runtimes.pipeline_folder.describe_encoders import read_config, text_class
 from runtimes.pipeline_folder.weight_files import check_fit, weight_files, weight_variant
@@ -109,9 +109,14 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
         )
     try:
         with torch.device("meta"):  # skips the random initialization of weights
-            return getattr(diffusers, kind).from_config(config)
+            denoiser = getattr(diffusers, kind).from_config(config)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
         raise WrongInput(f"{folder / 'config.json'}: not a denoiser's config: {error}") from None
+    for family in all_families().values():
+        if family.denoiser_class == kind:
+            family.make_constants(denoiser)
+            break
+    return denoiser
 
 
 def empty_text_encoder(model_folder: Path, part: str) -> Any:

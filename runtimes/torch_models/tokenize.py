@@ -44,6 +44,12 @@ class LockedTokenizers:
         Args:
             length: T; None is the tokenizer's `model_max_length`.
         """
+        return self.ids_and_mask(tokenizer, captions, length)[0]
+
+    def ids_and_mask(
+        self, tokenizer: Any, captions: Sequence[str], length: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `ids`, with the mask [K, T] int64 (1: no padding)."""
         with self._tokenizing:
             found = tokenizer(
                 list(captions),
@@ -52,7 +58,7 @@ class LockedTokenizers:
                 truncation=True,
                 return_tensors="np",
             )
-        return np.asarray(found.input_ids, np.int64)
+        return np.asarray(found.input_ids, np.int64), np.asarray(found.attention_mask, np.int64)
 
     def counts(self, tokenizer: Any, captions: Sequence[str]) -> list[int]:
         """Number of tokens of each caption before truncation, special tokens included."""

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from runtimes.contract import UNCAST
 from runtimes.objective.scheduler_config import read_config
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
-from runtimes.sample.guidance import cfg_scale, guide, is_guided
+from runtimes.sample.guidance import cfg_weight, is_guided
 from runtimes.sample.tabulated_schedulers import Table, scheduler_step
+from runtimes.torch_models.encode_images_and_captions import Embeds
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.network import Network
 from runtimes.xla.encoder import Encoder
@@ -83,10 +84,10 @@ class Sampler:
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
         """Images [N, H, W, 3] f32 in 0..1; the arguments are those of `draw`."""
         family = self._network.family
-        guidance = cfg_scale(family, sampler)
+        guidance = cfg_weight(family, sampler)
         config, factor = self._network.denoiser.config, self._encoder.info["vae_scale_factor"]
         table = sampler_table(self._scheduler, sampler, family, config, factor)
-        guided = is_guided(family, sampler)
+        guided = is_guided(family, sampler, self._encoder.info)
         batches = self._conditioner.batches(
             prompts,
             sampler,
@@ -99,7 +100,7 @@ class Sampler:
             pictures += list(self._denoise(batch, table, guidance, guided)[: batch.count])
         return np.stack(pictures)
 
-    def _texts(self, captions: list[str]) -> tuple[Float32, Float32 | None]:
+    def _texts(self, captions: list[str]) -> tuple[Embeds, Float32 | None]:
         return self._encoder.texts(captions, self._network.text_encoders)
 
     def _to_devices(self, name: str, array: Float32) -> torch.Tensor:
@@ -137,18 +138,18 @@ class Sampler:
             latents: noisy latents [B, C, h, w] f32.
             previous: predicted original of the previous step [B, C, h, w] f32.
             conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
-            numbers: [8] f32, the timestep, the 6 coefficients of Row, the guidance scale.
+            numbers: [8] f32, the timestep, the 6 coefficients of Row, the weight of guidance.
             guided: whether to apply classifier-free guidance.
 
         Returns:
             The next latents and the predicted original, both [B, C, h, w] f32.
         """
-        timestep, *row, guidance_scale = numbers.unbind()
+        timestep, *row, weight = numbers.unbind()
         inputs = (latents * row[0]).to(self._dtype)
         if guided:
             inputs = inputs.repeat_interleave(2, dim=0)
         output = self._network(inputs, timestep.expand(len(inputs)), conditioning).float()
         if guided:
             unconditional, conditional = output.unflatten(0, (-1, 2)).unbind(1)
-            output = guide(unconditional, conditional, guidance_scale)
+            output = self._network.family.guide(unconditional, conditional, weight)
         return scheduler_step(latents, previous, output, row)

@@ -24,6 +24,7 @@ from artifacts.latent_shards import (
 )
 from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.data.prefetch import Prefetch
+from runtimes.families import family_named
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_ahead import Batch, Picture, decoded_batches
@@ -72,7 +73,8 @@ class ShardEncoder:
 
         The facts are {"groups": {group: samples}, "bad": n, "bad_reasons": {reason: n}, "captions":
         distinct captions, "uncaptioned": samples without one, "caption_tokens": {lowest length of
-        the bin: n}, "truncated": captions above the encoder's limit}.
+        the bin: n}, "truncated": captions above the encoder's limit}. Where lengths vary, "longest"
+        is the largest number of rows of a caption's embeddings.
 
         On one machine, a shard always has the same bytes.
 
@@ -129,6 +131,7 @@ def _write(
         "bad_reasons": dict(sorted(bad.items())),
         "captions": len(set(kept) - {""}),
         "uncaptioned": uncaptioned,
+        **({"longest": max(map(len, texts.prompt_embeds))} if texts.varying_lengths else {}),
         **_caption_lengths(kept, encoder),
     }
 
@@ -228,7 +231,8 @@ def _encode_captions(
             ids.append(tokens[index])
             if summary is not None:
                 pooled.append(to_bfloat16(summary))
-    return Texts(embeds, pooled or None, np.stack(ids)), rows
+    varying = family_named(encoder.info["family"]).varying_lengths
+    return Texts(embeds, pooled or None, np.stack(ids), varying), rows
 
 
 def _caption_lengths(captions: list[str], encoder: PipelineEncoder) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.recipe import Recipe
+from runtimes.data.padding import TOKEN_STEP, padded_rows
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob
 from tasks.beam_workers import Workers, beam_options, workers_of
@@ -71,6 +72,7 @@ def build(
     for shard in shards:
         draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
     settings = TransformSettings.of(recipe)
+    info |= batch_tokens(shards)
     info |= {"masks": settings.masks, "scored": settings.scored}
     draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
     return summary | {"run": runtime_facts(recipe.runtime)}
@@ -128,6 +130,12 @@ def encode_missing(
     plan = EncodingPlan(job, settings)
     dofn = EncodeShard(store.url, reports, plan, recipe.encode.processes, copy)
     return encode_shards(list(tasks.values()), store, dofn, options, progress)
+
+
+def batch_tokens(shards: list[Shard]) -> dict[str, int]:
+    """Where lengths vary: `tokens` to which training pads captions, one shape for a whole run."""
+    longest = [shard.meta["longest"] for shard in shards if "longest" in shard.meta]
+    return {"tokens": padded_rows(max(longest), TOKEN_STEP)} if longest else {}
 
 
 def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 #: Formats that can execute code when they are loaded.
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 SECONDS = 1800  # an SDXL pipeline on the CPU of a small machine
+SAMPLE_SIZE = 128  # latents' side where the denoiser's config has none, as of packed latents
 LARGEST_SIDE = 256  # of the picture, pixels
 STEPS = 2
 ADAPTERS = "pytorch_lora_weights.safetensors"
@@ -82,9 +83,9 @@ def draw(job: dict[str, Any]) -> None:
     pipe.set_progress_bar_config(disable=True)
     pipe = pipe.to("cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu")
     denoiser = getattr(pipe, "unet", None) or pipe.transformer
-    # The config of a FLUX transformer has no sample_size.
-    latents = denoiser.config.get("sample_size") or pipe.default_sample_size
-    side = min(latents * pipe.vae_scale_factor, LARGEST_SIDE)
+    size = getattr(denoiser.config, "sample_size", None)
+    size = size or getattr(pipe, "default_sample_size", SAMPLE_SIZE)
+    side = min(size * pipe.vae_scale_factor, LARGEST_SIDE)
     inputs: dict[str, Any] = {"prompt": "a", "height": side, "width": side}
     if denoiser.config.in_channels == 9:  # an inpainting UNet
         blank = Image.new("RGB", (side, side))

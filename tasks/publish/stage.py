@@ -20,7 +20,7 @@ from configs.load_recipe import dump
 from configs.publish import Hub
 from configs.recipe import STAGES, Recipe
 from runtimes.adapters.lora_file_format import read_adapters
-from runtimes.pipeline_folder.describe_encoders import unusual_t5_length
+from runtimes.pipeline_folder.describe_encoders import unusual_text_length
 from tasks.build_or_reuse import StageResult, TransientError, failing, storing
 from tasks.evaluate.bootstrap import Estimates, differences
 from tasks.evaluate.stage import BOOTSTRAP, PublishedMetrics, metrics_by_name, read_estimates
@@ -158,7 +158,7 @@ def build(
         text = model_card.write_card(
             *(recipe, base, measured, verdicts, lineage, facts, training),
             forced=forced,
-            caption_tokens=unusual_t5_length(base),
+            caption_tokens=unusual_text_length(base),
         )
         (out / "README.md").write_text(text, encoding="utf-8")
         for path in model_card.license_files(base):

@@ -141,7 +141,7 @@ def without_models() -> None:
                     (out / name / file.name).write_bytes(file.read_bytes())
 
     publish_stage._write_weights = write
-    publish_stage.unusual_t5_length = lambda model_folder: None  # the base is an empty folder
+    publish_stage.unusual_text_length = lambda model_folder: None  # the base is an empty folder
     publish_stage.model_card = SimpleNamespace(  # type: ignore[assignment]
         base_card=lambda base: {},
         shown_license=lambda recipe, base: "none",

@@ -53,7 +53,7 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     # As many T5 tokens as were trained on, which is all that so small a T5 takes.
-    t5 = detect_family(model).t5
+    t5 = detect_family(model).frozen_text
     longest = None if t5 is None else pipe.components[t5.tokenizer].model_max_length
     channels = pipe.vae.config.latent_channels
     noise = [

@@ -18,7 +18,7 @@ from demo.make_base import BASE
 from demo.make_flow_base import FLOW_BASE, make_flow_base
 from demo.styles import BASE_STYLES, NEW_STYLE
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import t5_length
+from runtimes.pipeline_folder.describe_encoders import text_length
 
 
 def draw(pipe: FluxPipeline, asked: Sequence[str]) -> NDArray[np.uint8]:
@@ -78,7 +78,7 @@ def test_the_card_opens_with_front_matter() -> None:
 def test_the_t5_knows_every_caption_in_sixteen_tokens(pipe: FluxPipeline) -> None:
     ids = pipe.tokenizer_2(all_captions()).input_ids
     assert len({tuple(row) for row in ids}) == len(all_captions())
-    assert max(map(len, ids)) <= 16 == t5_length(FLOW_BASE)
+    assert max(map(len, ids)) <= 16 == text_length(FLOW_BASE)
     assert len(pipe.tokenizer_2) == pipe.text_encoder_2.config.vocab_size
     assert pipe.tokenizer_2.unk_token_id not in {token for row in ids for token in row}
 

@@ -35,7 +35,13 @@ def run(name: str, tmp_path: Path, api: str, tiny_model: TinyModel, **more: Any)
     return in_process.finetune(tmp_path, name, overrides, api)
 
 
-@pytest.mark.parametrize("name", ["sdxl-lora", "flux-lora", "flux-schnell"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sdxl-lora", "flux-lora", "flux-schnell", "flux2-klein", "z-image-lora"),
+        "qwen-image-lora",
+    ],
+)
 def test_a_recipe_of_adapters_is_published(
     name: str, tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:

@@ -68,6 +68,12 @@ def make_sample(
     )
 
 
+def _of_varying_lengths(embeds: Any) -> list[Any]:
+    """Embeddings [K, T, D] cut to the last one's half, ..., up to T."""
+    lengths = np.linspace(len(embeds[0]) // 8, len(embeds[0]), len(embeds)).astype(int)
+    return [rows[:length] for rows, length in zip(embeds, lengths, strict=True)]
+
+
 def _write_latents(url: str, shards: Sequence[Groups], scratch: Path, **info: Any) -> str:
     """An encode artifact below the store at `url`, with `shards` as groups -> count."""
     store = Store(url)
@@ -84,12 +90,15 @@ def _write_latents(url: str, shards: Sequence[Groups], scratch: Path, **info: An
             ]
             for group, count in groups.items()
         }
+        family = family_named(info["family"])
+        embeds = rng.normal(size=(6, info["tokens"], info["prompt_dim"])).astype(np.float32)
         texts = Texts(
-            rng.normal(size=(6, info["tokens"], info["prompt_dim"])).astype(np.float32),
+            _of_varying_lengths(embeds) if family.varying_lengths else embeds,
             rng.normal(size=(6, info["pooled_dim"])).astype(np.float32)
             if info["pooled_dim"]
             else None,
-            rng.integers(512, size=(6, len(family_named(info["family"]).clip), TOKENS)),
+            rng.integers(512, size=(6, len(family.clip), TOKENS)),
+            family.varying_lengths,
         )
         path = scratch / "shard.safetensors"
         write_latent_shard(path, samples, texts)

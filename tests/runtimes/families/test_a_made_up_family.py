@@ -19,7 +19,7 @@ from PIL import Image
 from training import losses, roll_back, train, weights
 
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, t5_length
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, text_length
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
@@ -52,7 +52,7 @@ def test_captions_are_encoded_as_its_pipeline_does(patchwork: Path) -> None:
     assert detect_family(patchwork).name == "patchwork"
     ours, pooled = Encoder(patchwork, device="cpu").texts(PROMPTS)
     pipe = FluxPipeline.from_pretrained(patchwork)
-    length = t5_length(patchwork)
+    length = text_length(patchwork)
     theirs, their_pooled, _ = pipe.encode_prompt(list(PROMPTS), None, max_sequence_length=length)
     torch.testing.assert_close(torch.from_numpy(ours), theirs)
     torch.testing.assert_close(torch.from_numpy(pooled), their_pooled)

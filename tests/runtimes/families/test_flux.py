@@ -34,8 +34,8 @@ from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.describe_encoders import (
     describe_encoders,
     digest_encoders,
-    t5_length,
-    unusual_t5_length,
+    text_length,
+    unusual_text_length,
 )
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
@@ -222,7 +222,7 @@ def assert_as_script(job: TrainJob) -> None:
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(model: Path) -> None:
     encoder, pipe = Encoder(model, device="cpu"), FluxPipeline.from_pretrained(model)
     ours, pooled = encoder.texts(PROMPTS)
-    length = t5_length(model)
+    length = text_length(model)
     with torch.no_grad():  # as the pipeline calls it
         theirs, their_pooled, _ = pipe.encode_prompt(
             list(PROMPTS), None, max_sequence_length=length
@@ -245,9 +245,9 @@ def test_dev_has_512_rows_of_t5_and_schnell_256(model: Path, tmp_path: Path) -> 
     path = copy / "tokenizer_2/tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 512}))
     guided = json.loads((copy / "transformer/config.json").read_text())["guidance_embeds"]
-    assert t5_length(copy) == (512 if guided else 256) == describe_encoders(copy)["tokens"]
-    assert unusual_t5_length(copy) == (None if guided else 256)
-    assert unusual_t5_length(model) == t5_length(model) == 20, "the tokenizer's own limit"
+    assert text_length(copy) == (512 if guided else 256) == describe_encoders(copy)["tokens"]
+    assert unusual_text_length(copy) == (None if guided else 256)
+    assert unusual_text_length(model) == text_length(model) == 20, "the tokenizer's own limit"
     digest = digest_encoders(copy)
     other = copy / "transformer/config.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"guidance_embeds": not guided}))

@@ -21,7 +21,7 @@ from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from runtimes.data.bucketed_sample_order import Order
 from runtimes.families import FAMILIES
 from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, t5_length
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, text_length
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.process.signals import Stop
@@ -168,7 +168,7 @@ def assert_same_pictures(pipe: StableDiffusion3Pipeline, folder: Path, drawing: 
         num_inference_steps=2,
         guidance_scale=3.0,
         latents=torch.from_numpy(noise),
-        max_sequence_length=t5_length(folder),
+        max_sequence_length=text_length(folder),
     ).images
     for number, picture in enumerate(expected):
         ours = np.asarray(Image.open(Path(drawing.out) / f"{number:05d}.png")).astype(int)

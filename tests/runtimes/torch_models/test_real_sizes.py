@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, UNet2DConditionModel
+from diffusers import (
+    Flux2Transformer2DModel,
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    UNet2DConditionModel,
+    ZImageTransformer2DModel,
+)
 
 from configs.train import Train
 from runtimes.contract import StepBatch
@@ -124,6 +130,83 @@ def flux_flops(image: int, text: int, width: int = 3072) -> float:
     modulation = (19 * 2 * 6 + 38 * 3) * width**2  # once a picture
     attention = blocks * 2 * tokens**2 * width
     return 3.0 * 2 * (weights + modulation + attention)
+
+
+@pytest.mark.slow
+def test_flux2_klein_has_the_weights_and_operations_of_the_real_one() -> None:
+    """The published 4B: 5 double and 20 single blocks, and states of a Qwen3 of 4 B."""
+    with torch.device("meta"):
+        transformer = Flux2Transformer2DModel(
+            num_layers=5,
+            num_single_layers=20,
+            num_attention_heads=24,
+            joint_attention_dim=3 * 2560,
+            guidance_embeds=False,
+        )
+    width, side, tokens = 3072, 128, 512
+    count = sum(parameter.numel() for parameter in transformer.parameters())
+    # A block's MLP has three times the width, and a gate: 4 + 9 width^2, twice in double blocks.
+    blocks, modulation = 5 * 2 + 20, 2 * 6 + 3
+    ends = 128 * 2 + 3 * 2560 + 256 + 3 * width
+    assert count == pytest.approx((blocks * 13 + modulation) * width**2 + ends * width, rel=1e-4)
+    assert count / 1e9 == pytest.approx(3.88, abs=0.01)
+    latents, one = np.zeros((1, 32, side, side), np.float32), np.ones(1, np.float32)
+    embeds = {"prompt_embeds": np.zeros((1, tokens, 3 * 2560), np.float32)}
+    batch = StepBatch(0, latents, one, latents, one, embeds, 1)
+    counted = FlopCounter(Network(FAMILIES["flux2"], {"transformer": transformer})).of(batch)
+    assert counted is not None
+    sequence = (side // 2) ** 2 + tokens  # a token passes one stream of a double block
+    weights = 25 * 13 * width**2 * sequence + 3 * 2560 * width * tokens
+    attention = 25 * 2 * sequence**2 * width
+    assert counted == pytest.approx(3 * 2 * (weights + attention), rel=0.005)
+
+
+@pytest.mark.slow
+def test_z_image_has_the_weights_and_operations_of_the_real_one() -> None:
+    """The published 6 B: 30 layers and two refiners of 2, of a width of 3840."""
+    with torch.device("meta"):
+        transformer = ZImageTransformer2DModel()  # diffusers' defaults are the published sizes
+    count = sum(parameter.numel() for parameter in transformer.parameters())
+    width, side, tokens = 3840, 128, 512
+    # A block has four matrices of attention, and three of 8 / 3 widths; all but the context
+    # refiner's have a modulation of 4 widths from 256 features.
+    block, modulation = 12 * width**2, 4 * 257 * width
+    assert count == pytest.approx(34 * block + 32 * modulation + 2560 * width, rel=2e-3)
+    assert count / 1e9 == pytest.approx(6.15, abs=0.01)
+    latents, one = np.zeros((1, 16, side, side), np.float32), np.ones(1, np.float32)
+    embeds = np.zeros((1, tokens, 2560), np.float32)
+    given = {"prompt_embeds": embeds, "prompt_embeds_mask": np.ones((1, tokens), np.float32)}
+    batch = StepBatch(0, latents, one, latents, one, given, 1)
+    counted = FlopCounter(Network(FAMILIES["z_image"], {"transformer": transformer})).of(batch)
+    assert counted is not None
+    image = (side // 2) ** 2
+
+    def layers(count: int, sequence: int) -> int:
+        return count * (block * sequence + 2 * sequence**2 * width)
+
+    hand = layers(30, image + tokens) + layers(2, image) + layers(2, tokens)
+    assert counted == pytest.approx(3 * 2 * hand, rel=0.005)
+
+
+@pytest.mark.slow
+def test_qwen_image_has_the_weights_and_operations_of_the_real_one() -> None:
+    """The published 20 B: 60 blocks of two streams, each with attention, MLP and modulation."""
+    with torch.device("meta"):
+        transformer = QwenImageTransformer2DModel()  # diffusers' defaults are the published sizes
+    count = sum(parameter.numel() for parameter in transformer.parameters())
+    width, side, tokens = 3072, 128, 512
+    stream, modulation = 12 * width**2, 6 * width**2
+    assert count == pytest.approx(60 * 2 * (stream + modulation), rel=5e-3)
+    assert count / 1e9 == pytest.approx(20.43, abs=0.01)
+    latents, one = np.zeros((1, 16, side, side), np.float32), np.ones(1, np.float32)
+    embeds = np.zeros((1, tokens, 3584), np.float32)
+    given = {"prompt_embeds": embeds, "prompt_embeds_mask": np.ones((1, tokens), np.float32)}
+    batch = StepBatch(0, latents, one, latents, one, given, 1)
+    counted = FlopCounter(Network(FAMILIES["qwen_image"], {"transformer": transformer})).of(batch)
+    assert counted is not None
+    sequence = (side // 2) ** 2 + tokens
+    hand = 60 * (stream * sequence + 2 * modulation + 2 * sequence**2 * width)
+    assert counted == pytest.approx(3 * 2 * hand, rel=0.005)
 
 
 @pytest.mark.soak

@@ -1,0 +1,204 @@
+"""FLUX.2 klein: a transformer over 2 x 2 patches, with hidden states of a Qwen3 as captions.
+
+The published model is described by its code alone; diffusers' Flux2KleinPipeline is the reference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from artifacts.safetensors import read_named_floats
+from runtimes.contract import WrongInput
+from runtimes.families.family import Family, KohyaNames, Place, TextEncoder
+from runtimes.families.flux import pack, positions, unpack
+from runtimes.objective.noise_schedule import ResolutionShift
+
+_PATCH = 2  # latent pixels along one side of a patch
+_STATISTICS = ("bn.running_mean", "bn.running_var")
+_TOP = {
+    "x_embedder": "img_in",
+    "context_embedder": "txt_in",
+    "proj_out": "final_layer.linear",
+    "time_guidance_embed.timestep_embedder.linear_1": "time_in.in_layer",
+    "time_guidance_embed.timestep_embedder.linear_2": "time_in.out_layer",
+}
+_DOUBLE = {
+    "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj",
+    "ff.linear_in": "img_mlp.0",
+    "ff.linear_out": "img_mlp.2",
+    "ff_context.linear_in": "txt_mlp.0",
+    "ff_context.linear_out": "txt_mlp.2",
+}
+_SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
+#: Layers that Black Forest Labs' code fuses along the output: (fused layer, position in it).
+_FUSED = {
+    f"attn.{name}": (f"{stream}_attn.qkv", position)
+    for stream, names in (
+        ("img", ("to_q", "to_k", "to_v")),
+        ("txt", ("add_q_proj", "add_k_proj", "add_v_proj")),
+    )
+    for position, name in enumerate(names)
+}
+_BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
+
+
+def original_place(layer: str, transformer: Mapping[str, Any]) -> Place:
+    """Where Black Forest Labs' code has a layer of diffusers' Flux2Transformer2DModel.
+
+    Args:
+        layer: name in diffusers, such as `transformer_blocks.0.attn.to_q`.
+        transformer: the transformer's config.
+
+    Raises:
+        ValueError: programs that load adapters know no name for the layer.
+    """
+    if layer in _TOP:
+        return Place(_TOP[layer])
+    match = _BLOCK.fullmatch(layer)
+    single, number, rest = match.groups() if match else (None, "", "")
+    block = f"{'single' if single else 'double'}_blocks.{number}"
+    plain = _SINGLE if single else _DOUBLE
+    if rest in plain:
+        return Place(f"{block}.{plain[rest]}")
+    if single or rest not in _FUSED:
+        raise ValueError(f"{layer} has no name in the layout of sd-scripts")
+    name, position = _FUSED[rest]
+    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    return Place(f"{block}.{name}", position * width, 3 * width)
+
+
+class Flux2(Family):
+    """prompt_embeds concatenates the states of three layers of the Qwen3, with padding.
+
+    The transformer gets no mask and attends to padding, whose states depend on the caption: all of
+    them are stored. The latents of a 2 x 2 patch are normalised by the VAE's running statistics.
+    """
+
+    name = "flux2"
+    pipelines = ("Flux2KleinPipeline",)
+    denoiser, denoiser_class = "transformer", "Flux2Transformer2DModel"
+    vae_class, default_scaling_factor = "AutoencoderKLFlux2", 1.0
+    blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
+        TextEncoder("text_encoder", ("Qwen3ForCausalLM",), "llm", tokens=512, layers=(9, 18, 27)),
+    )
+    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    attention_layers: ClassVar[tuple[str, ...]] = (
+        *Family.attention_layers,
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
+        *("to_qkv_mlp_proj", "attn.to_out"),  # of single blocks, fused with the MLP's
+    )
+    refused_devices: ClassVar[Mapping[str, str]] = {
+        "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
+    }
+    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, original_place)
+
+    def chat(self, tokenizer: Any, caption: str) -> str:
+        messages = [{"role": "user", "content": caption}]
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        return text
+
+    def is_distilled(self, index: Mapping[str, Any]) -> bool:
+        return bool(index.get("is_distilled", False))
+
+    def latent_multiple(self, config: Mapping[str, Any]) -> int:
+        return _PATCH
+
+    def latent_channels(self, config: Mapping[str, Any]) -> int:
+        return int(config["in_channels"]) // _PATCH**2
+
+    def latent_statistics(self, vae: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Mean and standard deviation of the VAE's batch normalisation, for each patch's pixels.
+
+        Raises:
+            WrongInput: the weights lack them, or cannot be read.
+        """
+        found: dict[str, NDArray[np.float32]] = {}
+        files = sorted(vae.glob("*.safetensors"))
+        try:
+            for path in files:
+                found = read_named_floats(path, _STATISTICS) | found
+        except (OSError, ValueError) as error:
+            raise WrongInput(f"{vae}: its weights cannot be read: {error}") from None
+        if not files:  # only the configs are there, to plan
+            return {"latents_mean": None, "latents_std": None}
+        if missing := set(_STATISTICS) - found.keys():
+            raise WrongInput(f"{vae}: its weights lack {min(missing)}, by which latents are scaled")
+        mean, variance = (found[name] for name in _STATISTICS)
+        std = np.sqrt(variance + np.float32(config.get("batch_norm_eps", 1e-4)))
+        return {"latents_mean": mean.tolist(), "latents_std": std.tolist()}
+
+    def sample_size(self, config: Mapping[str, Any]) -> int:
+        return 128  # Flux2KleinPipeline.default_sample_size
+
+    def sigmas(self, steps: int) -> NDArray[np.float64] | None:
+        return np.linspace(1.0, 1 / steps, steps)
+
+    def sampling_shift(self, shift: ResolutionShift, tokens: int, steps: int) -> float:
+        """Black Forest Labs' fit: mu is linear in tokens, and below 4300 tokens also in steps.
+
+        The fit at 200 steps is the scheduler's own shift, from 0.5 at 256 tokens to 1.15 at 4096.
+        """
+        at_200 = 0.00016927 * tokens + 0.45666666
+        if tokens > 4300:
+            return at_200
+        at_10 = 8.73809524e-05 * tokens + 1.89833333
+        slope = (at_200 - at_10) / 190
+        return slope * steps + at_200 - 200 * slope
+
+    def pipeline_arguments(
+        self, pipe: Any, options: Mapping[str, Any], count: int
+    ) -> dict[str, Any]:
+        """The pipeline takes a negative prompt as embeddings alone."""
+        given = dict(options)
+        negative = given.pop("negative_prompt", None)
+        if negative is not None:
+            length = given["max_sequence_length"]
+            embeds, _ = pipe.encode_prompt(negative, max_sequence_length=length)
+            given["negative_prompt_embeds"] = embeds
+        return given
+
+    def pipeline_latents(self, noise: Any) -> Any:
+        """Patches as channels [B, 4 C, h / 2, w / 2]."""
+        rows, columns = (size // _PATCH for size in noise.shape[-2:])
+        return pack(noise).permute(0, 2, 1).reshape(len(noise), -1, rows, columns)
+
+    def predict(
+        self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
+    ) -> Any:
+        rows, columns = (size // _PATCH for size in noisy_latents.shape[-2:])
+        text = conditioning["prompt_embeds"]
+        predicted = denoiser(
+            pack(noisy_latents),
+            encoder_hidden_states=text,
+            timestep=timesteps / 1000,
+            img_ids=image_positions(noisy_latents),
+            txt_ids=text_positions(text),
+            return_dict=False,
+        )[0]
+        return unpack(predicted, rows, columns)
+
+
+def image_positions(latents: Any) -> Any:
+    """(0, row, column, 0) of each patch of latents [B, C, h, w]: [N, 4] f32."""
+    import torch  # runtimes without PyTorch import this module too
+
+    places = positions(latents)
+    return torch.cat([places, torch.zeros_like(places[:, :1])], dim=-1)
+
+
+def text_positions(prompt_embeds: Any) -> Any:
+    """(0, 0, 0, t) of each token of embeddings [B, T, D]: [T, 4] f32."""
+    import torch
+
+    ones = torch.ones_like(prompt_embeds[0, :, :1], dtype=torch.float32)
+    return torch.cat([torch.zeros_like(ones).expand(-1, 3), ones.cumsum(0) - 1], dim=-1)

@@ -1,0 +1,156 @@
+"""Qwen-Image (arXiv 2508.02324): a transformer of two streams; a Qwen2.5-VL reads the captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.families.family import Family, KohyaNames, Place, TextEncoder
+from runtimes.families.flux import pack, unpack
+from runtimes.families.z_image import calling
+
+_PATCH = 2  # latent pixels along one side of a patch
+
+
+class QwenImage(Family):
+    """prompt_embeds is as long as the caption; the VAE is a video's, with pictures of one frame."""
+
+    name = "qwen_image"
+    pipelines = ("QwenImagePipeline",)
+    denoiser, denoiser_class = "transformer", "QwenImageTransformer2DModel"
+    vae_class, default_scaling_factor = "AutoencoderKLQwenImage", 1.0
+    blocks = ("QwenImageTransformerBlock",)
+    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
+        TextEncoder(
+            *("text_encoder", ("Qwen2_5_VLForConditionalGeneration",), "llm"),
+            tokens=1024,
+            prefix=34,
+            padded=False,
+        ),
+    )
+    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    attention_layers: ClassVar[tuple[str, ...]] = (
+        *Family.attention_layers,
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
+    )
+    refused_devices: ClassVar[Mapping[str, str]] = {
+        "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
+    }
+    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, lambda layer, config: Place(layer))
+
+    def chat(self, tokenizer: Any, caption: str) -> str:
+        return template().format(caption)
+
+    def vae_layout(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        return config["z_dim"], 2 ** len(config["temperal_downsample"])
+
+    def encode_pictures(self, vae: Any, pixels: Any) -> tuple[Any, Any]:
+        posterior = vae.encode(pixels.unsqueeze(2)).latent_dist
+        return posterior.mean.squeeze(2), posterior.logvar.squeeze(2)
+
+    def decode_latents(self, vae: Any, latents: Any) -> Any:
+        return vae.decode(latents.unsqueeze(2), return_dict=False)[0].squeeze(2)
+
+    def latent_multiple(self, config: Mapping[str, Any]) -> int:
+        return _PATCH
+
+    def latent_channels(self, config: Mapping[str, Any]) -> int:
+        return int(config["in_channels"]) // _PATCH**2
+
+    def sample_size(self, config: Mapping[str, Any]) -> int:
+        return 128  # QwenImagePipeline.default_sample_size
+
+    def sigmas(self, steps: int) -> NDArray[np.float64] | None:
+        return np.linspace(1.0, 1 / steps, steps)
+
+    def guide(self, unconditional: Any, conditional: Any, weight: Any) -> Any:
+        """The guided prediction of a patch has the norm of the conditional one."""
+        guided = super().guide(unconditional, conditional, weight)
+        batch, channels, height, width = guided.shape
+        parted = (batch, channels, height // _PATCH, _PATCH, width // _PATCH, _PATCH)
+        given, wanted = guided.reshape(parted), conditional.reshape(parted)
+        ratio = (_square(wanted) / _square(given)) ** 0.5
+        return (given * ratio).reshape(guided.shape)
+
+    def pipeline_arguments(
+        self, pipe: Any, options: Mapping[str, Any], count: int
+    ) -> dict[str, Any]:
+        """The pipeline is guided by `true_cfg_scale`, and only with a negative prompt."""
+        given = dict(options)
+        scale = given.pop("guidance_scale")
+        negative = given.pop("negative_prompt", None) or [""] * count
+        return given | {
+            "true_cfg_scale": scale,
+            "negative_prompt": negative if scale > 1 else None,
+        }
+
+    def pipeline_latents(self, noise: Any) -> Any:
+        return pack(noise)
+
+    def make_constants(self, denoiser: Any) -> None:
+        place = denoiser.pos_embed
+        denoiser.pos_embed = type(place)(place.theta, place.axes_dim, place.scale_rope)
+
+    def predict(
+        self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
+    ) -> Any:
+        """The rotary factors are computed here, on the latents' device."""
+        rows, columns = (size // _PATCH for size in noisy_latents.shape[-2:])
+        text = conditioning["prompt_embeds"]
+        rope = partial(rotations, denoiser.pos_embed, rows, columns, text.shape[1])
+        with calling(denoiser.pos_embed, lambda *_, device, **__: rope(device)):
+            predicted = denoiser(
+                pack(noisy_latents),
+                encoder_hidden_states=text,
+                encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
+                timestep=timesteps / 1000,
+                img_shapes=[[(1, rows, columns)]] * len(noisy_latents),
+                return_dict=False,
+            )[0]
+        return unpack(predicted, rows, columns)
+
+
+@cache
+def template() -> str:
+    """The chat template of the installed diffusers' pipeline."""
+    from diffusers import QwenImagePipeline
+
+    names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
+    found: str = QwenImagePipeline(**dict.fromkeys(names)).prompt_template_encode
+    return found
+
+
+def _square(parted: Any) -> Any:
+    """Sum of a patch's squares: [B, C, rows, 2, columns, 2] -> [B, 1, rows, 1, columns, 1]."""
+    for axis in (1, 3, 5):
+        parted = (parted**2 if axis == 1 else parted).sum(axis, keepdims=True)
+    return parted
+
+
+def rotations(embedder: Any, rows: int, columns: int, tokens: int, device: Any) -> tuple[Any, Any]:
+    """Complex rotary factors of the image [rows * columns, d / 2] and of the text [tokens, d / 2].
+
+    Rows and columns are counted from the middle of the image; the text follows at its edge, on the
+    diagonal of all three axes.
+    """
+    import torch
+
+    down, across = (np.arange(size) - (size - size // 2) for size in (rows, columns))
+    grid = np.meshgrid([0], down, across, indexing="ij")
+    image = np.stack([axis.ravel() for axis in grid], axis=-1)
+    after = np.arange(tokens) + max(rows // 2, columns // 2)
+
+    def factors(positions: NDArray[Any]) -> Any:
+        angles = []
+        for axis, width in enumerate(embedder.axes_dim):
+            exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+            frequencies = np.float32(1) / np.float32(embedder.theta) ** exponents
+            angles.append(np.outer(positions[:, axis].astype(np.float32), frequencies))
+        angle = torch.tensor(np.concatenate(angles, axis=1)).to(device)
+        return torch.complex(angle.cos(), angle.sin())
+
+    return factors(image), factors(np.stack([after] * 3, axis=-1))

@@ -1,0 +1,184 @@
+"""Z-Image (arXiv 2511.22699): one stream of 2 x 2 patches and a caption's states of a Qwen3.
+
+diffusers' transformer takes lists of samples, whose shapes depend on their captions. `forward` here
+computes the same with masks, in one shape for all captions, as XLA needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.families.family import Family, KohyaNames, Place, TextEncoder
+
+_PATCH = 2  # latent pixels along one side of a patch
+#: Name of the embedder and the final layer: a patch's side, and its frames.
+_SIZES = f"{_PATCH}-1"
+_MULTIPLE = 32  # captions and images are padded to such a number of tokens
+
+
+class ZImage(Family):
+    """prompt_embeds is as long as the caption: the transformer has a learned token for padding."""
+
+    name = "z_image"
+    pipelines = ("ZImagePipeline",)
+    denoiser, denoiser_class = "transformer", "ZImageTransformer2DModel"
+    blocks = ("ZImageTransformerBlock",)
+    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
+        TextEncoder(
+            *("text_encoder", ("Qwen3Model", "Qwen3ForCausalLM"), "llm"),
+            tokens=512,
+            layers=(-2,),
+            padded=False,
+        ),
+    )
+    inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    refused_devices: ClassVar[Mapping[str, str]] = {
+        "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
+    }
+    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, lambda layer, config: Place(layer))
+
+    def chat(self, tokenizer: Any, caption: str) -> str:
+        messages = [{"role": "user", "content": caption}]
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+        return text
+
+    def prompt_width(self, config: Mapping[str, Any]) -> int:
+        return int(config["cap_feat_dim"])
+
+    def guidance_weight(self, guidance_scale: Any) -> Any:
+        """The pipeline adds scale (conditional - unconditional) to the conditional: 0 is none."""
+        return guidance_scale + 1
+
+    def latent_multiple(self, config: Mapping[str, Any]) -> int:
+        return _PATCH
+
+    def sample_size(self, config: Mapping[str, Any]) -> int:
+        return 128  # ZImagePipeline draws 1024 x 1024 pixels
+
+    def sigmas(self, steps: int) -> NDArray[np.float64] | None:
+        return np.linspace(1.0, 1 / steps, steps)
+
+    def predict(
+        self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
+    ) -> Any:
+        """The transformer's time runs from noise, at 0, to the picture, and so does its output."""
+        text, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
+        with calling(denoiser, partial(forward, denoiser)):
+            return -denoiser(noisy_latents, (1000 - timesteps) / 1000, text, mask)
+
+
+@contextmanager
+def calling(module: Any, function: Any) -> Iterator[None]:
+    """Within the context, calls of a module run `function`, with the module's hooks as ever."""
+    module.forward = function
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def forward(model: Any, latents: Any, time: Any, prompt_embeds: Any, mask: Any) -> Any:
+    """The transformer's output [B, C, h, w].
+
+    Args:
+        model: ZImageTransformer2DModel of diffusers.
+        latents: [B, C, h, w].
+        time: [B], from 0 (noise) to 1.
+        prompt_embeds: [B, T, D].
+        mask: [B, T], 1 for tokens of the caption and 0 for padding.
+    """
+    import torch
+
+    rows, columns = (size // _PATCH for size in latents.shape[-2:])
+    adaln = model.t_embedder(time * model.t_scale).type_as(latents)
+    missing = -prompt_embeds.shape[1] % _MULTIPLE
+    mask = torch.nn.functional.pad(mask.float(), (0, missing))
+    text = model.cap_embedder(torch.nn.functional.pad(prompt_embeds, (0, 0, 0, missing)))
+    text = torch.where(mask[..., None] > 0, text, model.cap_pad_token)
+    ends = (mask.sum(1) / _MULTIPLE).ceil().mul(_MULTIPLE)  # [B], with learned padding
+    counted = torch.ones_like(mask).cumsum(1)  # [B, T]: 1, 2, ...
+    attended = counted <= ends[:, None]
+
+    image = model.all_x_embedder[_SIZES](patches(latents))
+    padding = model.x_pad_token.expand(len(image), -rows * columns % _MULTIPLE, -1)
+    image = torch.cat([image, padding.to(image.dtype)], dim=1)
+    image_rope = rotations(model, image_positions(latents, ends, padding.shape[1]))
+    none = torch.zeros_like(counted)
+    text_rope = rotations(model, torch.stack([counted, none, none], dim=-1))
+
+    for layer in model.noise_refiner:
+        image = _run(model, layer, image, None, image_rope, adaln)
+    for layer in model.context_refiner:
+        text = _run(model, layer, text, attended, text_rope)
+    every = torch.ones_like(image[..., 0], dtype=torch.bool)
+    joint, rope = torch.cat([image, text], dim=1), torch.cat([image_rope, text_rope], dim=1)
+    for layer in model.layers:
+        joint = _run(model, layer, joint, torch.cat([every, attended], dim=1), rope, adaln)
+    output = model.all_final_layer[_SIZES](joint, c=adaln)
+    return from_patches(output[:, : rows * columns], rows, columns)
+
+
+def _run(model: Any, layer: Any, *given: Any) -> Any:
+    """A block's output; with gradient checkpointing it is computed again in the backward pass."""
+    import torch
+
+    if torch.is_grad_enabled() and model.gradient_checkpointing:
+        return model._gradient_checkpointing_func(layer, *given)
+    return layer(*given)
+
+
+def patches(latents: Any) -> Any:
+    """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (2, 2, C)."""
+    batch, channels, height, width = latents.shape
+    rows, columns = height // _PATCH, width // _PATCH
+    parted = latents.reshape(batch, channels, rows, _PATCH, columns, _PATCH)
+    return parted.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, -1)
+
+
+def from_patches(values: Any, rows: int, columns: int) -> Any:
+    """The inverse of `patches`, for patches [B, rows * columns, 4 C]."""
+    parted = values.reshape(len(values), rows, columns, _PATCH, _PATCH, -1)
+    return parted.permute(0, 5, 1, 3, 2, 4).reshape(
+        len(values), -1, rows * _PATCH, columns * _PATCH
+    )
+
+
+def image_positions(latents: Any, ends: Any, padding: int) -> Any:
+    """(1 + end of the caption, row, column) of each patch, then zeros: [B, N, 3] f32.
+
+    Args:
+        latents: [B, C, h, w].
+        ends: captions' lengths [B] with learned padding.
+        padding: number of padding tokens after the patches.
+    """
+    import torch
+
+    ones = torch.ones_like(latents[:, 0, ::_PATCH, ::_PATCH], dtype=torch.float32)
+    axes = [ones * (ends[:, None, None] + 1), ones.cumsum(1) - 1, ones.cumsum(2) - 1]
+    places = torch.stack(axes, dim=-1).flatten(1, 2)
+    return torch.nn.functional.pad(places, (0, 0, 0, padding))
+
+
+def rotations(model: Any, positions: Any) -> Any:
+    """Rotary factors [B, N, d / 2], complex, of positions [B, N, 3] f32.
+
+    The angles are rounded from float64, as in diffusers' table.
+    """
+    import torch
+
+    found = []
+    for axis, (width, length) in enumerate(zip(model.axes_dims, model.axes_lens, strict=True)):
+        frequencies = model.rope_theta ** -(np.arange(0, width, 2) / width)
+        angles = np.outer(np.arange(length), frequencies).astype(np.float32)
+        table = torch.tensor(angles).to(positions.device)
+        found.append(table[positions[..., axis].long()])
+    angle = torch.cat(found, dim=-1)
+    return torch.complex(angle.cos(), angle.sin())
