@@ -6,15 +6,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kiln_command import ROOT, command, environment, run_json
 from prefect_server import shared_server
-from warm_interpreter import warm_interpreter
 
 from flows.cli import main
 
@@ -24,27 +21,6 @@ def api(shared: Path) -> Iterator[str]:
     """URL of a server that all runs share: an own one takes ten seconds."""
     with shared_server(shared / "prefect-server") as url:
         yield url
-
-
-@pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """`warm_python(runtime)` is its interpreter, or the stand-in of one with PyTorch imported."""
-    from runtimes.registry import interpreter
-
-    with ExitStack() as session:
-
-        @cache
-        def stand_in() -> str:
-            folder = tmp_path_factory.mktemp("warm")
-            return str(session.enter_context(warm_interpreter(folder)))
-
-        yield lambda name: stand_in() if interpreter(name) == sys.executable else interpreter(name)
-
-
-@pytest.fixture(autouse=True)
-def warm_jobs(warm_python: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flows in this process start their jobs warm; those of `kiln` in a process are as usual."""
-    monkeypatch.setattr("tasks.child_process.interpreter", warm_python)
 
 
 @pytest.fixture(scope="session")
