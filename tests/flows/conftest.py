@@ -41,6 +41,7 @@ def smallest() -> dict[str, object]:
         "evaluate.holdout_samples": 4,
         "publish.gate": [],
         "publish.smoke_test": False,
+        "publish.require_license": False,  # tiny models have no card
     }
 
 
