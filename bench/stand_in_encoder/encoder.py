@@ -25,6 +25,7 @@ class StandIn:
         self.seconds = seconds
         self.info: dict[str, Any] = {
             "size_step": FACTOR,
+            "family": "sdxl",
             "vae_scale_factor": FACTOR,
             "caption_tokens": TOKENS,
         }

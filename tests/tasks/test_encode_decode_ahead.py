@@ -102,7 +102,12 @@ class _WatchedLock:
 class _SlowEncoder:
     """Waits in its first batch until `go` is set."""
 
-    info = {"size_step": 4, "vae_scale_factor": 4, "caption_tokens": 77}  # noqa: RUF012
+    info = {  # noqa: RUF012
+        "family": "sdxl",
+        "size_step": 4,
+        "vae_scale_factor": 4,
+        "caption_tokens": 77,
+    }
 
     def __init__(self) -> None:
         self.began, self.go = threading.Event(), threading.Event()
