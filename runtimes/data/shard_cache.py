@@ -150,11 +150,12 @@ class ShardFiles:
     def _download_with_retries(
         self, fs: AbstractFileSystem, path: str, ref: ShardRef, copy: Path
     ) -> None:
-        _evict(copy.parent, self._cache_bytes - ref.size)
         for wait in (*WAITS, None):
             try:
-                with refusals():
-                    _download(fs, path, ref, copy)
+                with _reserved(copy, ref.size, self._cache_bytes) as partial:
+                    with refusals():
+                        _download(fs, path, ref, partial)
+                    partial.replace(copy)
                 break
             except FileNotFoundError:
                 raise
@@ -170,11 +171,33 @@ class ShardFiles:
 @contextmanager
 def _locked(copy: Path) -> Iterator[None]:
     """Be the only one on this host to write a file of the cache; a dead process holds nothing."""
-    locks = copy.parents[1] / "shard-locks"
-    locks.mkdir(exist_ok=True)
-    with (locks / copy.stem).open("w") as lock:
+    with _flocked(copy.parents[1] / "shard-locks" / copy.stem):
+        yield
+
+
+@contextmanager
+def _flocked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _reserved(copy: Path, size: int, limit: int) -> Iterator[Path]:
+    """A temporary file of `size` bytes beside `copy`; older copies make room for it first.
+
+    It has its final size from the start, so concurrent downloads count each other.
+    """
+    partial = copy.with_name(f"{uuid.uuid4().hex}.tmp")
+    try:
+        with _flocked(copy.parents[1] / "shard-locks" / "eviction"):
+            _evict(copy.parent, limit - size)
+            with partial.open("wb") as file:
+                file.truncate(size)
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _open(path: Path, ref: ShardRef) -> LatentShard:
@@ -189,18 +212,13 @@ def _cache_path(ref: ShardRef) -> Path:
 
 
 def _download(fs: AbstractFileSystem, path: str, ref: ShardRef, target: Path) -> None:
-    partial = target.with_name(f"{uuid.uuid4().hex}.tmp")
     digest = hashlib.sha256()
-    try:
-        with fs.open(path, "rb") as source, partial.open("wb") as sink:
-            while chunk := source.read(CHUNK):
-                digest.update(chunk)
-                sink.write(chunk)
-        if digest.hexdigest() != ref.sha256:
-            raise ValueError("its sha256 differs from the committed one")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with fs.open(path, "rb") as source, target.open("r+b") as sink:
+        while chunk := source.read(CHUNK):
+            digest.update(chunk)
+            sink.write(chunk)
+    if digest.hexdigest() != ref.sha256:
+        raise ValueError("its sha256 differs from the committed one")
 
 
 def _evict(folder: Path, limit: int) -> None:
@@ -208,16 +226,16 @@ def _evict(folder: Path, limit: int) -> None:
 
     A deleted file that is memory-mapped stays readable until it is unmapped.
     """
-    found = []
+    total, deletable = 0, []
     for path in folder.iterdir():
         try:
             stat = path.stat()
-        except FileNotFoundError:  # another process evicts at the same time
+        except FileNotFoundError:  # a download ended, or was abandoned, meanwhile
             continue
+        total += stat.st_size
         if path.suffix != ".tmp" or time.time() - stat.st_mtime > ABANDONED:
-            found.append((stat.st_mtime, stat.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+            deletable.append((stat.st_mtime, stat.st_size, path))
+    for _, size, path in sorted(deletable):
         if total <= limit:
             return
         path.unlink(missing_ok=True)

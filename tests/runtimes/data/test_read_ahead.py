@@ -92,6 +92,26 @@ def test_two_processes_of_a_host_fetch_a_shard_once(
     assert list(fetched.values()) == [1]
 
 
+def test_concurrent_downloads_share_the_room_of_the_cache(
+    files: Callable[..., ShardFiles], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number in (0, 1):
+        files(room=2)[number].close()
+    others: list[threading.Thread] = []
+
+    def another_downloads() -> None:
+        if not others:
+            others.append(threading.Thread(target=lambda: files(room=2)[3].close()))
+            others[0].start()
+            others[0].join(60)
+
+    watch(monkeypatch, another_downloads)
+    files(room=2)[2].close()
+    cache = tmp_path / "cache/kilnworks/shards"
+    assert len(others) == 1
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_all_buckets_need_the_same_shards_at_about_the_same_time() -> None:
     """Else a host would fetch each shard once per bucket."""
     groups = {f"train/{n}x8": 40 for n in range(5)}
