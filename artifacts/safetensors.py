@@ -26,7 +26,7 @@ HEADER_BLOCK = 2**18  # bytes: a header is read in one request
 FLOATS = {name: np.dtype(kind) for name, kind in (("F32", "<f4"), ("F16", "<f2"), ("BF16", "<u2"))}
 
 
-class _Hashing:
+class Sink:
     """An output stream that computes the sha256 and the size of its data."""
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -45,7 +45,7 @@ def writing(
     path: str,
     files: list[FileEntry],
     check: Callable[[], None] | None = None,
-) -> Iterator[_Hashing]:
+) -> Iterator[Sink]:
     """A stream to `root/path`; on success the file's entry is appended to `files`.
 
     A local file is replaced whole: another builder may have committed it meanwhile. It is synced
@@ -57,20 +57,20 @@ def writing(
     place = f"{root}/{path}"
     if isinstance(fs, LocalFileSystem):
         with replacing(place, check) as beside, open(beside, "wb") as stream:
-            sink = _Hashing(stream)
+            sink = Sink(stream)
             yield sink
     else:
         if check is not None:
             check()
         fs.makedirs(place.rpartition("/")[0], exist_ok=True)
         with fs.open(place, "wb") as stream:
-            sink = _Hashing(stream)
+            sink = Sink(stream)
             yield sink
     files.append(FileEntry(path, sink.size, sink.digest.hexdigest()))
 
 
 def write_arrays(
-    sink: _Hashing | IO[bytes],
+    sink: Sink | IO[bytes],
     arrays: Mapping[str, NDArray[np.float32]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:

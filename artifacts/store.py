@@ -30,6 +30,7 @@ from artifacts.atomic_disk_writes import sync_tree
 from artifacts.checksummed_files import (
     FORMAT,
     SMALL,
+    Damaged,
     FileEntry,
     digest_files,
     encode_record,
@@ -45,6 +46,7 @@ from artifacts.checksummed_files import (
 )
 from artifacts.compare_and_swap import NoSwap, create
 from artifacts.concurrent_requests import AT_ONCE, ask_at_once
+from artifacts.file_stamps import present_stamp
 from artifacts.hashing import digest_bytes
 from artifacts.list_folder import subfolders
 from artifacts.lock import Lock, hold, is_alive
@@ -143,11 +145,27 @@ class Draft:
                 etag = self._replace(target, stream.read())
         self.files[path] = replace(hash_local(local, path, meta), etag=etag)
 
-    def add(self, path: str, **meta: Any) -> None:
-        """Name a file that is already in the artifact's folder."""
+    def add(self, file: FileEntry) -> None:
+        """Name a file that another process wrote to the artifact's folder.
+
+        Args:
+            file: with size and sha256 of the bytes that were written.
+
+        Raises:
+            Damaged: the folder has other bytes.
+        """
         if self.store.is_local:
-            sync_tree(self.path, path)
-        self.files[path] = hash_file(self.store.fs, self.path, path, meta)
+            sync_tree(self.path, file.path)
+        place = f"{self.path}/{file.path}"
+        etag, _ = present_stamp(self.store.fs, place)  # first: a change while it is read is found
+        found = hash_file(self.store.fs, self.path, file.path)
+        if found.content() != file.content():
+            raise Damaged(f"{place} is damaged: its sha256 differs from that of what was written")
+        self.files[file.path] = replace(file, etag=etag)
+
+    def read(self, path: str) -> bytes:
+        """The bytes of one of its files. Raises Damaged if they are not those that were written."""
+        return read_checked(self.store.fs, self.path, path, self.files[path].sha256)
 
     def add_shard(self, shard: Shard) -> None:
         """Name a shard's files; the shard stays where it is, shared.

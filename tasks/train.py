@@ -13,7 +13,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import write_atomic
+from artifacts.checksummed_files import FileEntry, write_atomic
 from artifacts.latent_shards import open_latents
 from artifacts.resolve_model import digest_model
 from artifacts.store import Artifact, Draft
@@ -152,9 +152,9 @@ def build(
         run_job(job, watch, grace_seconds=grace)
     else:
         launch.run_on_slice(recipe.tpu, job, watch, store=draft.store, grace_seconds=grace)
-    for path in watch.files:
-        draft.add(path)
-    history = _history(draft.store.fs.cat_file(f"{draft.path}/history.jsonl"))
+    for file in watch.files:
+        draft.add(file)
+    history = _history(draft.read("history.jsonl"))
     here = recipe.tpu is None
     run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watch.facts
     if scores := watch.all_scores(f"{draft.path}/samples"):
@@ -240,7 +240,7 @@ class _Watch:
     facts: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> of its samples
-    files: list[str] = field(default_factory=list)  # written by the process
+    files: list[FileEntry] = field(default_factory=list)  # written by the process
     chosen: dict[str, Any] = field(default_factory=dict)  # by train.best_checkpoint
 
     def __call__(self, event: Event) -> None:
@@ -259,7 +259,7 @@ class _Watch:
         self.progress(event["step"], event["total"], _progress_text(event))
 
     def _on_result(self, event: Event) -> None:
-        self.files = event["files"]
+        self.files = [FileEntry(**file) for file in event["files"]]
         self.facts["images_per_second"] = event["images_per_second"]
         if event.get("chosen_because"):
             self.chosen = {name: event[name] for name in CHOSEN}

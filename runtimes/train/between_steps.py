@@ -195,7 +195,7 @@ class Run:
         files = write_result(self._job, state, self.recorder.history)
         self._events.emit(
             "result",
-            files=files,
+            files=[file.as_dict() for file in files],
             step=self.step,
             chosen_step=chosen,
             chosen_because=self._ranking.reason(chosen, self.recorder.history),

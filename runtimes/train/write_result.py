@@ -10,14 +10,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from artifacts.checksummed_files import write_atomic
-from artifacts.safetensors import Arrays, write_arrays, writing
+from artifacts.checksummed_files import FileEntry
+from artifacts.safetensors import Arrays, Sink, write_arrays, writing
 from configs.train import Train
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, to_file_names
 from runtimes.contract import State
@@ -30,13 +31,14 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXT_WEIGHTS = "model.safetensors"  # transformers' name
 
 
-def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
+def write_result(job: TrainJob, state: State, history: list[str]) -> list[FileEntry]:
     """Write the trained weights (fp32; the EMA if there is one) and the history to `job.out`.
 
     A remote store that does not respond is tried again: only memory has the last steps' weights.
 
     Returns:
-        The files' paths relative to `job.out`, sorted.
+        The files, sorted by their paths relative to `job.out`. Each sha256 is of the bytes given
+        to the store, so later damage is found.
 
     Raises:
         LockLost: another builder owns the folder; its files stay as they are.
@@ -48,24 +50,37 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[str]:
 
 def _write(
     fs: AbstractFileSystem, root: str, job: TrainJob, state: State, history: list[str]
-) -> list[str]:
-    files = ["history.jsonl"]
+) -> list[FileEntry]:
+    files: list[FileEntry] = []
+
+    def write(path: str) -> AbstractContextManager[Sink]:
+        return writing(fs, root, path, files, job.check_lock)
+
     settings, trained = Train(**job.train), state.get("ema") or state["weights"]
     if settings.method == "lora":
-        files.append(LORA_WEIGHTS)
-        with writing(fs, root, LORA_WEIGHTS, [], job.check_lock) as sink:
+        with write(LORA_WEIGHTS) as sink:
             write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
-            files += _write_component(fs, root, job, component, arrays)
+            # _name_or_path is a local path of the machine that trained the base.
+            own = _config(job, component)
+            config = {name: value for name, value in own.items() if name != "_name_or_path"}
+            with write(f"{component}/config.json") as sink:
+                sink.write(_json(config))
+            name = TEXT_WEIGHTS if component.startswith("text_encoder") else WEIGHTS
+            with write(f"{component}/{name}") as sink:
+                write_arrays(sink, arrays)
     scheduler = trained_scheduler_config(Path(job.model) / "scheduler", settings)
     if scheduler is not None:
-        files.append(f"scheduler/{SCHEDULER_FILE}")
-        text = json.dumps(scheduler, indent=2, sort_keys=True) + "\n"
-        write_atomic(fs, f"{root}/{files[-1]}", text.encode(), job.check_lock)
-    lines = "".join(f"{line}\n" for line in history)
-    write_atomic(fs, f"{root}/history.jsonl", lines.encode(), job.check_lock)
-    return sorted(files)
+        with write(f"scheduler/{SCHEDULER_FILE}") as sink:
+            sink.write(_json(scheduler))
+    with write("history.jsonl") as sink:
+        sink.write("".join(f"{line}\n" for line in history).encode())
+    return sorted(files, key=lambda file: file.path)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
 def by_component(arrays: Arrays) -> dict[str, Arrays]:
@@ -83,17 +98,3 @@ def _config(job: TrainJob, component: str) -> dict[str, Any]:
         return job_config(job, Train(**job.train))
     path = Path(job.model) / component / "config.json"
     return dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _write_component(
-    fs: AbstractFileSystem, root: str, job: TrainJob, component: str, arrays: Arrays
-) -> list[str]:
-    # _name_or_path is a local path of the machine that trained the base: do not publish it.
-    own = _config(job, component)
-    config = {name: value for name, value in own.items() if name != "_name_or_path"}
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_atomic(fs, f"{root}/{component}/config.json", text.encode(), job.check_lock)
-    name = TEXT_WEIGHTS if component.startswith("text_encoder") else WEIGHTS
-    with writing(fs, root, f"{component}/{name}", [], job.check_lock) as sink:
-        write_arrays(sink, arrays)
-    return [f"{component}/config.json", f"{component}/{name}"]

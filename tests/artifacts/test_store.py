@@ -3,10 +3,11 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from store_servers import REMOTE, RequestsTo, UrlOf
@@ -15,7 +16,8 @@ from artifacts import checksummed_files
 from artifacts import compare_and_swap as cas
 from artifacts import store as store_module
 from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged
+from artifacts.checksummed_files import Damaged, FileEntry
+from artifacts.file_stamps import TICK
 from artifacts.hashing import digest_bytes
 from artifacts.lock import Lock, LockLost
 from artifacts.store import Artifact, Draft, Store, StoreError
@@ -373,7 +375,7 @@ def test_all_is_synced_before_the_record_that_names_it(
     draft.upload(str(tmp_path / "x"), "deep/er/c.bin")
     Path(draft.path, "by/another").mkdir(parents=True)
     Path(draft.path, "by/another/process").write_bytes(b"1")
-    draft.add("by/another/process")
+    draft.add(FileEntry("by/another/process", 1, digest_bytes(b"1")))
     draft.add_shard(store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {}))
     files = [Path(draft.path, path).resolve() for path in draft.files]
 
@@ -481,9 +483,38 @@ def whole(tmp_path: Path) -> Artifact:
     draft = build(store)
     draft.upload(str(tmp_path / "x"), "c.bin")
     store.fs.pipe_file(f"{draft.path}/d.bin", b"delta")
-    draft.add("d.bin")
+    draft.add(FileEntry("d.bin", 5, digest_bytes(b"delta")))
     draft.add_shard(store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {}))
     return draft.commit({}, {})
+
+
+@pytest.mark.parametrize("there", [b"gamma", b"delt"])
+def test_a_file_that_was_damaged_since_another_process_wrote_it_is_not_committed(
+    any_store: Store, there: bytes
+) -> None:
+    draft = build(any_store)
+    any_store.fs.pipe_file(f"{draft.path}/d.bin", there)
+    with pytest.raises(Damaged, match=r"d\.bin is damaged"):
+        draft.add(FileEntry("d.bin", 5, digest_bytes(b"delta")))
+
+
+def test_a_file_that_is_damaged_while_it_is_added_is_found(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, digest_stream = build(any_store), checksummed_files.digest_stream
+    any_store.fs.pipe_file(f"{draft.path}/d.bin", b"delta")
+
+    def damaged_after(stream: IO[bytes]) -> tuple[str, int]:
+        found = digest_stream(stream)
+        time.sleep(TICK)
+        any_store.fs.pipe_file(f"{draft.path}/d.bin", b"gamma")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checksummed_files, "digest_stream", damaged_after)
+        draft.add(FileEntry("d.bin", 5, digest_bytes(b"delta")))
+    artifact = draft.commit({}, {})
+    assert any_store.find(artifact.stage, artifact.key) is None
 
 
 TAR = f"../shards/k.{digest_bytes(b'tar bytes')}.tar"

@@ -225,7 +225,7 @@ def _train(toy: ToyRecipe, latents: Artifact, draft: Draft) -> dict[str, Any]:
     with writing(fs, draft.path, "history.jsonl", files) as sink:
         sink.write("".join(f"{line}\n" for line in history).encode())
     for entry in files:
-        draft.add(entry.path)
+        draft.add(entry)
     draft.write("unet/config.json", b'{"_class_name": "Toy"}')
     return {"steps": STEPS, "run": {"resumed_from": resumed_from}}
 

@@ -59,7 +59,8 @@ CASES = {
 def test_diffusers_loads_what_was_trained(make_job: MakeJob, case: str) -> None:
     job = make_job(**CASES[case])
     runtime, batch = trained(job)
-    assert write_result(job, runtime.state(), []) == ["history.jsonl", LORA_WEIGHTS]
+    files = write_result(job, runtime.state(), [])
+    assert [file.path for file in files] == ["history.jsonl", LORA_WEIGHTS]
     pipe = DiffusionPipeline.from_pretrained(job.model)
     base = in_pipeline(job, pipe, batch)
     pipe.load_lora_weights(job.out)

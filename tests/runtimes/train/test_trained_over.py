@@ -55,7 +55,7 @@ def trained(job: TrainJob) -> tuple[TheRuntime, list[str]]:
     loader = make_loader(job, read_settings(job), open_job_latents(job.latents))
     for step in range(2):
         runtime.step(loader.batch(step), 1e-2)
-    return runtime, write_result(job, runtime.state(), [])
+    return runtime, [file.path for file in write_result(job, runtime.state(), [])]
 
 
 def pictures(job: TrainJob, *drawings: Drawing) -> None:

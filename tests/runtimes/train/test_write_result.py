@@ -10,6 +10,7 @@ from fsspec.core import url_to_fs
 from gcsfs.retry import HttpError
 from store_servers import UrlOf
 
+from artifacts.checksummed_files import FileEntry
 from artifacts.compare_and_swap import read
 from artifacts.lock import Claim, LockLost, hold, seize
 from artifacts.safetensors import Arrays, read_floats, write_arrays
@@ -26,6 +27,10 @@ def make_job(settings: Train, folder: Path, out: str, claim: Claim | None = None
     return TrainJob("torch", str(BASE), latents="", train=train, work=work, out=out, claim=claim)
 
 
+def paths(files: list[FileEntry]) -> list[str]:
+    return [file.path for file in files]
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("averaged", [True, False])
 def test_what_is_left_is_the_average_if_one_was_kept(
@@ -40,8 +45,8 @@ def test_what_is_left_is_the_average_if_one_was_kept(
 
     state = {"weights": filled(1), "exp_avg": filled(2)} | ({"ema": filled(3)} if averaged else {})
     files = write_result(job, state, ["{}"])
-    weights = next(file for file in files if file.endswith(".safetensors"))
-    _, arrays = read_floats(tmp_path / "out" / weights)
+    weights = next(file for file in files if file.path.endswith(".safetensors"))
+    _, arrays = read_floats(tmp_path / "out" / weights.path)
     assert [array.mean() for array in arrays.values()] == [3 if averaged else 1]
 
 
@@ -63,7 +68,7 @@ def test_trained_weights_outlast_a_store_that_does_not_respond(
         with pytest.raises(HttpError):
             write_result(job, state, ["{}"])
     else:
-        assert "unet/diffusion_pytorch_model.safetensors" in write_result(job, state, ["{}"])
+        assert "unet/diffusion_pytorch_model.safetensors" in paths(write_result(job, state, ["{}"]))
     assert waited == list(RETRY_SECONDS[:failures])
 
 
@@ -86,7 +91,8 @@ def test_weights_of_a_builder_that_lost_its_lock_replace_none(
         assert write_result(late, state(1), ["{}"])
         with seize(fs, f"{root}/lock.json", read(fs, f"{root}/lock.json")) as other:
             assert other is not None
-            files = write_result(make_job(settings, tmp_path, out, other.claim), state(2), ["{}"])
+            owned = make_job(settings, tmp_path, out, other.claim)
+            files = paths(write_result(owned, state(2), ["{}"]))
         committed = {path: fs.cat_file(f"{root}/{path}") for path in files}
         with pytest.raises(LockLost):
             write_result(late, state(3), ["{}", "{}"])
