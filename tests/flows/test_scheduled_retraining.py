@@ -87,7 +87,7 @@ def test_scheduled_retrainings_publish_what_is_new_and_better(
     assert seconds[1] < seconds[0] / 10
     grown = retrain({}, "Completed")
     assert reference() == before, "v2 is measured on the held-out rows of v1"
-    assert "| new rows | 300 |" in grown and "| rows to fetch | 300 |" in grown
+    assert {"* **new rows**: 300", "* **rows to fetch**: 300"} <= set(grown.splitlines())
     assert champion() == "v2"
     retrain({"source": poison}, "Rejected")
     assert champion() == "v2"
