@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chaos.faults import Fault
 
@@ -20,6 +21,8 @@ class Damage:
     path: str  # on the store's filesystem
     before: bytes
     after: bytes
+    #: Seconds of the machine's monotonic clock.
+    when: float = field(default_factory=time.monotonic)
 
 
 def damage(store: Store, fault: Fault) -> Damage | None:

@@ -204,7 +204,8 @@ class Round:
         for worker in workers:
             self._outcome.faults.update(fault.kind for fault in worker.fired)
         if not self._outcome.findings.hangs:
-            self._check([found for worker in workers for found in worker.damaged])
+            damaged = [found for worker in workers for found in worker.damaged]
+            self._check(sorted(damaged, key=lambda one: one.when))
         self._outcome.seconds = time.monotonic() - began
         return self._outcome
 
@@ -267,6 +268,7 @@ class Round:
             self._results.append((command.toy, said))
 
     def _check(self, damaged: list[Damage]) -> None:
+        """Check the store, and mend it. `damaged` is in the order of time."""
         found, store = self._outcome.findings, Store(self._place.url)
         paths = {one.path for one in damaged}
         for toy, got in self._results:
