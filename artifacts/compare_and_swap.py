@@ -32,19 +32,21 @@ class NoSwap(ValueError):
 
 
 @dataclass(frozen=True)
-class State:
+class VersionedContent:
     """What a file held when it was read."""
 
     data: bytes | None  # None: there is no file
     version: Any  # number, ETag or generation; the store compares it
 
 
-def read(fs: AbstractFileSystem, path: str) -> State:
+def read(fs: AbstractFileSystem, path: str) -> VersionedContent:
     """The present state of the file at `path`. Raises NoSwap, or as the filesystem does."""
     return _swapper(fs).read(path)
 
 
-def swap(fs: AbstractFileSystem, path: str, seen: State, data: bytes) -> State | None:
+def swap(
+    fs: AbstractFileSystem, path: str, seen: VersionedContent, data: bytes
+) -> VersionedContent | None:
     """Replace the state `seen` by `data`; None if the present state is another.
 
     An answer can be lost and the request repeated, so a refusal is checked against what is there.
@@ -56,7 +58,7 @@ def swap(fs: AbstractFileSystem, path: str, seen: State, data: bytes) -> State |
     swapper = _swapper(fs)
     version = swapper.write(path, seen, data)
     if version is not None:
-        return State(data, version)
+        return VersionedContent(data, version)
     found = swapper.read(path)
     return found if found.data == data else None
 
@@ -66,7 +68,7 @@ def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
     if isinstance(fs, LocalFileSystem):
         atomic_disk_writes.make_folder(os.path.dirname(path))
         return atomic_disk_writes.create(path, data)
-    return swap(fs, path, State(None, None), data) is not None
+    return swap(fs, path, VersionedContent(None, None), data) is not None
 
 
 def remove(fs: AbstractFileSystem, path: str) -> bytes | None:
@@ -95,12 +97,12 @@ def remove(fs: AbstractFileSystem, path: str) -> bytes | None:
 
 
 class _Swapper(Protocol):
-    def read(self, path: str) -> State: ...
+    def read(self, path: str) -> VersionedContent: ...
 
-    def delete(self, path: str, seen: State) -> bool:
+    def delete(self, path: str, seen: VersionedContent) -> bool:
         """Delete a file whose state is `seen`; False if the store refused."""
 
-    def write(self, path: str, seen: State, data: bytes) -> Any:
+    def write(self, path: str, seen: VersionedContent, data: bytes) -> Any:
         """The new version; None if the store refused."""
 
 
@@ -119,13 +121,13 @@ def _swapper(fs: AbstractFileSystem) -> _Swapper:
 
 
 class _Local:
-    def read(self, path: str) -> State:
+    def read(self, path: str) -> VersionedContent:
         while numbers := self._numbers(path):
             with suppress(FileNotFoundError), open(f"{path}.{numbers[-1]}", "rb") as stream:
-                return State(stream.read(), numbers[-1])
-        return State(None, 0)
+                return VersionedContent(stream.read(), numbers[-1])
+        return VersionedContent(None, 0)
 
-    def write(self, path: str, seen: State, data: bytes) -> int | None:
+    def write(self, path: str, seen: VersionedContent, data: bytes) -> int | None:
         number = seen.version + 1
         try:
             if not atomic_disk_writes.create(f"{path}.{number}", data):
@@ -140,7 +142,7 @@ class _Local:
                 os.unlink(f"{path}.{old}")
         return number if newest == number else None
 
-    def delete(self, path: str, seen: State) -> bool:
+    def delete(self, path: str, seen: VersionedContent) -> bool:
         raise NotImplementedError("a plain local file has no states")
 
     def _numbers(self, path: str) -> list[int]:
@@ -159,21 +161,21 @@ class _Memory:
     def __init__(self, fs: MemoryFileSystem) -> None:
         self._fs = fs
 
-    def read(self, path: str) -> State:
+    def read(self, path: str) -> VersionedContent:
         try:
             data = self._fs.cat_file(path)
         except FileNotFoundError:
-            return State(None, None)
-        return State(data, data)
+            return VersionedContent(None, None)
+        return VersionedContent(data, data)
 
-    def write(self, path: str, seen: State, data: bytes) -> bytes | None:
+    def write(self, path: str, seen: VersionedContent, data: bytes) -> bytes | None:
         with self._alone:
             if self.read(path).version != seen.version:
                 return None
             self._fs.pipe_file(path, data)
             return data
 
-    def delete(self, path: str, seen: State) -> bool:
+    def delete(self, path: str, seen: VersionedContent) -> bool:
         with self._alone:
             found = self.read(path).version == seen.version
             if found:
@@ -185,12 +187,12 @@ class _S3:
     def __init__(self, fs: Any) -> None:
         self._fs = fs
 
-    def read(self, path: str) -> State:
+    def read(self, path: str) -> VersionedContent:
         try:
             data, etag = sync(self._fs.loop, self._get, path)
         except FileNotFoundError:
-            return State(None, None)
-        return State(data, etag)
+            return VersionedContent(None, None)
+        return VersionedContent(data, etag)
 
     async def _get(self, path: str) -> tuple[bytes, str]:
         bucket, key, _ = self._fs.split_path(path)
@@ -198,7 +200,7 @@ class _S3:
         async with answer["Body"] as stream:
             return await stream.read(), answer["ETag"]
 
-    def write(self, path: str, seen: State, data: bytes) -> str | None:
+    def write(self, path: str, seen: VersionedContent, data: bytes) -> str | None:
         bucket, key, _ = self._fs.split_path(path)
         condition = {"IfNoneMatch": "*"} if seen.version is None else {"IfMatch": seen.version}
         try:
@@ -209,7 +211,7 @@ class _S3:
             raise
         return str(answer["ETag"])
 
-    def delete(self, path: str, seen: State) -> bool:
+    def delete(self, path: str, seen: VersionedContent) -> bool:
         bucket, key, _ = self._fs.split_path(path)
         try:
             self._fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=seen.version)
@@ -230,14 +232,14 @@ class _Gcs:
     def __init__(self, fs: Any) -> None:
         self._fs = fs
 
-    def read(self, path: str) -> State:
+    def read(self, path: str) -> VersionedContent:
         try:
             headers, data = self._fs.call("GET", self._fs.url(path))
         except FileNotFoundError:
-            return State(None, None)
-        return State(data, headers["X-Goog-Generation"])
+            return VersionedContent(None, None)
+        return VersionedContent(data, headers["X-Goog-Generation"])
 
-    def write(self, path: str, seen: State, data: bytes) -> str | None:
+    def write(self, path: str, seen: VersionedContent, data: bytes) -> str | None:
         bucket, key, _ = self._fs.split_path(path)
         try:
             answer = self._fs.call(
@@ -254,7 +256,7 @@ class _Gcs:
             return None
         return str(answer["generation"])
 
-    def delete(self, path: str, seen: State) -> bool:
+    def delete(self, path: str, seen: VersionedContent) -> bool:
         bucket, key, _ = self._fs.split_path(path)
         try:
             self._fs.call("DELETE", "b/{}/o/{}", bucket, key, ifGenerationMatch=seen.version)

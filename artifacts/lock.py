@@ -21,7 +21,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.clock import REAL, Clock
-from artifacts.compare_and_swap import State, read, swap
+from artifacts.compare_and_swap import VersionedContent, read, swap
 from artifacts.remote_clients import make_folder_of
 
 log = logging.getLogger("kiln")
@@ -67,10 +67,10 @@ class Lock:
         self._fs, self._path, self._lease, self._clock = fs, path, lease, clock
         self._owner = {**(facts or {}), "token": uuid.uuid4().hex, **_this_process(), "beat": 0}
         self._alone = threading.Lock()  # the heartbeat and the builder both renew
-        self._state = State(None, None)
+        self._state = VersionedContent(None, None)
         self._renewed = clock.now()
 
-    def take(self, seen: State) -> bool:
+    def take(self, seen: VersionedContent) -> bool:
         """Become the owner if the lock's state is still `seen`."""
         now = self._clock.now()
         state = swap(self._fs, self._path, seen, self._record())
@@ -216,7 +216,7 @@ def held_claim() -> Claim | None:
 
 
 @contextmanager
-def seize(fs: AbstractFileSystem, path: str, seen: State) -> Iterator[Lock | None]:
+def seize(fs: AbstractFileSystem, path: str, seen: VersionedContent) -> Iterator[Lock | None]:
     """Acquire the lock, whoever owned it, if its state is still `seen`; otherwise give None."""
     lock = Lock(fs, path, EXPIRY_SECONDS / 2, REAL)
     if not lock.take(seen):
@@ -278,7 +278,7 @@ def _acquire(
         clock.sleep(min(0.5, expiry / 4))
 
 
-def _owner_of(state: State) -> dict[str, Any] | None:
+def _owner_of(state: VersionedContent) -> dict[str, Any] | None:
     if state.data in (None, _FREE):
         return None
     try:

@@ -20,8 +20,8 @@ import numpy as np
 import torch.distributed as dist
 
 from bench.report import Row, machine, publish, spread, versions
-from runtimes.contract import Shapes
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays
+from runtimes.contract import StateShapes
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays
 from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import free_port
@@ -50,7 +50,7 @@ def measure(folder: str, gigabytes: float, rounds: int) -> dict[str, list[float]
     count = max(1, round(gigabytes * 1e9 / (4 * np.prod(SHAPE)) / len(GROUPS)))
     array = np.random.default_rng(ranks.rank).standard_normal(SHAPE, np.float32)
     groups = {group: {f"unet.{n}.weight": array for n in range(count)} for group in GROUPS}
-    shapes: Shapes = {group: dict.fromkeys(arrays, SHAPE) for group, arrays in groups.items()}
+    shapes: StateShapes = {group: dict.fromkeys(arrays, SHAPE) for group, arrays in groups.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ("copy", "write", "verify", "read")}
 
     def end(phase: str, since: float) -> None:
@@ -74,7 +74,7 @@ def measure(folder: str, gigabytes: float, rounds: int) -> dict[str, list[float]
         _empty_page_cache(folder)
         collectives.any(False)
         since = time.perf_counter()
-        for _ in read_arrays(saved.state, shapes):
+        for _ in read_state_arrays(saved.state, shapes):
             pass
         end("read", since)
     if dist.is_initialized():  # gloo's threads would abort the interpreter's exit

@@ -22,9 +22,9 @@ from bench.job_command_line import read_train_job
 from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.objective.latents_from_moments import LatentScale
-from runtimes.objective.noised_batch import Objective
 from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.scheduler_config import read_schedule
+from runtimes.objective.training_objective import Objective
 from runtimes.process.job import TrainJob
 from runtimes.registry import open_runtime
 from runtimes.train.learning_rate import learning_rate

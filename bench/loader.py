@@ -31,7 +31,7 @@ from runtimes.data.loader import BatchReader, Loader, moments
 from runtimes.families import FAMILIES
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.noised_batch import Objective
+from runtimes.objective.training_objective import Objective
 
 NAMES = ("mean", "logvar", "prompt_embeds", "pooled_prompt_embeds")
 Batch = dict[str, NDArray[Any]]

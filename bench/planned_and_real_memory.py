@@ -29,7 +29,7 @@ from runtimes.contract import StepBatch
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.job import TrainJob
 from runtimes.torch.gpu_step_memory import step_memory
-from runtimes.torch.gpu_step_memory_records import Request
+from runtimes.torch.gpu_step_memory_records import GpuStepRequest
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.planning_batch import sample_batch
 
@@ -51,7 +51,7 @@ def compare(
     sizes = {"global_batch_size": batch, "micro_batch_size": batch // micro_batches}
     settings = Train(**{**sizes, "device": device, **train})
     dumped = settings.model_dump(mode="json")
-    plan = step_memory(Request(str(model), dumped, resolution, device=device))
+    plan = step_memory(GpuStepRequest(str(model), dumped, resolution, device=device))
     parts = plan.peak(batch // micro_batches, accumulating=micro_batches > 1)
     average = 0 if settings.ema_decay is None else plan.ema
     planned = plan.weights + plan.optimizer + average + sum(parts.values())

@@ -20,7 +20,7 @@ from configs.recipe import Recipe
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.torch_models.gpu_specs import parse_gpu
 from tasks.gpu.gpu_training_plan import plan_for
-from tasks.gpu.recipe_memory import FILE, RecipeMemory, markdown_table, planned_recipes
+from tasks.gpu.recipe_memory import FILE, RecipeMemory, planned_recipes, recipe_memory_table
 
 DOCUMENT = Path(__file__).parents[1] / "docs/recipes.md"
 #: The table's place in the document.
@@ -60,7 +60,7 @@ def main() -> None:
     rows = [asdict(row) for row in plan_recipes(planned_recipes(), options.store)]
     if options.write:
         FILE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        table = "".join(f"{line}\n" for line in markdown_table(GPUS))
+        table = "".join(f"{line}\n" for line in recipe_memory_table(GPUS))
         text = DOCUMENT.read_text(encoding="utf-8")
         DOCUMENT.write_text(TABLE.sub(lambda _: table, text, count=1), encoding="utf-8")
         print(table)

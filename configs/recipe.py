@@ -10,7 +10,7 @@ from configs.base_section import Section, StoredUrl
 from configs.download import Download
 from configs.encode import Encode
 from configs.evaluate import Evaluate
-from configs.hardware import Hpu, MindSpore
+from configs.mindspore_and_gaudi import Hpu, MindSpore
 from configs.model import Model
 from configs.place import Place
 from configs.plan_assumptions import Plan

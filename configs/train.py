@@ -12,9 +12,9 @@ from pydantic import Field, PositiveInt, model_validator
 
 from configs.base_section import Fraction, Section
 from configs.best_checkpoint import BestCheckpoint
-from configs.hardware import Hpu, LossScale, MindSpore
+from configs.holdout_divergence_profile_wandb import HoldoutLoss, OnDivergence, Profile, Wandb
 from configs.lora import Lora
-from configs.monitoring import HoldoutLoss, OnDivergence, Profile, Wandb
+from configs.mindspore_and_gaudi import Hpu, LossScale, MindSpore
 from configs.timesteps import TimestepSampling
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -310,7 +310,7 @@ def doctor(
     checked = None if recipe is None else load_recipe(recipe, _parsed(override))
     if recipe is None and override:
         raise typer.BadParameter("-o needs a recipe: kiln doctor RECIPE -o KEY=VALUE")
-    from flows.doctor import examine
+    from flows.doctor.examine import examine
 
     arguments = [recipe or "", *(word for one in override or () for word in ("-o", one))]
     if not examine(checked, arguments, as_json=as_json):

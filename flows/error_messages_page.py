@@ -135,9 +135,12 @@ def _class(node: ast.ClassDef) -> ErrorClass | None:
     return ErrorClass(node.name, about, bases)
 
 
-def _ancestors(name: str, classes: dict[str, ErrorClass]) -> list[str]:
+def _ancestors(name: str, classes: dict[str, ErrorClass], below: tuple[str, ...] = ()) -> list[str]:
+    """Names of the classes above one. Classes of one name, such as Encoder, can form a circle."""
+    below = (*below, name)
     bases = classes[name].bases if name in classes else []
-    return [one for base in bases for one in (base, *_ancestors(base, classes))]
+    above = [base for base in bases if base not in below]
+    return [one for base in above for one in (base, *_ancestors(base, classes, below))]
 
 
 def _is_error(name: str, classes: dict[str, ErrorClass]) -> bool:

@@ -16,7 +16,7 @@ PUBLISHED = "kiln.model.published"
 REJECTED = "kiln.model.rejected"
 
 
-def resource_of(model: str) -> str:
+def model_resource(model: str) -> str:
     """Id of a model's resource, `kiln.model.<publish.name>`."""
     return f"kiln.model.{model}"
 
@@ -41,7 +41,7 @@ def _emit(event: str, model: str, payload: dict[str, Any]) -> None:
     """Emit an event of a run. A lost one is a warning: the model is published or measured."""
     if FlowRunContext.get() is None:
         return
-    resource = {"prefect.resource.id": resource_of(model), "prefect.resource.name": model}
+    resource = {"prefect.resource.id": model_resource(model), "prefect.resource.name": model}
     try:
         if emit_event(event, resource=resource, payload=payload) is None:
             log.warning("the server did not accept the event %s of %s", event, model)

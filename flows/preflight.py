@@ -27,8 +27,12 @@ from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.hosts.detect_nvidia import gpu_memory
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import ResolutionShift
-from runtimes.objective.noised_batch import Objective
-from runtimes.objective.scheduler_config import read_config, read_schedule, trained_scheduler_config
+from runtimes.objective.scheduler_config import (
+    read_schedule,
+    read_scheduler_config,
+    trained_scheduler_config,
+)
+from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.pipeline_folder.describe_encoders import read_config as read_model_config
@@ -98,7 +102,7 @@ class Run:
         measuring = measuring_models(self.clip, self.image_encoder, self.preference_models)
         return model_digests(self.base, self.vae) | measuring
 
-    def plan(self) -> download.Plan:
+    def plan(self) -> download.DownloadPlan:
         """The shards of the source; a retraining keeps those of the champion.
 
         The run records that it needs the plan before it looks for one. Raises DiskTooSmall.
@@ -315,7 +319,7 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     _check_weights(model, vae)
     _check_objective(recipe, model)
     check_support.check_scheduler(
-        recipe.runtime, read_config(model / "scheduler"), recipe.evaluate.scheduler
+        recipe.runtime, read_scheduler_config(model / "scheduler"), recipe.evaluate.scheduler
     )
     check_training_targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
@@ -361,7 +365,7 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     folder, family = model / "scheduler", detect_family(model)
     denoiser = model / family.denoiser
     patch = family.latent_multiple(read_model_config(denoiser / "config.json"))
-    shift = ResolutionShift.from_config(read_config(folder), patch)
+    shift = ResolutionShift.from_config(read_scheduler_config(folder), patch)
     Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0), shift)
     if recipe.encode.holdout:  # evaluation computes the base's loss
         Objective(read_schedule(folder), LatentScale(1.0), seed=0)

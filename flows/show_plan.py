@@ -11,8 +11,8 @@ from configs.recipe import Recipe
 from flows import show_gpu_plan
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.base_training_plan import TrainingPlan
-from tasks.gpu.gpu_training_plan import make_plan as make_gpu_plan
-from tasks.tpu.tpu_training_plan import SlicePlan, make_plan
+from tasks.gpu.gpu_training_plan import plan_gpu_training
+from tasks.tpu.tpu_training_plan import SlicePlan, plan_slice_training
 
 
 class DoesNotFit(ValueError):
@@ -50,7 +50,7 @@ def show_plan(
     elif topology is not None:
         raise TwoPlaces("--gpu and --topology exclude each other")
     else:
-        on_gpu = make_gpu_plan(recipe, gpu)
+        on_gpu = plan_gpu_training(recipe, gpu)
         show(on_gpu, show_gpu_plan.facts(on_gpu), show_gpu_plan.lines(on_gpu), as_json=as_json)
         if not on_gpu.fits:
             raise DoesNotFit(on_gpu.refusal())
@@ -64,7 +64,9 @@ def _plan_for_slice(recipe: Recipe, topology: str | None, *, search: bool) -> Sl
                 "--gpu, such as 24GB"
             )
         topology = recipe.tpu.accelerator_type
-    return make_plan(recipe, topology, search=search, say=lambda text: print(text, file=sys.stderr))
+    return plan_slice_training(
+        recipe, topology, search=search, say=lambda text: print(text, file=sys.stderr)
+    )
 
 
 def show(

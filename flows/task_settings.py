@@ -14,7 +14,7 @@ from tasks.build_or_reuse import TransientError
 DAY = 86400.0  # seconds
 
 
-class Limits(NamedTuple):
+class TaskLimits(NamedTuple):
     """Retries, time and concurrency of a stage's task."""
 
     retries: int
@@ -24,14 +24,14 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    "compare": Limits(retries=5, wait=10, days=1, tag="registry"),
-    "download": Limits(retries=5, wait=15, days=14, tag="network"),
-    "encode": Limits(retries=3, wait=30, days=14, tag="accelerator"),
-    "train": Limits(retries=5, wait=60, days=30, tag="accelerator"),
-    "evaluate": Limits(retries=3, wait=30, days=7, tag="accelerator"),
-    "publish": Limits(retries=5, wait=10, days=1, tag="registry"),
-    "conclude": Limits(retries=5, wait=10, days=1, tag="registry"),
-    "generate": Limits(retries=3, wait=10, days=1, tag="accelerator"),
+    "compare": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
+    "download": TaskLimits(retries=5, wait=15, days=14, tag="network"),
+    "encode": TaskLimits(retries=3, wait=30, days=14, tag="accelerator"),
+    "train": TaskLimits(retries=5, wait=60, days=30, tag="accelerator"),
+    "evaluate": TaskLimits(retries=3, wait=30, days=7, tag="accelerator"),
+    "publish": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
+    "conclude": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
+    "generate": TaskLimits(retries=3, wait=10, days=1, tag="accelerator"),
 }
 
 

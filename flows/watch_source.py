@@ -20,7 +20,7 @@ from tasks.retrain.watch_source import (
     is_retraining,
     last_stamp,
     remember,
-    resource_of,
+    source_resource,
     stamp,
 )
 
@@ -45,7 +45,7 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
     log_to_prefect()
     with redacted_errors():
         checked = load_recipe(recipe, overrides)
-        resource = resource_of(checked.publish.name)
+        resource = source_resource(checked.publish.name)
         with storing(Store(checked.store)):
             found = stamp(checked)
             if last_stamp(checked) == found:

@@ -44,7 +44,7 @@ from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_sched
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.sample.generate_job import generate
 from runtimes.train.divergence import Diverged
-from runtimes.train.trainer import read_settings, train
+from runtimes.train.trainer import read_train_settings, train
 
 
 class _ToEvents(logging.Handler):
@@ -130,7 +130,7 @@ def _with_local_models(job: Job) -> Job:
 
 def _processes(job: TrainJob) -> int:
     """Number of processes for the launcher, this one included. Raises WrongInput."""
-    settings = read_settings(job)
+    settings = read_train_settings(job)
     started = launched()
     count = Ranks.here().world if started else settings.processes
     if settings.global_batch_size % count:

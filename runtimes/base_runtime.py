@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.train import Train
-from runtimes.contract import Owners, SavedState, Shapes, State, StepBatch, Writers
+from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, Writers
 from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_of
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
@@ -78,8 +78,8 @@ class BaseRuntime(ABC):
     def _autocast(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def state_shapes(self) -> Shapes:
-        shapes: Shapes = self._update.shapes()
+    def state_shapes(self) -> StateShapes:
+        shapes: StateShapes = self._update.shapes()
         return shapes | shapes_of(self._constants())
 
     def state(self, owners: Owners | None = None) -> State:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: `unet.mid_block.attentions.0.proj_in.lora_A.weight`.
 State = dict[str, dict[str, NDArray[np.float32]]]
 #: group -> name -> shape of the full array.
-Shapes = dict[str, dict[str, tuple[int, ...]]]
+StateShapes = dict[str, dict[str, tuple[int, ...]]]
 #: group -> name -> rank that copies the array to its host; no rank copies an array without entry.
 Owners = Mapping[str, Mapping[str, int]]
 
@@ -192,7 +192,7 @@ class Runtime(Protocol):
     def profile(self, folder: str) -> AbstractContextManager[None]:
         """Trace the steps inside the `with` block to files in a local folder, on rank 0 alone."""
 
-    def state_shapes(self) -> Shapes:
+    def state_shapes(self) -> StateShapes:
         """Shapes of all arrays of the state, the same on every rank."""
 
     def state(self, owners: Owners | None = None) -> State:

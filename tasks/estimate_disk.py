@@ -36,7 +36,7 @@ REFERENCE_BYTES = 4 * (32 * 32 * 3 + 768)
 SHEET_BYTES = 250_000
 #: Dtypes of weight files; integers are buffers, such as CLIP's position ids.
 STORED = FLOATS | {name: np.dtype(kind) for name, kind in (("I64", "<i8"), ("I32", "<i4"))}
-Shapes = Mapping[str, tuple[int, ...]]
+WeightShapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _trained_parameters(settings: Train, model: Path) -> int:
     return sum(_trained_in(part, dict(_shapes(model / part)), settings, model) for part in parts)
 
 
-def _trained_in(part: str, shapes: Shapes, settings: Train, model: Path) -> int:
+def _trained_in(part: str, shapes: WeightShapes, settings: Train, model: Path) -> int:
     if settings.method == "full" or not shapes:
         return sum(map(math.prod, shapes.values()))
     weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}

@@ -18,7 +18,7 @@ from configs.publish import NAME
 from runtimes import check_support, registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.objective.scheduler_config import drawing_config, read_config
+from runtimes.objective.scheduler_config import drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
 from runtimes.sample.guidance import cfg_weight
 from runtimes.sample.noise_and_components import check_size
@@ -27,14 +27,14 @@ from tasks.check_training_targets import check_true_cfg
 from tasks.child_process import run_job
 from tasks.evaluate.draw_pictures import (
     EvalModel,
-    Run,
+    RunJob,
     progress_callback,
     sampler_settings,
     scratch,
 )
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.prompts import read_prompts
-from tasks.panels import Facts, Panel, Picture, Table
+from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.picture_grid import picture_grid, to_png
 from tasks.progress import Progress
 from tasks.publish.model_registry import Registry
@@ -70,7 +70,7 @@ def check(settings: Generate, model: EvalModel) -> None:
     if settings.device not in ("auto", "cpu"):
         check_support.check_devices(settings.runtime, {"device": settings.device})
     check_support.check_family(settings.runtime, detect_family(model.folder).name, settings.device)
-    own = read_config(model.part("scheduler"))
+    own = read_scheduler_config(model.part("scheduler"))
     check_support.check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
     chosen = settings.scheduler
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
@@ -120,7 +120,7 @@ def build(
     draft: Draft,
     progress: Progress,
     *,
-    run: Run = run_job,
+    run: RunJob = run_job,
 ) -> dict[str, Any]:
     """Write `samples/00000.png`, ... and their index `pictures.json` into the draft."""
     prompts = ordered(settings)
@@ -167,7 +167,7 @@ def show(artifact: Artifact) -> list[Panel]:
     found = json.loads(artifact.read(LIST))
     title = f"Pictures ({len(found['pictures'])})"
     return [
-        Picture("Grid", grid(artifact, artifact.summary["num_images_per_prompt"], SHOWN)),
+        PicturePanel("Grid", grid(artifact, artifact.summary["num_images_per_prompt"], SHOWN)),
         Facts("Drawn", artifact.summary),
         Facts("Settings", {k: v for k, v in found["settings"].items() if v is not None}),
         Table(title, found["pictures"][:SHOWN]),

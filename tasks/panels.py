@@ -45,7 +45,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PicturePanel:
     """A PNG under a title."""
 
     kind: ClassVar = "picture"
@@ -127,7 +127,7 @@ class Links:
     paths: Mapping[str, str]
 
 
-Panel = Table | Picture | Facts | Chart | Strip | Comparison | Links
+Panel = Table | PicturePanel | Facts | Chart | Strip | Comparison | Links
 
 
 def to_markdown(heading: str, panels: Sequence[Panel]) -> str:

@@ -30,7 +30,7 @@ from tasks.copy_checkpoint import copy_checkpoint
 from tasks.evaluate.draw_pictures import sampler_settings
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import sample_metrics
-from tasks.panels import Chart, Facts, Panel, Picture, Strip, Table, human
+from tasks.panels import Chart, Facts, Panel, PicturePanel, Strip, Table, human
 from tasks.panels_charts import loss_chart
 from tasks.progress import Progress
 from tasks.show_in_prefect import show_in_prefect
@@ -309,7 +309,7 @@ class _Watch:
     def _panels(self, path: str) -> list[Panel]:
         return [
             Chart("Loss", loss_chart(self.history)),
-            Picture("Samples while training", bytes(self.fs.cat_file(path))),
+            PicturePanel("Samples while training", bytes(self.fs.cat_file(path))),
             Table("Scores of the samples", self._score_lines()),
         ]
 

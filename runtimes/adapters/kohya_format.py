@@ -17,9 +17,9 @@ import numpy as np
 from artifacts.safetensors import Arrays
 from runtimes.adapters.lora_file_format import Adapters
 from runtimes.adapters.lora_layers import Adapter
-from runtimes.families.family import KohyaNames, Place
+from runtimes.families.family import KohyaLayer, KohyaNames
 
-Placed = tuple[Place, Adapter]
+LayerAdapter = tuple[KohyaLayer, Adapter]
 
 
 def to_kohya(adapters: Adapters, names: KohyaNames, denoiser: Mapping[str, Any]) -> Arrays:
@@ -34,11 +34,11 @@ def to_kohya(adapters: Adapters, names: KohyaNames, denoiser: Mapping[str, Any])
         ValueError: the format has no name for a layer, or the adapters of a fused layer cannot
             be one.
     """
-    layers: dict[str, list[Placed]] = {}
+    layers: dict[str, list[LayerAdapter]] = {}
     for component, found in adapters.items():
         text = names.text_prefixes.get(component)
         for layer, adapter in found.items():
-            place = names.place(layer, denoiser) if text is None else Place(layer)
+            place = names.place(layer, denoiser) if text is None else KohyaLayer(layer)
             key = f"{text or 'lora_unet'}_{place.layer.replace('.', '_')}"
             layers.setdefault(key, []).append((place, adapter))
     arrays: Arrays = {}
@@ -53,7 +53,7 @@ def to_kohya(adapters: Adapters, names: KohyaNames, denoiser: Mapping[str, Any])
     return arrays
 
 
-def _fused(key: str, placed: Sequence[Placed]) -> Adapter:
+def _fused(key: str, placed: Sequence[LayerAdapter]) -> Adapter:
     """One adapter of the parts of a fused layer: `up` is block-diagonal, `down` stacked.
 
     Its rank is the sum of theirs, and its alpha grows alike, so that the scale stays.

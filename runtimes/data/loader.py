@@ -24,7 +24,7 @@ from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
 from runtimes.families.inpainting_and_scores import NO_EXTRA_INPUTS, ExtraInputs
 from runtimes.objective.draw_noise_timesteps_and_captions import Choices
-from runtimes.objective.noised_batch import Objective
+from runtimes.objective.training_objective import Objective
 
 
 class BatchReader:

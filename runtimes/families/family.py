@@ -59,7 +59,7 @@ class Captioned:
 
 
 @dataclass(frozen=True)
-class Place:
+class KohyaLayer:
     """Where sd-scripts has a layer of diffusers: a layer, or rows of the output of a fused one."""
 
     layer: str  # name in sd-scripts, with dots
@@ -73,7 +73,7 @@ class KohyaNames:
 
     text_prefixes: Mapping[str, str]  # component -> prefix, such as lora_te1
     #: (layer name in diffusers, denoiser's config) -> the layer's place in sd-scripts.
-    place: Callable[[str, Mapping[str, Any]], Place]
+    place: Callable[[str, Mapping[str, Any]], KohyaLayer]
 
 
 class Family:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.families.family import Family, KohyaNames, Place, TextEncoder
+from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
 
 _PATCH = 2  # latent pixels along one side of a patch
 _TOP = {
@@ -54,7 +54,7 @@ _BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 _MLP_RATIO = 4
 
 
-def original_place(layer: str, transformer: Mapping[str, Any]) -> Place:
+def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
     """Where Black Forest Labs' code has a layer of diffusers' FluxTransformer2DModel.
 
     Their code fuses query, key and value, and in single blocks also the MLP's first layer.
@@ -67,7 +67,7 @@ def original_place(layer: str, transformer: Mapping[str, Any]) -> Place:
         ValueError: their code has no such layer, or it orders the outputs differently.
     """
     if layer in _TOP:
-        return Place(_TOP[layer])
+        return KohyaLayer(_TOP[layer])
     match = _BLOCK.fullmatch(layer)
     if match is None:
         raise ValueError(f"{layer} has no name in the layout of sd-scripts")
@@ -76,12 +76,12 @@ def original_place(layer: str, transformer: Mapping[str, Any]) -> Place:
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     plain, fused = (_SINGLE, _FUSED_SINGLE) if single else (_DOUBLE, _FUSED_DOUBLE)
     if rest in plain:
-        return Place(f"{block}.{plain[rest]}")
+        return KohyaLayer(f"{block}.{plain[rest]}")
     if rest not in fused:
         raise ValueError(f"{layer} has no name in the layout of sd-scripts")
     name, position = fused[rest]
     rows = width * (3 + _MLP_RATIO if single else 3)
-    return Place(f"{block}.{name}", position * width, rows)
+    return KohyaLayer(f"{block}.{name}", position * width, rows)
 
 
 class Flux(Family):
@@ -110,7 +110,7 @@ class Flux(Family):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames({"text_encoder": "lora_te1"}, original_place)
+    kohya: ClassVar[KohyaNames | None] = KohyaNames({"text_encoder": "lora_te1"}, original_layer)
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         return bool(config.get("guidance_embeds", False))

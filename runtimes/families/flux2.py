@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from artifacts.safetensors import read_named_floats
 from runtimes.contract import WrongInput
-from runtimes.families.family import Family, KohyaNames, Place, TextEncoder
+from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
 from runtimes.families.flux import pack, positions, unpack
 from runtimes.objective.noise_schedule import ResolutionShift
 
@@ -49,7 +49,7 @@ _FUSED = {
 _BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 
 
-def original_place(layer: str, transformer: Mapping[str, Any]) -> Place:
+def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
     """Where Black Forest Labs' code has a layer of diffusers' Flux2Transformer2DModel.
 
     Args:
@@ -60,18 +60,18 @@ def original_place(layer: str, transformer: Mapping[str, Any]) -> Place:
         ValueError: programs that load adapters know no name for the layer.
     """
     if layer in _TOP:
-        return Place(_TOP[layer])
+        return KohyaLayer(_TOP[layer])
     match = _BLOCK.fullmatch(layer)
     single, number, rest = match.groups() if match else (None, "", "")
     block = f"{'single' if single else 'double'}_blocks.{number}"
     plain = _SINGLE if single else _DOUBLE
     if rest in plain:
-        return Place(f"{block}.{plain[rest]}")
+        return KohyaLayer(f"{block}.{plain[rest]}")
     if single or rest not in _FUSED:
         raise ValueError(f"{layer} has no name in the layout of sd-scripts")
     name, position = _FUSED[rest]
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-    return Place(f"{block}.{name}", position * width, 3 * width)
+    return KohyaLayer(f"{block}.{name}", position * width, 3 * width)
 
 
 class Flux2(Family):
@@ -98,7 +98,7 @@ class Flux2(Family):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, original_place)
+    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, original_layer)
 
     def chat(self, tokenizer: Any, caption: str) -> str:
         messages = [{"role": "user", "content": caption}]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.families.family import Family, KohyaNames, Place, TextEncoder
+from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
 from runtimes.families.flux import pack, unpack
 from runtimes.families.z_image import calling
 
@@ -40,7 +40,7 @@ class QwenImage(Family):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, lambda layer, config: Place(layer))
+    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, lambda layer, config: KohyaLayer(layer))
 
     def chat(self, tokenizer: Any, caption: str) -> str:
         return template().format(caption)

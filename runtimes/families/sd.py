@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from runtimes.families.family import ClipStates, Family, KohyaNames, Place, TextEncoder
+from runtimes.families.family import ClipStates, Family, KohyaLayer, KohyaNames, TextEncoder
 from runtimes.families.inpainting_and_scores import latent_channels
 
 
@@ -27,7 +27,7 @@ class SD(Family):
         "requires_safety_checker": False,
     }
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
-        {"text_encoder": "lora_te"}, lambda layer, config: Place(layer)
+        {"text_encoder": "lora_te"}, lambda layer, config: KohyaLayer(layer)
     )
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:

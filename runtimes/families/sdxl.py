@@ -13,8 +13,8 @@ from runtimes.families.family import (
     Captioned,
     ClipStates,
     Conditioning,
+    KohyaLayer,
     KohyaNames,
-    Place,
     TextEncoder,
 )
 from runtimes.families.sd import SD
@@ -95,7 +95,7 @@ class SDXL(SD):
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
         {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
-        lambda layer, unet: Place(stability_name(layer, unet)),
+        lambda layer, unet: KohyaLayer(stability_name(layer, unet)),
     )
 
     def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.families.family import Family, KohyaNames, Place, TextEncoder
+from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
 
 _PATCH = 2  # latent pixels along one side of a patch
 #: Name of the embedder and the final layer: a patch's side, and its frames.
@@ -41,7 +41,7 @@ class ZImage(Family):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, lambda layer, config: Place(layer))
+    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, lambda layer, config: KohyaLayer(layer))
 
     def chat(self, tokenizer: Any, caption: str) -> str:
         messages = [{"role": "user", "content": caption}]

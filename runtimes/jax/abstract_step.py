@@ -21,7 +21,7 @@ from runtimes.jax.parameters_and_optimizer_state import names_without_gradient, 
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
 from runtimes.jax.torchax_bridge import as_function, recompute
-from runtimes.jax.tpu_step_memory import Request
+from runtimes.jax.tpu_step_memory import TpuStepRequest
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.torch_models.planning_batch import sample_batch
@@ -37,7 +37,9 @@ class AbstractStep:
         hosts: number of processes; each one supplies its share of a batch.
     """
 
-    def __init__(self, request: Request, settings: Train, devices: list[Any], hosts: int) -> None:
+    def __init__(
+        self, request: TpuStepRequest, settings: Train, devices: list[Any], hosts: int
+    ) -> None:
         exact = "highest" if settings.compute_dtype == "float32" else "default"
         jax.config.update("jax_default_matmul_precision", exact)
         plain = settings.model_copy(update={"gradient_checkpointing": False})

@@ -28,11 +28,11 @@ _compiling: list[float] = []  # seconds of each compilation
 def check(settings: Train) -> None:
     """Raise WrongInput for train settings that this runtime or this machine does not support."""
     _check_name(settings.device)
-    check_rules(settings)
+    check_settings(settings)
     _check_processes(settings.device, settings.processes)
 
 
-def check_rules(settings: Train) -> None:
+def check_settings(settings: Train) -> None:
     """Raise WrongInput for train settings that this runtime supports on no machine."""
     check_precision(settings)
     if settings.optimizer != "adamw":

@@ -19,8 +19,8 @@ from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import (
     Owners,
     SavedState,
-    Shapes,
     State,
+    StateShapes,
     StepBatch,
     StepOutput,
     lazy_output,
@@ -49,7 +49,7 @@ from runtimes.jax.step import Step, errors, gather_weights
 from runtimes.jax.torchax_bridge import as_function, recompute
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.optimizer_step.step_scalars import step_scalars
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays, shapes_of
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import join_hosts
@@ -138,7 +138,7 @@ class TheRuntime(BaseRuntime):
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)
 
-    def state_shapes(self) -> Shapes:
+    def state_shapes(self) -> StateShapes:
         return shapes_of(self._state) | shapes_of(self._constants())
 
     def state(self, owners: Owners | None = None) -> State:
@@ -149,7 +149,7 @@ class TheRuntime(BaseRuntime):
 
     def restore(self, state: SavedState, step: int) -> None:
         shapes = shapes_of(self._state)
-        found = read_arrays(state, shapes, lambda name, shape: self._mesh.local_rows(shape))
+        found = read_state_arrays(state, shapes, lambda name, shape: self._mesh.local_rows(shape))
         for group, name, rows in found:
             self._state[group][name] = self._mesh.shard_rows_of(shapes[group][name], rows)
         self._updates = step

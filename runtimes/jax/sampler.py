@@ -26,11 +26,11 @@ from runtimes.jax.mesh import Mesh
 from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.objective.latents_from_moments import LatentScale
-from runtimes.objective.scheduler_config import read_config
+from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.guidance import cfg_weight, is_guided
-from runtimes.sample.tabulated_schedulers import Table, scheduler_step
+from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
 from runtimes.torch_models.make_scheduler import make_scheduler
@@ -77,7 +77,7 @@ class Sampler:
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
         self._decoder = as_function(decoder, training=False)
         self._jit_decode = jax.jit(self._decode)
-        self._pipeline_scheduler = make_scheduler(read_config(folder / "scheduler"))
+        self._pipeline_scheduler = make_scheduler(read_scheduler_config(folder / "scheduler"))
         self._network: Network | None = None
 
     def use(self, network: Network, arrays: Callable[[], Arrays], scheduler: Any = None) -> None:
@@ -151,7 +151,11 @@ class Sampler:
         return Encoder(*self._folders, device="cpu")
 
     def _sample(
-        self, arrays: Arrays, batch: ConditionedNoise, table: Table, sampler: Mapping[str, Any]
+        self,
+        arrays: Arrays,
+        batch: ConditionedNoise,
+        table: SchedulerTable,
+        sampler: Mapping[str, Any],
     ) -> Array:
         to_devices = self._mesh.shard_global_rows
         conditioning = {
@@ -204,7 +208,7 @@ class Sampler:
             arrays: the network's.
             carry: noisy latents, and the predicted original of the previous step; both are
                 [B, C, h, w] f32.
-            row: [7] f32, the timestep and the 6 coefficients of Row.
+            row: [7] f32, the timestep and the 6 StepCoefficients.
             conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
             guidance: weight of guidance, a f32 scalar.
             guided: whether to apply classifier-free guidance.

@@ -34,7 +34,7 @@ MOST_VIRTUAL = 16
 
 
 @dataclass(frozen=True)
-class Request:
+class TpuStepRequest:
     """A training step and the TPU slice to compile it for."""
 
     model: str  # local folder of the base pipeline; its configs are enough
@@ -67,16 +67,16 @@ class StepCost:
     fits: bool  # whether the compiler accepted the program's memory
 
 
-def step_cost(request: Request) -> StepCost:
+def step_cost(request: TpuStepRequest) -> StepCost:
     """Compile the step of a request. Raises WrongInput."""
     since = time.monotonic()
     where, settings = parse_slice(request.topology), Train(**request.train)
     compiler, devices = _devices(where)
     # These modules initialize JAX, so _devices must have set the environment before.
     from runtimes.jax.abstract_step import AbstractStep
-    from runtimes.jax.device import check_rules
+    from runtimes.jax.device import check_settings
 
-    check_rules(settings)
+    check_settings(settings)
     step = AbstractStep(request, settings, devices, where.hosts)
     refused = ""
     try:
@@ -154,7 +154,7 @@ def _refused(words: str, arguments: int) -> dict[str, int]:
 
 def main(path: str) -> int:
     """Print the cost of a request's step, or its error, as one JSON object."""
-    request = Request(**json.loads(Path(path).read_text(encoding="utf-8")))
+    request = TpuStepRequest(**json.loads(Path(path).read_text(encoding="utf-8")))
     try:
         print(json.dumps(asdict(step_cost(request))))
     except WrongInput as error:

@@ -21,12 +21,12 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from configs.train import Train
-from runtimes.contract import Owners, SavedState, Shapes, State
+from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.optimizer_step.ema_decay import ema_decay_at
 from runtimes.optimizer_step.ema_swap import swapped
 from runtimes.optimizer_step.step_scalars import bias_corrections, text_encoder_factor
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays, shapes_of
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
 
 Gradients = Sequence[Tensor]
 Parameters = Mapping[str, Parameter]
@@ -131,7 +131,7 @@ class Update:
             if computed is not master:
                 _assign(computed, array)
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> StateShapes:
         """Shapes of weights, moments, EMA and loss scale."""
         return shapes_of(self._groups_of_state() | self._scale())
 
@@ -151,7 +151,7 @@ class Update:
             WrongInput: the state has other names or shapes than this model.
         """
         groups = self._groups_of_state()
-        for group, name, array in read_arrays(state, shapes_of(groups)):
+        for group, name, array in read_state_arrays(state, shapes_of(groups)):
             _assign(groups[group][name], array)
         for name, parameter in self._computed.items():
             if parameter is not self._masters[name]:

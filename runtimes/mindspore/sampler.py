@@ -18,7 +18,7 @@ from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import fully_masked
 from runtimes.mindspore.encoder import Encoder
 from runtimes.mindspore.micro_batches import tensor
-from runtimes.objective.scheduler_config import read_config
+from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import read_config as read_index
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
 from runtimes.sample.noise_and_components import NoiseBatch
@@ -56,7 +56,9 @@ class Sampler(PipelineSampler):
         family, index = detect_family(folder), read_index(folder / "model_index.json")
         self._dtype = dtype
         self._encoder = encoder = Encoder(folder, vae, dtype, flash=flash)
-        built: dict[str, Any] = {"scheduler": make_scheduler(read_config(folder / "scheduler"))}
+        built: dict[str, Any] = {
+            "scheduler": make_scheduler(read_scheduler_config(folder / "scheduler"))
+        }
         built |= encoder.tokenizers | encoder.text_encoders | {"vae": encoder.vae}
         options = dict(family.pipeline_options)
         if "force_zeros_for_empty_prompt" in index:

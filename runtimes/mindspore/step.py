@@ -12,7 +12,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from configs.hardware import MindSpore
+from configs.mindspore_and_gaudi import MindSpore
 from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.mindspore.adamw_and_ema import Update

@@ -63,7 +63,7 @@ _KEPT = (
 )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_scheduler_config(folder: Path) -> dict[str, Any]:
     """Read scheduler_config.json from a scheduler's folder. Raises WrongInput."""
     path = folder / SCHEDULER_FILE
     try:
@@ -112,7 +112,7 @@ def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
     Raises:
         WrongInput: the config is missing or unknown, or the settings contradict it.
     """
-    config = read_config(folder)
+    config = read_scheduler_config(folder)
     if settings is not None:
         config = scheduler_config(config, settings)
     try:
@@ -123,7 +123,7 @@ def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
 
 def trained_scheduler_config(folder: Path, settings: Train) -> dict[str, Any] | None:
     """The trained model's scheduler config; None if it equals the base's config in `folder`."""
-    base = read_config(folder)
+    base = read_scheduler_config(folder)
     config = scheduler_config(base, settings)
     defaults = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
     return None if {**defaults, **config} == {**defaults, **base} else config

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.contract import Owners, SavedState, Shapes, State, WrongInput
+from runtimes.contract import Owners, SavedState, State, StateShapes, WrongInput
 
 #: Threads that read arrays of a saved state, and bytes that they may be ahead of the restore.
 READERS = 8
@@ -19,7 +19,7 @@ AHEAD = 2**29
 Rows = Callable[[str, tuple[int, ...]], Any]  # (name, shape) -> index of the needed rows
 
 
-def shapes_of(groups: Mapping[str, Mapping[str, Any]]) -> Shapes:
+def shapes_of(groups: Mapping[str, Mapping[str, Any]]) -> StateShapes:
     """Shapes of arrays or tensors, by group and name."""
     return {
         group: {name: tuple(array.shape) for name, array in arrays.items()}
@@ -27,7 +27,7 @@ def shapes_of(groups: Mapping[str, Mapping[str, Any]]) -> Shapes:
     }
 
 
-def published(shapes: Shapes) -> Owners:
+def published(shapes: StateShapes) -> Owners:
     """Rank 0 as the owner of what a run publishes: the EMA, or else the weights; and constants."""
     groups = {"ema" if "ema" in shapes else "weights", "constants"}
     return {group: dict.fromkeys(names, 0) for group, names in shapes.items() if group in groups}
@@ -62,8 +62,8 @@ def owned_copies(
     return state
 
 
-def read_arrays(
-    state: SavedState, shapes: Shapes, rows: Rows = lambda name, shape: ...
+def read_state_arrays(
+    state: SavedState, shapes: StateShapes, rows: Rows = lambda name, shape: ...
 ) -> Iterator[tuple[str, str, NDArray[np.float32]]]:
     """Read a saved state for arrays of `shapes`, as (group, name, rows).
 
@@ -100,7 +100,7 @@ def _first(
     return group, name, np.asarray(future.result())
 
 
-def _check(state: SavedState, shapes: Shapes) -> None:
+def _check(state: SavedState, shapes: StateShapes) -> None:
     for group, expected in shapes.items():
         saved = state.get(group, {})
         if saved.keys() != expected.keys():

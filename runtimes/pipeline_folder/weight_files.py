@@ -17,7 +17,7 @@ TEXT_WEIGHTS = "model"  # transformers'
 _PIECE = r"(?:-\d+-of-\d+)?"
 VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
 FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]+")
-Shapes = Mapping[str, tuple[int, ...]]  # weight name -> shape
+WeightShapes = Mapping[str, tuple[int, ...]]  # weight name -> shape
 
 
 def weight_variant(folder: Path) -> str | None:
@@ -66,7 +66,7 @@ def _shard_names(index: Path) -> list[str]:
     return sorted(set(named.values()))
 
 
-def check_fit(path: Path, wanted: Shapes, given: Shapes) -> None:
+def check_fit(path: Path, wanted: WeightShapes, given: WeightShapes) -> None:
     """Raise WrongInput if names or shapes in a file differ from those of the config.
 
     Args:

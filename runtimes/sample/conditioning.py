@@ -26,7 +26,7 @@ from runtimes.objective.noise_schedule import ResolutionShift
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.guidance import is_guided
 from runtimes.sample.noise_and_components import image_size, noise_batches
-from runtimes.sample.tabulated_schedulers import Table, tabulate
+from runtimes.sample.tabulated_schedulers import SchedulerTable, tabulate
 from runtimes.torch_models.make_scheduler import make_scheduler
 
 Float32 = NDArray[np.float32]
@@ -158,7 +158,7 @@ def sampler_table(
     family: Family,
     denoiser: Mapping[str, Any],
     factor: int,
-) -> Table:
+) -> SchedulerTable:
     """Coefficients of the scheduler that `sampler` selects, or else of the model's scheduler.
 
     Args:

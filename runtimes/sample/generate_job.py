@@ -20,8 +20,8 @@ from runtimes.data.holdout_batches import Holdout, draw_losses
 from runtimes.data.loader import BatchReader, open_job_latents
 from runtimes.families import detect_family
 from runtimes.objective.latents_from_moments import LatentScale
-from runtimes.objective.noised_batch import Objective
 from runtimes.objective.scheduler_config import read_schedule
+from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob

@@ -15,7 +15,7 @@ from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.contract import WrongInput
 from runtimes.families import Family, detect_family
 from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.objective.scheduler_config import read_config
+from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.process.job import Drawing
 
@@ -72,7 +72,7 @@ def load_trained_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], An
     """
     if "scheduler" not in drawing.parts:
         return None
-    return make(read_config(Path(drawing.parts["scheduler"])))
+    return make(read_scheduler_config(Path(drawing.parts["scheduler"])))
 
 
 def optional_arguments(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:

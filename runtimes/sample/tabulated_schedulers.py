@@ -30,7 +30,7 @@ _REFUSED = (
 
 
 @dataclass(frozen=True)
-class Row:
+class StepCoefficients:
     """Coefficients of one sampling step; the module docstring gives the equations."""
 
     scale: float  # scales the denoiser's input (scale_model_input of diffusers)
@@ -42,12 +42,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class SchedulerTable:
     """Coefficients of all N steps of a scheduler."""
 
     start: float  # scales the initial standard normal noise (init_noise_sigma of diffusers)
     timesteps: NDArray[np.float32]  # [N], in the denoiser's units
-    rows: NDArray[np.float32]  # [N, 6], the fields of Row in order
+    rows: NDArray[np.float32]  # [N, 6], StepCoefficients in order
 
 
 def tabulate(
@@ -55,7 +55,7 @@ def tabulate(
     steps: int,
     sigmas: NDArray[np.float64] | None = None,
     mu: float | None = None,
-) -> Table:
+) -> SchedulerTable:
     """Tabulate the coefficients of a diffusers scheduler.
 
     Supported: DDIM (arXiv 2010.02502, eta 0), Euler on sigmas (arXiv 2206.00364, without churn) and
@@ -84,7 +84,7 @@ def tabulate(
     except ValueError as error:
         raise WrongInput(f"num_inference_steps: {steps}: {error}") from None
     rows = _ROWS[name](scheduler)
-    return Table(
+    return SchedulerTable(
         start=float(scheduler.init_noise_sigma) if hasattr(scheduler, "init_noise_sigma") else 1.0,
         timesteps=np.asarray(scheduler.timesteps, np.float32),
         rows=np.array([astuple(row) for row in rows], np.float32),
@@ -98,7 +98,7 @@ def scheduler_step(latents: Any, previous: Any, output: Any, row: Sequence[Any])
         latents: noisy latents x [B, C, h, w]; an array of any library.
         previous: x0 of the previous step [B, C, h, w]; zeros in the first step.
         output: m, the denoiser's output [B, C, h, w] for the input `row.scale * x`.
-        row: the 6 coefficients of Row, in order.
+        row: the 6 StepCoefficients, in order.
 
     Returns:
         The next latents and x0, both [B, C, h, w].
@@ -122,7 +122,7 @@ def _predicted_original(kind: str, alpha: float, sigma: float) -> tuple[float, f
     raise WrongInput(f"prediction_type {kind!r} is not known here")
 
 
-def _ddim(scheduler: Any) -> list[Row]:
+def _ddim(scheduler: Any) -> list[StepCoefficients]:
     """Equation 12 of arXiv 2010.02502 with eta 0."""
     config, table = scheduler.config, scheduler.alphas_cumprod.double()
     stride = config.num_train_timesteps // scheduler.num_inference_steps
@@ -134,27 +134,30 @@ def _ddim(scheduler: Any) -> list[Row]:
         # The next x keeps eps = (x - alpha x0) / sigma, scaled by the next sigma.
         noise = math.sqrt(1 - after) / sigma
         predicted = _predicted_original(config.prediction_type, alpha, sigma)
-        rows.append(Row(1.0, *predicted, noise, math.sqrt(after) - noise * alpha))
+        rows.append(StepCoefficients(1.0, *predicted, noise, math.sqrt(after) - noise * alpha))
     return rows
 
 
-def _euler(scheduler: Any) -> list[Row]:
+def _euler(scheduler: Any) -> list[StepCoefficients]:
     """Euler steps on x = x0 + sigma eps; the denoiser's input is scaled to unit variance."""
     sigmas, rows = scheduler.sigmas.double().tolist(), []
     for now, after in pairwise(sigmas):
         scale = 1 / math.sqrt(now**2 + 1)
         a, b = _predicted_original(scheduler.config.prediction_type, scale, now * scale)
-        rows.append(Row(scale, a * scale, b, after / now, 1 - after / now))
+        rows.append(StepCoefficients(scale, a * scale, b, after / now, 1 - after / now))
     return rows
 
 
-def _flow(scheduler: Any) -> list[Row]:
+def _flow(scheduler: Any) -> list[StepCoefficients]:
     """Euler steps on a rectified flow: x = (1 - sigma) x0 + sigma eps, and m = eps - x0."""
     sigmas = scheduler.sigmas.double().tolist()
-    return [Row(1.0, 1.0, -now, after / now, 1 - after / now) for now, after in pairwise(sigmas)]
+    return [
+        StepCoefficients(1.0, 1.0, -now, after / now, 1 - after / now)
+        for now, after in pairwise(sigmas)
+    ]
 
 
-def _dpm(scheduler: Any) -> list[Row]:
+def _dpm(scheduler: Any) -> list[StepCoefficients]:
     """DPM-Solver++(2M), algorithm 2 of arXiv 2211.01095, or order 1."""
     config = scheduler.config
     if config.algorithm_type != "dpmsolver++" or config.solver_order > 2:
@@ -165,7 +168,7 @@ def _dpm(scheduler: Any) -> list[Row]:
     for sigma in scheduler.sigmas.double().tolist():
         alpha = 1 / math.sqrt(sigma**2 + 1)
         levels.append((alpha, sigma * alpha, -math.log(sigma) if sigma else math.inf))
-    count, rows = len(levels) - 1, list[Row]()
+    count, rows = len(levels) - 1, list[StepCoefficients]()
     for n in range(count):
         (alpha, sigma, now), (alpha_next, sigma_next, after) = levels[n], levels[n + 1]
         step = alpha_next * -math.expm1(now - after)
@@ -178,7 +181,7 @@ def _dpm(scheduler: Any) -> list[Row]:
         more = 0.0
         if config.solver_order == 2 and n > 0 and not last:
             more = step * (after - now) / (now - levels[n - 1][2]) / 2
-        rows.append(Row(1.0, a, b, sigma_next / sigma, step + more, -more))
+        rows.append(StepCoefficients(1.0, a, b, sigma_next / sigma, step + more, -more))
     return rows
 
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import torch
 
-from configs.hardware import Hpu
+from configs.mindspore_and_gaudi import Hpu
 from configs.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import detect_gaudi

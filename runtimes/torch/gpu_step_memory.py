@@ -27,7 +27,7 @@ from runtimes.pipeline_folder.describe_encoders import read_config, vae_path
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.gpu_step_memory_records import Request, StepMemory
+from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step
@@ -43,7 +43,7 @@ SMALLEST_8BIT = 4096
 BLOCK_8BIT = 256  # values per scale of the 8-bit moments
 
 
-def step_memory(request: Request) -> StepMemory:
+def step_memory(request: GpuStepRequest) -> StepMemory:
     """Run the request on fake tensors. Raises WrongInput."""
     since = time.monotonic()
     operators = cuda_on_cpu() if request.device == "cuda" else nullcontext()
@@ -62,7 +62,7 @@ class _Device(DeviceHooks):
         return norm
 
 
-def _training(request: Request) -> StepMemory:
+def _training(request: GpuStepRequest) -> StepMemory:
     settings = Train(**request.train)
     network = _network(request, settings)
     encoders = _encoders(request, settings.compute_dtype, dict(network.named_children()))
@@ -111,7 +111,7 @@ def _run_step(network: Network, settings: Train, batch: StepBatch, live: LiveMem
     return moments
 
 
-def _sampling(request: Request) -> StepMemory:
+def _sampling(request: GpuStepRequest) -> StepMemory:
     """A denoising step with guidance, then the VAE's decoder, as the family's pipeline does."""
     assert request.sampling_dtype is not None
     dtype = getattr(torch, request.sampling_dtype)
@@ -150,11 +150,11 @@ def _sampling(request: Request) -> StepMemory:
     )
 
 
-def _network(request: Request, settings: Train) -> Network:
+def _network(request: GpuStepRequest, settings: Train) -> Network:
     return Network.without_weights(Path(request.model), settings, request.denoiser_config)
 
 
-def _batch(request: Request, network: Network, *, text: bool) -> StepBatch:
+def _batch(request: GpuStepRequest, network: Network, *, text: bool) -> StepBatch:
     extras = ExtraInputs.from_config(network.denoiser.config)
     vae = None if request.vae is None else Path(request.vae)
     return sample_batch(
@@ -169,7 +169,7 @@ def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) 
     return Inputs(batch, send, dtype=dtype)
 
 
-def _encoders(request: Request, dtype: str, trained: Container[str] = ()) -> int:
+def _encoders(request: GpuStepRequest, dtype: str, trained: Container[str] = ()) -> int:
     """Bytes of the pipeline's text encoders and VAE in a dtype, without `trained` ones."""
     folder, kind = Path(request.model), getattr(torch, dtype)
     index = read_config(folder / "model_index.json")
@@ -185,7 +185,7 @@ def _encoders(request: Request, dtype: str, trained: Container[str] = ()) -> int
     return total * kind.itemsize + of_vae * _vae_dtype(vae, kind).itemsize
 
 
-def _empty_vae(request: Request) -> Any:
+def _empty_vae(request: GpuStepRequest) -> Any:
     folder = vae_path(Path(request.model), None if request.vae is None else Path(request.vae))
     with torch.device("meta"):
         vae_class = getattr(diffusers, detect_family(Path(request.model)).vae_class)
@@ -229,7 +229,7 @@ def _bytes_8bit(size: int) -> int:
 
 def main(path: str) -> int:
     """Print the memory of a request's step, or its error, as one JSON object."""
-    request = Request(**json.loads(Path(path).read_text(encoding="utf-8")))
+    request = GpuStepRequest(**json.loads(Path(path).read_text(encoding="utf-8")))
     try:
         print(json.dumps(asdict(step_memory(request))))
     except WrongInput as error:

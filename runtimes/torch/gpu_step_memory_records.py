@@ -12,7 +12,7 @@ KINDS = ("gradients", "compute_weights", "activations", "temporaries")
 
 
 @dataclass(frozen=True)
-class Request:
+class GpuStepRequest:
     """A training step, or a denoising step of sampling, to compute the memory of."""
 
     model: str  # local folder of the base pipeline; its configs are enough

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from configs.hardware import Hpu
+from configs.mindspore_and_gaudi import Hpu
 from configs.redact_errors_and_logs import one_line
 from configs.train import Train
 from runtimes.contract import WrongInput

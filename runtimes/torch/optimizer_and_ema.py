@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from configs.train import Train
-from runtimes.contract import Owners, SavedState, Shapes, State
+from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.optimizer_step.ema_decay import ema_decay_at
 from runtimes.optimizer_step.ema_swap import swapped
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.host_copy import HostCopies
 from runtimes.torch.make_optimizer import Optimizer, Parameters, Tensors
@@ -102,7 +102,7 @@ class Update:
             parameter.data.copy_(average)
             average.copy_(kept)
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> StateShapes:
         """Shapes of the full arrays of weights, optimizer state and EMA."""
         return {
             group: {name: self._parallel.full_shape(name, t) for name, t in tensors.items()}
@@ -125,7 +125,9 @@ class Update:
         """
         groups = self._tensors()
         with torch.no_grad():
-            for group, name, rows in read_arrays(state, self.shapes(), self._parallel.local_rows):
+            for group, name, rows in read_state_arrays(
+                state, self.shapes(), self._parallel.local_rows
+            ):
                 groups[group][name].copy_(torch.from_numpy(rows))
         self._step = step
         self._optimizer.set_step(step)

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from runtimes.contract import Shapes, State
+from runtimes.contract import State, StateShapes
 from runtimes.process.events import Events
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
@@ -20,7 +20,7 @@ class Snapshot:
 
     step: int
     state: State  # a copy of the arrays that this rank writes: training continues meanwhile
-    shapes: Shapes  # of the arrays of all ranks
+    shapes: StateShapes  # of the arrays of all ranks
     history: list[str]  # a copy
     facts: dict[str, Any]
     since: float  # perf_counter at which the loop paused for this checkpoint

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import FileEntry, file_fault, stamped
 from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
-from runtimes.contract import Owners, Shapes, State
+from runtimes.contract import Owners, State, StateShapes
 
 #: Threads of each rank. One thread computes the sha256 of about 1 GB/s.
 THREADS = 8
@@ -34,7 +34,7 @@ class ArrayFile:
     size: int  # bytes of the arrays
 
 
-def array_files(shapes: Shapes, most: int) -> list[ArrayFile]:
+def array_files(shapes: StateShapes, most: int) -> list[ArrayFile]:
     """The files of a state; they do not depend on the number of ranks.
 
     Args:

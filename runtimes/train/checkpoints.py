@@ -30,7 +30,7 @@ from artifacts.checksummed_files import FileEntry, read_record, write_record
 from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.lock import LockLost
 from artifacts.safetensors import StoredArray, writing
-from runtimes.contract import OneWriter, Owners, Shapes, State, Writers
+from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
 from runtimes.optimizer_step.training_state_copies import shapes_of
 from runtimes.train.checkpoint_array_files import (
     ArrayFile,
@@ -182,11 +182,11 @@ class Checkpoints:
             log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
 
-    def owners(self, shapes: Shapes) -> Owners:
+    def owners(self, shapes: StateShapes) -> Owners:
         """The rank that writes each array of a state with these shapes."""
         return owners(self._files_by_rank(shapes))
 
-    def _files_by_rank(self, shapes: Shapes) -> list[list[ArrayFile]]:
+    def _files_by_rank(self, shapes: StateShapes) -> list[list[ArrayFile]]:
         return files_by_rank(array_files(shapes, self._shard_bytes), self._writers.world)
 
     def save(
@@ -196,7 +196,7 @@ class Checkpoints:
         history: list[str],
         facts: dict[str, Any],
         *,
-        shapes: Shapes | None = None,
+        shapes: StateShapes | None = None,
         best_first: Sequence[int] = (),
         prune: bool = True,
     ) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from runtimes.contract import Runtime, StepBatch
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class StepFlops:
@@ -20,10 +20,10 @@ class StepFlops:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._uncounted: dict[Shapes, StepBatch] = {}
-        self._counted: dict[Shapes, float | None] = {}
+        self._uncounted: dict[BatchShapes, StepBatch] = {}
+        self._counted: dict[BatchShapes, float | None] = {}
 
-    def register(self, batch: StepBatch) -> Shapes:
+    def register(self, batch: StepBatch) -> BatchShapes:
         """The batch's shapes; a new combination is kept for counting."""
         arrays = {"": batch.noisy_latents, **batch.conditioning}
         shapes = tuple((name, array.shape) for name, array in arrays.items())
@@ -31,7 +31,7 @@ class StepFlops:
             self._uncounted.setdefault(shapes, batch)
         return shapes
 
-    def total(self, steps: Iterable[Shapes]) -> float | None:
+    def total(self, steps: Iterable[BatchShapes]) -> float | None:
         """FLOP of all steps, by their batch shapes; None if the runtime cannot count one."""
         while self._uncounted:
             shapes, batch = self._uncounted.popitem()
@@ -40,7 +40,7 @@ class StepFlops:
         return None if None in known else sum(filter(None, known))
 
     def utilisation(
-        self, steps: Iterable[Shapes], seconds: float, peak: float | None
+        self, steps: Iterable[BatchShapes], seconds: float, peak: float | None
     ) -> dict[str, float | None]:
         """TFLOP per second of one device, and their ratio to the peak (MFU); None if unknown.
 

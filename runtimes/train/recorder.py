@@ -12,7 +12,7 @@ from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
 from runtimes.train.divergence import DivergenceDetector
 from runtimes.train.experiment_trackers import Trackers
-from runtimes.train.mfu import Shapes, StepFlops
+from runtimes.train.mfu import BatchShapes, StepFlops
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class _PendingStep:
 
     output: StepOutput
     learning_rate: float
-    shapes: Shapes  # of its batch
+    shapes: BatchShapes  # of its batch
     skipped: Sequence[int]
 
 
@@ -149,4 +149,4 @@ class Recorder:
         self._since = time.perf_counter()
         self._waited = waited
         self._paused = 0.0
-        self._shapes: list[Shapes] = []  # of the steps since the last report
+        self._shapes: list[BatchShapes] = []  # of the steps since the last report

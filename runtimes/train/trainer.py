@@ -14,17 +14,17 @@ from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import ResolutionShift
-from runtimes.objective.noised_batch import Objective
-from runtimes.objective.scheduler_config import read_config, read_schedule
+from runtimes.objective.scheduler_config import read_schedule, read_scheduler_config
+from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.denoiser_config import job_config
 from runtimes.process.events import Events, SilentEvents
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.registry import open_runtime, prepare
-from runtimes.train.between_steps import Run
 from runtimes.train.experiment_trackers import Trackers, open_trackers
-from runtimes.train.validation import SEED
+from runtimes.train.held_out_loss import SEED
+from runtimes.train.training_run import TrainingRun
 from runtimes.train.wandb_tracker import check_wandb
 
 
@@ -39,7 +39,7 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
         Diverged: the loss is not finite, or far above its recent mean.
         CheckpointNotWritten: the checkpoint at a stop request failed; later steps are lost.
     """
-    settings, latents = read_settings(job), open_job_latents(job.latents)
+    settings, latents = read_train_settings(job), open_job_latents(job.latents)
     check_wandb(settings.wandb)
     loader, holdout = make_loader(job, settings, latents), make_holdout(job, settings)
     if not Ranks.here().first:
@@ -50,7 +50,7 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     done = False
     try:
         runtime.load(job)
-        with Run(job, settings, runtime, holdout, trackers, events, stop) as run:
+        with TrainingRun(job, settings, runtime, holdout, trackers, events, stop) as run:
             run.resume()
             stop.defer()
             done = _train(run, runtime, loader, settings, stop)
@@ -59,7 +59,7 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     return done
 
 
-def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: Stop) -> bool:
+def _train(run: TrainingRun, runtime: Runtime, loader: Loader, settings: Train, stop: Stop) -> bool:
     """Train to the last step or an early stop; False after a stop request."""
     run.catch_up()
     while not run.done:  # once more after each rollback
@@ -78,7 +78,7 @@ def _train(run: Run, runtime: Runtime, loader: Loader, settings: Train, stop: St
     return True
 
 
-def _advance(run: Run, runtime: Runtime, batches: Prefetch, stop: Stop) -> bool:
+def _advance(run: TrainingRun, runtime: Runtime, batches: Prefetch, stop: Stop) -> bool:
     """Train until the run is done or a rollback; False after a stop request."""
     ready = iter(batches)
     while not run.done:
@@ -91,7 +91,7 @@ def _advance(run: Run, runtime: Runtime, batches: Prefetch, stop: Stop) -> bool:
     return True
 
 
-def read_settings(job: TrainJob) -> Train:
+def read_train_settings(job: TrainJob) -> Train:
     """The job's validated train settings. Raises WrongInput, naming the first wrong setting."""
     try:
         settings = Train(**job.train)
@@ -148,7 +148,9 @@ def _reader(
         settings,
         read_schedule(scheduler, settings),
         LatentScale.from_info(latents.info),
-        ResolutionShift.from_config(read_config(scheduler), family.latent_multiple(config)),
+        ResolutionShift.from_config(
+            read_scheduler_config(scheduler), family.latent_multiple(config)
+        ),
     )
     return BatchReader(
         latents,

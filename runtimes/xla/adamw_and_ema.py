@@ -14,10 +14,10 @@ import torch
 import torch_xla
 
 from configs.train import Train
-from runtimes.contract import Owners, SavedState, Shapes, State
+from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.optimizer_step.ema_swap import swapped
 from runtimes.optimizer_step.step_scalars import step_scalars, text_encoder_factor
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays, shapes_of
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
 from runtimes.xla.mesh import Mesh
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -90,7 +90,7 @@ class Update:
             parameter = self._parameters[name]
             self._average[name], parameter.data = parameter.data, average
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> StateShapes:
         """Shapes of weights, moments and EMA."""
         return shapes_of(self.tensors())
 
@@ -116,7 +116,7 @@ class Update:
         def needed(name: str, shape: tuple[int, ...]) -> Any:
             return self._mesh.local_rows(self._parameters[name])
 
-        for group, name, rows in read_arrays(state, self.shapes(), needed):
+        for group, name, rows in read_state_arrays(state, self.shapes(), needed):
             self._mesh.load_rows(groups[group][name], torch.from_numpy(rows))
         self._step = step
 

@@ -16,10 +16,10 @@ import torch_xla
 from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
-from runtimes.objective.scheduler_config import read_config
+from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.guidance import cfg_weight, is_guided
-from runtimes.sample.tabulated_schedulers import Table, scheduler_step
+from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Embeds
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.network import Network
@@ -54,7 +54,7 @@ class Sampler:
         self._dtype = getattr(torch, dtype)
         self._encoder = Encoder(folder, mesh, 1, dtype, vae)
         self._conditioner = Conditioner(self._encoder.info, self._texts, self._encoder.images)
-        self._pipeline_scheduler = make_scheduler(read_config(folder / "scheduler"))
+        self._pipeline_scheduler = make_scheduler(read_scheduler_config(folder / "scheduler"))
 
     def use(self, network: Network, scheduler: Any = None) -> None:
         """Set the network, and its scheduler; None selects the pipeline's scheduler."""
@@ -109,7 +109,7 @@ class Sampler:
         return sent if name in UNCAST else sent.to(self._dtype)
 
     def _denoise(
-        self, batch: ConditionedNoise, table: Table, guidance: float, guided: bool
+        self, batch: ConditionedNoise, table: SchedulerTable, guidance: float, guided: bool
     ) -> Float32:
         """Images [B, H, W, 3] f32 in 0..1 of one batch, padding included."""
         conditioning = {
@@ -138,7 +138,7 @@ class Sampler:
             latents: noisy latents [B, C, h, w] f32.
             previous: predicted original of the previous step [B, C, h, w] f32.
             conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
-            numbers: [8] f32, the timestep, the 6 coefficients of Row, the weight of guidance.
+            numbers: [8] f32, the timestep, the 6 StepCoefficients, the weight of guidance.
             guided: whether to apply classifier-free guidance.
 
         Returns:

@@ -3,7 +3,7 @@
 from tasks.download.data_checks import check_data
 from tasks.download.download_shard import STAGE, VERSION
 from tasks.download.errors import SourceError, TooManyFailed
-from tasks.download.plan_shards import Plan, ShardSpec
+from tasks.download.plan_shards import DownloadPlan, ShardSpec
 from tasks.download.stage import (
     build,
     check,
@@ -17,7 +17,7 @@ from tasks.download.stage import (
 __all__ = [
     "STAGE",
     "VERSION",
-    "Plan",
+    "DownloadPlan",
     "ShardSpec",
     "SourceError",
     "TooManyFailed",

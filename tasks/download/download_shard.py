@@ -33,7 +33,7 @@ from tasks.download.plan_parquet import distrust_file
 from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
 from tasks.download.rows import Row, read_additional
 from tasks.download.shard_statistics import shard_statistics
-from tasks.download.sources import SOURCES, Place, ServedAt
+from tasks.download.sources import SOURCES, PictureLocation, ServedAt
 
 #: Rows of a shard in flight per connection: most of them wait for their hosts.
 ROWS_PER_CONNECTION = 4
@@ -160,7 +160,9 @@ def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> li
             distrust_file(file)
         raise SourceError(f"source: its plan {spec.spans[0].file} is damaged: run again")
     source = SOURCES[context.source.kind](context.source)
-    places = (Place(row["file"], row["row"]) for row in planned if row["file"] is not None)
+    places = (
+        PictureLocation(row["file"], row["row"]) for row in planned if row["file"] is not None
+    )
     pictures = source.pictures(places)
     return [
         Row(

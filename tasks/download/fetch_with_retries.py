@@ -26,7 +26,7 @@ from tasks.download.failure_reasons import (
 )
 from tasks.download.robots_txt import MAX_BYTES, Rules
 from tasks.download.rows import Row, absolute
-from tasks.download.safe_http_fetch import Deadline, Limits, SafeHttpClient, Target
+from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, Target
 from tasks.download.sources import ServedAt
 from tasks.download.web_host_limits import MAX_WAIT, AsyncClock
 
@@ -57,7 +57,7 @@ class Fetcher:
         self.shared: Shared = shared(settings.max_connections)
         self.dead_hosts = DeadHosts(settings.max_host_failures)
         self.own_hosts = {host.lower() for host in served_at.allow_hosts}
-        limits = Limits(
+        limits = FetchLimits(
             settings.max_bytes,
             settings.timeout,
             frozenset({host.lower() for host in settings.allow_hosts} | self.own_hosts),

@@ -75,7 +75,7 @@ class ShardSpec:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DownloadPlan:
     """A source's rows, cut into shards; it holds the places of the rows only."""
 
     source_digest: str  # sha256 (hex) over the digests of all shards, in order
@@ -112,13 +112,13 @@ def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-def make_plan(
+def plan_shards(
     source: Source,
     store: Store,
     shard_size: int,
     shard_key: Callable[[str], str],
     begin: Begin = lambda parts: None,
-) -> Plan:
+) -> DownloadPlan:
     """The plan of a source: the one in the store if nothing changed, else a new one.
 
     Args:
@@ -146,7 +146,7 @@ def make_plan(
     return _load(artifact, parts, shard_key)
 
 
-def _load(artifact: Artifact, parts: KeyParts, shard_key: Callable[[str], str]) -> Plan:
+def _load(artifact: Artifact, parts: KeyParts, shard_key: Callable[[str], str]) -> DownloadPlan:
     index = _table(artifact.read(INDEX))
     folder = artifact.store.url_of(f"{STAGE}/{SHARDS}")
     shards: dict[str, ShardSpec] = {}
@@ -159,7 +159,7 @@ def _load(artifact: Artifact, parts: KeyParts, shard_key: Callable[[str], str]) 
         shards[key] = ShardSpec(key, rows, (Span(f"{folder}/{file}", group, 0, rows),))
     rows = sum(shard.rows for shard in shards.values())
     source_digest = hashlib.sha256(b"".join(index["digest"].to_pylist())).hexdigest()
-    return Plan(source_digest, rows, tuple(shards.values()), parts, artifact)
+    return DownloadPlan(source_digest, rows, tuple(shards.values()), parts, artifact)
 
 
 class _Rest(NamedTuple):

@@ -52,7 +52,7 @@ _is_allowed: ContextVar[bool] = ContextVar("is_allowed", default=False)
 
 
 @dataclass(frozen=True)
-class Limits:
+class FetchLimits:
     """Limits of each fetch, and the hosts and ports that it may reach."""
 
     max_bytes: int
@@ -96,7 +96,7 @@ Admit = Callable[[Target, Deadline], AbstractAsyncContextManager[bool]]
 class SafeHttpClient:
     """A client of one event loop; use it as an asynchronous context manager."""
 
-    def __init__(self, limits: Limits, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, limits: FetchLimits, headers: dict[str, str] | None = None) -> None:
         self.limits = limits
         self.headers = {"Accept-Encoding": "identity", **(headers or {})}
 

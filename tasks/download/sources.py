@@ -61,7 +61,7 @@ class Piece(NamedTuple):
     read_malformed: Callable[[], Iterator[pa.Table]] = lambda: iter(())
 
 
-class Place(NamedTuple):
+class PictureLocation(NamedTuple):
     """Where a source has a picture: a file, or a row of a parquet file."""
 
     file: str
@@ -77,7 +77,7 @@ class Source(Protocol):
     def pieces(self) -> Iterator[Piece]:
         """All rows, in order; nothing is read before `Piece.read`. Raises SourceError."""
 
-    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         """The pictures embedded at `places`, in the source's order; None for one that is gone.
 
         Raises SourceError.
@@ -114,7 +114,7 @@ class UrlList:
                 partial(read_malformed_list, *given),
             )
 
-    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         return iter(())
 
     def open(self) -> AbstractContextManager[ServedAt]:
@@ -165,7 +165,7 @@ class Folder:
             if names:
                 yield Piece(_identity(self.settings, part), partial(self._captioned, names))
 
-    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         return (_bytes_at(place.file) for place in places)
 
     def open(self) -> AbstractContextManager[ServedAt]:
@@ -187,7 +187,7 @@ class Folder:
             for file in files:
                 text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
                 caption = text.decode(errors="replace").removeprefix("\ufeff").strip()
-                yield _embedded(_bytes_at(file), Place(file, None), (caption,), None)
+                yield _embedded(_bytes_at(file), PictureLocation(file, None), (caption,), None)
 
         return hash_rows(rows())
 
@@ -204,7 +204,7 @@ class Folder:
                 captions = captions_of(values.get(self.settings.caption_column))
                 score = score_of(values.get(self.settings.aesthetic_column or ""))
                 more = additional_of(self.settings.additional_columns, values)
-                yield _embedded(picture, Place(file, None), captions, score, more)
+                yield _embedded(picture, PictureLocation(file, None), captions, score, more)
 
         with reading(metadata):
             yield from hash_rows(rows())
@@ -224,7 +224,7 @@ class Dataset:
         for file in self._files():
             yield Piece(_identity(self.settings, [file]), partial(self._rows, file.name))
 
-    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         for file, found in groupby(places, lambda place: place.file):
             wanted = {int(place.row or 0) for place in found}
             image = self.settings.image_column
@@ -244,7 +244,7 @@ class Dataset:
                 score = score_of(values.get(s.aesthetic_column or ""))
                 picture = self._picture(values[s.image_column])
                 more = additional_of(s.additional_columns, values)
-                yield _embedded(picture, Place(file, number), captions, score, more)
+                yield _embedded(picture, PictureLocation(file, number), captions, score, more)
 
         return hash_rows(rows())
 
@@ -292,7 +292,7 @@ class Digits:
             digest_json(self.settings.model_dump(mode="json", exclude={"port"})), self._rows
         )
 
-    def pictures(self, places: Iterable[Place]) -> Iterator[bytes | None]:
+    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         return self.list.pictures(places)
 
     def open(self) -> AbstractContextManager[ServedAt]:
@@ -349,7 +349,7 @@ def _stem(name: str) -> str:
 
 def _embedded(
     picture: bytes | None,
-    place: Place,
+    place: PictureLocation,
     captions: tuple[str, ...],
     score: float | None,
     additional: str | None = None,

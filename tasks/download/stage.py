@@ -32,11 +32,11 @@ from tasks.download.download_shard import (
 from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
 from tasks.download.plan_parquet import plan_key
-from tasks.download.plan_shards import Begin, Plan, make_plan
+from tasks.download.plan_shards import Begin, DownloadPlan, plan_shards
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.download.sources import SOURCES, Source
 from tasks.import_beam_quietly import quiet_import
-from tasks.panels import Facts, Panel, Picture, Table
+from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.picture_grid import picture_grid, to_png
 from tasks.worker_reports import REPORTS
 
@@ -66,26 +66,26 @@ def check(recipe: Recipe) -> None:
     _source(recipe).check()
 
 
-def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> Plan:
+def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
     """The source's rows, cut into shards: from the store unless it changed. Raises SourceError.
 
     Args:
-        begin: see make_plan.
+        begin: see plan_shards.
     """
     check(recipe)
     download = recipe.download
     key = shard_key(download)
-    return make_plan(_source(recipe), Store(recipe.store), download.shard_size, key, begin)
+    return plan_shards(_source(recipe), Store(recipe.store), download.shard_size, key, begin)
 
 
-def key_parts(recipe: Recipe, plan: Plan, retry: int = 0) -> KeyParts:
+def key_parts(recipe: Recipe, plan: DownloadPlan, retry: int = 0) -> KeyParts:
     """The inputs of the artifact's key: the settings, every row of the source and the retry."""
     settings = settings_for_key(recipe, retry)
     layout = {} if plan.layout is None else {"layout": plan.layout}
     return KeyParts(STAGE, VERSION, settings, {"source": plan.source_digest, **layout})
 
 
-def choose_retry(recipe: Recipe, plan: Plan, store: Store, *, retry_failed: bool) -> int:
+def choose_retry(recipe: Recipe, plan: DownloadPlan, store: Store, *, retry_failed: bool) -> int:
     """The retry whose artifact a run uses: 0 is the first download.
 
     It is the last one in the store. With `retry_failed` it is the next one, while a shard has
@@ -106,7 +106,7 @@ def choose_retry(recipe: Recipe, plan: Plan, store: Store, *, retry_failed: bool
 
 def build(
     recipe: Recipe,
-    plan: Plan,
+    plan: DownloadPlan,
     draft: Draft,
     progress: Callable[[int, int, str], None],
     *,
@@ -182,7 +182,7 @@ def show(artifact: Artifact) -> list[Panel]:
     tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
     if pictures := _thumbnails(tars):
         grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
-        panels.append(Picture("Some of the pictures", to_png(grid)))
+        panels.append(PicturePanel("Some of the pictures", to_png(grid)))
     return panels
 
 

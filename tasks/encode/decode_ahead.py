@@ -16,7 +16,7 @@ from tasks.encode.decode_and_crop import BadSample, Transformed, TransformSettin
 
 
 @dataclass
-class Picture:
+class DecodedPicture:
     """A transformed picture in a batch of its bucket."""
 
     position: int  # in the shard
@@ -30,7 +30,7 @@ class Picture:
 class Batch:
     """Pictures of one bucket, and the VAE's inputs."""
 
-    pictures: list[Picture]
+    pictures: list[DecodedPicture]
     #: [B, 3, H, W] f32 of the plain variants, then of the mirrored ones if there are any
     pixels: list[NDArray[np.float32]]
 
@@ -55,9 +55,9 @@ def decoded_batches(
         ahead: maximum number of decoded pictures that wait for a batch.
         bad: counts the unusable pictures by their reasons.
     """
-    waiting: dict[Size, list[Picture]] = {bucket: [] for bucket in buckets}
+    waiting: dict[Size, list[DecodedPicture]] = {bucket: [] for bucket in buckets}
 
-    def prepare(position: int, sample: Sample) -> Picture | BadSample:
+    def prepare(position: int, sample: Sample) -> DecodedPicture | BadSample:
         try:
             return _picture(position, sample, settings, buckets)
         except BadSample as error:
@@ -79,10 +79,10 @@ def decoded_batches(
 
 
 def _in_order(
-    jobs: Iterator[Future[Picture | BadSample]], ahead: int
-) -> Iterator[Picture | BadSample]:
+    jobs: Iterator[Future[DecodedPicture | BadSample]], ahead: int
+) -> Iterator[DecodedPicture | BadSample]:
     """The results of jobs in their order; at most `ahead` jobs are under way."""
-    under_way: deque[Future[Picture | BadSample]] = deque()
+    under_way: deque[Future[DecodedPicture | BadSample]] = deque()
     try:
         for job in jobs:
             under_way.append(job)
@@ -97,17 +97,17 @@ def _in_order(
 
 def _picture(
     position: int, sample: Sample, settings: TransformSettings, buckets: list[Size]
-) -> Picture:
+) -> DecodedPicture:
     """Raises BadSample."""
     sha256 = sample.source_sha256
     variants = transform(sample.image, sha256, sample.meta, settings, buckets)
     score = sample.meta.get("aesthetic_score") if settings.scored else None
     if settings.scored and score is None:
         raise BadSample("no aesthetic score")
-    return Picture(position, sample.captions, sha256, score, variants)
+    return DecodedPicture(position, sample.captions, sha256, score, variants)
 
 
-def _stacked(pictures: list[Picture]) -> Batch:
+def _stacked(pictures: list[DecodedPicture]) -> Batch:
     """A batch whose pictures are views into its arrays."""
     pixels = []
     for variant in range(2):

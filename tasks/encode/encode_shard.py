@@ -27,7 +27,7 @@ from runtimes.data.prefetch import Prefetch
 from runtimes.families import family_named
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from tasks.encode.buckets import bucket_sizes
-from tasks.encode.decode_ahead import Batch, Picture, decoded_batches
+from tasks.encode.decode_ahead import Batch, DecodedPicture, decoded_batches
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.holdout_split import is_holdout
 from tasks.encode.masks import draw_mask
@@ -160,7 +160,7 @@ def _encode_batch(
 
 
 def _encode_variant(
-    pictures: list[Picture],
+    pictures: list[DecodedPicture],
     variant: int,
     pixels: NDArray[np.float32],
     encoder: PipelineEncoder,

@@ -62,7 +62,7 @@ def sampler_settings(settings: Sampling, *more: str) -> dict[str, Any]:
     return found
 
 
-Run = Callable[[Job, Callable[[Event], None]], Any]
+RunJob = Callable[[Job, Callable[[Event], None]], Any]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def draw(
     spec: SamplingSpec,
     store: Store,
     scratch: Path,
-    run: Run,
+    run: RunJob,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> list[Shard]:
     """One shard of pictures per model, in the order of `models`.

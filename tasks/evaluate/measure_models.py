@@ -30,7 +30,12 @@ from tasks.evaluate.judges import Judge, Scores, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
 from tasks.evaluate.metric_names import CLIP_SCORE, CMMD, all_prompts, compared_sets, slices_by_set
 from tasks.evaluate.prompts import PromptSets, prompt_sets
-from tasks.evaluate.reference_features import Encoder, ReferenceFeatures, Split, reference_features
+from tasks.evaluate.reference_features import (
+    FeatureExtractor,
+    ReferenceFeatures,
+    Split,
+    reference_features,
+)
 from tasks.evaluate.reference_pictures import LIMIT, reference_pictures
 
 BATCH = 256  # pictures in memory
@@ -213,5 +218,5 @@ def _references(
         "limit": limit,
     }
     pictures = reference_pictures(images, settings, factor, split, limit)
-    encoders = {name: Encoder(identities[name], model) for name, model in models.items()}
+    encoders = {name: FeatureExtractor(identities[name], model) for name, model in models.items()}
     return reference_features(store, encoders, facts, pictures)

@@ -34,7 +34,7 @@ class ReferenceFeatures:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class FeatureExtractor:
     """An image encoder and the sha256 or name that identifies it."""
 
     digest: str
@@ -43,7 +43,7 @@ class Encoder:
 
 def reference_features(
     store: Store,
-    encoders: Mapping[str, Encoder],
+    encoders: Mapping[str, FeatureExtractor],
     facts: Mapping[str, Any],
     pictures: Iterable[tuple[str, Sample, Picture]],
 ) -> dict[str, ReferenceFeatures]:

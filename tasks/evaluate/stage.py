@@ -31,7 +31,7 @@ from tasks.evaluate import before_after_grid, draw_pictures
 from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.comparable_metrics import fingerprint, loss_facts, sampling_spec
 from tasks.evaluate.compare_pictures import GRID, compare_pictures
-from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, Run
+from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, RunJob
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts, judge_names
 from tasks.evaluate.load_published_model import load_published_model
@@ -41,7 +41,7 @@ from tasks.evaluate.metric_names import all_prompts, compared_sets, slices_by_se
 from tasks.evaluate.metric_table import metric_rows
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference_pictures import find_pictures
-from tasks.panels import Chart, Panel, Picture, Table
+from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
 from tasks.trained_weights import local_weights
@@ -88,7 +88,7 @@ def check_size(recipe: Recipe, base: Path, vae: Path | None = None) -> None:
 
 
 def build(
-    given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: Run = run_job
+    given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: RunJob = run_job
 ) -> dict[str, Any]:
     """Sample with both models, and write metrics, pictures and the grid into the draft."""
     spec, store = sampling_spec(given), draft.store
@@ -191,7 +191,7 @@ def metrics_of_published(
     begin: Callable[[KeyParts], Progress],
     uri: str,
     *,
-    run: Run = run_job,
+    run: RunJob = run_job,
 ) -> PublishedMetrics:
     """A published model's metrics, comparable with the `tuned` ones of an evaluation.
 
@@ -221,7 +221,7 @@ def metrics_of_published(
 
 
 def _build_published(
-    given: EvalInputs, model: EvalModel, draft: Draft, progress: Progress, run: Run
+    given: EvalInputs, model: EvalModel, draft: Draft, progress: Progress, run: RunJob
 ) -> dict[str, Any]:
     """Sample with a published model, and write its finite metrics, as `tuned`, into the draft.
 
@@ -287,7 +287,7 @@ def show_closest_pairs(artifact: Artifact) -> list[Panel]:
     rows = copies_table(summary["memorization"], tuned)
     return [
         Table("Search for copies of training pictures", rows),
-        Picture("Samples closest to training pictures", artifact.read(PAIRS)),
+        PicturePanel("Samples closest to training pictures", artifact.read(PAIRS)),
     ]
 
 

@@ -13,7 +13,7 @@ from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.pipeline_folder.describe_encoders import read_config
-from runtimes.torch.gpu_step_memory_records import Request, StepMemory
+from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from tasks.base_training_plan import ask_planner, cache_key, load_or_compute
 from tasks.evaluate.prompts import sample_prompts
 
@@ -51,14 +51,14 @@ class Planner:
         self._found: dict[str, StepMemory] = {}
         self.seconds = 0.0
 
-    def compute(self, requests: Sequence[Request]) -> None:
+    def compute(self, requests: Sequence[GpuStepRequest]) -> None:
         """Compute several requests at once."""
         lacking = {repr(request): request for request in requests}
         lacking = {name: r for name, r in lacking.items() if name not in self._found}
         with ThreadPoolExecutor(PROCESSES) as pool:
             self._found |= zip(lacking, pool.map(self._load, lacking.values()), strict=True)
 
-    def _load(self, request: Request) -> StepMemory:
+    def _load(self, request: GpuStepRequest) -> StepMemory:
         def compute() -> dict[str, Any]:
             found = ask_planner("runtimes.torch.gpu_step_memory", asdict(request))
             self.seconds += found["seconds"]
@@ -69,26 +69,26 @@ class Planner:
         key = cache_key(VERSION, content, (request.model, request.vae), versions)
         return StepMemory.from_json(load_or_compute(Store(self._recipe.store), key, compute))
 
-    def requests(self, recipe: Recipe) -> list[Request]:
+    def requests(self, recipe: Recipe) -> list[GpuStepRequest]:
         """All that `peaks` needs."""
         sampling = [self._sampling(recipe.evaluate.dtype)]
         if recipe.train.sample_every_n_steps:
             sampling.append(self._sampling(recipe.train.compute_dtype))
         return [self.training_request(recipe.train), *sampling]
 
-    def training_request(self, train: Train) -> Request:
+    def training_request(self, train: Train) -> GpuStepRequest:
         optimizer = "adamw" if train.optimizer == "adamw_8bit" else train.optimizer
         settings = train.model_dump(mode="json", include=STEP_SETTINGS) | {"optimizer": optimizer}
         return self._request(settings)
 
-    def _sampling(self, dtype: str) -> Request:
+    def _sampling(self, dtype: str) -> GpuStepRequest:
         names = {"inpainting", "aesthetic_score", "init", "denoiser_config"}
         settings = self._recipe.train.model_dump(mode="json", include=names)
         return replace(self._request(settings), sampling_dtype=dtype)
 
-    def _request(self, train: dict[str, Any]) -> Request:
+    def _request(self, train: dict[str, Any]) -> GpuStepRequest:
         config = self._recipe.train.denoiser_config
-        return Request(
+        return GpuStepRequest(
             model=str(self._model),
             train=train,
             resolution=self._recipe.encode.resolution,
@@ -99,7 +99,7 @@ class Planner:
     def step(self, train: Train) -> StepMemory:
         return self._get(self.training_request(train))
 
-    def _get(self, request: Request) -> StepMemory:
+    def _get(self, request: GpuStepRequest) -> StepMemory:
         self.compute([request])
         return self._found[repr(request)]
 

@@ -102,7 +102,7 @@ class GpuPlan(TrainingPlan):
         return text + f"it fits with {self.advice[0].options}"
 
 
-def make_plan(recipe: Recipe, gpu: str) -> GpuPlan:
+def plan_gpu_training(recipe: Recipe, gpu: str) -> GpuPlan:
     """Plan a recipe's training on a GPU, by runtime torch.
 
     Args:
@@ -121,7 +121,7 @@ def make_plan(recipe: Recipe, gpu: str) -> GpuPlan:
 
 
 def plan_for(recipe: Recipe, gpu: Gpu, model: Path, vae: Path | None) -> GpuPlan:
-    """`make_plan` for local folders; their configs are enough."""
+    """`plan_gpu_training` for local folders; their configs are enough."""
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
         raise WrongInput("train.fsdp: a GPU plan knows unsharded weights only: set 1")
     planner = Planner(recipe, model, vae)

@@ -131,7 +131,7 @@ def shipped_plans() -> list[RecipeMemory]:
     return sorted(read_table().values(), key=lambda found: found.largest)
 
 
-def markdown_table(gpus: tuple[GpuSpec, ...]) -> Iterator[str]:
+def recipe_memory_table(gpus: tuple[GpuSpec, ...]) -> Iterator[str]:
     """Lines of the table in docs/recipes.md.
 
     Args:

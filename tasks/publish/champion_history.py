@@ -17,7 +17,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import FORMAT, Damaged, decode_record, encode_record
-from artifacts.compare_and_swap import State, read, swap
+from artifacts.compare_and_swap import VersionedContent, read, swap
 from configs.redact_errors_and_logs import one_line
 
 log = logging.getLogger("kiln")
@@ -99,7 +99,7 @@ class Champions:
             if swap(self._fs, self._copy, seen[0], _encode(moves, settled=uuid.uuid4().hex)):
                 return moves
 
-    def _read_both(self) -> tuple[tuple[State, State], Moves]:
+    def _read_both(self) -> tuple[tuple[VersionedContent, VersionedContent], Moves]:
         """The states of the copy and of the history, made equal, and their moves."""
         while True:
             seen = read(self._fs, self._copy), read(self._fs, self._history)  # in this order
@@ -112,7 +112,7 @@ class Champions:
             else:
                 swap(self._fs, self._copy, seen[0], _encode(self.moves()))
 
-    def _write_both(self, seen: tuple[State, State], moves: Moves) -> None:
+    def _write_both(self, seen: tuple[VersionedContent, VersionedContent], moves: Moves) -> None:
         data = _encode(moves)
         if swap(self._fs, self._copy, seen[0], data):
             swap(self._fs, self._history, seen[1], data)
@@ -144,7 +144,7 @@ def _encode(moves: Moves, **facts: str) -> bytes:
     return encode_record({"format": FORMAT, "moves": moves, **facts})
 
 
-def _decode(state: State, path: str) -> Moves | None:
+def _decode(state: VersionedContent, path: str) -> Moves | None:
     """The moves of a state; none without a file, None if it is damaged."""
     if state.data is None:
         return []

@@ -10,7 +10,7 @@ import fsspec
 from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
 from tasks.evaluate.stage import show_closest_pairs
-from tasks.panels import Facts, Panel, Picture, Table
+from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.publish import gate, verdict
 from tasks.retrain.champion import Champion
 from tasks.retrain.source_changes import Changes
@@ -41,7 +41,7 @@ def show_retraining(
     if evaluated is not None:
         rows = _metrics(store, evaluated, champion, report)
         panels.append(Table("Metrics on equal held-out pictures", rows))
-        panels.append(Picture("Base above, new model below", evaluated.read(GRID)))
+        panels.append(PicturePanel("Base above, new model below", evaluated.read(GRID)))
         panels += show_closest_pairs(evaluated)
     if (verdicts := _verdicts(report)) is not None:
         panels.append(Table("Gate", gate.as_rows(verdicts)))
@@ -123,4 +123,4 @@ def _champions_picture(champion: Champion | None) -> list[Panel]:
     if champion is None:
         return []
     with fsspec.open(f"{champion.uri}/{GRID}", "rb") as stream:
-        return [Picture(f"Base above, {champion.version} below", stream.read())]
+        return [PicturePanel(f"Base above, {champion.version} below", stream.read())]

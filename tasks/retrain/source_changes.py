@@ -16,7 +16,7 @@ from tasks.download import stage as download
 from tasks.download.download_shard import STAGE, shard_key
 from tasks.download.plan_shards import (
     Begin,
-    Plan,
+    DownloadPlan,
     ShardSpec,
     Span,
     join_spans,
@@ -67,7 +67,7 @@ def plan_changes(
     store: Store,
     champion: Champion | None,
     begin: Begin = lambda parts: None,
-) -> tuple[Plan, Changes]:
+) -> tuple[DownloadPlan, Changes]:
     """The shards to train on, and what changed since the champion.
 
     The order of rows does not matter. New rows are cut into shards of their own, so that no old row
@@ -75,7 +75,7 @@ def plan_changes(
     an old row may count as new.
 
     Args:
-        begin: see make_plan.
+        begin: see plan_shards.
 
     Raises:
         SourceError: the source cannot be read, or has no rows.

@@ -19,7 +19,7 @@ LOCK = "retrain-lock.json"
 SETTLING = 60.0
 
 
-def resource_of(model: str) -> str:
+def source_resource(model: str) -> str:
     """The Prefect resource of the source of a model, by its name in the registry."""
     return f"kiln.source.{model}"
 

@@ -24,7 +24,7 @@ from artifacts.image_shards import add_member
 from artifacts.model_in_store import put_model
 from artifacts.resolve_model import digest_model
 from artifacts.store import Store
-from configs.monitoring import Wandb
+from configs.holdout_divergence_profile_wandb import Wandb
 from configs.tpu import Tpu
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job

@@ -20,7 +20,7 @@ from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.jax.tpu_step_memory import Request, StepCost
+from runtimes.jax.tpu_step_memory import StepCost, TpuStepRequest
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 from tasks.base_training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute
@@ -110,7 +110,7 @@ class SlicePlan(TrainingPlan):
         return f"at {TYPICAL_MFU:.0%} of the chip's peak, batches always ready"
 
 
-def make_plan(
+def plan_slice_training(
     recipe: Recipe, topology: str, *, search: bool, say: Callable[[str], None]
 ) -> SlicePlan:
     """Plan a recipe's training on a slice.
@@ -154,7 +154,7 @@ def _load_or_compile(
 ) -> StepCost:
     """The cost of the recipe's step for a batch, from the store's cache if it is there."""
     config = recipe.train.denoiser_config
-    request = Request(
+    request = TpuStepRequest(
         model=str(model),
         train=_of_the_step(recipe.train, batch),
         resolution=recipe.encode.resolution,
@@ -173,7 +173,7 @@ def _load_or_compile(
     return StepCost(**load_or_compute(Store(recipe.store), _cache_key(request), compile_step))
 
 
-def _cache_key(request: Request) -> str:
+def _cache_key(request: TpuStepRequest) -> str:
     versions = {name: version(name) for name in PACKAGES} | {"libtpu": compiler_version()}
     content = {**asdict(request), "model": None, "vae": None}
     return cache_key(VERSION, content, (request.model, request.vae), versions)
@@ -232,7 +232,7 @@ def compiler_version() -> str | None:
     return next((found.version for found in distributions(name="libtpu", path=path)), None)
 
 
-def _compile(request: Request) -> StepCost:
+def _compile(request: TpuStepRequest) -> StepCost:
     """Compile the step in a child process, since only that has libtpu on its path."""
     folder = compiler_folder()
     paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]

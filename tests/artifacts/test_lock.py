@@ -19,7 +19,7 @@ from store_servers import REMOTE, UrlOf
 from artifacts import compare_and_swap as cas
 from artifacts import lock
 from artifacts.clock import Clock
-from artifacts.compare_and_swap import State
+from artifacts.compare_and_swap import VersionedContent
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -138,7 +138,7 @@ def test_one_of_two_takeovers_acquires_the_lock(
     """Both see the same owner before either takes over."""
     both, tries, away = threading.Barrier(2), count(), threading.Event()
 
-    def late(*given: Any) -> State | None:
+    def late(*given: Any) -> VersionedContent | None:
         if next(tries) < 2:
             both.wait(timeout=60)
         return cas.swap(*given)
@@ -173,7 +173,7 @@ def test_a_heartbeat_continues_after_a_store_error(place, monkeypatch: pytest.Mo
     fs, path = place
     failures = count()
 
-    def failing(*given: Any) -> State | None:
+    def failing(*given: Any) -> VersionedContent | None:
         if 1 <= next(failures) <= 3:
             raise RuntimeError("503 from the store, of no kind of OSError")
         return cas.swap(*given)
@@ -194,7 +194,7 @@ def test_a_lost_response_to_a_heartbeat_keeps_the_lock(
     """The store has written it, and the client was told of an error."""
     turns = count()
 
-    def unheard(*given: Any) -> State | None:
+    def unheard(*given: Any) -> VersionedContent | None:
         done = cas.swap(*given)
         if next(turns) == 1:
             raise TimeoutError("no answer")
@@ -237,7 +237,7 @@ def test_a_paused_owner_checks_the_lock_in_the_store(place) -> None:
 def test_a_store_error_at_release_does_not_fail_the_build(
     place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def away(*given: Any) -> State | None:
+    def away(*given: Any) -> VersionedContent | None:
         raise RuntimeError("503 from the store")
 
     with lock.hold(*place):

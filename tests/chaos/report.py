@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import gcs_server
 from chaos.faults import STORES
-from chaos.round import Outcome, Place, Reference, Round, Undisturbed, processes
+from chaos.round import Outcome, Reference, Round, StoreLocation, Undisturbed, processes
 from chaos.worker import Given
 from store_servers import BUCKET, serving_s3
 
@@ -47,7 +47,7 @@ def _outcomes(
 
 
 def _rounds(
-    place: Place, count: int, seed: str, base: Path, reference: Reference
+    place: StoreLocation, count: int, seed: str, base: Path, reference: Reference
 ) -> Iterator[Outcome]:
     number = 0
     while count > 0:
@@ -70,9 +70,9 @@ def _rounds(
 
 
 @contextmanager
-def _place(kind: str, folder: Path) -> Iterator[Place]:
+def _place(kind: str, folder: Path) -> Iterator[StoreLocation]:
     if kind == "local":
-        yield Place(kind, str(folder / "store"))
+        yield StoreLocation(kind, str(folder / "store"))
         return
     variable = {"s3": "AWS_ENDPOINT_URL", "gcs": "STORAGE_EMULATOR_HOST"}[kind]
     ours, theirs = processes.Pipe()
@@ -80,7 +80,7 @@ def _place(kind: str, folder: Path) -> Iterator[Place]:
     server.start()
     url = os.environ[variable] = ours.recv()
     protocol = {"s3": "s3", "gcs": "gs"}[kind]
-    yield Place(kind, f"{protocol}://{BUCKET}/{uuid4()}", url, variable)
+    yield StoreLocation(kind, f"{protocol}://{BUCKET}/{uuid4()}", url, variable)
     server.kill()
 
 

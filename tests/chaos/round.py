@@ -40,7 +40,7 @@ processes.set_forkserver_preload(["chaos.worker"])
 
 
 @dataclass
-class Place:
+class StoreLocation:
     """A store under test, and what is known of it from one round to the next.
 
     Attributes:
@@ -59,7 +59,7 @@ class Place:
 class Worker:
     """One process at a time, the next after a kill, and the faults that happen to them."""
 
-    def __init__(self, given: Given, faults: list[Fault], place: Place) -> None:
+    def __init__(self, given: Given, faults: list[Fault], place: StoreLocation) -> None:
         self._given, self.faults, self._place = given, faults, place
         self.store = Store(place.url)
         self.fired: list[Fault] = []
@@ -179,7 +179,9 @@ class Round:
         reference: runs undisturbed, elsewhere: recipe -> digests.
     """
 
-    def __init__(self, place: Place, name: str, scratch: Path, reference: Reference) -> None:
+    def __init__(
+        self, place: StoreLocation, name: str, scratch: Path, reference: Reference
+    ) -> None:
         self._place, self._name, self._reference = place, name, reference
         environment = {} if place.server is None else {place.variable: place.server}
         self._given = Given(place.url, scratch, environment)

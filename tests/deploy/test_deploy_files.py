@@ -18,7 +18,7 @@ from prefect.events.schemas.automations import AutomationCore
 
 from configs.load_recipe import load_recipe
 from flows.model_events import PUBLISHED, REJECTED
-from tasks.retrain.watch_source import EVENT, resource_of
+from tasks.retrain.watch_source import EVENT, source_resource
 
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/*.sh"))
@@ -254,7 +254,7 @@ def test_an_event_of_a_source_starts_the_retraining_of_its_model() -> None:
     for entry in by_flow["retrain"]:
         (trigger,) = entry["triggers"]
         name = load_recipe(entry["parameters"]["recipe"]).publish.name
-        assert trigger["match"] == {"prefect.resource.id": resource_of(name)}
+        assert trigger["match"] == {"prefect.resource.id": source_resource(name)}
         assert trigger["expect"] == [EVENT]
         assert entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flows import check_machine
-from flows.findings import Finding, collect, limited
+from flows.doctor import check_machine
+from flows.doctor.findings import Finding, collect, limited
 from runtimes.hosts import detect_nvidia
 from runtimes.hosts.c_compiler import find_c_compiler
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu

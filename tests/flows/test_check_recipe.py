@@ -11,8 +11,8 @@ from hub_server import HubServer, Repository
 
 from configs.load_recipe import load_recipe
 from configs.recipe import Recipe
-from flows import check_recipe
-from flows.findings import Finding, collect
+from flows.doctor import check_recipe
+from flows.doctor.findings import Finding, collect
 from runtimes.contract import Probe
 from runtimes.hosts.detect_nvidia import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB

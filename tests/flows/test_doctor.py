@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import check_machine, doctor
-from flows.doctor import examine
+from flows.doctor import check_machine
+from flows.doctor import examine as doctor
+from flows.doctor.examine import examine
 from runtimes.contract import Probe
 from runtimes.registry import RUNTIMES
 

@@ -19,7 +19,7 @@ from artifacts.hashing import digest_bytes
 from configs.source import DatasetSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
 from tasks.download.read_lists_by_duckdb import MalformedList
-from tasks.download.sources import Dataset, Folder, Place, Source, UrlList
+from tasks.download.sources import Dataset, Folder, PictureLocation, Source, UrlList
 
 ROWS: list[dict[str, Any]] = [
     {"url": "http://h/1.jpg?sig=a", "caption": "a cat", "score": 5.5},
@@ -150,7 +150,7 @@ def _is_right(source: Source, folder: Path, rng: Random) -> bool:
         embedded = [row for row in scanned if row["file"] is not None]
         chosen = sorted(rng.sample(range(len(embedded)), min(3, len(embedded))))
         wanted = [embedded[number] for number in chosen]
-        pictures = list(source.pictures(Place(row["file"], row["row"]) for row in wanted))
+        pictures = list(source.pictures(PictureLocation(row["file"], row["row"]) for row in wanted))
     except SourceError as error:
         assert "\n" not in str(error), "not one line"
         return False

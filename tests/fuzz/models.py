@@ -16,8 +16,7 @@ from fuzz.reader import Reader
 from artifacts.hashing import canonical_json
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.scheduler_config import read_config as read_scheduler
-from runtimes.objective.scheduler_config import read_schedule
+from runtimes.objective.scheduler_config import read_schedule, read_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import folder_extras, trained_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
 
@@ -117,7 +116,7 @@ def _scheduler(folder: Path, configs: list[dict[str, Any]]) -> Reader:
     def read(rng: Random) -> bool:
         _change(path, json.dumps(rng.choice(configs)).encode(), rng)
         try:
-            read_scheduler(folder)
+            read_scheduler_config(folder)
             schedule = read_schedule(folder, Train() if rng.randrange(2) else None)
         except WrongInput:
             return False

@@ -39,7 +39,7 @@ from tasks.download.resize_by_img2dataset import img2dataset_resizer
 from tasks.download.shard_statistics import DownloadStatistics
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings, transform
-from tasks.panels import Picture
+from tasks.panels import PicturePanel
 
 PICTURES = 24
 
@@ -332,7 +332,7 @@ def test_pictures_of_later_shards_are_shown_where_the_first_has_none(tmp_path: P
     counts = {"rows": 2, "images": 1, "outcomes": {"success": 1}, "shards": 1}
     artifact = draft.commit({**counts, "data": DownloadStatistics().summary()}, {})
     panel = download.show(artifact)[-1]
-    assert isinstance(panel, Picture)
+    assert isinstance(panel, PicturePanel)
     with Image.open(BytesIO(panel.png)) as grid:
         assert grid.getpixel((grid.width // 2, grid.height // 2)) == (255, 0, 0)
 

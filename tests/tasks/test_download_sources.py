@@ -305,7 +305,7 @@ def test_of_a_grown_source_only_what_is_new_is_read(
     recipe = make_recipe({"kind": "urls", "path": str(tmp_path / "*.parquet")}, shard_size=40)
     monkeypatch.setattr(sources, "read_list", lambda f, *a: read.append(f) or read_list(f, *a))
 
-    def plan() -> tuple[download.Plan, list[str]]:
+    def plan() -> tuple[download.DownloadPlan, list[str]]:
         read.clear()
         planned = download.plan(recipe)
         return planned, [Path(file).name for file in read]

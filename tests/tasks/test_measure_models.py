@@ -25,7 +25,11 @@ from tasks.evaluate.draw_pictures import _commit
 from tasks.evaluate.feature_encoders import Clip, Float32, Pixels
 from tasks.evaluate.measure_models import MetricSuite
 from tasks.evaluate.memorization import closest_pairs
-from tasks.evaluate.reference_features import Encoder, ReferenceFeatures, reference_features
+from tasks.evaluate.reference_features import (
+    FeatureExtractor,
+    ReferenceFeatures,
+    reference_features,
+)
 from tasks.evaluate.reference_pictures import find_pictures, reference_pictures
 from tasks.evaluate.stage import _grid
 
@@ -189,7 +193,7 @@ def test_features_of_references_are_computed_once_for_their_content(
 
     def features(encoders: dict[str, str], **facts: Any) -> dict[str, ReferenceFeatures]:
         pictures = reference_pictures(artifact, TRANSFORM, 4, "train")
-        given = {name: Encoder(digest, Counting()) for name, digest in encoders.items()}
+        given = {name: FeatureExtractor(digest, Counting()) for name, digest in encoders.items()}
         return reference_features(store, given, {"images": artifact.digest, **facts}, pictures)
 
     first = features({"clip": "a", "image": "a", "pixels": "p"})

@@ -13,7 +13,7 @@ from tasks.panels import (
     Comparison,
     Facts,
     Panel,
-    Picture,
+    PicturePanel,
     Strip,
     Table,
     render_html,
@@ -50,7 +50,7 @@ def test_hostile_text_is_escaped_in_html() -> None:
 
 
 def test_pictures_are_pictures_in_both() -> None:
-    picture = Picture("grid", b"\x89PNG")
+    picture = PicturePanel("grid", b"\x89PNG")
     assert "![grid](data:image/png;base64,iVBORw==)" in to_markdown("h", [picture])
     assert '<img src="data:image/png;base64,iVBORw=="' in to_html([picture])
     svg = Chart("loss", "<svg/>")
@@ -61,7 +61,7 @@ def test_pictures_are_pictures_in_both() -> None:
 def test_a_large_picture_is_small_in_markdown_and_whole_in_html() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (500, 400, 3), np.uint8)
     Image.fromarray(noise).save(buffer := BytesIO(), "PNG")
-    picture = Picture("grid", buffer.getvalue())
+    picture = PicturePanel("grid", buffer.getvalue())
     assert len(picture.png) > 2 * SMALL
     (kind, data) = re.findall(r"data:image/(\w+);base64,([^)]+)\)", to_markdown("h", [picture]))[0]
     seen = Image.open(BytesIO(base64.b64decode(data)))

@@ -9,10 +9,10 @@ from configs.load_recipe import load_recipe
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.gpu.recipe_memory import (
     digest_settings,
-    markdown_table,
     memory_of,
     planned_recipes,
     read_table,
+    recipe_memory_table,
     shipped_plans,
 )
 
@@ -41,7 +41,7 @@ def test_a_setting_that_changes_the_memory_has_no_stored_plan() -> None:
 
 def test_the_table_of_the_documents_is_that_of_the_plans() -> None:
     found = TABLE.search(DOCUMENT.read_text(encoding="utf-8"))
-    assert found and found[0].splitlines() == list(markdown_table(GPUS))
+    assert found and found[0].splitlines() == list(recipe_memory_table(GPUS))
 
 
 def test_the_readmes_example_fits_a_card_of_24_gb() -> None:

@@ -19,7 +19,7 @@ from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from flows.store_commands import _lineage
 from tasks.build_or_reuse import StageResult
-from tasks.panels import LARGE, LARGE_SUM, Chart, Comparison, Panel, Picture, Strip, Table
+from tasks.panels import LARGE, LARGE_SUM, Chart, Comparison, Panel, PicturePanel, Strip, Table
 from tasks.panels_charts import intervals_chart, loss_chart
 from tasks.publish import report
 from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
@@ -61,7 +61,7 @@ def panels(artifact: Artifact) -> list[Panel]:
         Chart("Loss", loss_chart(history)),
         Strip("Samples", [(f"step {n}", png(n)) for n in range(3)]),
         Comparison("Pictures", models, [(HOSTILE, [png(9), png(8), png(7)])], png(1)),
-        Picture(HOSTILE, png(3)),
+        PicturePanel(HOSTILE, png(3)),
     ]
 
 
@@ -155,13 +155,13 @@ def largest_panels(artifact: Artifact) -> list[Panel]:
     pictures = [pair, pair, noise(LARGE_SUM // 20)]  # the last one is to be made smaller
     return [
         Table("Outcomes", outcomes, bars="rows"),
-        Picture("Some of the pictures", noise(LARGE)),
+        PicturePanel("Some of the pictures", noise(LARGE)),
         Chart("Loss", loss_chart(history)),
         Strip("Samples", [(f"step {n}", frame) for n in range(SAMPLES_SHOWN + 1)]),
         Comparison("Pictures", models, [(words, pictures) for _ in range(20)], pair),
         Chart("Metrics", intervals_chart(metrics)),
         Table("Metrics", rows),
-        Picture("Samples closest to training pictures", noise(LARGE)),
+        PicturePanel("Samples closest to training pictures", noise(LARGE)),
     ]
 
 

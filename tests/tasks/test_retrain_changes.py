@@ -47,7 +47,7 @@ def read(spec: ShardSpec) -> list[bytes]:
     return table["hash"].to_pylist()
 
 
-def publish(recipe: Recipe, plan: download.Plan, scratch: Path) -> Champion:
+def publish(recipe: Recipe, plan: download.DownloadPlan, scratch: Path) -> Champion:
     """A champion of the plan's shards, whose pictures all failed."""
     store = Store(recipe.store)
     parts = download.key_parts(recipe, plan)

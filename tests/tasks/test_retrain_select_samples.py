@@ -8,8 +8,8 @@ import pytest
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO, open_latents
 from artifacts.store import Artifact, Store
+from configs.holdout_divergence_profile_wandb import Profile
 from configs.load_recipe import load_recipe
-from configs.monitoring import Profile
 from configs.recipe import Recipe
 from configs.train import Train
 from tasks.encode.keys import STAGE

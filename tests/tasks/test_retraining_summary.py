@@ -11,7 +11,7 @@ from PIL import Image
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
-from tasks.panels import Picture, Table, escape_markdown
+from tasks.panels import PicturePanel, Table, escape_markdown
 from tasks.publish import verdict
 from tasks.publish.gate import Verdict
 from tasks.publish.stage import Rejected
@@ -102,9 +102,9 @@ def test_the_samples_closest_to_training_pictures_are_shown(tmp_path: Path) -> N
     report = {"status": "published", "start": "v1", "model": before.uri}
     report |= {"stages": {"evaluate": {"key": evaluated.key}}}
     panels = show_retraining(load_recipe("digits"), store, before, CHANGES, report)
-    (found,) = [p for p in panels if isinstance(p, Picture) and "closest" in p.title]
+    (found,) = [p for p in panels if isinstance(p, PicturePanel) and "closest" in p.title]
     assert found.png == png(2)
-    titles = [panel.title for panel in panels if isinstance(panel, Picture)]
+    titles = [panel.title for panel in panels if isinstance(panel, PicturePanel)]
     assert titles[0::2] == ["Base above, new model below", "Base above, v1 below"]
     # Prefect's UI shows the backslashes of escaped characters in the names of pictures.
     assert all(escape_markdown(title) == title for title in titles)

@@ -27,7 +27,7 @@ from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetched, Fetcher
 from tasks.download.rotate_and_reduce import rotate_and_reduce
 from tasks.download.rows import Row
-from tasks.download.safe_http_fetch import Deadline, Limits, SafeHttpClient, is_public
+from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, is_public
 from tasks.download.sources import ServedAt
 from tasks.download.web_host_limits import AsyncClock
 
@@ -71,7 +71,7 @@ def reply(
     handler.wfile.write(body)
 
 
-def fetch(url: str, limits: Limits, deadline: float) -> tuple[bytes, Message]:
+def fetch(url: str, limits: FetchLimits, deadline: float) -> tuple[bytes, Message]:
     async def fetched() -> tuple[bytes, Message]:
         async with SafeHttpClient(limits) as client:
             return await client.fetch(url, Deadline(deadline))
@@ -82,7 +82,7 @@ def fetch(url: str, limits: Limits, deadline: float) -> tuple[bytes, Message]:
 def get(
     host: str, path: str = "/", *, deadline: float = 60.0, timeout: float = 60.0
 ) -> tuple[bytes, Message]:
-    limits = Limits(max_bytes=1000, timeout=timeout, allow_hosts=frozenset({host}))
+    limits = FetchLimits(max_bytes=1000, timeout=timeout, allow_hosts=frozenset({host}))
     return fetch(f"http://{host}{path}", limits, time.monotonic() + deadline)
 
 
@@ -135,7 +135,7 @@ def test_global_unicast_addresses_are_public(address: str) -> None:
 )
 def test_a_url_that_is_not_public_http_is_refused(url: str, reason: str) -> None:
     with pytest.raises(FetchFailed) as failed:
-        fetch(url, Limits(1000, 60.0), time.monotonic() + 60)
+        fetch(url, FetchLimits(1000, 60.0), time.monotonic() + 60)
     assert (failed.value.reason, failed.value.transient) == (reason, False)
 
 
@@ -150,7 +150,7 @@ def test_a_host_name_is_checked_by_its_resolved_address(monkeypatch: pytest.Monk
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
         url = f"http://pictures.example.org:{host.partition(':')[2]}/"
         with pytest.raises(FetchFailed, match="refused address"):
-            fetch(url, Limits(1000, 60.0), time.monotonic() + 60)
+            fetch(url, FetchLimits(1000, 60.0), time.monotonic() + 60)
     assert requested == ["pictures.example.org"]  # once
 
 
@@ -158,7 +158,7 @@ def test_a_slow_name_server_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch
     released = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(10) and [])
     with pytest.raises(FetchFailed, match="timeout"):
-        fetch("http://pictures.example.org/", Limits(1000, 60.0), time.monotonic() + 0.2)
+        fetch("http://pictures.example.org/", FetchLimits(1000, 60.0), time.monotonic() + 0.2)
     released.set()
 
 
@@ -171,7 +171,7 @@ def test_only_listed_ports_of_public_hosts_are_allowed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket.socket, "connect", connect)
-    limits = Limits(1000, 60.0, frozenset({"mine.org"}), frozenset({80, 8080}))
+    limits = FetchLimits(1000, 60.0, frozenset({"mine.org"}), frozenset({80, 8080}))
     reasons = {
         "http://other.org/": "connection refused",
         "http://other.org:8080/": "connection refused",
@@ -214,7 +214,7 @@ def test_a_good_redirect_is_followed_without_the_credentials() -> None:
             reply(handler, body=b"here")
 
     with serving(answer) as host:
-        limits = Limits(1000, 2.0, frozenset({"127.0.0.1"}))
+        limits = FetchLimits(1000, 2.0, frozenset({"127.0.0.1"}))
         body, _ = fetch(f"http://us:pa%73s@{host}/a b", limits, time.monotonic() + 60)
     assert body == b"here"
     assert seen == ["Basic " + base64.b64encode(b"us:pass").decode(), None]
@@ -299,7 +299,7 @@ def test_a_self_signed_certificate_is_refused(tmp_path: Path) -> None:
     threading.Thread(target=accept, daemon=True).start()
     with listener, pytest.raises(FetchFailed) as failed:
         url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
-        fetch(url, Limits(9, 60.0, frozenset({"127.0.0.1"})), time.monotonic() + 60)
+        fetch(url, FetchLimits(9, 60.0, frozenset({"127.0.0.1"})), time.monotonic() + 60)
     assert (failed.value.reason, failed.value.transient) == ("bad certificate", False)
 
 
@@ -332,7 +332,7 @@ def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     host = f"127.0.0.1:{server.server_address[1]}"
-    limits = Limits(1000, 60.0, frozenset({host}))
+    limits = FetchLimits(1000, 60.0, frozenset({host}))
     try:
         body, _ = fetch(f"https://{host}/", limits, time.monotonic() + 60)
         assert body == b"over TLS"

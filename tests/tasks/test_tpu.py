@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from configs.holdout_divergence_profile_wandb import Wandb
 from configs.load_recipe import RecipeError, load_recipe
-from configs.monitoring import Wandb
 from configs.tpu import Tpu
 from runtimes.contract import WrongInput
 from tasks.tpu import launch

@@ -122,7 +122,7 @@ def test_padding_rows_are_not_counted_as_pictures(
     size = _size(recipe, SLICE)
     assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
     found = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, INFO)
-    monkeypatch.setattr("flows.show_plan.make_plan", lambda *_, **__: found)
+    monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
     show_plan(recipe, "v5e-8", search=False, as_json=True)
     facts = json.loads(capsys.readouterr().out)
     assert facts["global_batch_size"] == 16
@@ -146,7 +146,7 @@ def test_the_error_of_a_large_batch_has_the_largest_that_fits(
     recipe = make_recipe(tmp_path, global_batch_size=64)
     size, refused = _size(recipe, SLICE), replace(PLAN, total=total, flops=0, fits=False)
     found = tpu_training_plan.SlicePlan(recipe, SLICE, size, refused, INFO, size.with_per_chip(3))
-    monkeypatch.setattr("flows.show_plan.make_plan", lambda *_, **__: found)
+    monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
     with pytest.raises(DoesNotFit, match="micro_batch_size=24"):
         show_plan(recipe, "v5e-8", search=False, as_json=False)
     said = capsys.readouterr().out

@@ -14,8 +14,8 @@ from PIL import Image
 from artifacts.artifact_key import KeyParts
 from artifacts.lock import LockLost
 from artifacts.store import Artifact, Store
+from configs.holdout_divergence_profile_wandb import Profile
 from configs.load_recipe import load_recipe
-from configs.monitoring import Profile
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, read_job, write_job

@@ -21,7 +21,7 @@ from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.noised_batch import Objective
+from runtimes.objective.training_objective import Objective
 
 WriteLatents = Callable[..., str]
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})

@@ -18,7 +18,7 @@ from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.families import FAMILIES
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.noised_batch import Objective
+from runtimes.objective.training_objective import Objective
 
 Groups = dict[str, int]
 NAMES = st.sampled_from(["train/8x8", "train/4x12", "train/12x4", "holdout/8x8"])

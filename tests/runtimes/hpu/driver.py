@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import training
 
-from configs.hardware import Hpu
+from configs.mindspore_and_gaudi import Hpu
 from configs.train import Train
 from runtimes.torch.device import open_device
 

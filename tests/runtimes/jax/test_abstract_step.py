@@ -12,7 +12,7 @@ from configs.train import Train
 
 jax = chips.importorskip("jax")
 from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
-from runtimes.jax.tpu_step_memory import Request  # noqa: E402
+from runtimes.jax.tpu_step_memory import TpuStepRequest  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "bench/models"
 GIB = 2**30
@@ -55,7 +55,7 @@ def test_a_true_model_is_planned_from_its_configs(
     _, like, _, resolution, teraflops = TRUE[name]
     folder = configs_of(name, request.getfixturevalue(like), tmp_path / name)
     settings = Train(global_batch_size=16, ema_decay=0.9999, mixed_precision="bf16")
-    asked = Request(str(folder), settings.model_dump(mode="json"), resolution, "v5p-8")
+    asked = TpuStepRequest(str(folder), settings.model_dump(mode="json"), resolution, "v5p-8")
     step = AbstractStep(asked, settings, jax.devices()[:1], hosts=1)
     assert step.flops_per_image() == pytest.approx(teraflops * 1e12, rel=0.02)
     state = 4 * 4 * step.parameters  # weights, two moments and average, in float32

@@ -15,7 +15,7 @@ from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.memory import peak_rss
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
 from runtimes.torch.gpu_step_memory import main, step_memory
-from runtimes.torch.gpu_step_memory_records import Request, StepMemory
+from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.torch_models.planning_batch import sample_batch
@@ -50,14 +50,14 @@ def test_so_it_is_for_each_family_with_trained_text_encoders(
 
 def ask(model: Path, **train: Any) -> StepMemory:
     settings = Train(mixed_precision="bf16", **train).model_dump(mode="json")
-    return step_memory(Request(str(model), settings, 64))
+    return step_memory(GpuStepRequest(str(model), settings, 64))
 
 
 def test_attention_saves_no_logits(tiny_sdxl: Path) -> None:
     """Its memory grows with the number of tokens, not with its square."""
     settings = Train(mixed_precision="bf16").model_dump(mode="json")
     small, large = (
-        step_memory(Request(str(tiny_sdxl), settings, size)).peak(64)["activations"]
+        step_memory(GpuStepRequest(str(tiny_sdxl), settings, size)).peak(64)["activations"]
         for size in (64, 128)
     )
     assert large < 4.2 * small
@@ -66,7 +66,9 @@ def test_attention_saves_no_logits(tiny_sdxl: Path) -> None:
 def test_norms_save_float32_inputs_on_cuda_alone(tiny_sdxl: Path) -> None:
     settings = Train(mixed_precision="bf16").model_dump(mode="json")
     cuda, cpu = (
-        step_memory(Request(str(tiny_sdxl), settings, 64, device=device)).peak(64)["activations"]
+        step_memory(GpuStepRequest(str(tiny_sdxl), settings, 64, device=device)).peak(64)[
+            "activations"
+        ]
         for device in ("cuda", "cpu")
     )
     assert cuda > 1.1 * cpu
@@ -87,7 +89,7 @@ def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -
     network = Network.without_weights(tiny_sdxl, settings)
     extras = ExtraInputs.from_config(network.denoiser.config)
     batch = sample_batch(tiny_sdxl, None, 64, network.family, extras, text=False)
-    request = Request(str(tiny_sdxl), settings.model_dump(mode="json"), 64)
+    request = GpuStepRequest(str(tiny_sdxl), settings.model_dump(mode="json"), 64)
     counted = FlopCounter(network).of(batch)
     assert counted is not None
     # Fused attention computes its logits again in the backward pass, which the loop does not count.
@@ -109,7 +111,7 @@ def test_eight_bit_moments_need_a_quarter(tiny_sdxl: Path) -> None:
 
 def test_sampling_needs_all_weights_of_the_pipeline_and_no_gradients(tiny_sdxl: Path) -> None:
     train = Train().model_dump(mode="json")
-    found = step_memory(Request(str(tiny_sdxl), train, 64, sampling_dtype="bfloat16"))
+    found = step_memory(GpuStepRequest(str(tiny_sdxl), train, 64, sampling_dtype="bfloat16"))
     assert found.weights > found.encoders > 0
     one, two = found.peak(1), found.peak(2)
     assert one["activations"] == one["gradients"] == 0
@@ -138,7 +140,7 @@ def test_the_module_answers_in_json_also_for_wrong_input(
 ) -> None:
     def answer(model: Path) -> dict[str, Any]:
         path = tmp_path / "request.json"
-        path.write_text(json.dumps(asdict(Request(str(model), {}, 64))), encoding="utf-8")
+        path.write_text(json.dumps(asdict(GpuStepRequest(str(model), {}, 64))), encoding="utf-8")
         assert main(str(path)) == 0
         return dict(json.loads(capsys.readouterr().out))
 
@@ -156,6 +158,6 @@ def test_a_plan_of_sdxl_needs_no_memory_for_its_weights(tiny_sdxl: Path) -> None
     train = Train(mixed_precision="bf16", init="random", denoiser_config="given")
     before = peak_rss()
     settings = train.model_dump(mode="json")
-    found = step_memory(Request(str(tiny_sdxl), settings, 512, denoiser_config=config))
+    found = step_memory(GpuStepRequest(str(tiny_sdxl), settings, 512, denoiser_config=config))
     assert found.parameters > 2e9
     assert peak_rss() - before < 2 * 2**30

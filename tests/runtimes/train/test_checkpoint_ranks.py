@@ -20,7 +20,7 @@ from store_servers import REMOTE, RequestsTo, UrlOf
 
 from runtimes.contract import Owners, State
 from runtimes.optimizer_step import training_state_copies as state_module
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_arrays, shapes_of
+from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
 from runtimes.spmd.join_hosts import free_port
 from runtimes.train import checkpoint_array_files
 from runtimes.train.checkpoint_array_files import array_files, files_by_rank
@@ -255,7 +255,7 @@ def test_a_resume_from_a_bucket_fetches_the_needed_rows_alone(
     monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
     monkeypatch.setattr(MemoryFileSystem, "open", lambda *_, **__: pytest.fail("a file is read"))
     shapes = {"weights": {"a": (1000, 4)}}
-    rows = list(read_arrays(saved.state, shapes, lambda name, shape: slice(250, 500)))
+    rows = list(read_state_arrays(saved.state, shapes, lambda name, shape: slice(250, 500)))
     assert fetched == [250 * 16]
     np.testing.assert_equal(rows, [("weights", "a", arrays["a"][250:500])])
 
@@ -309,7 +309,7 @@ class Counted:
 def test_a_restore_reads_a_bounded_number_of_bytes_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "AHEAD", 4 * 2**20)
     state = {"weights": {str(n): Counted() for n in range(50)}}
-    names = [name for _, name, _ in read_arrays(state, shapes_of(state))]
+    names = [name for _, name, _ in read_state_arrays(state, shapes_of(state))]
     assert names == list(state["weights"])
     assert Counted.existing <= 1 and 1 < Counted.most <= 4 + 2, "one yielded, one in the caller"
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from configs.monitoring import Wandb
+from configs.holdout_divergence_profile_wandb import Wandb
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.train.experiment_trackers import TensorBoard, Trackers, open_trackers

@@ -21,7 +21,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.trainer import make_loader, read_settings
+from runtimes.train.trainer import make_loader, read_train_settings
 from runtimes.train.write_result import write_result
 from tasks.publish.assemble_pipeline import assemble
 
@@ -52,7 +52,7 @@ def trained(job: TrainJob) -> tuple[TheRuntime, list[str]]:
     """Two steps of the job, and the files that they leave."""
     runtime = TheRuntime()
     runtime.load(job)
-    loader = make_loader(job, read_settings(job), open_job_latents(job.latents))
+    loader = make_loader(job, read_train_settings(job), open_job_latents(job.latents))
     for step in range(2):
         runtime.step(loader.batch(step), 1e-2)
     return runtime, [file.path for file in write_result(job, runtime.state(), [])]
@@ -139,6 +139,6 @@ def test_every_prediction_type_is_learnt(make_job: MakeJob, kind: str) -> None:
     job = make_job(prediction_type=kind, snr_gamma=5.0, steps=15)
     runtime = TheRuntime()
     runtime.load(job)
-    batch = make_loader(job, read_settings(job), open_job_latents(job.latents)).batch(0)
+    batch = make_loader(job, read_train_settings(job), open_job_latents(job.latents)).batch(0)
     losses = [float(runtime.step(batch, 3e-3).loss) for _ in range(15)]
     assert losses[-1] < 0.9 * losses[0]

@@ -15,7 +15,7 @@ from torch_xla.debug import metrics
 
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.objective.scheduler_config import read_config
+from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.make_scheduler import make_scheduler
@@ -94,7 +94,7 @@ def train_and_dump(given: dict[str, Any], folder: str, *again: int) -> dict[str,
 def draw(folder: str) -> dict[str, Any]:
     """What XLA draws beside what diffusers draws on the CPU: what was found, by scheduler."""
     model = Path(folder)
-    config = {**read_config(model / "scheduler"), "clip_sample": False}
+    config = {**read_scheduler_config(model / "scheduler"), "clip_sample": False}
     schedulers = {name: make_scheduler({**config, "_class_name": name}) for name in SCHEDULERS}
     start("cpu", compiled=None)  # first of all: diffusers' pipelines open the device too
     pipe = DiffusionPipeline.from_pretrained(model)

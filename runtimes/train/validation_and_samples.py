@@ -13,9 +13,9 @@ from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.train.best_checkpoint import VALIDATION_LOSS, CheckpointRanking
 from runtimes.train.experiment_trackers import Trackers
+from runtimes.train.held_out_loss import measure
 from runtimes.train.recorder import Recorder
 from runtimes.train.samples import Samples
-from runtimes.train.validation import measure
 
 
 class Measurements:

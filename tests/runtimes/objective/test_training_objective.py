@@ -14,7 +14,7 @@ from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, ResolutionShift
-from runtimes.objective.noised_batch import Objective
+from runtimes.objective.training_objective import Objective
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 ZERO_SNR = {**SCALED, "rescale_betas_zero_snr": True}

@@ -10,12 +10,12 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from artifacts.locate_model import locate_model
+from artifacts.check_model_available import check_model_available
 from artifacts.resolve_model import ModelNotFound
 from artifacts.store import Store, StoreError
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
-from flows.findings import Finding, fine, limited, note, problem
+from flows.doctor.findings import Finding, fine, limited, note, problem
 from flows.preflight import devices_here, must_fit_one_gpu, stages_without_pool
 from runtimes.contract import Probe
 from runtimes.hosts.detect_nvidia import find_gpus
@@ -106,7 +106,7 @@ def _models(recipe: Recipe) -> Iterator[Check]:
 
 def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
     try:
-        where = locate_model(path, revision=revision)
+        where = check_model_available(path, revision=revision)
         yield fine(f"{setting}: {without_secrets(path)} ({where})")
     except ModelNotFound as error:
         yield problem(f"{setting}: {error}", f"set {setting} to a folder, URL or hub id")

@@ -23,7 +23,7 @@ from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train import between_steps
+from runtimes.train import training_run
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.divergence import Diverged
@@ -196,13 +196,13 @@ def test_a_validation_swaps_the_average_in_once(
 def test_the_end_of_a_run_copies_only_what_it_publishes(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, write = list[set[str]](), between_steps.write_result
+    written, write = list[set[str]](), training_run.write_result
 
     def recorded(job: TrainJob, state: State, history: Any) -> Any:
         written.append(set(state))
         return write(job, state, history)
 
-    monkeypatch.setattr(between_steps, "write_result", recorded)
+    monkeypatch.setattr(training_run, "write_result", recorded)
     run(make_job("averaged", steps=1, ema_decay=0.9))
     run(make_job("plain", steps=1))
     assert written == [{"ema"}, {"weights"}]

@@ -20,7 +20,7 @@ from artifacts.resolve_model import (
 SECONDS = 20.0
 
 
-def locate_model(path: str, *, revision: str | None = None) -> str:
+def check_model_available(path: str, *, revision: str | None = None) -> str:
     """Where a model is, in words such as `local folder` or `on the hub, 12 files`.
 
     Args:

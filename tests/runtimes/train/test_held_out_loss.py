@@ -16,9 +16,9 @@ from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.noised_batch import Objective
-from runtimes.train.trainer import make_holdout, read_settings
-from runtimes.train.validation import HeldOutLoss
+from runtimes.objective.training_objective import Objective
+from runtimes.train.held_out_loss import HeldOutLoss
+from runtimes.train.trainer import make_holdout, read_train_settings
 
 WriteLatents = Callable[..., str]  # of conftest.py
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
@@ -64,7 +64,7 @@ def test_held_out_samples_may_be_in_other_latents_than_those_to_train_on(
     settings = {"holdout_loss": {"every_n_steps": 1}, "global_batch_size": 2}
     job = make_job(latents=few, **settings)
     with pytest.raises(WrongInput, match="the latents have no held-out samples"):
-        make_holdout(job, read_settings(job))
+        make_holdout(job, read_train_settings(job))
     job = replace(job, holdout=latents_url)
-    with make_holdout(job, read_settings(job)) or pytest.fail("none") as holdout:
+    with make_holdout(job, read_train_settings(job)) or pytest.fail("none") as holdout:
         assert sorted({n for numbers, _ in holdout.batches() for n in numbers}) == [*range(5)]

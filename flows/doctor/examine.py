@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 from configs.recipe import Recipe, RuntimeName
 from configs.redact_urls import without_secrets
-from flows import check_machine
-from flows.check_machine import PINNED, TRAPS
-from flows.check_recipe import recipe_checks
-from flows.findings import Finding, collect, problem
+from flows.doctor import check_machine
+from flows.doctor.check_machine import PINNED, TRAPS
+from flows.doctor.check_recipe import recipe_checks
+from flows.doctor.findings import Finding, collect, problem
 from flows.preflight import devices_here, stages_without_pool
 from flows.runner import ServerAway, check_server, configured_server
 from runtimes.check_support import probe_runtime

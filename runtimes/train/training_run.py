@@ -21,16 +21,16 @@ from runtimes.train.checkpoints import Checkpoint, Checkpoints
 from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.learning_rate import learning_rate
-from runtimes.train.measurements import Measurements
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
+from runtimes.train.validation_and_samples import Measurements
 from runtimes.train.write_result import write_result
 
 ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
 
 
-class Run:
+class TrainingRun:
     """The state of a training run. All ranks must call its methods in the same order.
 
     Attributes:
@@ -204,7 +204,7 @@ class Run:
             images_per_second=self.recorder.images_per_second,
         )
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> TrainingRun:
         return self
 
     def __exit__(
