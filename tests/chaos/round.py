@@ -67,6 +67,7 @@ class Worker:
         self.command: Command | None = None
         self.outcome: tuple[str, Any] | None = None
         self.jump = processes.RawValue("d", 0.0)
+        self._happening = threading.Lock()
         self._proxy = None
         if place.server is not None:
             self._proxy = Proxy(place.server, self.happen)
@@ -118,20 +119,21 @@ class Worker:
 
     def happen(self, fault: Fault) -> None:
         """Make a fault happen, as far as it happens outside the process."""
-        self.fired.append(fault)
-        match fault.kind:
-            case "killed" if self._proxy is not None:
-                self._signal(signal.SIGKILL)
-            case "paused":
-                if self._proxy is not None:
-                    self._signal(signal.SIGSTOP)
-                process = self.process
-                threading.Timer(fault.seconds, _wake, (process,)).start()
-            case "clock jumps":
-                self.jump.value = fault.seconds
-            case "file truncated" | "file flipped":
-                if (found := damage(self.store, fault)) is not None:
-                    self.damaged.append(found)
+        with self._happening:
+            self.fired.append(fault)
+            match fault.kind:
+                case "killed" if self._proxy is not None:
+                    self._signal(signal.SIGKILL)
+                case "paused":
+                    if self._proxy is not None:
+                        self._signal(signal.SIGSTOP)
+                    process = self.process
+                    threading.Timer(fault.seconds, _wake, (process,)).start()
+                case "clock jumps":
+                    self.jump.value = fault.seconds
+                case "file truncated" | "file flipped":
+                    if (found := damage(self.store, fault)) is not None:
+                        self.damaged.append(found)
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -151,6 +153,8 @@ class Worker:
         if self._proxy is not None:
             self._proxy.shutdown()
             self._proxy.server_close()
+        with self._happening:  # a thread of the proxy may still damage a file
+            pass
 
 
 def _wake(process: Any) -> None:
