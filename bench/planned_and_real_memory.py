@@ -35,7 +35,7 @@ from runtimes.torch_models.planning_batch import sample_batch
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
-    "gradient checkpointing": {"gradient_checkpointing": True},
+    "gradient checkpointing": {"gradient_checkpointing": "blocks"},
     "EMA": {"ema_decay": 0.99},
     "LoRA": {"method": "lora"},
     "LoRA, bf16": {"method": "lora", "mixed_precision": "bf16"},

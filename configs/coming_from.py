@@ -66,7 +66,7 @@ TABLE = (
     Foreign("mixed_precision", "DKS", "train.mixed_precision"),
     Foreign("full_bf16 full_fp16 base_model_precision", "KS", "none", "weights stay float32"),
     Foreign("save_precision", "K", "publish.dtype"),
-    Foreign("gradient_checkpointing", "DKS", "train.gradient_checkpointing"),
+    Foreign("gradient_checkpointing", "DKS", "train.gradient_checkpointing", "`blocks`"),
     Foreign("snr_gamma min_snr_gamma", "DKS", "train.snr_gamma"),
     Foreign("debiased_estimation_loss", "K", "train.debiased_estimation_loss"),
     Foreign("noise_offset", "DKS", "train.noise_offset"),

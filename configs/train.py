@@ -141,8 +141,10 @@ class Train(Section):
         "runtime mindspore.",
     )
     loss_scale: LossScale = LossScale()
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass, to save memory."
+    gradient_checkpointing: Literal["none", "blocks", "selective"] = Field(
+        "none",
+        description="What the backward pass recomputes, to save memory: all activations of each "
+        "block (blocks), or all but the outputs of matrix products and convolutions (selective).",
     )
     compile: Literal["auto", "none", "blocks", "denoiser"] = Field(
         "auto",

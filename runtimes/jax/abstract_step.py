@@ -42,7 +42,7 @@ class AbstractStep:
     ) -> None:
         exact = "highest" if settings.compute_dtype == "float32" else "default"
         jax.config.update("jax_default_matmul_precision", exact)
-        plain = settings.model_copy(update={"gradient_checkpointing": False})
+        plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = Network.without_weights(Path(request.model), plain, request.denoiser_config)
         self._settings = settings
         self._network = network
@@ -56,9 +56,9 @@ class AbstractStep:
             *(Path(request.model), vae, request.resolution, network.family, extras),
             text=settings.train_text_encoder,
         )
-        if settings.gradient_checkpointing:
+        if settings.gradient_checkpointing != "none":
             for part in network.children():
-                recompute(part)
+                recompute(part, settings.gradient_checkpointing)
         self._names = trained_names(network)
         share = settings.global_batch_size // hosts
         self._size = min(settings.micro_batch_size or share, share)
@@ -89,7 +89,8 @@ class AbstractStep:
         """
         if self._splash is None:
             return 0.0
-        passes = 1 + self._settings.gradient_checkpointing + 5 / 2
+        recomputed = self._settings.gradient_checkpointing != "none"
+        passes = 1 + recomputed + 5 / 2
         forward = sum(self._splash.forward_flops) / self._mesh.count
         return forward * passes * self.micro_batches
 

@@ -203,8 +203,8 @@ class TheRuntime(BaseRuntime):
 
 def load_network(job: TrainJob, settings: Train) -> Network:
     """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises WrongInput."""
-    network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": False}))
-    if settings.gradient_checkpointing:
+    network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": "none"}))
+    if settings.gradient_checkpointing != "none":
         for part in network.children():
-            recompute(part)
+            recompute(part, settings.gradient_checkpointing)
     return network

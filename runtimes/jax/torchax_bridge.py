@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -72,15 +72,34 @@ class Wrapped(torch.nn.Module):
         return self._call(self.module, *arguments)
 
 
-def recompute(part: Any) -> None:
-    """Enable gradient checkpointing of each block of a component by jax.checkpoint."""
-    part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_recomputed)
+def recompute(part: Any, what: str) -> None:
+    """Enable gradient checkpointing of each block of a component by jax.checkpoint.
+
+    Args:
+        what: `train.gradient_checkpointing`, blocks or selective.
+    """
+    policy = _is_kept if what == "selective" else None
+    function = partial(_recomputed, policy)
+    part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
 
 
-def _recomputed(block: Callable[..., Any], *arguments: Any) -> Any:
+def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Whether selective recomputation keeps the outputs of an operation.
+
+    Products with batch dimensions are attention's logits, which are larger than all else.
+    """
+    if primitive is jax.lax.dot_general_p:
+        _, batch_dimensions = parameters["dimension_numbers"]
+        return not any(batch_dimensions)
+    return primitive is jax.lax.conv_general_dilated_p
+
+
+def _recomputed(
+    policy: Callable[..., bool] | None, block: Callable[..., Any], *arguments: Any
+) -> Any:
     environment = _environment()
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, policy=policy)
     def call(key: Array, given: tuple[Any, ...]) -> Any:
         # A separate key: a key that is split inside the checkpoint would leak a tracer.
         with environment.override_property(prng=key):

@@ -28,6 +28,8 @@ def check(settings: Train) -> None:
     name = "runtime mindspore"
     if settings.optimizer != "adamw":
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}: set adamw")
+    if settings.gradient_checkpointing == "selective":
+        raise WrongInput(f"train.gradient_checkpointing: selective is not for {name}: set blocks")
     if settings.fsdp != 1 and ranks.world > 1:
         raise WrongInput(f"train.fsdp: {settings.fsdp} is not for {name}: set 1")
     if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):

@@ -79,7 +79,7 @@ class Network(nn.Cell):
         for name, part in parts.items():
             if not full:
                 add_adapters(name, part, settings.lora, settings.seed, family.attention_layers)
-            if settings.gradient_checkpointing:
+            if settings.gradient_checkpointing == "blocks":
                 _recompute(part)
         return cls(family, parts)
 

@@ -11,6 +11,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
 from runtimes.hosts.c_compiler import find_c_compiler
 from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch_models.gradient_checkpointing import without_recomputation
 
 #: Programs per function. ResnetBlock2D alone has a program for each number of channels and size.
 PROGRAMS = 256
@@ -24,15 +25,20 @@ def check_compiler(what: str) -> None:
         raise WrongInput(f"train.compile: {what}: {NO_COMPILER}, or set train.compile=none")
 
 
-def compile_denoiser(denoiser: Any, what: str, device_hooks: DeviceHooks) -> None:
+def compile_denoiser(
+    denoiser: Any, what: str, device_hooks: DeviceHooks, recomputed: str = "none"
+) -> None:
     """Compile in place; names of modules and parameters do not change.
 
     Blocks of equal structure share a program, and gradient checkpointing stays outside of it.
+    Selective recomputation is within the program: PyTorch's partitioner keeps the outputs of
+    products and convolutions, and computes cheap operations again.
 
     Args:
         denoiser: a diffusers denoiser on its device.
         what: `train.compile`.
         device_hooks: gives the backend, and the choice of `auto`.
+        recomputed: `train.gradient_checkpointing`.
     """
     if what == "auto":
         what = "blocks" if device_hooks.device.type == "cuda" else "none"
@@ -48,3 +54,5 @@ def compile_denoiser(denoiser: Any, what: str, device_hooks: DeviceHooks) -> Non
     for module in denoiser.modules():
         if module is denoiser if what == "denoiser" else type(module).__name__ in blocks:
             module.compile(backend=device_hooks.compile_backend, dynamic=False)
+    if recomputed == "selective":
+        without_recomputation(denoiser)

@@ -68,7 +68,7 @@ class TheRuntime(BaseRuntime):
         network.train()
         enable_npu_attention(network.denoiser, self._device)
         hooks.prepare_training(network.denoiser)
-        compile_denoiser(network.denoiser, settings.compile, hooks)
+        compile_denoiser(network.denoiser, settings.compile, hooks, settings.gradient_checkpointing)
         forward = parallel.wrap(network)
         self._update = Update(parallel.masters(), settings, parallel, hooks)
         self._step = Step(network, forward, self._update, parallel, hooks, settings, ranks.rank)

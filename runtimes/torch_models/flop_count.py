@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runtimes.contract import StepBatch
 from runtimes.torch_models.gpu_specs import known_peak
+from runtimes.torch_models.gradient_checkpointing import without_recomputation
 
 log = logging.getLogger("kiln")
 
@@ -25,9 +26,7 @@ class FlopCounter:
     def __init__(self, network: torch.nn.Module) -> None:
         self.network = without_weights(network).float().train()
         for part in self.network.children():
-            if getattr(part, "is_gradient_checkpointing", False):
-                names = ("disable_gradient_checkpointing", "gradient_checkpointing_disable")
-                next(getattr(part, name) for name in names if hasattr(part, name))()
+            without_recomputation(part)
         self._counted: dict[object, int | None] = {}
 
     def of(self, batch: StepBatch) -> float | None:

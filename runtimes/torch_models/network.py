@@ -18,6 +18,7 @@ from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
 from runtimes.torch_models.encode_token_ids import encode_in_step
+from runtimes.torch_models.gradient_checkpointing import recompute
 from runtimes.torch_models.loading import (
     empty_denoiser,
     empty_text_encoder,
@@ -146,8 +147,8 @@ class Network(torch.nn.Module):
             part.requires_grad_(full)
             if not full:
                 add_adapters(name, part, settings.lora, settings.seed, targets, read)
-            if settings.gradient_checkpointing:
-                _checkpoint(part)
+            if settings.gradient_checkpointing != "none":
+                recompute(part, settings.gradient_checkpointing)
         return cls(family, parts)
 
     def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
@@ -211,11 +212,3 @@ class Network(torch.nn.Module):
 def _dtype(settings: Train) -> torch.dtype:
     """Dtype in which weights are loaded."""
     return torch.float32 if settings.method == "full" else getattr(torch, settings.compute_dtype)
-
-
-def _checkpoint(part: Any) -> None:
-    """Enable gradient checkpointing in a component."""
-    if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
-        part.enable_gradient_checkpointing()
-    else:  # transformers
-        part.gradient_checkpointing_enable({"use_reentrant": False})

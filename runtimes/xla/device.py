@@ -30,6 +30,10 @@ def check(settings: Train) -> None:
         )
     if settings.optimizer != "adamw":
         raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla: set adamw")
+    if settings.gradient_checkpointing == "selective":
+        raise WrongInput(
+            "train.gradient_checkpointing: selective is not for runtime xla: set blocks"
+        )
 
 
 def start(name: str, compiled: str | None) -> CompileCache:

@@ -48,11 +48,11 @@ class TheRuntime(BaseRuntime):
         share = settings.global_batch_size // ranks.world
         self._rows = min(settings.micro_batch_size or share, share)
         self._mesh.check_rows(self._rows)
-        plain = settings.model_copy(update={"gradient_checkpointing": False})
+        plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = self._network = Network.load(job, plain)
         self._counter = FlopCounter(network)
         replace_nearest_upsampling(network)
-        if settings.gradient_checkpointing:
+        if settings.gradient_checkpointing == "blocks":
             for part in network.children():
                 recompute(part, torch_xla.device())
         self._mesh.shard_module(network)

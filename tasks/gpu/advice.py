@@ -15,7 +15,7 @@ from tasks.gpu.estimate_peak_memory import Planner, executed_flops, micro_batch,
 Change = tuple[dict[str, Any], str]  # train settings, and what they cost besides FLOPs
 #: Changes that save memory, cheapest first.
 CHANGES: tuple[Change, ...] = (
-    ({"gradient_checkpointing": True}, "activations are computed twice"),
+    ({"gradient_checkpointing": "blocks"}, "activations are computed twice"),
     ({"optimizer": "adamw_8bit"}, "8-bit moments; needs bitsandbytes"),
     ({"ema_decay": None}, "publishes the last weights, not their average"),
     ({"method": "lora"}, "trains adapters, not all weights; needs a higher learning_rate"),

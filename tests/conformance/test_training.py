@@ -43,7 +43,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         **{"prediction_type": "v_prediction", "zero_terminal_snr": True, "snr_gamma": 5.0},
         **{"inpainting": True, "aesthetic_score": True},
     },
-    "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": True},
+    "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": "blocks"},
     "sd3": {"timesteps": {"distribution": "logit_normal"}},
     "flux": {"guidance_scale": 3.5, "timesteps": {"resolution_shift": True}},
 }
@@ -98,7 +98,7 @@ def test_a_run_goes_to_another_runtime_and_back(
 def test_adapters_follow_the_reference_and_resume(
     runtime: Subject, make_job: MakeJob, once: Once
 ) -> None:
-    job = make_job(runtime.name, gradient_checkpointing=True, **LORA)
+    job = make_job(runtime.name, gradient_checkpointing="blocks", **LORA)
     expected, plain = reference(once, "lora", lambda: plain_adapters(job))
     assert runtime.run(job) == 0
     assert_follows(job, expected)
@@ -112,7 +112,7 @@ def test_adapters_follow_the_reference_and_resume(
     assert runtime.run(job) == 8
     np.testing.assert_equal(result(job)[LORA_WEIGHTS], whole)
 
-    still = {**LORA, "learning_rate": 1e-30, "steps": 1, "gradient_checkpointing": True}
+    still = {**LORA, "learning_rate": 1e-30, "steps": 1, "gradient_checkpointing": "blocks"}
     start = make_job(runtime.name, name="start", **still)
     runtime.run(replace(start, adapters=f"{job.out}/{LORA_WEIGHTS}"))
     for name, array in result(start)[LORA_WEIGHTS].items():

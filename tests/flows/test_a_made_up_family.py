@@ -25,7 +25,7 @@ def test_a_run_is_published(
     source = {"kind": "folder", "path": str(tmp_path / "pictures")}
     overrides = toy("sd2", tmp_path / "store", source, tiny_model)
     overrides |= {"model.path": str(patchwork), "runtime": runtime, "train.snr_gamma": None}
-    overrides |= {"train.mixed_precision": "no", "train.gradient_checkpointing": False}
+    overrides |= {"train.mixed_precision": "no", "train.gradient_checkpointing": "none"}
     report = in_process.finetune(tmp_path, "sd2", overrides, api)
     published.assert_published(report, runtime, 4)
     loaded = FluxPipeline.from_pretrained(report["model"])

@@ -34,7 +34,7 @@ class Steps:
         self.asked.append(request)
         train, sampling = request["train"], request["sampling_dtype"] is not None
         lora = train.get("method") == "lora" or sampling
-        recomputed = bool(train.get("gradient_checkpointing"))
+        recomputed = train.get("gradient_checkpointing", "none") != "none"
         trained = 0 if lora else GIB
         moment = {
             "gradients": (0, 0),
@@ -130,20 +130,20 @@ def test_advice_fits_and_costs_least_first(plan: Callable[..., GpuPlan]) -> None
     assert advised == [
         ({"train.micro_batch_size": 3}, 11.75, 1.0),
         ({**eight_bit, "train.micro_batch_size": 4}, 11.5, 1.0),
-        ({"train.gradient_checkpointing": True}, 10.0, 1.33),
+        ({"train.gradient_checkpointing": "blocks"}, 10.0, 1.33),
     ]
 
 
 def test_adapters_are_advised_only_if_nothing_else_fits(plan: Callable[..., GpuPlan]) -> None:
     (only,) = plan(3 / USABLE, micro_batch_size=1).advice
-    assert only.settings == {"train.gradient_checkpointing": True, "train.method": "lora"}
+    assert only.settings == {"train.gradient_checkpointing": "blocks", "train.method": "lora"}
     assert gib(only.peak) == 1.75 + 0.25
     assert any("adapters" in note for note in only.notes)
     assert plan(0.5 / USABLE).advice == ()
 
 
 def test_a_smaller_sampling_batch_is_advised_too(plan: Callable[..., GpuPlan]) -> None:
-    lora = {"method": "lora", "gradient_checkpointing": True, "micro_batch_size": 1}
+    lora = {"method": "lora", "gradient_checkpointing": "blocks", "micro_batch_size": 1}
     found = plan(1.8 / USABLE, **lora)
     assert not found.fits
     assert found.advice[0].settings == {"evaluate.batch_size": 3}

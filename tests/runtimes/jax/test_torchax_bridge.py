@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 jax = chips.importorskip("jax")
-from runtimes.jax.torchax_bridge import as_function  # noqa: E402
+from runtimes.jax.torchax_bridge import as_function, recompute  # noqa: E402
 
 
 class Calls(torch.nn.Module):
@@ -100,3 +100,56 @@ def test_what_is_dropped_depends_on_the_seed_alone() -> None:
     np.testing.assert_equal(first, again)
     assert (first != other).any()
     assert set(first.tolist()) == {0.0, 2.0}
+
+
+class Block(torch.nn.Module):
+    """Two layers with weights, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inner = functional.gelu(self.into(inputs))[:, None]
+        return inputs + self.out(functional.scaled_dot_product_attention(inner, inner, inner)[:, 0])
+
+
+class Blocks(torch.nn.Module):
+    """Blocks that are called as diffusers' models call theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self._call = lambda block, *given: block(*given)
+
+    def _set_gradient_checkpointing(
+        self, *, enable: bool, gradient_checkpointing_func: Any
+    ) -> None:
+        self._call = gradient_checkpointing_func
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = self._call(block, inputs)
+        return inputs
+
+
+def test_selective_recomputation_computes_attention_again_but_no_product_with_weights() -> None:
+    products: dict[str, int] = {}
+    gradients: dict[str, Any] = {}
+    inputs = jax.numpy.asarray(normal(2, 6, 4))
+    for what in ("none", "selective", "blocks"):
+        module = Blocks()
+        if what != "none":
+            recompute(module, what)
+        call = as_function(module, training=True)
+        arrays = {name: weight.detach().numpy() for name, weight in module.named_parameters()}
+        gradient = jax.grad(lambda given, call=call: (call(given, 0, inputs) ** 2).sum())
+        products[what] = str(jax.make_jaxpr(gradient)(arrays)).count("dot_general")
+        gradients[what] = gradient(arrays)
+    assert products["none"] == 2 * 3 * 4 - 1, "the first product's input requires no gradient"
+    assert products["selective"] == products["none"] + 2 * 2
+    assert products["blocks"] == products["none"] + 2 * 3, "the last product's output is not used"
+    for name, expected in gradients["none"].items():
+        np.testing.assert_allclose(gradients["selective"][name], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(gradients["blocks"][name], expected, rtol=1e-5, atol=1e-6)

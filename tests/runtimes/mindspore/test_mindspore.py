@@ -78,7 +78,7 @@ def elsewhere(job: TrainJob, folder: Path, **settings: Any) -> TrainJob:
     [
         pytest.param("O0", 1e-5, {"micro_batch_size": 2}, id="full"),
         pytest.param(
-            *("O1", 1e-5, {**lora(), "gradient_checkpointing": True}),
+            *("O1", 1e-5, {**lora(), "gradient_checkpointing": "blocks"}),
             id="lora",
             marks=pytest.mark.soak,
         ),
@@ -236,6 +236,7 @@ def test_sampling_models_leave_the_device(driver: DriverProcess, make_job: MakeJ
 WRONG: dict[str, dict[str, Any]] = {
     "train.mixed_precision: MindSpore has bfloat16 on Ascend": {"mixed_precision": "bf16"},
     "adafactor is not for runtime mindspore": {"optimizer": "adafactor"},
+    "selective is not for runtime mindspore": {"gradient_checkpointing": "selective"},
     "dora and dropout are not": {"method": "lora", "lora": {"dropout": 0.1}},
     "fsdp: all is not": {"fsdp": "all", "processes": 2},
     "O2 needs CANN": {"mindspore": {"mode": "graph", "jit_level": "O2"}},
@@ -262,7 +263,9 @@ def test_gradient_checkpointing_computes_activations_twice(
     driver: DriverProcess, make_job: MakeJob
 ) -> None:
     plain, expected = driver.call("counted", asdict(make_job(steps=2)))
-    again, found = driver.call("counted", asdict(make_job(steps=2, gradient_checkpointing=True)))
+    again, found = driver.call(
+        "counted", asdict(make_job(steps=2, gradient_checkpointing="blocks"))
+    )
     assert found == pytest.approx(expected, rel=1e-6)
     assert again == 2 * plain > 0
 

@@ -47,7 +47,8 @@ def two_steps(make_job: MakeJob, name: str, **settings: Any) -> tuple[list[float
     "settings",
     [
         {"compile": "blocks"},
-        {"compile": "blocks", "gradient_checkpointing": True},
+        {"compile": "blocks", "gradient_checkpointing": "blocks"},
+        {"compile": "blocks", "gradient_checkpointing": "selective"},
         {"compile": "blocks", "method": "lora"},
         {"compile": "denoiser"},
     ],
@@ -90,7 +91,7 @@ def test_a_compiled_and_checkpointed_denoiser_trains_in_ddp(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's DDPOptimizer splits the graph at DDP's buckets, which are small here."""
-    settings = {"compile": "denoiser", "gradient_checkpointing": True}
+    settings = {"compile": "denoiser", "gradient_checkpointing": "blocks"}
     expected, _ = two_steps(make_job, "alone")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -35,7 +35,7 @@ def ddp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "settings",
     [
         {},
-        {"train_text_encoder": True, "gradient_checkpointing": True},
+        {"train_text_encoder": True, "gradient_checkpointing": "blocks"},
         {"method": "lora", "mixed_precision": "bf16"},
     ],
     ids=["full", "text-encoders", "lora"],

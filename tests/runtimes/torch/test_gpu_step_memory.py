@@ -75,7 +75,7 @@ def test_norms_save_float32_inputs_on_cuda_alone(tiny_sdxl: Path) -> None:
 
 
 def test_gradient_checkpointing_costs_flops_and_saves_activations(tiny_sdxl: Path) -> None:
-    plain, checkpointed = ask(tiny_sdxl), ask(tiny_sdxl, gradient_checkpointing=True)
+    plain, checkpointed = ask(tiny_sdxl), ask(tiny_sdxl, gradient_checkpointing="blocks")
     assert plain.recomputed_flops_per_image == 0
     assert checkpointed.flops_per_image == plain.flops_per_image
     share = checkpointed.recomputed_flops_per_image / plain.flops_per_image
@@ -83,9 +83,19 @@ def test_gradient_checkpointing_costs_flops_and_saves_activations(tiny_sdxl: Pat
     assert checkpointed.peak(64)["activations"] < plain.peak(64)["activations"] / 2
 
 
+def test_selective_recomputation_keeps_products_and_recomputes_the_rest(tiny_sdxl: Path) -> None:
+    plain, blocks, selective = (
+        ask(tiny_sdxl, gradient_checkpointing=what) for what in ("none", "blocks", "selective")
+    )
+    assert selective.flops_per_image == plain.flops_per_image
+    assert selective.recomputed_flops_per_image < blocks.recomputed_flops_per_image / 10
+    kept = [found.peak(64)["activations"] for found in (plain, selective, blocks)]
+    assert kept[0] > 1.2 * kept[1] > 1.2 * kept[2]
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -> None:
-    settings = Train(mixed_precision=precision, gradient_checkpointing=True)
+    settings = Train(mixed_precision=precision, gradient_checkpointing="blocks")
     network = Network.without_weights(tiny_sdxl, settings)
     extras = ExtraInputs.from_config(network.denoiser.config)
     batch = sample_batch(tiny_sdxl, None, 64, network.family, extras, text=False)

@@ -1,0 +1,54 @@
+"""Recompute activations in the backward pass, by PyTorch's own checkpoints around each block."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+_aten = torch.ops.aten
+#: Operations whose outputs selective recomputation keeps. Products of batches (bmm) are attention's
+#: logits, which are larger than all else.
+KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute(part: Any, what: str) -> None:
+    """Enable gradient checkpointing of a component's blocks.
+
+    Args:
+        part: a model of diffusers or transformers.
+        what: `train.gradient_checkpointing`, blocks or selective.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if what == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
+        part.enable_gradient_checkpointing(partial(checkpoint, **options))
+    else:  # transformers
+        part.gradient_checkpointing_enable(options)
+
+
+def without_recomputation(part: Any) -> None:
+    """Disable gradient checkpointing of a component, if it is enabled."""
+    if getattr(part, "is_gradient_checkpointing", False):
+        names = ("disable_gradient_checkpointing", "gradient_checkpointing_disable")
+        next(getattr(part, name) for name in names if hasattr(part, name))()
+
+
+def _policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    kept = operation in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
