@@ -20,7 +20,6 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
-from runtimes.sample.guidance import cfg_weight
 from runtimes.sample.noise_and_components import check_size
 from tasks.build_or_reuse import runtime_facts
 from tasks.check_training_targets import check_true_cfg
@@ -83,7 +82,7 @@ def check(settings: Generate, model: EvalModel) -> None:
             raise WrongInput(str(error)) from None
     family = detect_family(model.folder)
     check_true_cfg("", settings, family)
-    if settings.negative_prompt is not None and cfg_weight(family, settings.model_dump()) <= 1:
+    if settings.negative_prompt is not None and family.guidance_weight(settings.model_dump()) <= 1:
         name = "true_cfg_scale" if family.guidance_input else "guidance_scale"
         raise WrongInput(
             f"negative_prompt: it has no effect without guidance: raise {name} above 1"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from PIL import Image
 from training import history, train
@@ -29,10 +30,17 @@ from runtimes.sample.generate_job import generate
 
 #: Relative; the script sums a batch at once, the runtime sample by sample.
 TOLERANCE = 1e-5
-#: (model, noisy latents [B, C, h, w], timesteps [B] to 1000, B embeddings [T, D]) -> prediction.
-Predict = Callable[[Any, torch.Tensor, torch.Tensor, list[torch.Tensor]], torch.Tensor]
+#: (model, noisy latents [B, C, h, w], timesteps [B] to 1000, B embeddings) -> prediction.
+Predict = Callable[[Any, torch.Tensor, torch.Tensor, list[Any]], torch.Tensor]
 #: The VAE's latents [C, h, w] f32 -> the model's.
 Scale = Callable[[torch.Tensor], torch.Tensor]
+#: (shard, row of the caption) -> its embeddings.
+Embeddings = Callable[[LatentShard, int], Any]
+
+
+def prompt_embeds(shard: LatentShard, row: int) -> torch.Tensor:
+    """[T, D] f32"""
+    return torch.from_numpy(from_bfloat16(shard.prompt_embeds(row)))
 
 
 class Script:
@@ -43,10 +51,19 @@ class Script:
         model: the transformer.
         predict: calls the model as the script does.
         scale: scales latents as the script does.
+        embeddings: of a caption, as `predict` takes them.
     """
 
-    def __init__(self, job: TrainJob, model: Any, predict: Predict, scale: Scale) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        model: Any,
+        predict: Predict,
+        scale: Scale,
+        embeddings: Embeddings = prompt_embeds,
+    ) -> None:
         self.model, self._predict, self._scale = model.train(), predict, scale
+        self._embeddings = embeddings
         self._settings = Train(**job.train)
         folder = Path(job.model) / "scheduler"
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
@@ -87,11 +104,22 @@ class Script:
         timesteps = self._scheduler.timesteps[levels]
         at = [(self._scheduler.timesteps == t).nonzero().item() for t in timesteps]
         sigmas = self._scheduler.sigmas[at].view(-1, 1, 1, 1)
+        if self._settings.timesteps.resolution_shift:  # not in the script: as FluxPipeline samples
+            sigmas = self._scheduler.time_shift(self._mu(z), 1.0, sigmas)
+            timesteps = sigmas.flatten() * 1000
         noisy = (1.0 - sigmas) * z + sigmas * noise
         output = self._predict(self.model, noisy, timesteps, prompts)
         weighting = compute_loss_weighting_for_sd3(self._settings.weighting_scheme, sigmas)
         errors = weighting.float() * (output.float() - (noise - z).float()) ** 2
         return errors.reshape(len(z), -1).mean(1).mean()
+
+    def _mu(self, z: torch.Tensor) -> float:
+        config = self._scheduler.config
+        found: float = calculate_shift(
+            *(z.shape[2] * z.shape[3] // 4, config.base_image_seq_len, config.max_image_seq_len),
+            *(config.base_shift, config.max_shift),
+        )
+        return found
 
     def _injected(self, step: int) -> tuple[torch.Tensor, torch.Tensor, list[int], Any]:
         """Latents, noise, indices into the scheduler's timesteps, and embeddings of a batch."""
@@ -108,7 +136,7 @@ class Script:
             mean, logvar = from_bfloat16(sample.mean), from_bfloat16(sample.logvar)
             z = self._scale(torch.from_numpy(mean + np.exp(logvar / 2) * eps))
             text = sample.caption_rows[int(caption * len(sample.caption_rows))]
-            embeds = torch.from_numpy(from_bfloat16(shard.prompt_embeds(text)))
+            embeds = self._embeddings(shard, text)
             rows.append((z, torch.from_numpy(noise), 999 - int(u * 1000), embeds))
         z, noise, levels, prompts = zip(*rows, strict=True)
         return torch.stack(z), torch.stack(noise), list(levels), list(prompts)

@@ -151,12 +151,18 @@ class Family:
         """Whether the pipeline ignores the guidance scale, by its model_index.json."""
         return False
 
-    def guidance_weight(self, guidance_scale: Any) -> Any:
+    def guidance_weight(self, sampler: Mapping[str, Any]) -> float:
         """Weight w of guidance: prediction = unconditional + w (conditional - unconditional).
 
-        At most 1 is no guidance.
+        At most 1 is no guidance (arXiv 2207.12598). The `guidance_scale` of a family with a
+        guidance input is that input. Such a family has `true_cfg_scale`, as FluxPipeline has.
+
+        Args:
+            sampler: as GenerateJob.sampler.
         """
-        return guidance_scale
+        if self.guidance_input:
+            return float(sampler.get("true_cfg_scale", 1.0))
+        return float(sampler["guidance_scale"])
 
     def guide(self, unconditional: Any, conditional: Any, weight: Any) -> Any:
         """Classifier-free guidance (arXiv 2207.12598), as the pipeline computes it.

@@ -38,7 +38,7 @@ _DOUBLE = {
 }
 _SINGLE = {"norm.linear": "modulation.lin", "proj_out": "linear2"}
 #: Layers that Black Forest Labs' code fuses along the output: (fused layer, position in it).
-_FUSED_DOUBLE = {
+FUSED_DOUBLE = {
     f"attn.{name}": (f"{stream}_attn.qkv", position)
     for stream, names in (
         ("img", ("to_q", "to_k", "to_v")),
@@ -50,7 +50,7 @@ _FUSED_SINGLE = {
     name: ("linear1", position)
     for position, name in enumerate(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
 }
-_BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
+BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 _MLP_RATIO = 4
 
 
@@ -68,13 +68,13 @@ def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
     """
     if layer in _TOP:
         return KohyaLayer(_TOP[layer])
-    match = _BLOCK.fullmatch(layer)
+    match = BLOCK.fullmatch(layer)
     if match is None:
         raise ValueError(f"{layer} has no name in the layout of sd-scripts")
     single, number, rest = match.groups()
     block = f"{'single' if single else 'double'}_blocks.{number}"
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-    plain, fused = (_SINGLE, _FUSED_SINGLE) if single else (_DOUBLE, _FUSED_DOUBLE)
+    plain, fused = (_SINGLE, _FUSED_SINGLE) if single else (_DOUBLE, FUSED_DOUBLE)
     if rest in plain:
         return KohyaLayer(f"{block}.{plain[rest]}")
     if rest not in fused:

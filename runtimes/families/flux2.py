@@ -5,7 +5,6 @@ The published model is described by its code alone; diffusers' Flux2KleinPipelin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from artifacts.safetensors import read_named_floats
 from runtimes.contract import WrongInput
 from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
-from runtimes.families.flux import pack, positions, unpack
+from runtimes.families.flux import BLOCK, FUSED_DOUBLE, pack, positions, unpack
 from runtimes.objective.noise_schedule import ResolutionShift
 
 _PATCH = 2  # latent pixels along one side of a patch
@@ -37,16 +36,6 @@ _DOUBLE = {
     "ff_context.linear_out": "txt_mlp.2",
 }
 _SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
-#: Layers that Black Forest Labs' code fuses along the output: (fused layer, position in it).
-_FUSED = {
-    f"attn.{name}": (f"{stream}_attn.qkv", position)
-    for stream, names in (
-        ("img", ("to_q", "to_k", "to_v")),
-        ("txt", ("add_q_proj", "add_k_proj", "add_v_proj")),
-    )
-    for position, name in enumerate(names)
-}
-_BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 
 
 def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
@@ -61,15 +50,15 @@ def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
     """
     if layer in _TOP:
         return KohyaLayer(_TOP[layer])
-    match = _BLOCK.fullmatch(layer)
+    match = BLOCK.fullmatch(layer)
     single, number, rest = match.groups() if match else (None, "", "")
     block = f"{'single' if single else 'double'}_blocks.{number}"
     plain = _SINGLE if single else _DOUBLE
     if rest in plain:
         return KohyaLayer(f"{block}.{plain[rest]}")
-    if single or rest not in _FUSED:
+    if single or rest not in FUSED_DOUBLE:
         raise ValueError(f"{layer} has no name in the layout of sd-scripts")
-    name, position = _FUSED[rest]
+    name, position = FUSED_DOUBLE[rest]
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     return KohyaLayer(f"{block}.{name}", position * width, 3 * width)
 

@@ -53,9 +53,9 @@ class ZImage(Family):
     def prompt_width(self, config: Mapping[str, Any]) -> int:
         return int(config["cap_feat_dim"])
 
-    def guidance_weight(self, guidance_scale: Any) -> Any:
+    def guidance_weight(self, sampler: Mapping[str, Any]) -> float:
         """The pipeline adds scale (conditional - unconditional) to the conditional: 0 is none."""
-        return guidance_scale + 1
+        return super().guidance_weight(sampler) + 1
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:
         return _PATCH

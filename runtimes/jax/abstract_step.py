@@ -21,7 +21,7 @@ from runtimes.jax.parameters_and_optimizer_state import names_without_gradient, 
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
 from runtimes.jax.torchax_bridge import as_function, recompute
-from runtimes.jax.tpu_step_memory import TpuStepRequest
+from runtimes.jax.tpu_step_memory_records import TpuStepRequest
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.torch_models.planning_batch import sample_batch

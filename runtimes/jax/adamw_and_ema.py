@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from configs.train import Train
-from runtimes.optimizer_step.step_scalars import text_encoder_factor
+from runtimes.optimizer_step.step_scalars import learning_rate_factors
 
 Arrays = dict[str, Array]
 #: Group of State (such as `exp_avg`) to State's key to array.
@@ -38,12 +38,11 @@ def update(
     if settings.max_grad_norm is not None:
         factor = jnp.minimum(settings.max_grad_norm / (norm + 1e-6), 1.0)
     (beta1, beta2), found = settings.adam_betas, {group: dict(state[group]) for group in state}
-    text_share = text_encoder_factor(settings)
+    shares = learning_rate_factors(gradients, settings)
     for name, gradient in gradients.items():
         if name in untouched:
             continue
-        gradient = gradient * factor
-        share = text_share if name.startswith("text_encoder") else 1.0
+        gradient, share = gradient * factor, shares[name]
         first, second = state["exp_avg"][name], state["exp_avg_sq"][name]
         first = first + (1 - beta1) * (gradient - first)
         second = beta2 * second + (1 - beta2) * jnp.square(gradient)

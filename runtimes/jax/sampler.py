@@ -29,7 +29,7 @@ from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
-from runtimes.sample.guidance import cfg_weight, is_guided
+from runtimes.sample.guidance import is_guided
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
@@ -167,7 +167,7 @@ class Sampler:
         assert self._network is not None, "call `use` first"
         family = self._network.family
         guided = is_guided(family, sampler, self._encoder.info)
-        given = conditioning, np.float32(cfg_weight(family, sampler))
+        given = conditioning, np.float32(family.guidance_weight(sampler))
         if self._whole:
             return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guided)
         carry = latents, latents * 0

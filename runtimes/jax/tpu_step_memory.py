@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 from configs.train import Train
 from runtimes.contract import WrongInput
+from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -31,40 +32,6 @@ REFUSALS = (
 )
 #: Most virtual CPU devices for which a step compiles in reasonable time.
 MOST_VIRTUAL = 16
-
-
-@dataclass(frozen=True)
-class TpuStepRequest:
-    """A training step and the TPU slice to compile it for."""
-
-    model: str  # local folder of the base pipeline; its configs are enough
-    train: dict[str, Any]  # configs.train.Train, dumped
-    resolution: int  # of the pictures, pixels
-    topology: str  # such as v5p-8
-    vae: str | None = None
-    denoiser_config: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Cost of a step. Bytes and FLOPs are per chip and step unless a field says otherwise.
-
-    FLOPs and seconds of a step with n micro-batches are n times those of one micro-batch with the
-    update. The error is small, since the update is a small part.
-    """
-
-    compiler: str  # such as libtpu 0.0.42
-    arguments: int  # bytes of weights, optimizer, average and batch
-    temporaries: int  # bytes of activations, gradients, gathered weights (refused: all else)
-    total: int  # peak bytes; 0 if unknown
-    flops: float  # executed FLOPs, recomputation included
-    kernel_flops: float  # those of attention kernels, without time in `optimal_seconds`
-    bytes_accessed: float
-    optimal_seconds: float | None  # per step, the compiler's estimate without kernel_flops
-    flops_per_image: float | None  # forward and backward, without recomputation
-    parameters: int  # number of trained parameters
-    seconds: float  # duration of this estimate
-    fits: bool  # whether the compiler accepted the program's memory
 
 
 def step_cost(request: TpuStepRequest) -> StepCost:

@@ -25,7 +25,7 @@ from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.optimizer_step.ema_decay import ema_decay_at
 from runtimes.optimizer_step.ema_swap import swapped
-from runtimes.optimizer_step.step_scalars import bias_corrections, text_encoder_factor
+from runtimes.optimizer_step.step_scalars import bias_corrections, learning_rate_groups
 from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
 
 Gradients = Sequence[Tensor]
@@ -58,14 +58,11 @@ class Update:
         self._average: dict[str, Parameter] = {}
         if settings.ema_decay is not None:
             self._average = {n: float32_copy(f"ema.{n}", p) for n, p in masters.items()}
-        text_names = [n for n in reached if n.startswith("text_encoder")]
-        denoiser_names = [n for n in reached if not n.startswith("text_encoder")]
-        text_share = text_encoder_factor(settings)
-        self._groups = []
-        for names, share in ((text_names, text_share), (denoiser_names, 1.0)):
-            if names:
-                places = [at for at, n in enumerate(reached) if n in set(names)]
-                self._groups.append((places, share, ms.jit(self._adam(names).construct)))
+        index = {name: at for at, name in enumerate(reached)}
+        self._groups = [
+            ([index[name] for name in names], share, ms.jit(self._adam(names).construct))
+            for names, share in learning_rate_groups(reached, settings)
+        ]
         self._norm = ms.jit(_Norm().construct)
         halves = [n for n, p in masters.items() if computed[n] is not p]
         cast_masters = _CastMasters(self._pick(computed, halves), self._pick(masters, halves))

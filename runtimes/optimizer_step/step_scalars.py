@@ -1,8 +1,9 @@
-"""Scalars of the optimizer step: Adam's bias corrections, text encoder learning rate."""
+"""Scalars of the optimizer step: Adam's bias corrections, learning rates of text encoders."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,24 @@ def step_scalars(step: int, learning_rate: float, settings: Train) -> NDArray[np
     return np.array((learning_rate, learning_rate / first, second_root, decay), np.float32)
 
 
-def text_encoder_factor(settings: Train) -> float:
-    """The text encoders' learning rate, divided by the denoiser's."""
-    return (settings.text_encoder_lr or settings.learning_rate) / settings.learning_rate
+def learning_rate_groups(names: Iterable[str], settings: Train) -> list[tuple[list[str], float]]:
+    """Groups of trained parameters, each with its learning rate divided by the denoiser's.
+
+    Args:
+        names: of the parameters, State's keys.
+
+    Returns:
+        The denoiser's group, then that of the text encoders, each in the order of `names`; an
+        empty group is absent.
+    """
+    text_rate = settings.text_encoder_lr or settings.learning_rate
+    groups: dict[bool, list[str]] = {False: [], True: []}
+    for name in names:
+        groups[name.startswith("text_encoder")].append(name)
+    factors = {False: 1.0, True: text_rate / settings.learning_rate}
+    return [(group, factors[is_text]) for is_text, group in groups.items() if group]
+
+
+def learning_rate_factors(names: Iterable[str], settings: Train) -> dict[str, float]:
+    """Name -> learning rate divided by the denoiser's; the arguments of learning_rate_groups."""
+    return {n: factor for group, factor in learning_rate_groups(names, settings) for n in group}

@@ -11,7 +11,7 @@ import torch
 
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.optimizer_step.step_scalars import text_encoder_factor
+from runtimes.optimizer_step.step_scalars import learning_rate_groups
 from runtimes.torch import hpu_adamw
 
 Tensors = dict[str, torch.Tensor]
@@ -38,12 +38,11 @@ class Optimizer:
         self._parameters = parameters
         self._state_names = kind.state_names
         self._count = kind.count
-        texts = {n: p for n, p in parameters.items() if n.startswith("text_encoder")}
-        others = [p for n, p in parameters.items() if n not in texts]
-        groups = [{"params": others, "rate": 1.0}]
-        if texts:
-            groups.append({"params": list(texts.values()), "rate": text_encoder_factor(settings)})
-        self._torch = kind.make([g for g in groups if g["params"]], settings)
+        groups = [
+            {"params": [parameters[name] for name in names], "rate": rate}
+            for names, rate in learning_rate_groups(parameters, settings)
+        ]
+        self._torch = kind.make(groups, settings)
         for at, group in enumerate(self._torch.param_groups):
             for index, parameter in enumerate(group["params"]):
                 kind.start(self._torch, parameter, at, index)

@@ -16,7 +16,7 @@ import torch_xla
 from configs.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.optimizer_step.ema_swap import swapped
-from runtimes.optimizer_step.step_scalars import step_scalars, text_encoder_factor
+from runtimes.optimizer_step.step_scalars import learning_rate_factors, step_scalars
 from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
 from runtimes.xla.mesh import Mesh
 
@@ -41,7 +41,7 @@ class Update:
         self._average: dict[str, torch.Tensor] = {}
         if settings.ema_decay is not None:
             self._average = {n: mesh.shard(mesh.fetch(p).clone()) for n, p in parameters.items()}
-        self._text_share = text_encoder_factor(settings)
+        self._shares = learning_rate_factors(parameters, settings)
         self._step = 0
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Update:
         for name, gradient in gradients.items():
             parameter, first, second = self._parameters[name], self._first[name], self._second[name]
             gradient = gradient if factor is None else gradient * factor
-            share = self._text_share if name.startswith("text_encoder") else 1.0
+            share = self._shares[name]
             first.lerp_(gradient, 1 - beta1)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             parameter.sub_(parameter * (rate * (share * given.weight_decay)))

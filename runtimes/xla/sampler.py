@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from runtimes.contract import UNCAST
 from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
-from runtimes.sample.guidance import cfg_weight, is_guided
+from runtimes.sample.guidance import is_guided
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Embeds
 from runtimes.torch_models.make_scheduler import make_scheduler
@@ -84,7 +84,7 @@ class Sampler:
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
         """Images [N, H, W, 3] f32 in 0..1; the arguments are those of `draw`."""
         family = self._network.family
-        guidance = cfg_weight(family, sampler)
+        guidance = family.guidance_weight(sampler)
         config, factor = self._network.denoiser.config, self._encoder.info["vae_scale_factor"]
         table = sampler_table(self._scheduler, sampler, family, config, factor)
         guided = is_guided(family, sampler, self._encoder.info)

@@ -20,7 +20,7 @@ from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.jax.tpu_step_memory import StepCost, TpuStepRequest
+from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 from tasks.base_training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute

@@ -17,7 +17,8 @@ from configs.recipe import Recipe
 from configs.train import Train
 from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
-from runtimes.jax.tpu_step_memory import StepCost, _refused
+from runtimes.jax.tpu_step_memory import _refused
+from runtimes.jax.tpu_step_memory_records import StepCost
 from runtimes.spmd.tpu_slices import parse_slice
 from tasks.tpu import tpu_training_plan
 from tasks.tpu.tpu_training_plan import Size, _largest, _size

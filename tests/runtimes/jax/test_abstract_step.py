@@ -12,7 +12,7 @@ from configs.train import Train
 
 jax = chips.importorskip("jax")
 from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
-from runtimes.jax.tpu_step_memory import TpuStepRequest  # noqa: E402
+from runtimes.jax.tpu_step_memory_records import TpuStepRequest  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "bench/models"
 GIB = 2**30
