@@ -31,8 +31,7 @@ def explain(
 
 def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:
     where = [str(part) for part in item["loc"]]
-    kinds = {"urls", "folder", "dataset", "digits"}
-    if len(where) > 1 and where[0] == "source" and where[1] in kinds:
+    if len(where) > 1 and where[0] == "source" and _source_model(where[1]) is not None:
         where.pop(1)  # pydantic adds the union's tag, which the file does not contain
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
@@ -73,5 +72,5 @@ def _field_names(
 def _source_model(kind: str | None) -> type[BaseModel] | None:
     from configs import source
 
-    models = (source.UrlSource, source.FolderSource, source.DatasetSource, source.DigitsSource)
-    return next((m for m in models if kind in m.model_fields["kind"].annotation.__args__), None)  # type: ignore[union-attr]
+    models = get_args(get_args(source.Source)[0])
+    return next((m for m in models if kind in get_args(m.model_fields["kind"].annotation)), None)

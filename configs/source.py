@@ -97,6 +97,29 @@ class DatasetSource(Section):
     additional_columns: AdditionalColumns = ()
 
 
+class TarsSource(Section):
+    """WebDataset tars: the files of one name are a sample, such as `1.jpg`, `1.txt`, `1.json`."""
+
+    kind: Literal["tars"]
+    path: ReadUrl = Field(
+        description="Tar, folder, glob or range such as `{00000..00123}.tar`: local path or fsspec "
+        "URL."
+    )
+    image_extension: str | None = Field(
+        None,
+        pattern=r"^[^./][^/]*$",
+        description="Extension of the picture's file, such as `jpg` or `output.png`; null: a "
+        "sample has one picture, and two are a failed row.",
+    )
+    caption_column: str | None = Field(
+        "txt",
+        description="`txt`: the caption is the sample's .txt file. Another name is a key of its "
+        "json; null: no captions.",
+    )
+    aesthetic_column: AestheticColumn = None
+    additional_columns: AdditionalColumns = ()
+
+
 class DigitsSource(Section):
     """The demo's pictures: scikit-learn's digits drawn in chalk, served at URLs on loopback."""
 
@@ -117,5 +140,6 @@ class DigitsSource(Section):
 
 
 Source = Annotated[
-    UrlSource | FolderSource | DatasetSource | DigitsSource, Field(discriminator="kind")
+    UrlSource | FolderSource | DatasetSource | TarsSource | DigitsSource,
+    Field(discriminator="kind"),
 ]

@@ -100,7 +100,7 @@ def _places(recipe: Recipe, stage: BeamStage) -> Iterator[tuple[str, str]]:
     elif source.kind == "urls":
         if source.base_url is not None:
             yield "source.base_url", source.base_url
-    elif not is_hub_id(source.path):
+    elif source.kind != "dataset" or not is_hub_id(source.path):
         yield "source.path", source.path
 
 

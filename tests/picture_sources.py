@@ -86,3 +86,14 @@ def write_url_list(file: Path, pictures: Sequence[Captioned], base_url: str) -> 
         for one in pictures
     ]
     pq.write_table(pa.Table.from_pylist(rows), file)
+
+
+def write_tars(folder: Path, pictures: Sequence[Captioned], samples: int = 7) -> None:
+    """Write WebDataset tars of some samples each, by its writer; their txt is no caption."""
+    from webdataset import ShardWriter
+
+    folder.mkdir()
+    with ShardWriter(f"{folder}/%05d.tar", maxcount=samples, verbose=0) as tars:
+        for one in pictures:
+            values = {"caption": one.captions[0]}
+            tars.write({"__key__": one.name, "png": one.png, "txt": "no caption", "json": values})

@@ -212,7 +212,7 @@ def test_recipes_of_documents_are_valid(document: str, tmp_path: Path) -> None:
 def test_recipe_of_a_document_extends_the_prompts_of_its_parent(
     document: str, tmp_path: Path
 ) -> None:
-    (path,) = recipes_of(document, tmp_path)
+    path, *_ = recipes_of(document, tmp_path)
     assert {"new"} < set(load_recipe(str(path)).evaluate.prompts)
 
 

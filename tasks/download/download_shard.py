@@ -33,7 +33,8 @@ from tasks.download.plan_parquet import distrust_file
 from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
 from tasks.download.rows import Row, read_additional
 from tasks.download.shard_statistics import shard_statistics
-from tasks.download.sources import SOURCES, PictureLocation, ServedAt
+from tasks.download.source_protocol import PictureLocation, ServedAt
+from tasks.download.sources import SOURCES
 
 #: Rows of a shard in flight per connection: most of them wait for their hosts.
 ROWS_PER_CONNECTION = 4

@@ -14,7 +14,7 @@ from tasks.download.fetch_with_retries import Fetcher
 from tasks.download.opt_out_headers import is_opted_out
 from tasks.download.resize_by_img2dataset import PictureResizer
 from tasks.download.rows import Row
-from tasks.download.sources import ServedAt
+from tasks.download.source_protocol import ServedAt
 
 
 class RowDownloader:

@@ -27,7 +27,7 @@ from tasks.download.failure_reasons import (
 from tasks.download.robots_txt import MAX_BYTES, Rules
 from tasks.download.rows import Row, absolute
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, Target
-from tasks.download.sources import ServedAt
+from tasks.download.source_protocol import ServedAt
 from tasks.download.web_host_limits import MAX_WAIT, AsyncClock
 
 #: Product token (RFC 9309) of this program, unless the recipe has one.

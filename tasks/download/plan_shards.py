@@ -36,7 +36,7 @@ from tasks.download.plan_parquet import PlanWriter, key_id, plan_key, read_group
 from tasks.download.read_lists_by_duckdb import MalformedList
 from tasks.download.rows import HASH_SIZE, HASHED
 from tasks.download.shard_boundaries import shard_ends
-from tasks.download.sources import Piece, Source
+from tasks.download.source_protocol import Piece, Source
 
 STAGE = "plan"
 VERSION = 2

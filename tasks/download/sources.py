@@ -1,4 +1,4 @@
-"""Sources of rows: URL lists, picture folders, datasets with embedded pictures, the demo."""
+"""Sources of rows: URL lists, picture folders, datasets of parquet files, tars, the demo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -17,7 +17,6 @@ from fsspec.core import url_to_fs
 
 from artifacts.hashing import digest_bytes, digest_json
 from artifacts.resolve_model import cache_folder
-from configs.base_section import Section
 from configs.source import DatasetSource, DigitsSource, FolderSource, UrlSource
 from tasks.download.errors import SourceError
 from tasks.download.list_files import (
@@ -30,7 +29,6 @@ from tasks.download.list_files import (
 )
 from tasks.download.read_lists_by_duckdb import (
     FORMATS,
-    additional_settings,
     hash_rows,
     read_list,
     read_malformed_list,
@@ -39,52 +37,20 @@ from tasks.download.read_malformed_lists import json_rows
 from tasks.download.rows import additional_of, captions_of, score_of, text_of
 from tasks.download.serve_folder import check_port, serve_folder
 from tasks.download.shard_boundaries import shard_ends
+from tasks.download.source_protocol import (
+    PictureLocation,
+    Piece,
+    ServedAt,
+    Source,
+    embedded_row,
+    identity,
+    named_columns,
+)
+from tasks.download.tars import Tars
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 FOLDER_PIECE = 1000  # files: the average of a piece of a folder
 PICTURES_AT_ONCE = 32  # in memory, of a parquet file
-
-
-class ServedAt(NamedTuple):
-    """The base of relative URLs and the private hosts to allow, while a source is open."""
-
-    base_url: str | None = None
-    allow_hosts: tuple[str, ...] = ()  # host or host:port with a private address
-
-
-class Piece(NamedTuple):
-    """Consecutive rows of a source, such as a file: read again only if it changed."""
-
-    identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
-    read: Callable[[], Iterator[pa.Table]]  # tables of rows.HASHED; SourceError, MalformedList
-    #: Reads all rows after a MalformedList.
-    read_malformed: Callable[[], Iterator[pa.Table]] = lambda: iter(())
-
-
-class PictureLocation(NamedTuple):
-    """Where a source has a picture: a file, or a row of a parquet file."""
-
-    file: str
-    row: int | None
-
-
-class Source(Protocol):
-    """One kind of source."""
-
-    def check(self) -> None:
-        """Raise SourceError if the source is unusable. Runs before the first stage, so cheap."""
-
-    def pieces(self) -> Iterator[Piece]:
-        """All rows, in order; nothing is read before `Piece.read`. Raises SourceError."""
-
-    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
-        """The pictures embedded at `places`, in the source's order; None for one that is gone.
-
-        Raises SourceError.
-        """
-
-    def open(self) -> AbstractContextManager[ServedAt]:
-        """Make the rows' URLs reachable, by a local server if one is needed. Raises SourceError."""
 
 
 class UrlList:
@@ -96,7 +62,7 @@ class UrlList:
 
     def check(self) -> None:
         file = self._files()[0].name
-        require_columns(_columns(self.settings), self.format.columns(file), file)
+        require_columns(named_columns(self.settings), self.format.columns(file), file)
 
     def pieces(self) -> Iterator[Piece]:
         s = self.settings
@@ -109,7 +75,7 @@ class UrlList:
         for file in self._files():
             given = (file.name, self.format, columns, s.base_url, s.additional_columns)
             yield Piece(
-                _identity(s, [file]),
+                identity(s, [file]),
                 partial(read_list, *given),
                 partial(read_malformed_list, *given),
             )
@@ -134,7 +100,7 @@ class Folder:
 
     def __init__(self, settings: FolderSource) -> None:
         self.settings = settings
-        self.columns = {"source.path": "file_name", **_columns(settings)}
+        self.columns = {"source.path": "file_name", **named_columns(settings)}
 
     def check(self) -> None:
         metadata = self._metadata()
@@ -153,7 +119,7 @@ class Folder:
         metadata = self._metadata()
         files = sorted(list_files(self.settings.path, ("",)), key=lambda file: _stem(file.name))
         if metadata is not None:
-            yield Piece(_identity(self.settings, files), partial(self._listed, metadata))
+            yield Piece(identity(self.settings, files), partial(self._listed, metadata))
             return
         # A picture and its text have one stem; a piece has all files of its stems.
         stems = [list(found) for _, found in groupby(files, lambda file: _stem(file.name))]
@@ -163,7 +129,7 @@ class Folder:
             part = [file for found in stems[start:end] for file in found]
             names = [file.name for file in part if file.name.lower().endswith(PICTURES)]
             if names:
-                yield Piece(_identity(self.settings, part), partial(self._captioned, names))
+                yield Piece(identity(self.settings, part), partial(self._captioned, names))
 
     def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         return (_bytes_at(place.file) for place in places)
@@ -187,7 +153,7 @@ class Folder:
             for file in files:
                 text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
                 caption = text.decode(errors="replace").removeprefix("\ufeff").strip()
-                yield _embedded(_bytes_at(file), PictureLocation(file, None), (caption,), None)
+                yield embedded_row(_bytes_at(file), PictureLocation(file, None), (caption,), None)
 
         return hash_rows(rows())
 
@@ -204,7 +170,7 @@ class Folder:
                 captions = captions_of(values.get(self.settings.caption_column))
                 score = score_of(values.get(self.settings.aesthetic_column or ""))
                 more = additional_of(self.settings.additional_columns, values)
-                yield _embedded(picture, PictureLocation(file, None), captions, score, more)
+                yield embedded_row(picture, PictureLocation(file, None), captions, score, more)
 
         with reading(metadata):
             yield from hash_rows(rows())
@@ -218,11 +184,11 @@ class Dataset:
 
     def check(self) -> None:
         file = self._files()[0].name
-        require_columns(_columns(self.settings), FORMATS["parquet"].columns(file), file)
+        require_columns(named_columns(self.settings), FORMATS["parquet"].columns(file), file)
 
     def pieces(self) -> Iterator[Piece]:
         for file in self._files():
-            yield Piece(_identity(self.settings, [file]), partial(self._rows, file.name))
+            yield Piece(identity(self.settings, [file]), partial(self._rows, file.name))
 
     def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         for file, found in groupby(places, lambda place: place.file):
@@ -239,12 +205,12 @@ class Dataset:
         s = self.settings
 
         def rows() -> Iterator[dict[str, Any]]:
-            for number, values in _parquet_rows(file, list(_columns(s).values())):
+            for number, values in _parquet_rows(file, list(named_columns(s).values())):
                 captions = captions_of(values[s.caption_column])
                 score = score_of(values.get(s.aesthetic_column or ""))
                 picture = self._picture(values[s.image_column])
                 more = additional_of(s.additional_columns, values)
-                yield _embedded(picture, PictureLocation(file, number), captions, score, more)
+                yield embedded_row(picture, PictureLocation(file, number), captions, score, more)
 
         return hash_rows(rows())
 
@@ -326,41 +292,14 @@ SOURCES: dict[str, Callable[[Any], Source]] = {
     "urls": UrlList,
     "folder": Folder,
     "dataset": Dataset,
+    "tars": Tars,
     "digits": Digits,
 }
-
-
-def _columns(settings: UrlSource | FolderSource | DatasetSource) -> dict[str, str]:
-    """{setting: column} of the columns that are configured."""
-    named = {f"source.{name}": value for name, value in settings if name.endswith("_column")}
-    chosen = {setting: column for setting, column in named.items() if column is not None}
-    return chosen | additional_settings(settings.additional_columns)
-
-
-def _identity(settings: Section, files: list[ListedFile]) -> str:
-    meaning = settings.model_dump(mode="json", exclude={"path", "port"})
-    return digest_json([meaning, *(file.stamp for file in files)])
 
 
 def _stem(name: str) -> str:
     folder, slash, file = name.rpartition("/")
     return folder + slash + file.rpartition(".")[0]
-
-
-def _embedded(
-    picture: bytes | None,
-    place: PictureLocation,
-    captions: tuple[str, ...],
-    score: float | None,
-    additional: str | None = None,
-) -> dict[str, Any]:
-    """The row of rows.COLUMNS of a picture in the source, identified by its content."""
-    row: dict[str, Any] = {"url": "", "captions": captions, "aesthetic_score": score}
-    row["additional"] = additional
-    if picture is None:
-        return row
-    sha256 = digest_bytes(picture)
-    return {**row, "url": f"sha256:{sha256}", "sha256": sha256, **place._asdict()}
 
 
 def _parquet_rows(

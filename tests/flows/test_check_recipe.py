@@ -76,6 +76,17 @@ def test_a_model_without_safetensors_is_a_problem(sd2: Recipe, hub: HubServer) -
     assert "it has no .safetensors weights" in said
 
 
+def test_a_tar_of_a_range_that_is_gone_is_a_problem(sd2: Recipe, tmp_path: Path) -> None:
+    picture_sources.write_tars(tmp_path / "tars", picture_sources.make_pictures(8))
+    path = f"{tmp_path}/tars/{{00000..00001}}.tar"
+    from_tars = load_recipe("sd2", {"store": sd2.store, "source": {"kind": "tars", "path": path}})
+    found = check(from_tars)
+    assert found["problem"] == [] and f"source: {path} opens" in found["ok"]
+    (tmp_path / "tars/00001.tar").unlink()
+    (said,) = check(from_tars)["problem"]
+    assert said.startswith(f"source.path: {tmp_path}/tars/00001.tar: no such file")
+
+
 def test_a_data_set_that_is_gone_is_a_problem(sd2: Recipe, hub: HubServer) -> None:
     del hub.repositories[f"datasets/{sd2.source.path}"]  # type: ignore[union-attr]
     (said,) = check(sd2)["problem"]

@@ -68,6 +68,21 @@ def test_a_folder_with_captions_beside_its_pictures_is_published(
     assert report["metrics"].keys() >= {"clip_score/new", "clip_score/old"}
 
 
+@pytest.mark.soak
+def test_tars_of_webdataset_are_published(tmp_path: Path, api: str, tiny_model: TinyModel) -> None:
+    """Recipe sd2, from a range of tars whose captions are in their jsons."""
+    pictures = picture_sources.make_pictures()
+    picture_sources.write_tars(tmp_path / "tars", pictures)
+    path = str(tmp_path / "tars/{00000..00002}.tar")
+    source = {"kind": "tars", "path": path, "caption_column": "caption"}
+    overrides = toy("sd2", tmp_path / "store", source, tiny_model)
+    report = in_process.finetune(tmp_path, "sd2", overrides, api)
+
+    published.assert_published(report, "torch", 4)
+    assert published.manifest(report, "download")["summary"]["outcomes"] == {"success": 18}
+    assert everything_encoded(report) == published.captions_given(pictures, SQUARE)
+
+
 def test_a_dataset_with_several_captions_a_picture_is_published(
     tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import tarfile
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,10 +17,12 @@ from fuzz.mutations import VALUES, encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.hashing import digest_bytes
-from configs.source import DatasetSource, FolderSource, UrlSource
+from configs.source import DatasetSource, FolderSource, TarsSource, UrlSource
 from tasks.download.errors import SourceError
 from tasks.download.read_lists_by_duckdb import MalformedList
-from tasks.download.sources import Dataset, Folder, PictureLocation, Source, UrlList
+from tasks.download.source_protocol import PictureLocation, Source
+from tasks.download.sources import Dataset, Folder, UrlList
+from tasks.download.tars import Tars
 
 ROWS: list[dict[str, Any]] = [
     {"url": "http://h/1.jpg?sig=a", "caption": "a cat", "score": 5.5},
@@ -38,6 +41,7 @@ def readers(folder: Path) -> list[Reader]:
         _urls(folder, "jsonl", "jsonl", _jsonl()),
         _urls(folder, "parquet", "parquet", _parquet(ROWS)),
         _dataset(folder),
+        *(_tars(folder, kind) for kind in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)),
         *_folders(folder / "pictures"),
     ]
 
@@ -105,6 +109,25 @@ def _dataset(folder: Path) -> Reader:
         return _is_right(source, folder, rng)
 
     return Reader("dataset.parquet", 5, read)
+
+
+def _tars(folder: Path, kind: int) -> Reader:
+    path = folder / f"{kind}.tar"
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=kind) as tar:
+        for n in range(3):
+            for extension, data in ("jpg", b"p%d" % n), ("txt", b"a"), ("json", b'{"score": 1}'):
+                member = tarfile.TarInfo(f"{'long' * 30 * n}{n}.{extension}")
+                member.size, member.mtime = len(data), n + 0.5
+                tar.addfile(member, io.BytesIO(data))
+    settings = {"kind": "tars", "path": str(path), "aesthetic_column": "score"}
+    source, valid = Tars(TarsSource.model_validate(settings)), sink.getvalue()
+
+    def read(rng: Random) -> bool:
+        path.write_bytes(mutate(valid, rng))
+        return _is_right(source, folder, rng)
+
+    return Reader(f"{kind}.tar", 6, read)
 
 
 def _folders(folder: Path) -> list[Reader]:

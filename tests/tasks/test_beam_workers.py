@@ -88,6 +88,8 @@ FOLDER = {"kind": "folder", "path": "/data/pictures"}
         ({"source": FOLDER}, "source.path: .* cannot reach /data/pictures"),
         ({"source": {**FOLDER, "kind": "dataset"}}, "source.path: .* a folder of this machine"),
         ({"source": FOLDER, "shared_folders": ["/data/pict"]}, "source.path"),
+        # of one folder and a name, as the hub's ids
+        ({"source": {"kind": "tars", "path": "data/{0..9}.tar"}}, "source.path: .* a folder of th"),
         ({"source": {"kind": "digits"}}, "source.kind: .* an address of this machine alone"),
         (
             {"source": {"kind": "urls", "path": "u.csv", "base_url": "http://localhost:80"}},

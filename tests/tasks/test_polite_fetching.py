@@ -22,7 +22,7 @@ from tasks.download.failure_reasons import FetchFailed
 from tasks.download.fetch_with_retries import Fetched, Fetcher, user_agent
 from tasks.download.robots_txt import MAX_AGE, RobotsCache, Rules
 from tasks.download.rows import Row
-from tasks.download.sources import ServedAt
+from tasks.download.source_protocol import ServedAt
 from tasks.download.web_host_limits import AsyncClock, HostLimits
 
 

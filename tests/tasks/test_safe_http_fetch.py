@@ -28,7 +28,7 @@ from tasks.download.fetch_with_retries import Fetched, Fetcher
 from tasks.download.rotate_and_reduce import rotate_and_reduce
 from tasks.download.rows import Row
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, is_public
-from tasks.download.sources import ServedAt
+from tasks.download.source_protocol import ServedAt
 from tasks.download.web_host_limits import AsyncClock
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
