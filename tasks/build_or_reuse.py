@@ -122,6 +122,7 @@ def build_or_reuse(
                     found = parents | summary.pop("parents", {})
                     facts = _facts(reason, begun, found) | summary.pop("run", {})
                     artifact = draft.commit(summary, facts)
+                    log.info("%s: committed %s", parts.stage, parts.key[:12])
     seconds = round(time.monotonic() - started, 3)
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
 
