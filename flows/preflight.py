@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import Latents
@@ -125,7 +125,7 @@ class Run:
         """Record that this run needs a stage; returns the progress of building it."""
         return begin(self.store, self.id, parts, self.model_name, {"recipe": dump(self.recipe)})
 
-    def send(self, parts: KeyParts, progress: Progress) -> Callable[[], None] | None:
+    def send(self, parts: KeyParts, progress: Progress) -> Callable[[], str] | None:
         """A call that lets the stage's work pool build it; None for a stage that is built here.
 
         Of a run that was sent, a stage before the sent one must be in the store: the call raises.
@@ -150,11 +150,11 @@ class Run:
 
     def _check_sent(
         self, parts: KeyParts, stage: PlacedStage, key: str
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], str] | None:
         why = "the source, the models or the version of Kilnworks differ between sender and worker"
         if parts.stage != stage:
 
-            def missing() -> None:
+            def missing() -> NoReturn:
                 raise StageFailed(
                     f"{stage}: the store has no {parts.stage} {parts.key[:12]} for it: {why}, or "
                     "it was deleted: run again"

@@ -7,6 +7,8 @@ from itertools import islice
 from typing import Any
 
 from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from configs.place import PlacedStage
 from configs.recipe import STAGES
@@ -17,6 +19,7 @@ from flows.parameters import Settings
 from flows.preflight import Run, prepare
 from flows.retrain import continue_from_champion
 from flows.send_stage import FLOW
+from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed
 from tasks.check_places import received_recipe
 from tasks.retrain.champion import find_champion
@@ -29,7 +32,7 @@ def run_stage(
     key: str,
     retry_failed: bool = False,
     champion: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any] | State[dict[str, Any]]:
     """Build a stage that another run sent; the stages before it are reused from the store.
 
     Args:
@@ -39,7 +42,8 @@ def run_stage(
         retry_failed: Whether to fetch rows with transient failures again.
         champion: Version of the champion that a retraining starts from.
 
-    Returns a report, as `finetune` does.
+    Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
+    was there.
     """
     log_to_prefect()
     with redacted_errors():
@@ -49,7 +53,10 @@ def run_stage(
     continues = champion is not None and recipe.retrain.start == "champion"
     stages = stages_of(run, continue_from_champion if continues else train)
     states = list(islice(stages, 1 + STAGES.index(stage)))
-    return report_of([state.result() for state in states])
+    report = report_of([state.result() for state in states])
+    if states[-1].name == REUSED:
+        return Completed(name=REUSED, message=states[-1].message, data=report)
+    return report
 
 
 def _with_champion(run: Run, version: str | None) -> Run:

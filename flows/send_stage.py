@@ -29,6 +29,7 @@ from configs.load_recipe import RecipeError
 from configs.place import PlacedStage
 from configs.recipe import Recipe, StageName
 from configs.redact_errors_and_logs import one_line
+from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed, TransientError
 from tasks.progress import Progress
 
@@ -80,8 +81,8 @@ def send_stage(
     parameters: Mapping[str, Any],
     progress: Progress,
     clock: Clock = REAL,
-) -> None:
-    """Run a stage on its work pool, and wait until it has ended.
+) -> str:
+    """Run a stage on its work pool, and wait until it has ended; its outcome there.
 
     The run is sent again after a crash, such as a preemption. A server that was away may take a
     living run for crashed: while the lock of its artifact has a heartbeat, the artifact is waited
@@ -101,12 +102,12 @@ def send_stage(
         state, name = _run_once(recipe, stage, pool, parameters, reached)
         where = f"{stage}: run {name} on pool {pool}"
         if state.is_completed():
-            return
+            return "reused" if state.name == REUSED else "built"
         if not state.is_crashed():
             ended = (state.name or state.type.value).lower()
             raise StageFailed(f"{where} {ended}: {' '.join((state.message or '').split())}")
         if _built_although_crashed(store, stage, key, where, clock):
-            return
+            return "built"
         crashes, best = (1, reached.percent) if reached.percent > best else (crashes + 1, best)
         if crashes == MOST_CRASHES:
             raise TransientError(f"{stage}: {crashes} runs on pool {pool} crashed without progress")

@@ -21,6 +21,8 @@ from tasks.publish.stage import STAGE, Rejected, show_verdicts
 from tasks.show_in_prefect import artifact_key, show_in_prefect, stage_links
 
 log = logging.getLogger("kiln")
+#: Name of the completed state of a stage whose artifact was in the store.
+REUSED = "Reused"
 
 
 def begin(
@@ -56,7 +58,7 @@ def ended(
 
     show_in_prefect(artifact_key(model, result.stage), heading, panels)
     log.info("%s: %s in %.1f s (%s)", result.stage, result.outcome, result.seconds, result.key[:12])
-    return Completed(name="Reused" if result.outcome == "reused" else None, data=result)
+    return Completed(name=REUSED if result.outcome == "reused" else None, data=result)
 
 
 def rejected(model: str, verdict: StageResult, rejection: Rejected) -> Any:

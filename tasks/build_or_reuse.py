@@ -83,7 +83,7 @@ def build_or_reuse(
     *,
     parents: dict[str, Artifact],
     help_builder: Callable[[], object] | None = None,
-    send: Callable[[], object] | None = None,
+    send: Callable[[], str] | None = None,
     versions: Callable[[], Mapping[str, str]] = dict,
 ) -> StageResult:
     """Reuse the artifact of `parts`, or build it under a lock.
@@ -95,7 +95,8 @@ def build_or_reuse(
         parents: input name -> artifact, for the lineage and for `kiln gc`.
         help_builder: does a share of the work while a process of another host builds the artifact.
             A process of this host already uses its devices.
-        send: lets a run elsewhere build the artifact, under its own lock, instead of `build`.
+        send: lets a run elsewhere build the artifact, under its own lock, instead of `build`;
+            returns its outcome.
         versions: returns what helper and builder must have in common, such as the code's digest.
 
     Raises:
@@ -107,7 +108,7 @@ def build_or_reuse(
     with failing(parts.stage), storing(store):
         artifact = store.find(parts.stage, parts.key)
         if artifact is None and send is not None:
-            artifact, outcome = _built_elsewhere(store, parts, send), "built"
+            artifact, outcome = _built_elsewhere(store, parts, send)
         elif artifact is None:
             ours = versions()
             on_wait = partial(_on_wait, parts, help_builder, ours)
@@ -122,19 +123,23 @@ def build_or_reuse(
                     found = parents | summary.pop("parents", {})
                     facts = _facts(reason, begun, found) | summary.pop("run", {})
                     artifact = draft.commit(summary, facts)
+                    log.info("%s: committed %s", parts.stage, parts.key[:12])
     seconds = round(time.monotonic() - started, 3)
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
 
 
-def _built_elsewhere(store: Store, parts: KeyParts, send: Callable[[], object]) -> Artifact:
-    send()
+def _built_elsewhere(
+    store: Store, parts: KeyParts, send: Callable[[], str]
+) -> tuple[Artifact, str]:
+    """The artifact and the outcome of the run elsewhere."""
+    outcome = send()
     artifact = store.find(parts.stage, parts.key)
     if artifact is None:
         raise StageFailed(
             f"{parts.stage} {parts.key[:12]}: the run on the work pool built another artifact: its "
             "workers need this version of Kilnworks, and the same models"
         )
-    return artifact
+    return artifact, outcome
 
 
 def _on_wait(

@@ -86,11 +86,12 @@ def sent_runs(server: Server) -> list[dict[str, Any]]:
     return sorted(runs, key=lambda run: str(run["created"]))
 
 
-def send(recipe: Recipe) -> None:
+def send(recipe: Recipe) -> str:
     given = {"stage": "train", "settings": settings_to_send(recipe), "key": 64 * "0"}
     clock = Clock(sleep=lambda seconds: None)
     here = Store("memory://store-of-work-pools")
-    send_stage.send_stage(recipe, here, "train", given, Progress("train", "digits"), clock)
+    progress = Progress("train", "digits")
+    return send_stage.send_stage(recipe, here, "train", given, progress, clock)
 
 
 def test_kiln_place_makes_all_that_a_pool_needs(server: Server, deployed: str, api: str) -> None:
@@ -122,10 +123,17 @@ def test_a_completed_run_is_sent_once(
     server: Server, deployed: str, client: None, recipe: Recipe
 ) -> None:
     with worker(server, COMPLETED) as runs:
-        send(recipe)
+        assert send(recipe) == "built"
     (run,) = runs
     assert run["name"] == "train of digits"
     assert run["parameters"]["settings"]["place"] == {}
+
+
+def test_the_sender_of_a_stage_that_was_there_reports_it_as_reused(
+    server: Server, deployed: str, client: None, recipe: Recipe
+) -> None:
+    with worker(server, {**COMPLETED, "name": "Reused"}):
+        assert send(recipe) == "reused"
 
 
 def test_a_crashed_run_is_sent_again_at_most_so_often(
