@@ -194,9 +194,13 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"guidance_scale": GUIDANCE, "micro_batch_size": 1},
     "lora": {"guidance_scale": GUIDANCE, "learning_rate": 1e-2, **LORA},
 }
+#: Cases of `make soak` alone: FLUX.2 proves `weighted`, Z-Image and Qwen-Image `accumulated`.
+IN_SOAK = ("weighted", "accumulated")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.soak] * (case in IN_SOAK)) for case in CASES]
+)
 def test_twenty_steps_have_the_figures_of_diffusers_script(
     flux_job: MakeJob, tiny_flux: Path, case: str
 ) -> None:
@@ -310,7 +314,8 @@ def test_classifier_free_guidance_is_that_of_diffusers(
     assert np.abs(of_jax - expected).max() <= 1
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("text", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["full", "text"])
 def test_jax_trains_as_torch_does_and_a_run_moves_there_and_back(
     flux_job: MakeJob, tiny_flux: Path, tmp_path: Path, method: str
 ) -> None:

@@ -95,9 +95,13 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"micro_batch_size": 1},
     "lora": {"learning_rate": 1e-2, **LORA},
 }
+#: Cases of `make soak` alone: FLUX.2 proves it.
+IN_SOAK = ("weighted",)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.soak] * (case in IN_SOAK)) for case in CASES]
+)
 def test_twenty_steps_have_the_figures_of_diffusers_script(
     qwen_image_job: MakeJob, tiny_qwen_image: Path, case: str
 ) -> None:
