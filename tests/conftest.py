@@ -18,7 +18,8 @@ pytest_plugins = ["made_up_family", "store_servers"]
 LONGEST_FIRST = (
     *("tests/flows/test_scheduled_retraining", "tests/flows/test_killed"),
     *("tests/flows/test_deploy", "tests/flows/test_remote_store", "tests/flows/test_finetune"),
-    *("conformance-", "tests/flows/test_another_chip", "tests/flows/test_retrain", "engines"),
+    *("tests/flows/test_journeys", "conformance-", "tests/flows/test_another_chip"),
+    *("tests/flows/test_retrain", "engines"),
 )
 #: Time in seconds since 1970 from which no soak test starts; the gate sets it for slow machines.
 SOAK_UNTIL = float(os.environ.get("KILN_SOAK_UNTIL", "inf"))
