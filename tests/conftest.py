@@ -15,7 +15,12 @@ import pytest
 
 pytest_plugins = ["made_up_family", "store_servers"]
 #: Prefixes of the xdist groups that start first, because they take longest.
-LONGEST_FIRST = ("tests/flows/test_scheduled_retraining", "tests/flows/test_killed", "conformance-")
+LONGEST_FIRST = (
+    *("tests/flows/test_scheduled_retraining", "tests/flows/test_killed"),
+    *("tests/flows/test_deploy", "tests/flows/test_remote_store", "tests/flows/test_finetune"),
+    *("tests/flows/test_journeys", "conformance-", "tests/flows/test_another_chip"),
+    *("tests/flows/test_retrain", "engines"),
+)
 #: Time in seconds since 1970 from which no soak test starts; the gate sets it for slow machines.
 SOAK_UNTIL = float(os.environ.get("KILN_SOAK_UNTIL", "inf"))
 #: Seed of the random numbers of tests, such as the moments of kills.

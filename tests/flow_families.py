@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ def cases(targets: Sequence[str], **given: Any) -> dict[str, dict[str, Any]]:
         "accumulated": {**given, "micro_batch_size": 1},
         "lora": {**given, "learning_rate": 1e-2, "method": "lora", "lora": lora},
     }
+
+
+def tiered(cases: Collection[str], in_soak: Collection[str]) -> list[Any]:
+    """Parameters of a test: names of cases; `make soak` alone runs those of `in_soak`."""
+    return [pytest.param(one, marks=[pytest.mark.soak] * (one in in_soak)) for one in cases]
 
 
 def assert_latents_of_vae(encoder: Encoder, vae: Any, *, frames: bool = False) -> None:

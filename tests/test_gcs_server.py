@@ -59,6 +59,7 @@ def test_a_change_is_made_to_the_generation_that_was_read_alone(bucket: Bucket) 
     assert not bucket.blob("a").exists()
 
 
+@pytest.mark.soak
 def test_what_the_asker_has_is_not_sent_again(bucket: Bucket) -> None:
     blob = bucket.blob("a")
     blob.upload_from_string("1")
@@ -67,6 +68,7 @@ def test_what_the_asker_has_is_not_sent_again(bucket: Bucket) -> None:
     blob.reload(if_generation_not_match=blob.generation - 1)
 
 
+@pytest.mark.soak
 def test_metadata_of_an_object_has_its_own_generation(bucket: Bucket) -> None:
     blob = bucket.blob("a")
     blob.upload_from_string("1")
@@ -81,6 +83,7 @@ def test_metadata_of_an_object_has_its_own_generation(bucket: Bucket) -> None:
     assert bucket.get_blob("a").metadata == {"who": "me"}
 
 
+@pytest.mark.soak
 def test_a_composed_object_has_no_md5(bucket: Bucket) -> None:
     parts = [bucket.blob(name) for name in ("a", "b")]
     for part in parts:
@@ -94,6 +97,7 @@ def test_a_composed_object_has_no_md5(bucket: Bucket) -> None:
     assert copy.crc32c == whole.crc32c and copy.md5_hash is None
 
 
+@pytest.mark.soak
 def test_a_listing_comes_in_pages_of_objects_and_folders(bucket: Bucket) -> None:
     for name in ("a/1", "a/2", "a/b/3", "a/b/4", "a/c", "a0", "z"):
         bucket.blob(name).upload_from_string("x")
@@ -107,6 +111,7 @@ def test_a_listing_comes_in_pages_of_objects_and_folders(bucket: Bucket) -> None
     assert [b.name for b in bucket.list_blobs(start_offset="a/b", end_offset="b")] == every[2:6]
 
 
+@pytest.mark.soak
 def test_a_large_file_goes_up_in_pieces_and_comes_back(gcs: GcsServer, tmp_path: Path) -> None:
     fs, root = url_to_fs("gs://large/files")
     data = os.urandom(6 * 2**20)
@@ -122,6 +127,7 @@ def test_a_large_file_goes_up_in_pieces_and_comes_back(gcs: GcsServer, tmp_path:
     assert gcs.uploads == {}
 
 
+@pytest.mark.soak
 def test_a_large_upload_to_an_existing_object_is_refused(gcs: GcsServer) -> None:
     fs, root = url_to_fs("gs://large/twice")
     for size, chunk in ((10, 2**18), (2**19, 2**18)):

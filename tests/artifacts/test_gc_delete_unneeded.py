@@ -585,8 +585,10 @@ while number < int(sys.argv[3]):
 
 
 @pytest.mark.parametrize("turns", [30, pytest.param(1000, marks=pytest.mark.soak)])
-def test_concurrent_runs_and_collections_lose_nothing(local: Store, turns: int) -> None:
-    seed = int(os.environ.get("KILN_TEST_SEED", random.randrange(10**6)))
+def test_concurrent_runs_and_collections_lose_nothing(
+    local: Store, turns: int, chance: random.Random
+) -> None:
+    seed = chance.randrange(10**6)
     command = [sys.executable, "-c", RUN, local.root]
     make(local, "train", 99)
     started = [

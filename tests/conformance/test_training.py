@@ -75,7 +75,7 @@ def test_twenty_steps_follow_the_reference_and_a_resume_ends_with_the_same_bits(
         np.testing.assert_equal(resumed[name], arrays)
 
 
-@subjects(without="torch")
+@subjects(without="torch", soak="hpu-eager npu")
 def test_a_run_goes_to_another_runtime_and_back(
     runtime: Subject, make_job: MakeJob, once: Once, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_rejected_model_leaves_no_failed_task(
     assert "strict-model" not in shown and "digits-publish" not in shown
 
 
+@pytest.mark.soak
 def test_a_run_up_to_a_stage_ends_there(
     server: Server, first: dict[str, Any], small: dict[str, Any]
 ) -> None:

@@ -178,25 +178,26 @@ def where(page: Picture, picture: Picture, enlarged: int = 3) -> tuple[int, int]
 def test_only_damaged_artifacts_are_rebuilt(
     first: Report, small: Overrides, run_here: RunHere
 ) -> None:
-    store = Path(str(small["store"]))
-    for stage, pattern in {
-        "download": "shards/*.tar",
-        "encode": "shards/*.safetensors",
-        "train": "*/unet/*.safetensors",
-        "evaluate": "*/metrics.json",
-        "publish": "*/vae/*.safetensors",
-    }.items():
-        victim = sorted((store / stage).glob(pattern))[0]
-        before = {p: p.stat().st_mtime_ns for p in (store / stage).glob("shards/*")}
-        damage(victim)
+    store, trained = Path(str(small["store"])), weights(first)
+    for patterns in (
+        {
+            "download": "shards/*.tar",
+            "train": "*/unet/*.safetensors",
+            "publish": "*/vae/*.safetensors",
+        },
+        {"encode": "shards/*.safetensors", "evaluate": "*/metrics.json"},
+    ):
+        before = {p: p.stat().st_mtime_ns for p in store.glob("*/shards/*")}
+        victims = [sorted((store / stage).glob(files))[0] for stage, files in patterns.items()]
+        for victim in victims:
+            damage(victim)
         report = run_here("digits", small)
-        assert outcomes(report) == expect(stage), stage
-        assert weights(report) == weights(first)
+        assert outcomes(report) == expect(*patterns)
+        assert weights(report) == trained
         rebuilt = {
             p.name.partition(".")[0] for p, at in before.items() if p.stat().st_mtime_ns != at
         }
-        key = victim.name.partition(".")[0]
-        assert rebuilt == ({key} if "shards" in pattern else set()), stage
+        assert rebuilt == {v.name.partition(".")[0] for v in victims if v.parent.name == "shards"}
     (folder(first, "encode") / "manifest.json").unlink()
     assert outcomes(run_here("digits", small)) == expect("encode")
 

@@ -58,7 +58,9 @@ def test_captions_are_encoded_as_its_pipeline_does(patchwork: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(pooled), their_pooled)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", pytest.param("text", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "method", ["full", *(pytest.param(more, marks=pytest.mark.soak) for more in ("lora", "text"))]
+)
 def test_it_trains_on_both_runtimes_alike_and_resumes(job: Any, method: str) -> None:
     chips.require("jax")
     settings: dict[str, Any] = {"full": {}, "lora": lora(), "text": {"train_text_encoder": True}}[

@@ -28,6 +28,7 @@ from flow_families import (
     assert_pictures,
     cases,
     job_maker,
+    tiered,
 )
 from jobs import MakeJob, trained
 
@@ -102,9 +103,11 @@ def script_of(job: TrainJob) -> Script:
 CASES = cases(SCRIPT_TARGETS, guidance_scale=GUIDANCE)
 CASES["weighted"]["guidance_scale"] = 1.0
 CASES["shifted"] = {"guidance_scale": GUIDANCE, "timesteps": {"resolution_shift": True}}
+#: FLUX.2 proves `weighted`, Z-Image and Qwen-Image `accumulated`.
+IN_SOAK = ("weighted", "accumulated")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, IN_SOAK))
 def test_twenty_steps_have_the_figures_of_diffusers_script(
     flux_job: MakeJob, tiny_flux: Path, case: str
 ) -> None:
@@ -189,7 +192,8 @@ def test_classifier_free_guidance_is_that_of_diffusers(
     assert_pictures(FAMILY, model, tmp_path, ours=given, theirs=asked)
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("text", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["full", "text"])
 def test_jax_trains_as_torch_does_and_a_run_moves_there_and_back(
     flux_job: MakeJob, tiny_flux: Path, method: str
 ) -> None:

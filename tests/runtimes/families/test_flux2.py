@@ -28,6 +28,7 @@ from flow_families import (
     assert_pictures_with_and_without_negative_prompt,
     cases,
     job_maker,
+    tiered,
 )
 from jobs import MakeJob
 
@@ -80,9 +81,11 @@ def script_of(job: TrainJob) -> Script:
 
 
 CASES = cases(TARGETS)
+#: Z-Image and Qwen-Image prove it, with captions of varying lengths.
+IN_SOAK = ("accumulated",)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, IN_SOAK))
 def test_twenty_steps_have_the_figures_of_diffusers_script(
     flux2_job: MakeJob, tiny_flux2: Path, case: str
 ) -> None:

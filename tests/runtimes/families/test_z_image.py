@@ -28,6 +28,7 @@ from flow_families import (
     assert_pictures_with_and_without_negative_prompt,
     cases,
     job_maker,
+    tiered,
 )
 from jobs import MakeJob
 from training import history, train
@@ -68,9 +69,10 @@ def script_of(job: TrainJob) -> Script:
 
 
 CASES = cases(TARGETS)
+IN_SOAK = ("weighted",)  # FLUX.2 proves it
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, IN_SOAK))
 def test_twenty_steps_have_the_figures_of_diffusers_script(
     z_image_job: MakeJob, tiny_z_image: Path, case: str
 ) -> None:

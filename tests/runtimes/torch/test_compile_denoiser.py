@@ -46,7 +46,7 @@ def two_steps(make_job: MakeJob, name: str, **settings: Any) -> tuple[list[float
 @pytest.mark.parametrize(
     "settings",
     [
-        {"compile": "blocks"},
+        pytest.param({"compile": "blocks"}, marks=pytest.mark.soak),
         {"compile": "blocks", "gradient_checkpointing": "blocks"},
         {"compile": "blocks", "gradient_checkpointing": "selective"},
         {"compile": "blocks", "method": "lora"},
