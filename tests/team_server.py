@@ -102,18 +102,26 @@ class TeamServer(Server):
         self.start(f"worker-{pool}", "worker", "start", "--pool", pool)
 
     def kill_worker(self, pool: str) -> list[int]:
-        """End a worker and all that it runs by SIGKILL, as a machine that is switched off."""
-        worker = self.named[f"worker-{pool}"]
-        below = list(processes_below(worker.pid))
-        os.killpg(worker.pid, signal.SIGKILL)
-        for pid in below:
+        """End a worker and all that it runs by SIGKILL, as a machine that is switched off.
+
+        Returns the pids of what it ran.
+        """
+        return self._kill(f"worker-{pool}")
+
+    def _kill(self, name: str) -> list[int]:
+        child = self.named[name]
+        below = list(processes_below(child.pid))
+        for pid in (child.pid, *below):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        worker.wait()
+        child.wait()
         return below
 
     def stop(self) -> None:
-        """Stop all; the workers' runs end first."""
+        """Stop all; the workers go first, with what they run, held processes included."""
+        for name in self.named:
+            if name.startswith("worker-"):
+                self._kill(name)
         super().stop()
         self.redis.stop()
         self.postgresql.stop()
