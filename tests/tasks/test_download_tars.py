@@ -185,7 +185,7 @@ def test_of_tars_in_a_bucket_only_new_ones_are_read(
     recipe = make_recipe(f"{url}/{{0..2}}.tar", tmp_path / "store")
     asked = requests_to(kind)
 
-    def plan(of: Recipe) -> tuple[download.Plan, list[str]]:
+    def plan(of: Recipe) -> tuple[download.DownloadPlan, list[str]]:
         """The plan, and the tars whose content is read, the first one for its columns."""
         before = len(asked)
         planned = download.plan(of)
