@@ -197,7 +197,7 @@ $(VENV)-oldest/stamp: requirements/oldest.txt | $(UV)/stamp
 	@$(call install,$(UV)) --no-deps --target $(@D) --requirements $<
 	@touch $@
 
-# torch-fidelity, to compare metrics with; its dependencies are those of .venv.
+# torch-fidelity, for evaluate.inception and to compare metrics with; its dependencies are those of .venv.
 setup-fidelity: $(VENV)-fidelity/stamp
 
 $(VENV)-fidelity/stamp: requirements/fidelity.txt | $(UV)/stamp

@@ -13,6 +13,7 @@ from artifacts.resolve_model import (
     HUB_VARIANTS,
     ModelNotFound,
     hub_refusal,
+    resolve_file,
     resolve_model,
 )
 
@@ -38,6 +39,25 @@ def check_model_available(path: str, *, revision: str | None = None) -> str:
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelNotFound(f"model {path}: no such folder (give a folder, a hub id or a URL)")
     return _ask_hub(path, revision)
+
+
+def check_file_available(path: str) -> str:
+    """`local file` or `remote file`; a remote one is not fetched.
+
+    Raises:
+        ModelNotFound: there is no such file; the message has the reason.
+    """
+    if "://" not in path:
+        resolve_file(path)
+        return "local file"
+    try:
+        fs, root = fsspec.core.url_to_fs(path)
+        found = fs.isfile(root)
+    except Exception as error:  # each filesystem's client has errors of its own
+        raise ModelNotFound(f"file {path}: {type(error).__name__}: {error}") from None
+    if not found:
+        raise ModelNotFound(f"file {path}: no such file")
+    return "remote file"
 
 
 def _check_folder(url: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from json import JSONDecodeError
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -69,6 +70,31 @@ def resolve_model(
     return _fetch_hub(path, revision, variant, files)
 
 
+def resolve_file(path: str) -> Path:
+    """A local copy of the file at a local path or fsspec URL, in the cache if it is remote.
+
+    Raises:
+        ModelNotFound: there is no such file, or it cannot be fetched.
+    """
+    if "://" not in path:
+        if not Path(path).expanduser().is_file():
+            raise ModelNotFound(f"file {path}: no such file (give a local path or a URL)")
+        return Path(path).expanduser().resolve()
+    try:
+        fs, root = fsspec.core.url_to_fs(path)
+        if not fs.isfile(root):
+            raise FileNotFoundError("no such file")
+        target = _cached(path, fs.checksum(root))
+    except (ImportError, ValueError, FileNotFoundError) as error:
+        raise ModelNotFound(f"file {path}: {error}") from None
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+            part = Path(temporary, "file")
+            fs.get_file(root, str(part))
+            part.replace(target)
+    return target
+
+
 def resolve_configs(path: str, *, revision: str | None = None) -> Path:
     """As `resolve_model`, but a hub id is fetched without weights. Raises ModelNotFound."""
     return resolve_model(path, revision=revision, files=HUB_CONFIGS)
@@ -106,9 +132,8 @@ def _fetch_url(url: str) -> Path:
         raise ModelNotFound(f"model {url}: no files there")
     if outside := [path for path in files if ".." in path.split("/")]:
         raise ModelNotFound(f"model {url}: {outside[0]!r} leads out of its folder")
-    target = cache_folder() / "models" / digest_bytes(canonical_json([url, sorted(files.items())]))
+    target = _cached(url, sorted(files.items()))
     if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
             complete = Path(temporary, "model")
             fs.get(root, str(complete), recursive=True)
@@ -117,6 +142,13 @@ def _fetch_url(url: str) -> Path:
             except OSError:
                 if not target.is_dir():  # otherwise another process fetched the same model
                     raise
+    return target
+
+
+def _cached(url: str, version: Any) -> Path:
+    """The place in the cache of one version of a remote folder or file."""
+    target = cache_folder() / "models" / digest_bytes(canonical_json([url, version]))
+    target.parent.mkdir(parents=True, exist_ok=True)
     return target
 
 

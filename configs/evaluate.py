@@ -61,6 +61,11 @@ class Evaluate(Sampling):
         description="Vision model of transformers (such as DINOv2) for fd, kid, precision, recall "
         "and memorized: hub id, local path or fsspec URL; null: `clip`.",
     )
+    inception: StoredUrl | None = Field(
+        None,
+        description="Weights file of torch-fidelity's InceptionV3 for fd_inception and "
+        "kid_inception: local path or fsspec URL; null: without these metrics.",
+    )
     judges: tuple[JudgeName | PreferenceModel, ...] = Field(
         (), description="Additional judges of the pictures: names, or preference models."
     )

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import Latents
-from artifacts.resolve_model import ModelNotFound, resolve_model
+from artifacts.resolve_model import ModelNotFound, resolve_file, resolve_model
 from artifacts.store import Artifact, Store
 from configs.best_checkpoint import HOLDOUT_LOSS
 from configs.load_recipe import RecipeError, dump
@@ -47,6 +47,7 @@ from tasks.evaluate import holdout_loss
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.evaluation_inputs import EvalInputs, measuring_models, model_digests
 from tasks.evaluate.feature_encoders import check_clip, check_image_encoder
+from tasks.evaluate.inception import check_inception
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
@@ -74,6 +75,7 @@ class Run:
     id: str  # of the flow run
     image_encoder: Path | None = None  # vision model of the metrics; None: clip
     preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
+    inception: Path | None = None  # weights file; None: no metrics of Inception
     retry_failed: bool = False  # fetch rows with transient failures again
     champion: Champion | None = None  # the champion that a retraining starts from
     force: str | None = None  # the reason to publish a model that fails the gate
@@ -94,13 +96,16 @@ class Run:
         if self.champion is not None:
             compared = self.champion.comparison_set(self.recipe, self.store, latents)
             images, latents = compared or (images, latents)
-        models = (self.base, self.vae, self.clip, self.image_encoder, self.preference_models)
+        models = (self.base, self.vae, *self._measuring)
         return EvalInputs(self.recipe, images, latents, *models, training_images=training)
 
     def model_digests(self) -> dict[str, str]:
         """Model -> sha256 of the base, the VAE and the models that measure pictures."""
-        measuring = measuring_models(self.clip, self.image_encoder, self.preference_models)
-        return model_digests(self.base, self.vae) | measuring
+        return model_digests(self.base, self.vae) | measuring_models(*self._measuring)
+
+    @property
+    def _measuring(self) -> tuple[Path, Path | None, Mapping[str, Path], Path | None]:
+        return self.clip, self.image_encoder, self.preference_models, self.inception
 
     def plan(self) -> download.DownloadPlan:
         """The shards of the source; a retraining keeps those of the champion.
@@ -208,7 +213,7 @@ def prepare(
     _check_license(recipe, model)
     return Run(
         *(recipe, store, model, vae),
-        **_check_measuring_models(recipe),
+        **_check_measuring_models(recipe, stages),
         id=run_id or str(uuid.uuid4()),
         retry_failed=retry_failed,
         force=force,
@@ -325,8 +330,8 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     return model, None if vae is None else vae_path(model, vae)
 
 
-def _check_measuring_models(recipe: Recipe) -> dict[str, Any]:
-    """Check the models that measure pictures; returns their folders."""
+def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, Any]:
+    """Check the models that measure pictures; returns their folders and the weights file."""
     settings = recipe.evaluate
     clip, encoder = resolve_model(settings.clip), None
     check_clip(clip)
@@ -336,7 +341,13 @@ def _check_measuring_models(recipe: Recipe) -> dict[str, Any]:
     judges = {name: resolve_model(path) for name, path in settings.preference_models.items()}
     for name, folder in judges.items():
         check_clip(folder, f"evaluate.judges.{name}")
-    return {"clip": clip, "image_encoder": encoder, "preference_models": judges}
+    inception = None
+    if settings.inception is not None:
+        inception = resolve_file(settings.inception)
+        if "evaluate" in stages:
+            check_inception(inception)
+    found = {"clip": clip, "image_encoder": encoder, "preference_models": judges}
+    return {**found, "inception": inception}
 
 
 def _check_license(recipe: Recipe, base: Path) -> None:

@@ -76,6 +76,7 @@ def _places(recipe: Recipe) -> Iterator[tuple[str, str]]:
     others = [("model.path", recipe.model.path), ("model.vae", recipe.model.vae)]
     others += [("evaluate.clip", measuring.clip)]
     others += [("evaluate.image_encoder", measuring.image_encoder)]
+    others += [("evaluate.inception", measuring.inception)]
     others += [(f"evaluate.judges.{n}", path) for n, path in measuring.preference_models.items()]
     others += [
         (f"evaluate.prompts.{name}.file", one.file) for name, one in measuring.prompts.items()
@@ -96,7 +97,8 @@ def _why_not(setting: str, place: str, shared: Sequence[str]) -> str | None:
 
 def _is_model(setting: str) -> bool:
     section, _, name = setting.partition(".")
-    return section in ("model", "evaluate") and not name.endswith(".file")
+    is_file = name == "inception" or name.endswith(".file")
+    return section in ("model", "evaluate") and not is_file
 
 
 def _is_shipped(path: str) -> bool:

@@ -10,18 +10,19 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from artifacts.check_model_available import check_model_available
+from artifacts.check_model_available import check_file_available, check_model_available
 from artifacts.resolve_model import ModelNotFound
 from artifacts.store import Store, StoreError
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from flows.doctor.findings import Finding, fine, limited, note, problem
 from flows.preflight import devices_here, must_fit_one_gpu, stages_without_pool
-from runtimes.contract import Probe
+from runtimes.contract import Probe, WrongInput
 from runtimes.hosts.detect_nvidia import find_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from tasks import download
 from tasks.build_or_reuse import storage_error
+from tasks.evaluate.inception import fidelity_folder
 from tasks.gpu.recipe_memory import memory_of
 
 Check = Callable[[], Iterable[Finding]]
@@ -102,6 +103,8 @@ def _models(recipe: Recipe) -> Iterator[Check]:
         if path is not None:
             given = revision if setting == "model.path" else None
             yield _named(setting, partial(_model, setting, path, given))
+    if settings.inception is not None:
+        yield _named("evaluate.inception", partial(_inception, recipe, settings.inception))
 
 
 def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
@@ -110,6 +113,15 @@ def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
         yield fine(f"{setting}: {without_secrets(path)} ({where})")
     except ModelNotFound as error:
         yield problem(f"{setting}: {error}", f"set {setting} to a folder, URL or hub id")
+
+
+def _inception(recipe: Recipe, path: str) -> Iterator[Finding]:
+    try:
+        yield fine(f"evaluate.inception: {without_secrets(path)} ({check_file_available(path)})")
+        if "evaluate" in stages_without_pool(recipe):
+            fidelity_folder()
+    except (ModelNotFound, WrongInput) as error:
+        yield problem(str(error), "see docs/evaluation.md#features-of-inception")
 
 
 def _source(recipe: Recipe) -> Iterator[Finding]:

@@ -140,6 +140,8 @@ DISTANCES: dict[str, Distance] = {
     "precision": precision,
     "recall": recall,
 }
+#: By features of evaluate.inception: what torch-fidelity and most papers call FID and KID.
+INCEPTION_DISTANCES: dict[str, Distance] = {"fd_inception": frechet, "kid_inception": kid}
 
 
 def _estimate(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from artifacts.resolve_model import digest_model
+from artifacts.resolve_model import digest_model, digest_model_file
 from artifacts.store import Artifact
 from configs.recipe import Recipe
 from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline
@@ -25,6 +25,7 @@ class EvalInputs:
     clip: Path  # CLIPModel folder
     image_encoder: Path | None = None  # vision model folder; None: clip
     preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
+    inception: Path | None = None  # weights file; None: no metrics of Inception
     training_images: Artifact | None = None  # with the training pictures; None: images
 
     @property
@@ -44,7 +45,8 @@ class EvalInputs:
 
     def measuring_models(self) -> dict[str, str]:
         """Name -> sha256 of the models that measure pictures."""
-        return measuring_models(self.clip, self.image_encoder, self.preference_models)
+        models = (self.clip, self.image_encoder, self.preference_models, self.inception)
+        return measuring_models(*models)
 
     def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
         """The base, or the model with the weights of a train artifact."""
@@ -60,11 +62,15 @@ def model_digests(base: Path, vae: Path | None) -> dict[str, str]:
 
 
 def measuring_models(
-    clip: Path, image_encoder: Path | None, preference_models: Mapping[str, Path]
+    clip: Path,
+    image_encoder: Path | None,
+    preference_models: Mapping[str, Path],
+    inception: Path | None = None,
 ) -> dict[str, str]:
     """Name -> sha256 of the models that measure pictures."""
     folders = {"clip": clip}
     if image_encoder is not None:
         folders["image_encoder"] = image_encoder
     folders |= {f"judge {name}": path for name, path in preference_models.items()}
-    return {name: digest_model(path) for name, path in folders.items()}
+    found = {name: digest_model(path) for name, path in folders.items()}
+    return found | ({} if inception is None else {"inception": digest_model_file(inception)})

@@ -14,7 +14,7 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import bootstrap, memorization
 from tasks.evaluate.bootstrap import Estimate
 from tasks.evaluate.clip_score import clip_scores
-from tasks.evaluate.distribution_distances import DISTANCES, cmmd
+from tasks.evaluate.distribution_distances import DISTANCES, INCEPTION_DISTANCES, cmmd
 from tasks.evaluate.draw_pictures import read_losses, read_pictures
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.feature_encoders import (
@@ -26,6 +26,7 @@ from tasks.evaluate.feature_encoders import (
     open_image_encoder,
 )
 from tasks.evaluate.holdout_loss import holdout_losses
+from tasks.evaluate.inception import Inception
 from tasks.evaluate.judges import Judge, Scores, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
 from tasks.evaluate.metric_names import CLIP_SCORE, CMMD, all_prompts, compared_sets, slices_by_set
@@ -40,7 +41,7 @@ from tasks.evaluate.reference_pictures import LIMIT, reference_pictures
 
 BATCH = 256  # pictures in memory
 #: Names of the encoders of pictures. IMAGE may be the same model as CLIP.
-CLIP, IMAGE, PIXELS = "clip", "image", "pixels"
+CLIP, IMAGE, PIXELS, INCEPTION = "clip", "image", "pixels", "inception"
 References = Mapping[str, ReferenceFeatures]  # by encoder
 
 
@@ -75,6 +76,9 @@ class MetricSuite:
         encoders: dict[str, ImageEncoder] = {CLIP: clip, IMAGE: clip, PIXELS: Pixels()}
         if given.image_encoder is not None:
             encoders[IMAGE] = open_image_encoder(given.image_encoder, settings.device)
+        searching = dict(encoders)  # of memorisation
+        if given.inception is not None:
+            encoders[INCEPTION] = Inception(given.inception, settings.device)
         return cls(
             sets=sets,
             compared=compared_sets(recipe),
@@ -84,7 +88,7 @@ class MetricSuite:
             encoders=encoders,
             text_features=clip.texts(all_prompts(sets)),
             held_out=_references(given, store, encoders, "holdout", LIMIT),
-            training=_references(given, store, encoders, "train", settings.memorization.pictures),
+            training=_references(given, store, searching, "train", settings.memorization.pictures),
             memorization=settings.memorization,
         )
 
@@ -146,6 +150,10 @@ class MetricSuite:
         found = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, self.resamples, self.seed)}
         for name, distance in DISTANCES.items():
             found[name] = distance(by_image, reference, self.resamples, self.seed)
+        if INCEPTION in features:
+            drawn, reference = features[INCEPTION][chosen], self.held_out[INCEPTION].features
+            for name, distance in INCEPTION_DISTANCES.items():
+                found[name] = distance(drawn, reference, self.resamples, self.seed)
         return found
 
     def _nearest(self, features: Mapping[str, Float32]) -> NearestTraining | None:
@@ -209,6 +217,8 @@ def _references(
         IMAGE: digests.get("image_encoder", digests["clip"]),
         PIXELS: Pixels.digest,
     }
+    if INCEPTION in models:
+        identities[INCEPTION] = digests["inception"]
     images = given.training if split == "train" else given.images
     facts = {
         "images": images.digest,

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from configs.recipe import Recipe
 from tasks.evaluate import holdout_loss, memorization
-from tasks.evaluate.distribution_distances import DISTANCES
+from tasks.evaluate.distribution_distances import DISTANCES, INCEPTION_DISTANCES
 from tasks.evaluate.judges import judge_names
 from tasks.evaluate.prompts import PromptSets
 
 CLIP_SCORE, CMMD = "clip_score", "cmmd"
 #: Metrics, and the bands and prompt sets of metrics, whose lower value is better.
 LOWER_IS_BETTER = (
-    *(holdout_loss.NAME, CMMD, "fd", "kid"),
+    *(holdout_loss.NAME, CMMD, "fd", "kid", *INCEPTION_DISTANCES),
     *(memorization.FEATURES, memorization.PIXELS),
 )
 
@@ -27,7 +27,9 @@ def metric_names(recipe: Recipe, *, held_out: bool = True) -> list[str]:
     sets = list(recipe.evaluate.prompts)
     names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
     if recipe.encode.holdout > 0 and held_out:
-        names += [CMMD, *DISTANCES] if compared_sets(recipe) else []
+        if compared_sets(recipe):
+            names += [CMMD, *DISTANCES]
+            names += INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
         names += [holdout_loss.NAME, *holdout_loss.BANDS]
     names += [memorization.FEATURES, memorization.PIXELS]
     judges = judge_names(recipe.evaluate.judges)

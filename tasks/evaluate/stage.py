@@ -57,7 +57,10 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     """The settings that affect pictures or metrics, with the prompts' text instead of the file."""
     settings = recipe.evaluate.model_dump(
         mode="json",
-        exclude={"prompts", "clip", "image_encoder", "judges", "device", "batch_size"},
+        exclude={
+            *("prompts", "clip", "image_encoder", "inception", "judges"),
+            *("device", "batch_size"),
+        },
     )
     return {
         **settings,

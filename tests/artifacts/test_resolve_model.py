@@ -11,6 +11,7 @@ from hub_server import HubServer, Repository
 from huggingface_hub.utils import filter_repo_objects
 from store_servers import REMOTE, S3Server, UrlOf
 
+from artifacts.check_model_available import check_file_available
 from artifacts.resolve_model import (
     HUB_FILES,
     HUB_SKIPPED,
@@ -18,6 +19,7 @@ from artifacts.resolve_model import (
     ModelNotFound,
     cache_folder,
     resolve_configs,
+    resolve_file,
     resolve_model,
 )
 
@@ -73,6 +75,33 @@ def test_a_remote_model_that_changes_is_copied_again(remote: str) -> None:
     assert after != before
     assert (after / "unet/config.json").read_bytes() == b"{}"
     assert (before / "unet/config.json").read_bytes() == b"[]"
+
+
+def test_a_remote_file_is_copied_once_per_version(remote: str) -> None:
+    url = f"{remote}/unet/config.json"
+    assert check_file_available(url) == "remote file"
+    first = resolve_file(url)
+    written = first.stat().st_mtime_ns
+    assert first.read_bytes() == b"[]"
+    assert resolve_file(url) == first and first.stat().st_mtime_ns == written
+    assert list((cache_folder() / "models").iterdir()) == [first]
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.pipe_file(path, b"{}")
+    assert resolve_file(url).read_bytes() == b"{}"
+
+
+def test_a_local_file_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "weights.pth").write_bytes(b"one")
+    path = str(tmp_path / "weights.pth")
+    assert (str(resolve_file(path)), check_file_available(path)) == (path, "local file")
+
+
+@pytest.mark.parametrize("path", ["memory://none.pth", "none.pth", "memory://", "foo://none.pth"])
+def test_a_missing_file_is_a_one_line_error(path: str) -> None:
+    for find in (resolve_file, check_file_available):
+        with pytest.raises(ModelNotFound, match=f"file {path}: ") as error:
+            find(path)
+        assert "\n" not in str(error.value)
 
 
 def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from flows.doctor.findings import Finding, collect
 from runtimes.contract import Probe
 from runtimes.hosts.detect_nvidia import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
+from tasks.evaluate import inception
 
 Here = Callable[..., str]  # of conftest.py
 CPU = {name: Probe(True, ["cpu (1 threads)"]) for name in ("torch", "xla", "jax", "mindspore")}
@@ -53,6 +54,22 @@ def test_a_recipe_whose_places_answer_has_no_problem(sd2: Recipe, hub: HubServer
     fetched = [path for method, path in hub.requests if method == "GET" and WEIGHTS in path]
     assert fetched == []
     assert not os.path.exists(sd2.store)
+
+
+def test_weights_of_inception_need_their_file_and_torch_fidelity(
+    sd2: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "inception.pth"
+    named = {"evaluate": sd2.evaluate.model_copy(update={"inception": str(weights)})}
+    recipe = sd2.model_copy(update=named)
+    (said,) = check(recipe)["problem"]
+    assert "inception.pth: no such file" in said
+    weights.write_bytes(b"weights")
+    monkeypatch.setattr(inception, "ENVIRONMENT", "-absent")
+    found = check(recipe)
+    assert f"evaluate.inception: {weights} (local file)" in found["ok"]
+    (said,) = found["problem"]
+    assert "run `make setup-fidelity`" in said
 
 
 def test_a_model_that_left_the_hub_is_a_problem(sd2: Recipe, hub: HubServer) -> None:

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from artifacts.latent_shards import Latents, ShardRef
+from artifacts.resolve_model import ModelNotFound
 from configs.load_recipe import RecipeError, load_recipe
 from flows.preflight import check_gate, prepare
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
 from runtimes.torch.gpu_step_memory_records import KINDS, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB
+from tasks.evaluate import inception
 from tasks.publish.gate import GateError
 
 PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
@@ -78,6 +80,20 @@ def test_an_invalid_objective_is_refused(
 )
 def test_a_valid_objective_is_accepted(small: dict[str, Any], overrides: dict[str, Any]) -> None:
     assert prepare(load_recipe("digits", {**small, **overrides})).base.is_dir()
+
+
+def test_weights_of_inception_need_their_file_and_torch_fidelity(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "inception.pth"
+    recipe = load_recipe("digits", {**small, "evaluate.inception": str(weights)})
+    with pytest.raises(ModelNotFound, match=r"inception\.pth: no such file"):
+        prepare(recipe)
+    weights.write_bytes(b"weights")
+    monkeypatch.setattr(inception, "ENVIRONMENT", "-absent")
+    with pytest.raises(WrongInput, match="is not installed: run `make setup-fidelity`"):
+        prepare(recipe)
+    assert prepare(recipe, until="train").inception == weights
 
 
 def test_a_base_without_a_computable_loss_is_refused(small: dict[str, Any], tmp_path: Path) -> None:

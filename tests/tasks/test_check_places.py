@@ -28,6 +28,7 @@ URLS = {"kind": "urls", "path": "s3://bucket/list.parquet", "format": "parquet"}
         ({"model.path": "/models/sdxl"}, "model.path", "a folder of this machine"),
         ({"model.vae": "models/sdxl/vae/x"}, "model.vae", "a path relative to this folder"),
         ({"evaluate.clip": "/models/clip"}, "evaluate.clip", "a folder of this machine"),
+        ({"evaluate.inception": "weights/it.pth"}, "evaluate.inception", "a path relative"),
         ({"evaluate.prompts.more.file": PROMPTS}, "evaluate.prompts.more.file", "a folder of"),
         ({"store": "new/store"}, "store", "a path relative to this folder"),
         ({"publish.registry": "registry"}, "publish.registry", "a path relative"),

@@ -1,26 +1,17 @@
 """FD, KID, precision and recall equal torch-fidelity's on the same features."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from chips import unless_required
+from inception_weights import in_fidelity, require_fidelity
 
 from tasks.evaluate import distribution_distances as distances
 
 pytestmark = pytest.mark.soak
-#: Packages of requirements/fidelity.txt: `make setup-fidelity`.
-FIDELITY = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-fidelity")
-#: Reads two arrays, prints torch-fidelity's metrics. torchvision's own operators are for CUDA: the
-#: module that registers them fails beside a CPU build of PyTorch, and no metric needs it.
+#: Reads two arrays, prints torch-fidelity's metrics.
 THEIRS = """
-import json, sys, types
-sys.modules["torchvision._meta_registrations"] = types.ModuleType("_meta_registrations")
-import numpy as np, torch
 from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
@@ -49,20 +40,12 @@ def features(n: int, dims: int, seed: int, spread: float, shift: float) -> np.nd
 
 @pytest.mark.parametrize("dims", [16, 64])
 def test_distances_equal_those_of_torch_fidelity(tmp_path: Path, dims: int) -> None:
-    if reason := "" if FIDELITY.is_dir() else f"no {FIDELITY.name}: make setup-fidelity":
-        pytest.skip(unless_required("torch-fidelity", reason))
+    require_fidelity()
     x, y = features(300, dims, 1, 0.8, 0.1), features(300, dims, 2, 1.0, 0.0)
     paths = [tmp_path / "x.npy", tmp_path / "y.npy"]
     for path, array in zip(paths, (x, y), strict=True):
         np.save(path, array)
-    done = subprocess.run(
-        [sys.executable, "-c", THEIRS, *map(str, paths)],
-        env={**os.environ, "PYTHONPATH": str(FIDELITY)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    theirs = json.loads(in_fidelity(THEIRS, *paths))
     for name, distance in distances.DISTANCES.items():
         expected = theirs[NAMES[name]]
         assert abs(expected) > 1e-3 and expected != 1.0, "a value that can differ"

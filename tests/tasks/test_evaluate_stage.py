@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from inception_weights import random_weights, require_fidelity
+from numpy.typing import NDArray
 from PIL import Image
+from safetensors.numpy import load_file
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, hash_local, write_record
@@ -104,6 +107,7 @@ class World:
     images: Artifact
     latents: Artifact
     tmp: Path
+    inception: Path | None = None  # weights file
     jobs: list[GenerateJob] = field(default_factory=list)
     begun: list[tuple[str, str]] = field(default_factory=list)  # (stage, key)
 
@@ -138,7 +142,8 @@ class World:
         return draft.commit(summary, {})
 
     def inputs(self, recipe: Recipe) -> EvalInputs:
-        return EvalInputs(recipe, self.images, self.latents, self.model, None, self.clip)
+        models = (self.model, None, self.clip)
+        return EvalInputs(recipe, self.images, self.latents, *models, inception=self.inception)
 
     def metrics_of(self, champion: Path, evaluated: Artifact) -> Estimates:
         """The metrics of a published model, comparable with an evaluation."""
@@ -289,6 +294,52 @@ def test_another_training_run_reuses_the_bases_pictures(world: World) -> None:
     assert [len(job.drawings) for job in world.jobs] == [2, 1]
     assert _metrics(first)["cmmd"]["base"] == _metrics(second)["cmmd"]["base"]
     assert _metrics(first)["cmmd"]["tuned"] != _metrics(second)["cmmd"]["tuned"]
+
+
+def test_the_content_of_inceptions_weights_is_in_key_and_fingerprint(world: World) -> None:
+    trained = world.trained(0.5)
+
+    def identity() -> tuple[str, str]:
+        given = world.inputs(world.recipe)
+        return evaluate.key_parts(given, trained).key, fingerprint(given)
+
+    found = [identity()]
+    for name, content in (("a", b"one"), ("b", b"two"), ("c", b"one")):
+        world.inception = world.tmp / name
+        world.inception.write_bytes(content)
+        named = {"evaluate": world.recipe.evaluate.model_copy(update={"inception": name})}
+        world.recipe = world.recipe.model_copy(update=named)
+        found.append(identity())
+    assert found[1] == found[3]
+    for pairs in zip(*found[:3], strict=True):
+        assert len(set(pairs)) == 3
+
+
+@pytest.mark.soak
+def test_inceptions_features_of_held_out_pictures_are_stored_by_its_weights(world: World) -> None:
+    require_fidelity()
+    features = Path(world.store.shards_path("evaluate"))
+
+    def stored() -> list[NDArray[np.float32]]:
+        """The stored features of held-out pictures by Inception."""
+        files = [load_file(path)["features"] for path in features.glob("*.safetensors")]
+        return [one for one in files if one.shape[1] == 2048]
+
+    metrics = []
+    for name, seed in (("a", 0), ("b", 1)):
+        world.inception = random_weights(world.tmp / name, seed)
+        named = {"evaluate": world.recipe.evaluate.model_copy(update={"inception": name})}
+        world.recipe = world.recipe.model_copy(update=named)
+        artifact = world.evaluate(world.trained(0.5))
+        assert list(_metrics(artifact)) == metric_names(world.recipe)
+        metrics.append(_metrics(artifact))
+        assert len(stored()) == 1 + seed
+    (count,) = {len(one) for one in stored()}
+    facts = json.loads(artifact.read("metrics.json"))["memorization"]
+    assert count == facts["held_out_pictures"]
+    by_a, by_b = (one["fd_inception"]["tuned"]["value"] for one in metrics)
+    assert by_a != pytest.approx(by_b, rel=0.01)
+    assert metrics[0]["fd"] == metrics[1]["fd"]
 
 
 def test_the_same_evaluation_has_the_same_digest(world: World) -> None:

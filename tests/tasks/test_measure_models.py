@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.holdout_split import is_holdout
 from tasks.evaluate import before_after_grid
 from tasks.evaluate.clip_score import clip_scores
-from tasks.evaluate.distribution_distances import cmmd, frechet
+from tasks.evaluate.distribution_distances import cmmd, frechet, kid
 from tasks.evaluate.draw_pictures import _commit
 from tasks.evaluate.feature_encoders import Clip, Float32, Pixels
 from tasks.evaluate.measure_models import MetricSuite
@@ -108,6 +109,29 @@ def test_the_metric_of_a_set_uses_its_pictures_and_encoder(
     held_out = {name: one.features for name, one in suite.held_out.items()}
     assert found["cmmd"].value == pytest.approx(cmmd(by_clip[:2], held_out["clip"], 20, 0).value)
     assert found["fd"].value == pytest.approx(frechet(by_image[:2], held_out["image"], 20, 0).value)
+
+
+def test_the_distances_of_inception_use_its_features(
+    store: Store, suite: MetricSuite, tmp_path: Path
+) -> None:
+    class Corner(OtherEncoder):
+        def images(self, pictures: Iterable[Picture]) -> Float32:
+            return super().images([picture[-2:, -2:] for picture in pictures])
+
+    shard, pictures = drawn(store, "k", noise(*range(5)), tmp_path / "out"), noise(*range(5))
+    without = suite.measure(store, shard).metrics
+    held_out = Corner().images(noise(*range(90, 98)))
+    reference = ReferenceFeatures(held_out, (), Shard("inception", [], {}))
+    inception = replace(
+        suite,
+        encoders={**suite.encoders, "inception": Corner()},
+        held_out={**suite.held_out, "inception": reference},
+    )
+    found, by_corner = inception.measure(store, shard).metrics, Corner().images(pictures[:2])
+    assert set(found) - set(without) == {"fd_inception", "kid_inception"}
+    assert found["fd_inception"].value == frechet(by_corner, held_out, 20, 0).value
+    assert found["kid_inception"].value == kid(by_corner, held_out, 20, 0).value
+    assert found["fd"].value == without["fd"].value != found["fd_inception"].value
 
 
 def test_a_copy_of_a_training_picture_among_the_samples_is_found(

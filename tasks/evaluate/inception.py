@@ -1,0 +1,125 @@
+"""Features of torch-fidelity's InceptionV3; a process of its own computes them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from runtimes.contract import WrongInput
+from tasks.build_or_reuse import TransientError
+from tasks.evaluate.feature_encoders import BATCH, Float32, Picture, batches
+from tasks.evaluate.inception_process import FEATURES, array_of, bytes_of
+
+#: Suffix of the folder that `make setup-fidelity` fills.
+ENVIRONMENT = "-fidelity"
+END_SECONDS = 10.0
+
+
+def fidelity_folder() -> Path:
+    """The folder of torch-fidelity's packages. Raises WrongInput if it is not installed."""
+    folder = Path(sys.prefix + ENVIRONMENT)
+    if not (folder / "torch_fidelity").is_dir():
+        raise WrongInput(
+            "evaluate.inception: torch-fidelity is not installed: run `make setup-fidelity`"
+        )
+    return folder
+
+
+def check_inception(weights: Path) -> None:
+    """Load a weights file once, on the CPU. Raises WrongInput if it does not load."""
+    Inception(weights, "cpu").close()
+
+
+class Inception:
+    """torch-fidelity's InceptionV3, the network of FID, up to its last pooling.
+
+    Its process alone has torch-fidelity's torchvision on its path: transformers would use that,
+    too. The process ends when this object is closed or collected.
+
+    Args:
+        weights: file in the layout of torch-fidelity's weights-inception-2015-12-05-6726825d.pth.
+        device: as for Clip.
+
+    Raises:
+        WrongInput: torch-fidelity is not installed, or the file is no such weights file.
+        TransientError: the process ended.
+    """
+
+    def __init__(self, weights: Path, device: str = "auto") -> None:
+        paths = (str(fidelity_folder()), os.environ.get("PYTHONPATH", ""))
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed with us
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            arguments = (str(number), str(weights), device)
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tasks.evaluate.inception_process", *arguments],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                pass_fds=(number,),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the closed socket ends it, not Ctrl-C
+            )
+        self._connection = Connection(ours.detach())
+        self._finalizer = weakref.finalize(self, _end, self._connection, self._child)
+        if message := self._receive().decode():
+            self.close()
+            raise WrongInput(message)
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Features f32 [N, 2048], not normalised. Picture sizes may differ.
+
+        The network itself resizes pictures to 299 x 299, as TensorFlow 1 did, and scales them.
+        """
+        given = list(pictures)
+        by_size: dict[tuple[int, ...], list[int]] = {}
+        for number, picture in enumerate(given):
+            by_size.setdefault(picture.shape, []).append(number)
+        features = np.zeros((len(given), FEATURES), np.float32)
+        for numbers in by_size.values():
+            for batch in batches(numbers, BATCH):
+                features[batch] = self._features([given[number] for number in batch])
+        return features
+
+    def close(self) -> None:
+        """End the process."""
+        self._finalizer()
+
+    def _features(self, pictures: list[Picture]) -> Float32:
+        try:
+            self._connection.send_bytes(bytes_of(np.stack(pictures)))
+        except OSError:
+            raise self._lost() from None
+        return np.asarray(array_of(self._receive()), np.float32)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            raise self._lost() from None
+
+    def _lost(self) -> TransientError:
+        self.close()
+        self._log.seek(0)
+        last = self._log.read().strip().rpartition("\n")[2]
+        code = self._child.returncode
+        return TransientError(f"evaluate.inception: its process ended with {code}: {last}")
+
+
+def _end(connection: Connection, child: subprocess.Popen[bytes]) -> None:
+    connection.close()
+    try:
+        child.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
