@@ -153,6 +153,7 @@ class Draft:
 
         Raises:
             Damaged: the folder has other bytes.
+            LockLost: they are another builder's.
         """
         if self.store.is_local:
             sync_tree(self.path, file.path)
@@ -160,7 +161,12 @@ class Draft:
         etag, _ = present_stamp(self.store.fs, place)  # first: a change while it is read is found
         found = hash_file(self.store.fs, self.path, file.path)
         if found.content() != file.content():
-            raise Damaged(f"{place} is damaged: its sha256 differs from that of what was written")
+            if self.lock is not None:
+                self.lock.renew()
+                self.lock.check()
+            raise Damaged(
+                f"{place} is damaged: its sha256 differs from that of what was written; run again"
+            )
         self.files[file.path] = replace(file, etag=etag)
 
     def read(self, path: str) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from configs.base_section import Fraction, Section
 from configs.best_checkpoint import BestCheckpoint
@@ -144,7 +144,8 @@ class Train(Section):
     gradient_checkpointing: Literal["none", "blocks", "selective"] = Field(
         "none",
         description="What the backward pass recomputes, to save memory: all activations of each "
-        "block (blocks), or all but the outputs of matrix products and convolutions (selective).",
+        "block (blocks), or all but the outputs of convolutions, of products with weights and of "
+        "PyTorch's attention kernels (selective). Compiled blocks treat selective as none.",
     )
     compile: Literal["auto", "none", "blocks", "denoiser"] = Field(
         "auto",
@@ -215,6 +216,13 @@ class Train(Section):
         None, gt=0, description="Peak of one chip in TFLOP/s, for MFU; null: the built-in table."
     )
     wandb: Wandb | None = Field(None, description="Weights & Biases; null: not used.")
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _refuse_flag(cls, given: Any) -> Any:
+        if isinstance(given, bool):  # as in diffusers' scripts and kohya
+            raise ValueError(f"it is no flag: set {'blocks' if given else 'none'}")
+        return given
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Train:

@@ -19,12 +19,14 @@ from configs.recipe import Recipe
 from flows.run_sent_stage import run_stage
 from flows.runner import ServerAway, check_server, configured_server
 from flows.send_stage import FLOW
+from flows.task_states import REUSED
 
 CODE = Path(__file__).parents[1]
 LOST = "kiln: lost stages"
 #: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost one.
 HEARTBEAT, SILENCE = 30, 90
-ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+#: Names of the states that a run of `run_stage` can end in.
+ENDS = ("Completed", REUSED, "Failed", "Cancelled", "Crashed")
 
 
 def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) -> None:

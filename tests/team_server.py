@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ class TeamServer(Server):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self._stopping = ExitStack()  # what has started, even if the rest does not
         self.postgresql = PostgreSQL()
+        self._stopping.callback(self.postgresql.remove)
         self.redis = Redis(folder / "redis")
         broker, docket = (self.redis.url(number) for number in (0, 1))
         self.env |= {
@@ -67,7 +69,9 @@ class TeamServer(Server):
     def serve(self) -> None:
         """Start all and wait until the server and its database respond."""
         self.postgresql.start()
+        self._stopping.callback(self.postgresql.stop)
         self.redis.start()
+        self._stopping.callback(self.redis.stop)
         self.cli("server", "database", "upgrade", "-y")
         self.serve_prefect()
 
@@ -123,9 +127,7 @@ class TeamServer(Server):
             if name.startswith("worker-"):
                 self._kill(name)
         super().stop()
-        self.redis.stop()
-        self.postgresql.stop()
-        self.postgresql.remove()
+        self._stopping.close()
 
 
 class PostgreSQL:
@@ -148,7 +150,8 @@ class PostgreSQL:
 
     def stop(self) -> None:
         """Stop it as `systemctl stop postgresql` does: connections are closed."""
-        self._control("stop", "-m", "fast")
+        if (self.home / "data/postmaster.pid").exists():
+            self._control("stop", "-m", "fast")
 
     def remove(self) -> None:
         shutil.rmtree(self.home)
@@ -189,7 +192,9 @@ class Redis:
 
 
 def _postgresql_bin() -> Path | None:
-    return max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+    programs = Path("/usr/lib/postgresql").glob("*/bin/initdb")  # clients have a folder, too
+    found = max(programs, key=lambda path: float(path.parts[-3]), default=None)
+    return None if found is None else found.parent
 
 
 def _redis_program() -> str | None:

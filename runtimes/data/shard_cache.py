@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,6 @@ from runtimes.data.read_ahead import ReadAhead
 CHUNK = 2**20
 #: Seconds before each retry of a download.
 WAITS = (1.0, 5.0, 30.0)
-#: Age in seconds at which an unchanged temporary file counts as abandoned.
-ABANDONED = 3600.0
 log = logging.getLogger("kiln")
 
 
@@ -187,17 +185,27 @@ def _flocked(path: Path) -> Iterator[None]:
 def _reserved(copy: Path, size: int, limit: int) -> Iterator[Path]:
     """A temporary file of `size` bytes beside `copy`; older copies make room for it first.
 
-    It has its final size from the start, so concurrent downloads count each other.
+    It has its final size from the start, so concurrent downloads count each other. Its lock ends
+    with the process, and tells a download from what a killed one left.
     """
     partial = copy.with_name(f"{uuid.uuid4().hex}.tmp")
-    try:
+    with ExitStack() as held:
         with _flocked(copy.parents[1] / "shard-locks" / "eviction"):
             _evict(copy.parent, limit - size)
-            with partial.open("wb") as file:
-                file.truncate(size)
+            held.callback(partial.unlink, missing_ok=True)
+            file = held.enter_context(partial.open("wb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(size)
         yield partial
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def _is_locked(path: Path) -> bool:
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _open(path: Path, ref: ShardRef) -> LatentShard:
@@ -222,7 +230,7 @@ def _download(fs: AbstractFileSystem, path: str, ref: ShardRef, target: Path) ->
 
 
 def _evict(folder: Path, limit: int) -> None:
-    """Delete the least recently used files until at most `limit` bytes remain.
+    """Delete what killed downloads left, and the least recently used files beyond `limit` bytes.
 
     A deleted file that is memory-mapped stays readable until it is unmapped.
     """
@@ -232,8 +240,11 @@ def _evict(folder: Path, limit: int) -> None:
             stat = path.stat()
         except FileNotFoundError:  # a download ended, or was abandoned, meanwhile
             continue
+        if path.suffix == ".tmp" and not _is_locked(path):
+            path.unlink(missing_ok=True)
+            continue
         total += stat.st_size
-        if path.suffix != ".tmp" or time.time() - stat.st_mtime > ABANDONED:
+        if path.suffix != ".tmp":
             deletable.append((stat.st_mtime, stat.st_size, path))
     for _, size, path in sorted(deletable):
         if total <= limit:

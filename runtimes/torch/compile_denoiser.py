@@ -31,8 +31,8 @@ def compile_denoiser(
     """Compile in place; names of modules and parameters do not change.
 
     Blocks of equal structure share a program, and gradient checkpointing stays outside of it.
-    Selective recomputation is within the program: PyTorch's partitioner keeps the outputs of
-    products and convolutions, and computes cheap operations again.
+    Selective recomputation is left to PyTorch's partitioner, which computes cheap operations of a
+    program again: a checkpoint outside would see one operation.
 
     Args:
         denoiser: a diffusers denoiser on its device.

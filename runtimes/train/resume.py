@@ -86,7 +86,9 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
     Settings that the checkpoint lacks count as defaults: an older version may have written it.
     """
     now, before = key_settings(settings), _with_defaults(saved.facts["train"])
+    # What is recomputed changes no weight; an older version wrote true or false.
     known = {name: value for name, value in before.items() if name in Train.model_fields}
+    known["gradient_checkpointing"] = settings.gradient_checkpointing
     before |= key_settings(Train(**known))  # without what has no effect
     now["denoiser_config"] = job.denoiser_config  # the content: its path may change
     before["denoiser_config"] = saved.facts.get("denoiser_config")

@@ -79,6 +79,8 @@ class Planner:
     def training_request(self, train: Train) -> GpuStepRequest:
         optimizer = "adamw" if train.optimizer == "adamw_8bit" else train.optimizer
         settings = train.model_dump(mode="json", include=STEP_SETTINGS) | {"optimizer": optimizer}
+        if train.gradient_checkpointing == "selective" and train.compile != "none":
+            settings["gradient_checkpointing"] = "none"  # as compile_denoiser does
         return self._request(settings)
 
     def _sampling(self, dtype: str) -> GpuStepRequest:

@@ -19,7 +19,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, FileEntry
 from artifacts.file_stamps import TICK
 from artifacts.hashing import digest_bytes
-from artifacts.lock import Lock, LockLost
+from artifacts.lock import Lock, LockLost, seize
 from artifacts.store import Artifact, Draft, Store, StoreError
 
 PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
@@ -496,6 +496,16 @@ def test_a_file_that_was_damaged_since_another_process_wrote_it_is_not_committed
     any_store.fs.pipe_file(f"{draft.path}/d.bin", there)
     with pytest.raises(Damaged, match=r"d\.bin is damaged"):
         draft.add(FileEntry("d.bin", 5, digest_bytes(b"delta")))
+
+
+def test_a_file_of_the_next_builder_is_no_damage(any_store: Store) -> None:
+    fs, path = any_store.fs, f"{any_store.root}/encode/{PARTS.key}/lock.json"
+    with any_store.lock("encode", PARTS.key) as paused:
+        draft = build(any_store, lock=paused)
+        with seize(fs, path, cas.read(fs, path)):
+            fs.pipe_file(f"{draft.path}/d.bin", b"other")
+            with pytest.raises(LockLost):
+                draft.add(FileEntry("d.bin", 5, digest_bytes(b"delta")))
 
 
 def test_a_file_that_is_damaged_while_it_is_added_is_found(

@@ -67,7 +67,7 @@ class Worker:
         self.command: Command | None = None
         self.outcome: tuple[str, Any] | None = None
         self.jump = processes.RawValue("d", 0.0)
-        self._happening = threading.Lock()
+        self._happening, self._ended = threading.Lock(), False
         self._proxy = None
         if place.server is not None:
             self._proxy = Proxy(place.server, self.happen)
@@ -120,6 +120,8 @@ class Worker:
     def happen(self, fault: Fault) -> None:
         """Make a fault happen, as far as it happens outside the process."""
         with self._happening:
+            if self._ended:
+                return
             self.fired.append(fault)
             match fault.kind:
                 case "killed" if self._proxy is not None:
@@ -153,8 +155,8 @@ class Worker:
         if self._proxy is not None:
             self._proxy.shutdown()
             self._proxy.server_close()
-        with self._happening:  # a thread of the proxy may still damage a file
-            pass
+        with self._happening:  # a thread of the proxy may be about to damage a file
+            self._ended = True
 
 
 def _wake(process: Any) -> None:

@@ -121,6 +121,16 @@ def test_samples_during_training_need_the_encoders_beside_the_state(
     assert gib(plan(80, sample_every_n_steps=10).peaks.samples) == 3 + 1 + 1 / 4  # one prompt
 
 
+def test_selective_recomputation_is_planned_only_where_blocks_are_not_compiled(
+    plan: Callable[..., GpuPlan],
+) -> None:
+    peaks = {
+        what: plan(80, gradient_checkpointing="selective", compile=what).peaks.training
+        for what in ("auto", "none")
+    }
+    assert peaks["auto"]["activations"] > peaks["none"]["activations"]
+
+
 def test_advice_fits_and_costs_least_first(plan: Callable[..., GpuPlan]) -> None:
     """The state has 5 GiB, a picture 2.25 GiB or, recomputed, 0.75 GiB."""
     found = plan(12 / USABLE, ema_decay=0.9)

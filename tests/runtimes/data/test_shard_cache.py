@@ -1,8 +1,8 @@
 """Shards of a remote store: local copies are checked, fetching is patient, eviction is polite."""
 
+import fcntl
 import hashlib
 import os
-import time
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -51,11 +51,11 @@ def test_a_damaged_local_copy_is_fetched_again(remote: Remote, damage: str) -> N
 
 def test_only_downloads_that_nobody_continues_are_evicted(remote: Remote) -> None:
     remote.folder.mkdir(parents=True)
-    for name, age in (("running.tmp", 60), ("left.tmp", 7200)):
-        path = remote.folder / name
-        path.write_bytes(b"x" * 1000)
-        os.utime(path, (time.time() - age, time.time() - age))
-    ShardFiles([remote.ref], open_limit=1, cache_bytes=remote.ref.size)[0].close()
+    for name in ("running.tmp", "left.tmp"):
+        (remote.folder / name).write_bytes(b"x" * 1000)
+    with (remote.folder / "running.tmp").open("rb") as running:
+        fcntl.flock(running, fcntl.LOCK_EX)
+        ShardFiles([remote.ref], open_limit=1, cache_bytes=remote.ref.size)[0].close()
     names = {path.name for path in remote.folder.iterdir()}
     assert names == {"running.tmp", f"{remote.ref.sha256}.safetensors"}
 

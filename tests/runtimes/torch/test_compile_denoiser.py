@@ -48,7 +48,6 @@ def two_steps(make_job: MakeJob, name: str, **settings: Any) -> tuple[list[float
     [
         pytest.param({"compile": "blocks"}, marks=pytest.mark.soak),
         {"compile": "blocks", "gradient_checkpointing": "blocks"},
-        {"compile": "blocks", "gradient_checkpointing": "selective"},
         {"compile": "blocks", "method": "lora"},
         {"compile": "denoiser"},
     ],
@@ -76,6 +75,19 @@ def test_blocks_share_programs_and_every_size_has_one(make_job: MakeJob) -> None
             for block in equal:
                 block(torch.randn(1, first.in_channels, side, side), torch.randn(1, embedding))
     assert counters["stats"]["unique_graphs"] == 9
+
+
+@pytest.mark.parametrize(
+    ("what", "recomputed", "kept"),
+    [("blocks", "selective", False), ("blocks", "blocks", True), ("none", "selective", True)],
+)
+def test_selective_recomputation_of_a_compiled_denoiser_is_the_compiler_s(
+    make_job: MakeJob, what: str, recomputed: str, kept: bool
+) -> None:
+    job = make_job(gradient_checkpointing=recomputed)
+    denoiser = Network.load(job, Train(**job.train)).denoiser
+    compile_denoiser(denoiser, what, DeviceHooks(torch.device("cpu")), recomputed)
+    assert denoiser.is_gradient_checkpointing == kept
 
 
 @pytest.mark.parametrize(("device", "compiled"), [("cuda", True), ("cpu", False)])

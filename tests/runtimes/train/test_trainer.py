@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from jobs import SETTINGS, MakeJob, outputs
 
+from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.data.loader import Loader
 from runtimes.process.events import Events
@@ -21,6 +22,7 @@ from runtimes.torch.runtime import TheRuntime
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.divergence import Diverged
+from runtimes.train.resume import check_same_run
 from runtimes.train.trainer import train
 
 
@@ -116,6 +118,18 @@ def test_another_run_s_work_folder_is_refused(make_job: MakeJob) -> None:
     assert train(make_job(**settings), RecordedEvents(), Stop()), "these may change"
     with pytest.raises(WrongInput, match=r"holds a run with train\.learning_rate=0\.001"):
         train(make_job(steps=4, learning_rate=2e-3), RecordedEvents(), Stop())
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_a_checkpoint_of_before_selective_recomputation_resumes(
+    make_job: MakeJob, recomputed: bool
+) -> None:
+    job = make_job(steps=4, checkpointing_steps=2)
+    assert train(job, RecordedEvents(), Stop())
+    saved = Checkpoints(job.work, 9).latest()
+    assert saved is not None
+    saved.facts["train"]["gradient_checkpointing"] = recomputed
+    check_same_run(saved, job, Train(**job.train))
 
 
 def test_wrong_train_settings_are_wrong_input(make_job: MakeJob) -> None:
