@@ -190,15 +190,15 @@ def test_of_tars_in_a_bucket_only_new_ones_are_read(
         before = len(asked)
         planned = download.plan(of)
         if lists and kind == "s3":
-            assert len(listings(asked[before:])) <= lists
+            assert len(listings(asked[before:])) == lists
         gets = [path for method, path in asked[before:] if method == "GET"]
         got = [path for path in gets if not path.startswith("/storage/")]  # GCS describes it there
         return planned, [name for name in ("0", "1", "2", "3") if f"/{name}.tar" in str(got)]
 
     # A tar's metadata are those of its folder's list, and the check asks for the first tar alone.
-    first, read = plan(recipe, 5)
+    first, read = plan(recipe, 2)
     assert read == ["0", "1", "2"]
-    assert plan(recipe, 5) == (first, ["0"])
+    assert plan(recipe, 2) == (first, ["0"])
     assert build(recipe).summary["outcomes"] == {"success": 30}
     written(f"{url}/3.tar", range(30, 40))
     grown, read = plan(make_recipe(f"{url}/*.tar", tmp_path / "store"))
