@@ -12,7 +12,9 @@ from artifacts.resolve_model import (
     HUB_SKIPPED,
     HUB_VARIANTS,
     ModelNotFound,
+    asking_for,
     hub_refusal,
+    remote_file,
     resolve_file,
     resolve_model,
 )
@@ -50,13 +52,8 @@ def check_file_available(path: str) -> str:
     if "://" not in path:
         resolve_file(path)
         return "local file"
-    try:
-        fs, root = fsspec.core.url_to_fs(path)
-        found = fs.isfile(root)
-    except Exception as error:  # each filesystem's client has errors of its own
-        raise ModelNotFound(f"file {path}: {type(error).__name__}: {error}") from None
-    if not found:
-        raise ModelNotFound(f"file {path}: no such file")
+    with asking_for(path):
+        remote_file(path)
     return "remote file"
 
 

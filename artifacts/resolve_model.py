@@ -6,16 +6,21 @@ import errno
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec import AbstractFileSystem
 
 from artifacts.hashing import canonical_json, digest_bytes, digest_json
+from configs.redact_errors_and_logs import one_line
 
+#: What a web server says about a file's version, without which it is fetched again.
+HTTP_MARKS = ("ETag", "Last-Modified")
 #: Names without effect on a model's digest: documentation and version control.
 IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
 
@@ -77,22 +82,51 @@ def resolve_file(path: str) -> Path:
         ModelNotFound: there is no such file, or it cannot be fetched.
     """
     if "://" not in path:
-        if not Path(path).expanduser().is_file():
+        with asking_for(path):
+            local = Path(path).expanduser()
+        if not local.is_file():
             raise ModelNotFound(f"file {path}: no such file (give a local path or a URL)")
-        return Path(path).expanduser().resolve()
-    try:
-        fs, root = fsspec.core.url_to_fs(path)
-        if not fs.isfile(root):
-            raise FileNotFoundError("no such file")
-        target = _cached(path, fs.checksum(root))
-    except (ImportError, ValueError, FileNotFoundError) as error:
-        raise ModelNotFound(f"file {path}: {error}") from None
-    if not target.is_file():
+        return local.resolve()
+    with asking_for(path):
+        fs, root, info = remote_file(path)
+        # A web server may redirect to a URL that is signed anew, which is no new version.
+        marks = [info.get(name) for name in HTTP_MARKS] if _is_web(path) else [fs.checksum(root)]
+    target = _cached(path, [*marks, info.get("size")] if _is_web(path) else marks[0])
+    if not any(marks) or not target.is_file():
         with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
             part = Path(temporary, "file")
-            fs.get_file(root, str(part))
+            with asking_for(path):
+                fs.get_file(root, str(part))
             part.replace(target)
     return target
+
+
+def remote_file(path: str) -> tuple[AbstractFileSystem, str, dict[str, Any]]:
+    """Filesystem, path there and info of a file at an fsspec URL. Raises as its client does."""
+    fs, root = fsspec.core.url_to_fs(path)
+    info = fs.info(root)  # `isfile` takes every error for a missing file
+    if info["type"] != "file":
+        raise FileNotFoundError
+    return fs, root, info
+
+
+@contextmanager
+def asking_for(path: str) -> Iterator[None]:
+    """Convert the errors of a file's location to ModelNotFound, but that of a full local disk."""
+    try:
+        yield
+    except Exception as error:  # each filesystem's client has errors of its own
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Every answer of a web server is the cause of a FileNotFoundError.
+        cause = error.__cause__ if _is_web(path) and error.__cause__ else error
+        if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
+            raise ModelNotFound(f"file {path}: no such file") from None
+        raise ModelNotFound(f"file {path}: {type(cause).__name__}: {one_line(cause)}") from None
+
+
+def _is_web(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
 
 
 def resolve_configs(path: str, *, revision: str | None = None) -> Path:

@@ -8,10 +8,13 @@ from __future__ import annotations
 from tasks.estimate_disk import AREAS, PIXEL_BYTES, SAMPLE_BYTES
 
 #: Measured, two cores of an AMD EPYC (docs/scale.md): rows per CPU second of planning a list, and
-#: CPU seconds per picture of 400 to 900 pixels, stored with 256 pixels.
-PLANNED, FETCHED = 0.44e6, 0.0127
-#: Measured: bytes of a row of a plan, and of a sample of SDXL at 1024 pixels in a latent shard.
+#: CPU seconds per picture of 12 megapixels, stored with 256 pixels.
+PLANNED, FETCHED = 0.44e6, 0.098
+#: Measured: bytes of a row of a plan, and of a sample of SDXL at 1024 pixels in a latent shard
+#: (`encode.flip: false`).
 PLAN_ROW, LATENTS = 60, 0.58e6
+#: Bytes that `encode.flip` adds: moments of 8 x 128 x 128 bf16 numbers.
+MIRRORED = 8 * 128 * 128 * 2
 #: Measured: rate of one H100 that trains SDXL, in pictures per second (docs/benchmarks.md), and the
 #: share of linear scaling of four encoder processes.
 TRAINED, SCALING = 14.2, 0.96

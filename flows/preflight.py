@@ -345,7 +345,7 @@ def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> dict
     if settings.inception is not None:
         inception = resolve_file(settings.inception)
         if "evaluate" in stages:
-            check_inception(inception)
+            check_inception(inception, settings.inception)
     found = {"clip": clip, "image_encoder": encoder, "preference_models": judges}
     return {**found, "inception": inception}
 

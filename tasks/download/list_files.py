@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from artifacts import list_folder
+from artifacts.concurrent_requests import ask_at_once
 from artifacts.hashing import digest_json, digest_stream
 from artifacts.remote_clients import is_of_client
 from configs.redact_errors_and_logs import one_line
@@ -41,6 +42,9 @@ CHANGE_MARKERS = (
     "LastModified",
     "Last-Modified",
 )
+
+#: Names that an error shows, their length in characters, and names that it is compared with.
+SHOWN, LONGEST, COMPARED = 20, 100, 1000
 
 
 class ListedFile(NamedTuple):
@@ -96,6 +100,44 @@ def list_files(
         return [ListedFile(name, named[name]) for name in sorted(named)]
 
 
+def list_range(paths: Sequence[str], suffixes: tuple[str, ...]) -> list[ListedFile]:
+    """As `list_files` of each path, but each folder of a bucket is listed once.
+
+    Raises:
+        SourceError: no file matches a path, or the location cannot be listed.
+    """
+    with reading(paths[0]):
+        fs, _ = url_to_fs(paths[0])
+        roots = [url_to_fs(path)[1] for path in paths]
+        # A disk answers at once, and a web server lists no folder.
+        has_folders = not isinstance(fs, LocalFileSystem) and not paths[0].startswith("http")
+        beside = _beside(fs, roots) if has_folders else {}
+    found, others, absent = list[ListedFile](), list[str](), list[str]()
+    for path, root in zip(paths, roots, strict=True):
+        info = beside.get(root, {})
+        if info.get("type") == "file":
+            found.append(ListedFile(str(fs.unstrip_protocol(root)), info))
+        elif info or is_glob(root) or not has_folders:
+            others.append(path)
+        else:
+            absent.append(path)
+    if absent:
+        more = f", and {len(absent) - SHOWN:,} others" if len(absent) > SHOWN else ""
+        raise SourceError(f"source.path: {', '.join(absent[:SHOWN])}{more}: no such file")
+    each = ask_at_once(fs, lambda path: list_files(path, suffixes), others)
+    return found + [file for files in each for file in files]
+
+
+def _beside(fs: AbstractFileSystem, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What the folders of these paths have, by name."""
+    fs.invalidate_cache()
+    found = dict[str, dict[str, Any]]()
+    for folder in {path.rpartition("/")[0]: None for path in paths if not is_glob(path)}:
+        with suppress(FileNotFoundError):
+            found |= {entry["name"].rstrip("/"): entry for entry in fs.ls(folder, detail=True)}
+    return found
+
+
 def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[str, Any]]:
     """Every file below a folder. Raises as the filesystem does, where its `find` omits folders."""
     return {entry["name"]: entry for entry in list_folder.files(fs, folder, depth)}
@@ -133,8 +175,10 @@ def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -
     """Raise SourceError unless every column of {setting: column} is present in `file`."""
     for setting, column in wanted.items():
         if column not in present:
-            near = difflib.get_close_matches(column, present, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(present)}"
+            near = difflib.get_close_matches(column, present[:COMPARED], n=1, cutoff=0.5)
+            names = ", ".join(name[:LONGEST] for name in present[:SHOWN])
+            more = f" and {len(present) - SHOWN:,} others" if len(present) > SHOWN else ""
+            hint = f"did you mean {near[0]}?" if near else f"there are: {names}{more}"
             raise SourceError(f"{setting}: {file} has no column {column!r} ({hint})")
 
 

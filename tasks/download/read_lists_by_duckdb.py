@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache, partial
-from itertools import count, islice
+from itertools import count
 from typing import Any, NamedTuple
 
 import duckdb
@@ -39,6 +39,8 @@ from tasks.download.rows import (
 )
 
 BATCH = 50_000  # rows
+#: Of the texts in a batch of Python's rows: at most 32 MiB in UTF-8.
+MOST_CHARACTERS = 2**23
 MEMORY = "400MB"  # of DuckDB's buffers
 #: The largest row of a csv file in bytes: Python's limit of a field.
 MAX_CSV_ROW = 131_072
@@ -118,13 +120,24 @@ def read_malformed_list(
 
 def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
     """Tables of HASHED, of rows of COLUMNS; missing values are null."""
-    rows = iter(rows)
     with _cursor() as db:
-        while batch := list(islice(rows, BATCH // 10)):
-            for row in batch:
-                row["additional"] = canonical_additional(row.get("additional"))
+        for batch in _batches(rows):
             db.register("given", pa.Table.from_pylist(batch, schema=COLUMNS))
             yield from _hashed(db, "select * from given", base_url)
+
+
+def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Rows that DuckDB's memory holds together, with their additional columns canonical."""
+    batch, characters = list[dict[str, Any]](), 0
+    for row in rows:
+        row["additional"] = canonical_additional(row.get("additional"))
+        batch.append(row)
+        characters += sum(map(len, row["captions"])) + len(row["additional"] or "")
+        if len(batch) == BATCH // 10 or characters >= MOST_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 @contextmanager

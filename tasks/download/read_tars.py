@@ -76,9 +76,12 @@ def samples(stream: IO[bytes], limit: Callable[[str], int]) -> Iterator[Sample]:
                     "sorted by name"
                 )
             seen.add(hash(key))
-        if len(sample.files) == MOST_FILES or len(seen) > MOST_SAMPLES:
+        if len(seen) > MOST_SAMPLES:
+            raise ValueError(f"it has more than {MOST_SAMPLES:,} samples: write several tars")
+        if len(sample.files) == MOST_FILES:
             raise ValueError(
-                f"it has more than {MOST_SAMPLES:,} samples, or one of more than {MOST_FILES} files"
+                f"sample {key[:200]!r} has more than {MOST_FILES} files: name the files of another "
+                "picture differently before the first dot"
             )
         is_read = member.is_plain and member.size <= limit(extension)
         is_read &= extension not in sample.files
@@ -106,12 +109,15 @@ def content_at(stream: IO[bytes], offset: int, limit: int) -> bytes | None:
 def members(stream: IO[bytes]) -> Iterator[Member]:
     """The members of a tar, folders excluded; contents are not read. Raises ValueError."""
     end, offset, last = stream.seek(0, os.SEEK_END), 0, "its start"
-    if _read(stream, 0, min(6, end)).startswith(COMPRESSED):
-        raise ValueError("it is compressed: unpack it, since pictures are read by their position")
     while True:
         try:
             member, offset = _member(stream, offset, end)
         except ValueError as error:
+            # A member may be named like the beginning of a compressed file.
+            if offset == 0 and _read(stream, 0, min(6, end)).startswith(COMPRESSED):
+                raise ValueError(
+                    "it is compressed: unpack it, since pictures are read by their position"
+                ) from None
             raise ValueError(f"{error}, behind {last}") from None
         if member is None:
             break

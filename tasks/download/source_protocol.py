@@ -32,10 +32,10 @@ class Piece(NamedTuple):
 
 
 class PictureLocation(NamedTuple):
-    """Where a source has a picture: a file, or a row of a parquet file."""
+    """Where a source has a picture."""
 
-    file: str
-    row: int | None
+    file: str  # the picture, or the parquet file or tar that has it
+    row: int | None  # number in a parquet file; offset of a tar's header in bytes; else None
 
 
 class Source(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,15 +14,19 @@ from typing import IO, Any
 import fsspec
 import pyarrow as pa
 from braceexpand import braceexpand
-from fsspec.core import url_to_fs
 
-from artifacts.concurrent_requests import ask_at_once
 from configs.redact_urls import without_secrets
 from configs.source import TarsSource
 from tasks.download.errors import SourceError
-from tasks.download.list_files import ListedFile, list_files, reading, require_columns
+from tasks.download.list_files import (
+    ListedFile,
+    list_files,
+    list_range,
+    reading,
+    require_columns,
+)
 from tasks.download.read_lists_by_duckdb import hash_rows
-from tasks.download.read_tars import Sample, content_at, samples
+from tasks.download.read_tars import File, Sample, content_at, samples
 from tasks.download.rows import additional_of, captions_of, integer, score_of
 from tasks.download.source_protocol import (
     PictureLocation,
@@ -32,11 +37,14 @@ from tasks.download.source_protocol import (
     named_columns,
 )
 
+TAR = (".tar",)
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 #: Bytes of a picture, and of a caption or a json, that are read: a tar may claim any size.
 MAX_PICTURE, MAX_TEXT = 2**27, 2**20
 #: Tars of a range, and samples in which a check looks for the columns.
 MOST_TARS, CHECKED = 1_000_000, 100
+#: A range of numbers, or what nests and separates ranges.
+BRACES = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}|[{},]")
 log = logging.getLogger("kiln")
 
 
@@ -53,7 +61,7 @@ class Tars:
         self.columns = named_columns(settings)
 
     def check(self) -> None:
-        file = self._files()[0].name
+        file = list_files(self._paths()[0], TAR)[0].name
         with _opened(file) as stream:
             found = list(islice(samples(stream, self._limit_of_text), CHECKED))
         if not found:
@@ -64,9 +72,18 @@ class Tars:
                 f"source.image_extension: {file} has no pictures ({', '.join(self.pictures_are)}), "
                 f"but {', '.join(islice(extensions, 20))}"
             )
+        if not any(len(self._pictures(sample)) == 1 for sample in found):
+            kinds = ", ".join(kind for kind in extensions if kind in self.pictures_are)
+            raise SourceError(
+                f"source.image_extension: {file} has no sample with one picture: set it to one of "
+                f"{kinds}"
+            )
         keys = {key: None for sample in found for key in _json(sample) or ()}
-        present = [*(["txt"] if "txt" in extensions else []), *keys]
-        require_columns(self.columns, present, file)
+        # `txt` is the caption's file for one setting, and a key of the json for all others.
+        texts = ["txt"] * ("txt" in extensions) + [key for key in keys if key != "txt"]
+        for setting, column in self.columns.items():
+            present = texts if setting == "source.caption_column" else list(keys)
+            require_columns({setting: column}, present, file)
 
     def pieces(self) -> Iterator[Piece]:
         for file in self._files():
@@ -81,20 +98,28 @@ class Tars:
     def open(self) -> AbstractContextManager[ServedAt]:
         return nullcontext(ServedAt())
 
-    def _files(self) -> list[ListedFile]:
-        """All tars, sorted by name, each once."""
+    def _paths(self) -> list[str]:
+        """The path, or those of its range."""
         path = self.settings.path
+        if "{" not in path:
+            return [path]
         try:
-            paths = list(islice(braceexpand(path), MOST_TARS + 1))
+            # braceexpand holds some ranges in memory as a whole.
+            if _count(path) <= MOST_TARS:
+                return list(braceexpand(path, escape=False))  # a backslash is part of a name
         except ValueError as error:
             raise SourceError(f"source.path: {path}: {error}") from None
-        if len(paths) > MOST_TARS:
-            raise SourceError(f"source.path: {path}: it names more than {MOST_TARS:,} files")
-        with reading(path):
-            fs, _ = url_to_fs(paths[0])
-        listed = ask_at_once(fs, lambda one: list_files(one, (".tar",)), paths)
-        found = {file.name: file for files in listed for file in files}
+        raise SourceError(f"source.path: {path}: it names more than {MOST_TARS:,} files")
+
+    def _files(self) -> list[ListedFile]:
+        """All tars, sorted by name, each once."""
+        paths = self._paths()
+        listed = list_files(paths[0], TAR) if len(paths) == 1 else list_range(paths, TAR)
+        found = {file.name: file for file in listed}
         return [found[name] for name in sorted(found)]
+
+    def _pictures(self, sample: Sample) -> list[File]:
+        return [sample.files[name] for name in self.pictures_are if name in sample.files]
 
     def _rows(self, file: str) -> Iterator[pa.Table]:
         def rows() -> Iterator[dict[str, Any]]:
@@ -116,7 +141,7 @@ class Tars:
         s, files = self.settings, sample.files
         values = _json(sample) if self.needs_json else {}
         given = files["txt"].content if self.has_text and "txt" in files else b""
-        pictures = [files[name] for name in self.pictures_are if name in files]
+        pictures = self._pictures(sample)
         picture = pictures[0] if len(pictures) == 1 else None
         is_usable = picture is not None and values is not None and given is not None
         captions: tuple[str, ...] = captions_of((values or {}).get(s.caption_column or ""))
@@ -137,6 +162,23 @@ class Tars:
     def _limit_of_text(self, extension: str) -> int:
         is_read = extension == "json" or (extension == "txt" and self.has_text)
         return MAX_TEXT if is_read else 0
+
+
+def _count(path: str) -> int:
+    """How many paths braces of numbers and lists expand to. Raises ValueError."""
+    levels = [[0, 1]]  # of each open brace: paths before its last comma, and behind it
+    for token in BRACES.finditer(path):
+        first, last, step = token.groups()
+        if first is not None:
+            levels[-1][1] *= abs(int(last) - int(first)) // (int(step or 1) or 1) + 1
+        elif token[0] == "{":
+            levels.append([0, 1])
+        elif len(levels) > 1 and token[0] == ",":
+            levels[-1] = [sum(levels[-1]), 1]
+        elif len(levels) > 1:
+            alternatives = sum(levels.pop())
+            levels[-1][1] *= alternatives
+    return levels[0][1]
 
 
 def _json(sample: Sample) -> dict[str, Any] | None:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from configs.redact_urls import without_secrets
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.feature_encoders import BATCH, Float32, Picture, batches
 from tasks.evaluate.inception_process import FEATURES, array_of, bytes_of
 
-#: Suffix of the folder that `make setup-fidelity` fills.
+#: Suffix of the folder that `make setup-fidelity` and the images of deploy/ fill.
 ENVIRONMENT = "-fidelity"
 END_SECONDS = 10.0
 
@@ -29,14 +30,27 @@ def fidelity_folder() -> Path:
     folder = Path(sys.prefix + ENVIRONMENT)
     if not (folder / "torch_fidelity").is_dir():
         raise WrongInput(
-            "evaluate.inception: torch-fidelity is not installed: run `make setup-fidelity`"
+            "evaluate.inception: torch-fidelity is not installed: run `make setup-fidelity`, or "
+            "outside of .venv `python -m pip install --no-deps --target "
+            f"{folder} --requirement requirements/fidelity.txt`"
         )
     return folder
 
 
-def check_inception(weights: Path) -> None:
-    """Load a weights file once, on the CPU. Raises WrongInput if it does not load."""
-    Inception(weights, "cpu").close()
+def check_inception(weights: Path, named: str) -> None:
+    """Load a weights file once, on the CPU.
+
+    Args:
+        weights: local copy of the file.
+        named: the file in the recipe.
+
+    Raises:
+        WrongInput: it does not load.
+    """
+    try:
+        Inception(weights, "cpu").close()
+    except WrongInput as error:
+        raise WrongInput(str(error).replace(str(weights), without_secrets(named))) from None
 
 
 class Inception:

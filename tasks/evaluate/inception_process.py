@@ -50,8 +50,8 @@ def open_inception(weights: str) -> Any:
         from torch_fidelity import feature_extractor_inceptionv3 as theirs
     except (ImportError, RuntimeError) as error:
         raise WrongInput(
-            "evaluate.inception: torch-fidelity does not load: run `make setup-fidelity`:"
-            f" {one_line(error)}"
+            "evaluate.inception: torch-fidelity does not load: install "
+            f"requirements/fidelity.txt again: {one_line(error)}"
         ) from None
     try:
         state = torch.load(weights, map_location="cpu", weights_only=True)

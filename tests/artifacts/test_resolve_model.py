@@ -2,7 +2,11 @@
 
 import errno
 import hashlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
+from threading import Thread
 from uuid import UUID
 
 import fsspec
@@ -96,12 +100,100 @@ def test_a_local_file_stays_where_it_is(tmp_path: Path) -> None:
     assert (str(resolve_file(path)), check_file_available(path)) == (path, "local file")
 
 
-@pytest.mark.parametrize("path", ["memory://none.pth", "none.pth", "memory://", "foo://none.pth"])
+MISSING = ["memory://none.pth", "none.pth", "memory://", "foo://none.pth", "~nobody-here/none.pth"]
+
+
+@pytest.mark.parametrize("path", MISSING)
 def test_a_missing_file_is_a_one_line_error(path: str) -> None:
     for find in (resolve_file, check_file_available):
         with pytest.raises(ModelNotFound, match=f"file {path}: ") as error:
             find(path)
         assert "\n" not in str(error.value)
+
+
+class Web(ThreadingHTTPServer):
+    """A web server that redirects `/weights` to a URL that it signs anew."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.content, self.refused, self.has_etag = b"one", set[str](), True
+        self.gets, self.redirects = 0, count()
+        self.url = f"http://127.0.0.1:{self.server_port}/weights"
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Web
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        if self._answer():
+            self.server.gets += 1
+            self.wfile.write(self.server.content)
+
+    def _answer(self) -> bool:
+        is_file = self.path.startswith("/stored?") and self.command not in self.server.refused
+        found = 200 if is_file else 404 if self.path == "/none" else 403
+        self.send_response(302 if self.path == "/weights" else found)
+        if self.path == "/weights":
+            self.send_header("Location", f"/stored?Signature={next(self.server.redirects)}")
+        content = self.server.content if is_file else b""
+        if is_file and self.server.has_etag:
+            self.send_header("ETag", f'"{hashlib.md5(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        return is_file
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    with Web() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_a_file_behind_a_signed_redirect_is_copied_once_per_version(web: Web) -> None:
+    first = resolve_file(web.url)
+    assert first.read_bytes() == b"one"
+    assert resolve_file(web.url) == first and web.gets == 1
+    web.content = b"two"
+    assert resolve_file(web.url).read_bytes() == b"two" and web.gets == 2
+
+
+def test_a_file_of_a_server_without_versions_is_never_stale(web: Web) -> None:
+    web.has_etag = False
+    for web.content in b"one", b"two":
+        assert resolve_file(web.url).read_bytes() == web.content
+
+
+def test_a_refusal_is_no_missing_file(web: Web) -> None:
+    web.refused = {"GET"}  # of the file alone
+    assert check_file_available(web.url) == "remote file"
+    with pytest.raises(ModelNotFound, match=r"weights: ClientResponseError: 403"):
+        resolve_file(web.url)
+    web.refused = {"HEAD", "GET"}
+    for find in (resolve_file, check_file_available):
+        with pytest.raises(ModelNotFound, match=r"weights: ClientResponseError: 403") as error:
+            find(web.url)
+        assert "Signature=1" not in str(error.value)
+    with pytest.raises(ModelNotFound, match=r"none: no such file$"):
+        resolve_file(web.url.replace("weights", "none"))
+    with pytest.raises(ModelNotFound, match="weights: ClientConnectorError: "):
+        resolve_file("http://127.0.0.1:9/weights")
+
+
+@pytest.mark.slow
+def test_a_bucket_that_does_not_answer_is_no_missing_file(s3_away: None) -> None:
+    for find in (resolve_file, check_file_available):
+        with pytest.raises(ModelNotFound, match=r"weights: .*[Cc]onnect") as error:
+            find("s3://bucket/weights")
+        assert "\n" not in str(error.value) and "no such file" not in str(error.value)
 
 
 def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from prefect.events.schemas.automations import AutomationCore
 
 from configs.load_recipe import load_recipe
 from flows.model_events import PUBLISHED, REJECTED
+from tasks.evaluate.inception import ENVIRONMENT
 from tasks.retrain.watch_source import EVENT, source_resource
 
 DEPLOY = ROOT / "deploy"
@@ -194,6 +195,18 @@ def test_image_is_pinned_does_not_run_as_root_and_has_a_health_check(name: str) 
     assert all(re.search(r"[}\d]", base) and ":" in base for base in bases)
     versions = [rest.partition("=")[2] for keyword, rest in found if keyword == "ARG"]
     assert all(re.search(r"\d+\.\d+", version) for version in versions)
+
+
+@pytest.mark.parametrize("name", ["cuda", "gaudi", "workers"])
+def test_image_that_evaluates_has_torch_fidelity_where_it_is_looked_for(name: str) -> None:
+    (found,) = re.findall(
+        r"pip install --no-cache-dir --no-deps --requirement requirements/fidelity\.txt\s+"
+        r'--target "(\$\(python3? -c .*?\))"(?:\s|$)',
+        "\n".join(rest for keyword, rest in instructions(f"{name}/Dockerfile") if keyword == "RUN"),
+    )
+    command = re.sub(r"\(python3? ", f"({sys.executable} ", found)
+    folder = subprocess.check_output(["sh", "-c", f'printf %s "{command}"'], text=True)
+    assert folder == sys.prefix + ENVIRONMENT
 
 
 def test_worker_image_has_the_harness_of_the_pinned_beam() -> None:

@@ -7,8 +7,10 @@ import gzip
 import io
 import json
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -116,16 +118,19 @@ def _tars(folder: Path, kind: int) -> Reader:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w", format=kind) as tar:
         for n in range(3):
-            for extension, data in ("jpg", b"p%d" % n), ("txt", b"a"), ("json", b'{"score": 1}'):
+            # One edit makes none of these texts that of another sample.
+            parts = {"jpg": b"p%d" % n * 5, "txt": b"a%d" % n * 5, "json": b'{"score": 1}'}
+            for extension, data in parts.items():
                 member = tarfile.TarInfo(f"{'long' * 30 * n}{n}.{extension}")
                 member.size, member.mtime = len(data), n + 0.5
                 tar.addfile(member, io.BytesIO(data))
     settings = {"kind": "tars", "path": str(path), "aesthetic_column": "score"}
     source, valid = Tars(TarsSource.model_validate(settings)), sink.getvalue()
+    captions = {digest_bytes(b"p%d" % n * 5): f"a{n}" * 5 for n in range(3)}
 
     def read(rng: Random) -> bool:
         path.write_bytes(mutate(valid, rng))
-        return _is_right(source, folder, rng)
+        return _is_right(source, folder, rng, captions)
 
     return Reader(f"{kind}.tar", 6, read)
 
@@ -165,8 +170,13 @@ NAMES: list[Any] = [
 ]
 
 
-def _is_right(source: Source, folder: Path, rng: Random) -> bool:
-    """Two readings find the same rows, which are text that can be stored, and their pictures."""
+def _is_right(
+    source: Source, folder: Path, rng: Random, captions: Mapping[str, str] = MappingProxyType({})
+) -> bool:
+    """Two readings find the same rows, which are text that can be stored, and their pictures.
+
+    No picture of `captions`, by its sha256, has the caption of another one.
+    """
     try:
         source.check()
         scanned, again = _rows(source), _rows(source)
@@ -181,6 +191,8 @@ def _is_right(source: Source, folder: Path, rng: Random) -> bool:
     assert [digest_bytes(picture or b"") for picture in pictures] == [r["sha256"] for r in wanted]
     for row in scanned:
         _check_row(row)
+        others = {text for sha256, text in captions.items() if sha256 != row["sha256"]}
+        assert row["sha256"] not in captions or row["captions"][0] not in others
     return True
 
 

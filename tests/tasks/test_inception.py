@@ -107,10 +107,11 @@ def test_a_file_without_these_weights_is_refused_in_one_line(weights: Path, tmp_
     files[2].write_bytes(pickle.dumps(_Touch(tmp_path / "ran")))
     for path in files:
         with pytest.raises(WrongInput, match="has no weights of torch-fidelity") as error:
-            check_inception(path)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
+            check_inception(path, "s3://bucket/weights.pth")  # which this is the copy of
+        assert "s3://bucket/weights.pth has no" in str(error.value)
+        assert str(path) not in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()
-    check_inception(weights)
+    check_inception(weights, str(weights))
 
 
 def test_a_killed_process_is_a_transient_error(weights: Path) -> None:
