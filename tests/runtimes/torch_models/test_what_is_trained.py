@@ -70,7 +70,7 @@ def test_text_encoders_have_a_learning_rate_of_their_own(make_job: MakeJob) -> N
 def test_whole_text_encoders_are_written_and_draw(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(train_text_encoder=True)
     runtime, batch = trained(job, rate=1e-2)
-    files = write_result(job, runtime.state(), [])
+    files = [file.path for file in write_result(job, runtime.state(), [])]
     parts = ("unet", "text_encoder", "text_encoder_2")
     assert {path.partition("/")[0] for path in files if "/" in path} == set(parts)
     folders = {part: Path(job.out) / part for part in parts}
@@ -119,7 +119,7 @@ def test_from_scratch_a_denoiser_of_another_size(make_job: MakeJob) -> None:
     job = make_job()
     small_job = fresh(job, block_out_channels=[8, 16], attention_head_dim=[1, 2])
     runtime, batch = trained(small_job, rate=1e-2)
-    assert write_result(small_job, runtime.state(), [])[1] == "unet/config.json"
+    assert write_result(small_job, runtime.state(), [])[1].path == "unet/config.json"
     unet = UNet2DConditionModel.from_pretrained(f"{job.out}/unet")
     assert unet.config.block_out_channels == [8, 16]
     drawing = Drawing(out="", parts={"unet": f"{job.out}/unet"})
