@@ -61,7 +61,7 @@ class Tars:
         self.columns = named_columns(settings)
 
     def check(self) -> None:
-        file = list_files(self._paths()[0], TAR)[0].name
+        file = self._files()[0].name
         with _opened(file) as stream:
             found = list(islice(samples(stream, self._limit_of_text), CHECKED))
         if not found:
