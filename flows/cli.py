@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -454,11 +455,22 @@ def rollback(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = N
     print(f"{name}: {found.name} is the champion again ({found.uri})")
 
 
+def _close_stderr() -> None:
+    """End all output of the process.
+
+    Beam's threads keep modules of DuckDB alive, whose bindings would list them as leaks.
+    """
+    sys.stderr.flush()
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.__stderr__.fileno() if sys.__stderr__ else 2)
+
+
 def main() -> None:
     """Entry point: an error of ours is one line and an exit code, a bug keeps its traceback."""
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    atexit.register(_close_stderr)
     redact_logs()
     try:
         with redacted_errors():

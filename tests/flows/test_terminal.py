@@ -89,3 +89,19 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     ]
     (checkpoint,) = unfinished.glob("step-*/manifest.json")
     assert int(checkpoint.parent.name.removeprefix("step-")) > 0
+
+
+def test_the_last_line_of_a_run_is_its_result(smallest: dict[str, Any], tmp_path: Path) -> None:
+    """DuckDB's bindings would add thirty lines after a download."""
+    overrides = {**smallest, "store": str(tmp_path / "store")}
+    done = subprocess.run(
+        command("run", "digits", "--until", "download", overrides=overrides),
+        env=environment(tmp_path),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1].startswith("download  built: ")
