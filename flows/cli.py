@@ -456,13 +456,13 @@ def rollback(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = N
 
 
 def _close_stderr() -> None:
-    """End all output of the process.
+    """Discard what native libraries write to stderr when the interpreter ends.
 
-    Beam's threads keep modules of DuckDB alive, whose bindings would list them as leaks.
+    Beam's threads keep modules of DuckDB alive, and its bindings would list them as leaks.
     """
     sys.stderr.flush()
     with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), sys.__stderr__.fileno() if sys.__stderr__ else 2)
+        os.dup2(nothing.fileno(), 2)
 
 
 def main() -> None:

@@ -112,8 +112,8 @@ def _prepare_prefect() -> None:
     os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     # As in pyproject.toml, which Prefect reads only in the checkout.
-    codes = os.environ.get("PREFECT_CLIENT_RETRY_EXTRA_CODES", "")
-    os.environ["PREFECT_CLIENT_RETRY_EXTRA_CODES"] = ",".join({*codes.split(","), "500"} - {""})
+    given = os.environ.get("PREFECT_CLIENT_RETRY_EXTRA_CODES", "500").split(",")
+    os.environ["PREFECT_CLIENT_RETRY_EXTRA_CODES"] = ",".join(sorted({*given, "500"}))
 
 
 def configured_server() -> str | None:

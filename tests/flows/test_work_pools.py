@@ -18,6 +18,7 @@ from configs.load_recipe import RecipeError, load_recipe
 from configs.recipe import Recipe
 from flows import send_stage
 from flows.deploy_stages import LOST
+from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed, TransientError
 from tasks.check_places import settings_to_send
 from tasks.progress import Progress, listeners
@@ -102,6 +103,7 @@ def test_kiln_place_makes_all_that_a_pool_needs(server: Server, deployed: str, a
     assert step == {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
     (lost,) = [one for one in server.ask("/automations/filter", {}) if one["name"] == LOST]
     assert lost["trigger"]["posture"] == "Proactive"
+    assert f"prefect.flow-run.{REUSED}" in lost["trigger"]["expect"], "a reused run is not lost"
     assert lost["actions"][0]["state"] == "CRASHED"
     limit = server.ask("/concurrency_limits/tag/accelerator")
     assert limit["concurrency_limit"] == 1
