@@ -18,6 +18,7 @@ from configs.generate import read_settings
 from configs.load_recipe import dump, json_schema, load_recipe, parse_override, recipe_names
 from configs.recipe import StageName
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
+from runtimes.process.memory import collect_garbage_rarely
 
 app = typer.Typer(
     help="From a list of image URLs to a published, evaluated diffusion model.",
@@ -471,6 +472,7 @@ def main() -> None:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     atexit.register(_close_stderr)
+    collect_garbage_rarely()
     redact_logs()
     try:
         with redacted_errors():
