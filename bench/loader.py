@@ -27,7 +27,7 @@ from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import LatentSample, LatentShard, Texts, open_latents, stack_rows
 from artifacts.store import Store
 from bench.report import Row, log, machine, publish, spread, versions
-from runtimes.data.loader import BatchReader, Loader, moments
+from runtimes.data.loader import BatchReader, Loader, latent_moments
 from runtimes.families import FAMILIES
 from runtimes.objective.latents_from_moments import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
@@ -105,7 +105,7 @@ def our_batches(url: str, size: int, steps: int) -> Epoch:
         for step in range(steps):
             chosen = objective.choices(range(step * size, (step + 1) * size))
             samples = reader.read(loader.order.batch(step), chosen)
-            mean, logvar = moments(samples)
+            mean, logvar = latent_moments(samples)
             yield {"mean": mean, "logvar": logvar, **family.condition(samples)}
 
     return epoch

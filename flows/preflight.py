@@ -320,7 +320,7 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
         check_support.check_family(recipe.runtime, found["family"], device)
     factor = found["size_step"]
     bucket_sizes(TransformSettings.of(recipe), factor)
-    evaluate.check_size(recipe, model, vae)
+    evaluate.check_drawn_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
     check_support.check_scheduler(

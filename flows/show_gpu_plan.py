@@ -10,7 +10,7 @@ from tasks.gpu.advice import Advice
 from tasks.gpu.gpu_training_plan import GpuPlan
 
 
-def facts(plan: GpuPlan) -> dict[str, Any]:
+def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:
     """What a plan for a GPU has besides the facts of every plan; unknown values are null."""
     step, peaks = plan.step, plan.peaks
     return {

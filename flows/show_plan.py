@@ -44,14 +44,19 @@ def show_plan(
     """
     if gpu is None:
         plan = _plan_for_slice(recipe, topology, search=search)
-        show(plan, facts(plan), _lines(plan), as_json=as_json)
+        show(plan, slice_plan_facts(plan), _lines(plan), as_json=as_json)
         if not plan.fits:
             raise DoesNotFit(_refusal(plan))
     elif topology is not None:
         raise TwoPlaces("--gpu and --topology exclude each other")
     else:
         on_gpu = plan_gpu_training(recipe, gpu)
-        show(on_gpu, show_gpu_plan.facts(on_gpu), show_gpu_plan.lines(on_gpu), as_json=as_json)
+        show(
+            on_gpu,
+            show_gpu_plan.gpu_plan_facts(on_gpu),
+            show_gpu_plan.lines(on_gpu),
+            as_json=as_json,
+        )
         if not on_gpu.fits:
             raise DoesNotFit(on_gpu.refusal())
 
@@ -107,7 +112,7 @@ def shared_facts(plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def facts(plan: SlicePlan) -> dict[str, Any]:
+def slice_plan_facts(plan: SlicePlan) -> dict[str, Any]:
     """The plan as a JSON object. Bytes and FLOPs are per chip and step; unknown values are null."""
     step, batch = plan.step, plan.batch
     return {

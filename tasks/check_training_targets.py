@@ -18,7 +18,7 @@ from runtimes.families import detect_family
 from runtimes.families.family import Family
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
-from tasks.publish.assemble_pipeline import weight_files
+from tasks.publish.assemble_pipeline import pipeline_weight_files
 
 log = logging.getLogger("kiln")
 KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
@@ -103,7 +103,7 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import safe_open
 
     found: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(folder):
+    for path in pipeline_weight_files(folder):
         with safe_open(path, framework="np") as stream:
             for name in stream.keys():  # noqa: SIM118 (not a dict)
                 shape = tuple(stream.get_slice(name).get_shape())

@@ -9,10 +9,11 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm_processes import WarmInterpreter, forked
 
 pytest_plugins = ["made_up_family", "store_servers"]
 #: Prefixes of the xdist groups that start first, because they take longest.
@@ -118,6 +119,21 @@ def once(shared: Path) -> MakeOnce:
         return path
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm_interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmInterpreter]:
+    """An interpreter that imports PyTorch at its first use, once for this worker."""
+    interpreter = WarmInterpreter(tmp_path_factory.mktemp("warm") / "log")
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture
+def warm(warm_interpreter: WarmInterpreter) -> Iterator[None]:
+    """Jobs and encoders that this process starts are forks of the warm interpreter."""
+    with forked(warm_interpreter):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,7 @@ class BatchReader:
         chosen = self._objective.choices(counters)
         captioned = self.read(samples, chosen)
         levels = np.array([c.level for c in chosen], np.int32)
-        mean, logvar = moments(captioned)
+        mean, logvar = latent_moments(captioned)
         noised = self._objective.noised(mean, logvar, levels, counters)
         conditioning = self._family.condition(captioned, self._guidance_scale)
         return StepBatch(
@@ -179,7 +179,7 @@ class BatchReader:
         return padded
 
 
-def moments(samples: Sequence[Captioned]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def latent_moments(samples: Sequence[Captioned]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The VAE's mean and logvar [B, C, h, w] of samples."""
     mean = stack_rows([item.sample.mean for item in samples])
     return mean, stack_rows([item.sample.logvar for item in samples])

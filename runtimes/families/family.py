@@ -237,18 +237,18 @@ class Family:
             found["guidance"] = np.full(len(samples), guidance_scale, np.float32)
         if samples[0].input_ids is None:
             embeds = (name for name in self.inputs if name.endswith("_embeds"))
-            found |= {name: stack(name, samples) for name in embeds}
+            found |= {name: stack_arrays(name, samples) for name in embeds}
             if self.varying_lengths:
                 counts = [item.tokens for item in samples]
                 found["prompt_embeds_mask"] = token_mask(counts, found["prompt_embeds"].shape[1])
             return found
         found |= {
-            "input_ids": stack("input_ids", samples),
+            "input_ids": stack_arrays("input_ids", samples),
             "dropped": np.array([sample.dropped for sample in samples], np.float32),
         }
         if self.frozen_text is not None:
             clip_rows = found["input_ids"].shape[-1] if any(e.states for e in self.clip) else 0
-            found["t5_prompt_embeds"] = stack("prompt_embeds", samples)[:, clip_rows:]
+            found["t5_prompt_embeds"] = stack_arrays("prompt_embeds", samples)[:, clip_rows:]
         return found
 
     def drawing_condition(self, size: tuple[int, int], guidance_scale: float) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def token_mask(counts: Sequence[int | None], length: int) -> NDArray[np.float32]
     return (np.arange(length) < ends[:, None]).astype(np.float32)
 
 
-def stack(name: str, samples: Sequence[Captioned]) -> NDArray[Any]:
+def stack_arrays(name: str, samples: Sequence[Captioned]) -> NDArray[Any]:
     """An attribute of all samples, stacked [B, ...]. Raises WrongInput if it is None."""
     rows = [getattr(sample, name) for sample in samples]
     if any(row is None for row in rows):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from configs.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.micro_batches import stack
+from runtimes.jax.micro_batches import stack_micro_batches
 from runtimes.jax.parameters_and_optimizer_state import names_without_gradient, trained_names
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
@@ -134,5 +134,7 @@ class AbstractStep:
         def shape(array: Any) -> ShapeDtypeStruct:
             return ShapeDtypeStruct((parts, rows, *array.shape[2:]), array.dtype, sharding=spread)
 
-        one = stack(self._batch, None, self._mesh, jnp.dtype(self._settings.compute_dtype))
+        one = stack_micro_batches(
+            self._batch, None, self._mesh, jnp.dtype(self._settings.compute_dtype)
+        )
         return dict(jax.tree.map(shape, one))

@@ -18,7 +18,7 @@ from runtimes.jax.mesh import Mesh
 Stacked = dict[str, Any]
 
 
-def stack(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked:
+def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked:
     """Stack this process's batch into n micro-batches of B rows, padded with rows of weight 0.
 
     Args:
@@ -76,6 +76,6 @@ def held_out_errors(
         dtype: of latents and conditioning.
     """
     padded = pad_batch(batch, rows, mesh.count)
-    stacked = stack(padded, None, mesh, dtype)
+    stacked = stack_micro_batches(padded, None, mesh, dtype)
     micro = jax.tree.map(lambda array: mesh.shard_global_rows(array[0]), stacked)
     return mesh.fetch(errors(arrays, jnp.uint32(0), micro))[: len(batch.timesteps)]

@@ -37,7 +37,7 @@ from runtimes.jax.device import (
     versions,
 )
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack
+from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack_micro_batches
 from runtimes.jax.parameters_and_optimizer_state import (
     frozen_arrays,
     initial_state,
@@ -98,7 +98,7 @@ class TheRuntime(BaseRuntime):
 
     def _stack(self, batch: StepBatch) -> Stacked:
         dtype = jnp.dtype(self._settings.compute_dtype)
-        return stack(batch, self._rows, self._mesh, dtype)
+        return stack_micro_batches(batch, self._rows, self._mesh, dtype)
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         if self._compiled_step is None:

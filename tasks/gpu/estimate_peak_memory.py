@@ -109,7 +109,11 @@ class Planner:
         """Peak memory of a variant of the recipe."""
         settings, step = recipe.train, self.step(recipe.train)
         average = 0 if settings.ema_decay is None else step.ema
-        state = {"weights": step.weights, "optimizer": moments(step, settings), "ema": average}
+        state = {
+            "weights": step.weights,
+            "optimizer": optimizer_bytes(step, settings),
+            "ema": average,
+        }
         samples, several = micro_batch(settings)
         held = sum(state.values())
         drawn = 0
@@ -152,7 +156,7 @@ def micro_batch(settings: Train) -> tuple[int, bool]:
     return size, size < share or settings.processes > 1
 
 
-def moments(step: StepMemory, settings: Train) -> int:
+def optimizer_bytes(step: StepMemory, settings: Train) -> int:
     """Bytes of the optimizer's state."""
     return step.optimizer_8bit if settings.optimizer == "adamw_8bit" else step.optimizer
 

@@ -20,7 +20,7 @@ from runtimes.torch.gpu_step_memory_records import StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.base_training_plan import PlanFailed, TrainingPlan
 from tasks.gpu.advice import Advice, advise
-from tasks.gpu.estimate_peak_memory import Peaks, Planner, executed_flops, moments
+from tasks.gpu.estimate_peak_memory import Peaks, Planner, executed_flops, optimizer_bytes
 
 #: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
 #: fragmentation of the allocator; drivers also report up to 8% less than data sheets.
@@ -74,7 +74,11 @@ class GpuPlan(TrainingPlan):
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint on disk: weights, moments and average of trained arrays."""
         weights, settings = 4 * self.step.parameters, self.recipe.train
-        return weights + moments(self.step, settings) + weights * (settings.ema_decay is not None)
+        return (
+            weights
+            + optimizer_bytes(self.step, settings)
+            + weights * (settings.ema_decay is not None)
+        )
 
     @property
     def step_seconds(self) -> float | None:

@@ -95,7 +95,7 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
         is_index = path.name.endswith(".index.json")
         if path.is_file() and path.suffix.lower() not in WEIGHTS and not is_index:
             shutil.copyfile(path, target / path.name)
-    weights = weight_files(source)
+    weights = pipeline_weight_files(source)
     if weights:
         stem = re.split(r"[.-]", weights[0].name, maxsplit=1)[0]
         _cast(weights, target / f"{stem}.safetensors", dtype, merging, _hub_names(source))
@@ -126,7 +126,7 @@ def _load_as_float32(path: Path) -> None:
         path.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", "utf-8")
 
 
-def weight_files(folder: Path) -> list[Path]:
+def pipeline_weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a part's weights: the plain ones, else the fp16 variant.
 
     Only the standard names of diffusers and transformers count; other files are other copies.
@@ -145,7 +145,7 @@ def missing_weights(base: Path) -> list[str]:
     """Names of a pipeline folder's model parts without safetensors weights."""
     index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
     parts = [base / p for p, s in index.items() if isinstance(s, list) and s[0] is not None]
-    return [p.name for p in parts if _wants_weights(p) and not weight_files(p)]
+    return [p.name for p in parts if _wants_weights(p) and not pipeline_weight_files(p)]
 
 
 def _wants_weights(folder: Path) -> bool:

@@ -23,6 +23,11 @@ def api(shared: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(autouse=True)
+def _forked(warm: None) -> None:
+    """Flows in this process start their jobs and encoders by forks; commands do not."""
+
+
 @pytest.fixture(scope="session")
 def smallest() -> dict[str, object]:
     """Overrides of `digits` for a whole run in seconds, without gate and smoke test."""

@@ -227,7 +227,7 @@ def test_only_compared_sets_enter_the_distances(world: World) -> None:
 
 def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
     def check(**size: int) -> None:
-        evaluate.check_size(_recipe(world.tmp, world.model, world.clip, **size), world.model)
+        evaluate.check_drawn_size(_recipe(world.tmp, world.model, world.clip, **size), world.model)
 
     check()
     check(height=32, width=40)

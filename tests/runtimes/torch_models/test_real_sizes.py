@@ -188,6 +188,7 @@ def test_z_image_has_the_weights_and_operations_of_the_real_one() -> None:
     assert counted == pytest.approx(3 * 2 * hand, rel=0.005)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_qwen_image_has_the_weights_and_operations_of_the_real_one() -> None:
     """The published 20 B: 60 blocks of two streams, each with attention, MLP and modulation."""
