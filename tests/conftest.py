@@ -40,7 +40,7 @@ def _cpu() -> str:
 
 def pytest_configure() -> None:
     """Keep compiled programs of all sessions in one folder outside the tree; collect rarely."""
-    # The garbage collector visits all modules again and again: a tenth of the suite's time.
+    # The garbage collector visits all modules again and again: a third of the collection's time.
     gc.set_threshold(100_000, 50, 100)
     # With these variables pytest prints full differences; for long lists that takes hours.
     for variable in ("CI", "BUILD_NUMBER"):

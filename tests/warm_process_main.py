@@ -2,9 +2,9 @@
 
     python -P -u warm_process_main.py SOCKET
 
-Each message of the socket is a JSON object with the descriptors of a process: see `Request` of
-warm_processes.py. A keeper per process answers on the last descriptor with its process id, and at
-its end with its exit code, as JSON lines.
+Each message of the socket is a JSON object, which WarmProcess makes, with descriptors: those of a
+process, and one for answers. On it the process writes its process id, and its keeper, a second fork
+that waits for it, the exit code; both as JSON lines.
 """
 
 import importlib
@@ -20,11 +20,15 @@ from typing import Any
 
 #: What a job of runtime torch imports, and an encoder's process.
 IMPORTED = (
-    *("diffusers.loaders.peft", "diffusers.models.autoencoders.autoencoder_kl"),
-    *("diffusers.models.unets.unet_2d_condition", "diffusers.schedulers.scheduling_ddim"),
-    *("diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl", "peft"),
-    *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",),
-    *("transformers.models.clip.modeling_clip", "transformers.models.clip.tokenization_clip"),
+    "diffusers.loaders.peft",
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "diffusers.models.unets.unet_2d_condition",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
+    "diffusers.schedulers.scheduling_ddim",
+    "peft",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.clip.tokenization_clip",
 )
 MOST = 1 << 20  # bytes of a message
 MOST_DESCRIPTORS = 4096

@@ -1,18 +1,20 @@
 """Start Python modules as forks of one interpreter that has imported PyTorch already.
 
-A run of a flow starts three processes that each import PyTorch, diffusers and transformers for six
-seconds of processor time. A fork has a process id, a session, pipes and an end of its own as well.
-Runs of `kiln` by command start real processes.
+Each job of a flow imports PyTorch, diffusers and transformers for six seconds of processor time. A
+fork has a process id, a session, pipes and an exit code of its own, too. Runs of `kiln` by command
+start real processes.
 """
 
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +23,16 @@ import pytest
 MAIN = Path(__file__).with_name("warm_process_main.py")
 #: Prefixes of variables that packages read when they are imported.
 READ_AT_IMPORT = (
-    *("CUDA", "HF_", "HUGGINGFACE", "JAX", "MKL", "OMP", "PT_", "PYTHON", "TORCH", "XLA"),
+    "CUDA",
+    "HF_",
+    "HUGGINGFACE",
+    "JAX",
+    "MKL",
+    "OMP",
+    "PT_",
+    "PYTHON",
+    "TORCH",
+    "XLA",
 )
 
 
@@ -94,7 +105,8 @@ class WarmProcess:
     def kill(self) -> None:
         """Kill the process."""
         if self.poll() is None:
-            os.kill(self.pid, 9)
+            with suppress(ProcessLookupError):  # it ended since
+                os.kill(self.pid, signal.SIGKILL)
 
     def _answer(self) -> dict[str, Any]:
         line = self._told.readline()
@@ -112,6 +124,7 @@ class WarmInterpreter:
 
     def __init__(self, log: Path) -> None:
         self._log, self._variables = log, dict(os.environ)
+        self._starting = threading.Lock()  # flows start processes from several threads
         self._requests: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -147,19 +160,21 @@ class WarmInterpreter:
         return read(variables) != read(self._variables)
 
     def _start(self) -> socket.socket:
-        if self._requests is None:
-            self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs, self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-u", str(MAIN), str(theirs.fileno())],
-                    env=self._variables,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-        return self._requests
+        with self._starting:
+            if self._requests is None:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs, self._log.open("wb") as log:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-u", str(MAIN), str(theirs.fileno())],
+                        env=self._variables,
+                        pass_fds=(theirs.fileno(),),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                self._requests = ours
+            return self._requests
 
 
 class _Subprocess:

@@ -20,6 +20,6 @@ def collect_garbage_rarely() -> None:
     """Let Python look for garbage after 100,000 new objects instead of 700.
 
     Imports and traces of models make millions of objects that live on, and each search visits
-    them again: a sixth of the time that PyTorch, diffusers and transformers take to import.
+    them again: a tenth of the time that PyTorch, diffusers and transformers take to import.
     """
     gc.set_threshold(100_000, 50, 100)
