@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -94,6 +95,25 @@ def remove(fs: AbstractFileSystem, path: str) -> bytes | None:
         return None
     deleted = swapper.delete(path, seen) or swapper.read(path).data is None
     return seen.data if deleted else None
+
+
+def remove_checked(fs: AbstractFileSystem, path: str, check: Callable[[], None]) -> bool:
+    """Delete a plain file as `remove`; False if there is none, or another by then.
+
+    Args:
+        check: called before and after. If it raises after a pause, another process may already rely
+            on the file, which is created again unless that process wrote its own.
+    """
+    check()
+    data = remove(fs, path)
+    if data is None:
+        return False
+    try:
+        check()
+    except Exception:
+        create(fs, path, data)
+        raise
+    return True
 
 
 class _Swapper(Protocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from artifacts.checksummed_files import read_record
-from artifacts.compare_and_swap import create, read, remove
+from artifacts.compare_and_swap import read, remove_checked
 from artifacts.file_stamps import TICK
 from artifacts.gc_find_needed import DAY, LOCK, Marks, is_held
 from artifacts.list_folder import (
@@ -237,16 +237,8 @@ class Collector:
                 one()
 
         fs = self._store.fs
-        if item.record is not None:
-            check()
-            record = remove(fs, item.record)
-            if record is None:  # another process is at it
-                return False
-            try:
-                check()
-            except LockLost:  # in a pause before the removal: a run may have found the record
-                create(fs, item.record, record)
-                raise
+        if item.record is not None and not remove_checked(fs, item.record, check):
+            return False  # another process is at it
         for path in item.paths:
             check()  # what a builder has written since is not ours to delete
             with suppress(FileNotFoundError):

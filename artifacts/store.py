@@ -16,7 +16,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ from artifacts.checksummed_files import (
     write_atomic,
     write_record,
 )
-from artifacts.compare_and_swap import NoSwap, create
+from artifacts.compare_and_swap import NoSwap, create, remove_checked
 from artifacts.concurrent_requests import AT_ONCE, ask_at_once
 from artifacts.file_stamps import present_stamp
 from artifacts.hashing import digest_bytes
@@ -130,6 +130,16 @@ class Draft:
         """URL of the artifact's folder."""
         return self.store.url_of(f"{self.recipe.stage}/{self.recipe.key}")
 
+    def discard_damaged(self) -> None:
+        """Delete the manifest of a damaged artifact: its files are about to be written again.
+
+        A builder that is killed would otherwise leave files that are newer than their manifest.
+        """
+        path = f"{self.path}/{MANIFEST}"
+        # A local manifest that cannot be read misleads nobody; `commit` replaces it.
+        with suppress(OSError) if self.store.is_local else nullcontext():
+            remove_checked(self.store.fs, path, self._check)
+
     def write(self, path: str, data: bytes, **meta: Any) -> None:
         """Write one of its own files."""
         etag = self._replace(f"{self.path}/{path}", data)
@@ -199,7 +209,7 @@ class Draft:
         path, data = f"{self.path}/{MANIFEST}", encode_record(manifest)
         self._check()
         if not create(self.store.fs, path, data):
-            # A damaged one that is rebuilt, or that of a builder who took the lock over.
+            # A damaged one, or that of a builder who took the lock over.
             if self.lock is not None:
                 self.lock.renew()
             self._replace(path, data)

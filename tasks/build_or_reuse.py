@@ -119,6 +119,7 @@ def build_or_reuse(
                     outcome, reason = "built", why_built(store, parts)
                     log.info("%s: building (%s)", parts.stage, reason)
                     draft, begun = store.draft(parts, lock), time.monotonic()
+                    draft.discard_damaged()
                     summary = build(draft)
                     found = parents | summary.pop("parents", {})
                     facts = _facts(reason, begun, found) | summary.pop("run", {})

@@ -200,7 +200,7 @@ def test_gc_never_hides_an_artifact_that_was_reused_before_its_turn(
         removed.append(path)
         return remove(fs, path)
 
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.remove", recorded)
+    monkeypatch.setattr("artifacts.compare_and_swap.remove", recorded)
     assert len(items) == 1 and list(found.delete(items)) == []
     assert removed == []
 
@@ -249,7 +249,7 @@ def test_a_paused_gc_restores_the_record_that_a_run_found(
     monkeypatch.setitem(hold.__wrapped__.__kwdefaults__, "clock", clock)  # type: ignore[attr-defined]
     found = collector(store)
     items = list(found.garbage())
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.remove", paused)
+    monkeypatch.setattr("artifacts.compare_and_swap.remove", paused)
     assert list(found.delete(items)) == []
     assert store.find("train", model.key) is not None
     assert store.shard("train", "shard1") is not None
@@ -295,7 +295,7 @@ def test_a_paused_gc_deletes_nothing_of_a_builder_that_took_its_lock(
         make(store, "train", 1)
         return data
 
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.remove", paused)
+    monkeypatch.setattr("artifacts.compare_and_swap.remove", paused)
     assert list(found.delete(items)) == []
     assert store.find("train", model.key) is not None
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from store_servers import UrlOf
 
-from artifacts import gc_delete_unneeded, run_records
+from artifacts import compare_and_swap, gc_delete_unneeded, run_records
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
 from artifacts.gc_delete_unneeded import Collector
@@ -26,7 +26,7 @@ from artifacts.store import Draft, Store
 
 PARTS, OTHER = KeyParts("train", 1, {}, {}), KeyParts("train", 2, {}, {})
 STEPS: list[tuple[Any, str]] = [
-    *((gc_delete_unneeded, name) for name in ("hold", "remove")),
+    *((gc_delete_unneeded, "hold"), (compare_and_swap, "remove")),
     *((run_records, name) for name in ("_write", "wait_until_free", "read_record")),
     *((Store, name) for name in ("shard", "load", "commit_shard")),
     *((Collector, "_run_records"), (Draft, "commit"), (Lock, "release")),

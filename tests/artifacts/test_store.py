@@ -356,6 +356,50 @@ def test_a_damaged_manifest_is_replaced_by_its_rebuilder(any_store: Store) -> No
     assert any_store.find("encode", PARTS.key) is not None
 
 
+def test_a_killed_rebuild_leaves_no_manifest_of_older_files(any_store: Store) -> None:
+    """A manifest whose files are newer would be neither wholly there nor away."""
+    artifact = build(any_store).commit({}, {})
+    any_store.fs.pipe_file(f"{artifact.path}/sub/b.bin", b"bete")
+    with any_store.lock("encode", PARTS.key) as lock:
+        draft = any_store.draft(PARTS, lock)
+        draft.discard_damaged()
+        draft.write("a.bin", b"of a rebuild that is killed here")
+    assert any_store.load("encode", PARTS.key) is None
+    with any_store.lock("encode", PARTS.key) as lock:
+        draft = build(any_store, PARTS, lock)
+        draft.discard_damaged()
+        draft.commit({}, {})
+    assert any_store.find("encode", PARTS.key) is not None
+
+
+def test_a_paused_discard_deletes_no_manifest_of_another_builder(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = build(any_store).commit({}, {})
+    any_store.fs.pipe_file(f"{damaged.path}/a.bin", b"alpho")
+
+    def paused(*given: Any) -> bytes | None:  # another takes the lock over and rebuilds
+        monkeypatch.setattr(cas, "remove", remove)
+        path = f"{any_store.root}/encode/{PARTS.key}/lock.json"
+        while cas.swap(any_store.fs, path, cas.read(any_store.fs, path), b"null") is None:
+            continue
+        with any_store.lock("encode", PARTS.key) as lock:
+            draft = any_store.draft(PARTS, lock)
+            draft.discard_damaged()
+            build(any_store, PARTS, lock).commit({"by": "them"}, {})
+        taken.append(True)
+        return remove(*given)
+
+    remove, taken = cas.remove, list[bool]()
+    monkeypatch.setattr(cas, "remove", paused)
+    with any_store.lock("encode", PARTS.key) as lock:
+        monkeypatch.setattr(lock, "_lease", -1.0)  # as after a long pause: the store is asked
+        with pytest.raises(LockLost):
+            any_store.draft(PARTS, lock).discard_damaged()
+    found = any_store.find("encode", PARTS.key)
+    assert taken and found is not None and found.summary == {"by": "them"}
+
+
 def test_all_is_synced_before_the_record_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,9 +63,19 @@ def check_files(store: Store, damaged: Collection[str], found: Findings) -> None
 
 
 def check_wanted(
-    store: Store, runs: dict[str, Digests], damaged: Collection[str], found: Findings
+    store: Store,
+    runs: dict[str, Digests],
+    damaged: Collection[str],
+    undisturbed: Store,
+    found: Findings,
 ) -> None:
-    """Each run that ended and is still needed has its artifacts."""
+    """Each run that ended and is still needed has its artifacts.
+
+    One that was damaged may be away: the builder of another was killed.
+
+    Args:
+        undisturbed: has the same artifacts, but for those of `publish`.
+    """
     for run, stages in runs.items():
         for stage, (key, _) in stages.items():
             path = f"{store.root}/{stage}/{key}/{MANIFEST}"
@@ -73,8 +83,18 @@ def check_wanted(
                 present = store.load(stage, key) is not None
             except ValueError:
                 present = path in damaged
-            if not present:
+            if not present and not _was_damaged(store, stage, key, damaged, undisturbed):
                 found.lost.append(f"{stage}/{key} of run {run}")
+
+
+def _was_damaged(
+    store: Store, stage: str, key: str, damaged: Collection[str], undisturbed: Store
+) -> bool:
+    known = undisturbed.load(stage, key)
+    entries = [] if known is None else known.files
+    shards = {f"{store.root}/{stage}/{e.path[3:]}" for e in entries if e.path.startswith("../")}
+    own = f"{store.root}/{stage}/{key}/"
+    return any(path.startswith(own) or path in shards for path in damaged)
 
 
 def check_equal(got: Digests, reference: Digests, found: Findings) -> None:

@@ -282,7 +282,7 @@ class Round:
         for toy, got in self._results:
             checks.check_equal(got, self._reference.of(toy), found)
         checks.check_files(store, paths, found)
-        checks.check_wanted(store, self._place.runs, paths, found)
+        checks.check_wanted(store, self._place.runs, paths, self._reference.store, found)
         for one in reversed(damaged):  # a file can be damaged twice
             if not one.path.removeprefix(f"{store.root}/").startswith(checks.STAGES):
                 restore(store, one)
@@ -299,7 +299,9 @@ class Round:
             if outcome != "done":
                 found.wrong.append(f"{self._name}: afterwards gc: {said}")
         checks.check_files(store, (), found)
-        checks.check_wanted(store, self._place.runs, (), found)
+        # The champion is another by now: what is published now has another key.
+        gone = [path for path in paths if path.startswith(f"{store.root}/publish/")]
+        checks.check_wanted(store, self._place.runs, gone, self._reference.store, found)
         self._place.history = checks.check_registry(store, self._place.history, found)
 
 
@@ -307,7 +309,7 @@ class Undisturbed:
     """A process to which nothing happens."""
 
     def __init__(self, given: Given) -> None:
-        self._given = given
+        self._given, self.url = given, given.url
 
     def __enter__(self) -> Undisturbed:
         self._pipe, theirs = processes.Pipe()
@@ -334,6 +336,7 @@ class Reference:
 
     def __init__(self, undisturbed: Undisturbed) -> None:
         self._undisturbed, self._known = undisturbed, dict[ToyRecipe, Digests]()
+        self.store = Store(undisturbed.url)
 
     def of(self, toy: ToyRecipe) -> Digests:
         """Digests by stage."""

@@ -66,6 +66,21 @@ def test_a_parent_that_only_the_build_finds_is_in_the_lineage(store: Store) -> N
     assert made.summary == {"files": 1}
 
 
+def test_a_rebuild_that_fails_leaves_no_artifact_with_files_of_two_builds(store: Store) -> None:
+    build_or_reuse(store, parts(), write, parents={})
+    (artifact,) = store.artifacts()
+    store.fs.pipe_file(f"{artifact.path}/file", b"damaged")
+
+    def fail(draft: Draft) -> dict[str, Any]:
+        draft.write("file", b"newer")
+        raise WrongInput("no more")
+
+    with pytest.raises(StageFailed):
+        build_or_reuse(store, parts(), fail, parents={})
+    assert list(store.artifacts()) == []
+    assert build_or_reuse(store, parts(), write, parents={}).outcome == "built"
+
+
 def test_of_two_builders_one_builds_and_the_other_reuses(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
