@@ -29,7 +29,7 @@ from artifacts.store import Store
 from bench.report import Row, log, machine, publish, spread, versions
 from runtimes.data.loader import BatchReader, Loader, latent_moments
 from runtimes.families import FAMILIES
-from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import Objective
 

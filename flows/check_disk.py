@@ -14,7 +14,7 @@ from configs.recipe import Recipe, StageName
 from runtimes.hosts.detect_nvidia import find_gpus
 from runtimes.torch_models.gpu_specs import known_gpu
 from tasks import download
-from tasks.encode.keys import STAGE as ENCODE
+from tasks.encode.latent_keys import STAGE as ENCODE
 from tasks.estimate_disk import DiskEstimate, estimate_disk, in_words
 from tasks.gpu.gpu_training_plan import TYPICAL_MFU
 from tasks.gpu.recipe_memory import memory_of

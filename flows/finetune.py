@@ -19,7 +19,7 @@ from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.model_events import emit_published
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
-from flows.preflight import Run, check_gate, prepare
+from flows.preflight import Run, check_gate_rules, prepare
 from flows.send_stage import waiting_task
 from flows.task_settings import stage_task, without_edges
 from flows.task_states import ended, rejected
@@ -31,8 +31,8 @@ from tasks.encode import stage as encode_stage
 from tasks.evaluate import stage as evaluate_stage
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import SampleScorer
+from tasks.publish import rejection as rejection_artifact
 from tasks.publish import stage as publish_stage
-from tasks.publish import verdict
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 from tasks.worker_reports import REPORTS
 
@@ -89,7 +89,7 @@ def train(run: Run, latents: StageResult) -> StageResult:
     """Fine-tune the base; a retry resumes from the newest checkpoint."""
     encoded = latents.load(run.store)
     with failing("train"):
-        check_gate(run.recipe, open_latents(encoded.uri))
+        check_gate_rules(run.recipe, open_latents(encoded.uri))
     prompts = sample_prompts(run.recipe)
     score = SampleScorer(run.recipe.evaluate.judges, run.clip, prompts)
     parts = train_stage.key_parts(run.recipe, encoded, run.base, run.clip)
@@ -153,9 +153,9 @@ def publish(
     try:
         result = build_or_reuse(run.store, parts, build, parents=parents)
     except publish_stage.Rejected as rejection:
-        parts = verdict.key_parts(parts, rejection)
+        parts = rejection_artifact.key_parts(parts, rejection)
         run.begin(parts)
-        build = partial(verdict.build, rejection)
+        build = partial(rejection_artifact.build, rejection)
         result = build_or_reuse(run.store, parts, build, parents=parents)
         return rejected(run.model_name, result, rejection)
     start = None if run.champion is None else run.champion.version

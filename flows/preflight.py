@@ -25,8 +25,8 @@ from runtimes import check_support
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.hosts.detect_nvidia import gpu_memory
-from runtimes.objective.latents_from_moments import LatentScale
-from runtimes.objective.noise_schedule import ResolutionShift
+from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.objective.scheduler_config import (
     read_schedule,
     read_scheduler_config,
@@ -249,7 +249,7 @@ def must_fit_one_gpu(recipe: Recipe) -> bool:
     return recipe.runtime == "torch" and on_gpu and not sharded
 
 
-def check_gate(recipe: Recipe, latents: Latents) -> None:
+def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
     """Raise GateError for rules on metrics that these latents do not support."""
     share = f"encode.holdout {recipe.encode.holdout:g}"
     hint = f"{share} selected none of these few pictures: raise it or remove the rule"

@@ -21,7 +21,7 @@ from configs.redact_errors_and_logs import redacted_errors
 from flows.finetune import download, encode, evaluate, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
-from flows.preflight import Run, check_gate, prepare
+from flows.preflight import Run, check_gate_rules, prepare
 from flows.send_stage import waiting_task
 from flows.task_settings import stage_task, without_edges
 from flows.task_states import ended
@@ -29,9 +29,9 @@ from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import SampleScorer
-from tasks.publish import verdict
+from tasks.publish import rejection as rejection_artifact
 from tasks.publish.stage import registry_of
-from tasks.retrain import continue_training, decision, select_samples
+from tasks.retrain import continue_training, decision, select_new_and_replayed
 from tasks.retrain.champion import Champion, find_champion
 from tasks.retrain.retraining_summary import show_retraining, verdict_of
 from tasks.retrain.source_changes import Changes, plan_changes
@@ -77,10 +77,10 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
     assert champion is not None
     encoded, old = latents.load(store), champion.load(store, "encode", champion.latents)
     with failing("train"):
-        check_gate(run.recipe, open_latents(run.eval_inputs(encoded, encoded).latents.uri))
-        parts = select_samples.key_parts(run.recipe, encoded, old, champion.digest)
+        check_gate_rules(run.recipe, open_latents(run.eval_inputs(encoded, encoded).latents.uri))
+        parts = select_new_and_replayed.key_parts(run.recipe, encoded, old, champion.digest)
         run.begin(parts)
-        build = partial(select_samples.build, run.recipe, encoded, old, champion.digest)
+        build = partial(select_new_and_replayed.build, run.recipe, encoded, old, champion.digest)
         selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
         recipe = continue_training.recipe_of(run.recipe, selected)
         start = champion.load(store, "train", champion.trained)
@@ -112,7 +112,7 @@ def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> dict[str, An
         evaluated = run.store.load("evaluate", report["stages"]["evaluate"]["key"])
         parents = {} if evaluated is None else {"evaluation": evaluated}
     judged = verdict_of(run.store, report)
-    parents |= {} if judged is None else {verdict.STAGE: judged}
+    parents |= {} if judged is None else {rejection_artifact.STAGE: judged}
     build_or_reuse(run.store, parts, build, parents=parents)
     return report
 
@@ -167,7 +167,7 @@ def _retrain(run: Run) -> Any:
 
 def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool:
     old = champion.load(run.store, "encode", champion.latents)
-    return select_samples.new_samples(latents.load(run.store), old) > 0
+    return select_new_and_replayed.new_samples(latents.load(run.store), old) > 0
 
 
 def _unchanged(run: Run, changes: Changes, why: str, facts: dict[str, Any]) -> Any:

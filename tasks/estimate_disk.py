@@ -18,7 +18,7 @@ from artifacts.tensor_header import read_header
 from configs.publish import Publish
 from configs.recipe import STAGES, Recipe, StageName
 from configs.train import Train
-from runtimes.adapters.lora_layers import Layer, choose_layers
+from runtimes.adapters.lora_target_layers import Layer, choose_layers
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from tasks.base_training_plan import embedding_bytes, latent_bytes

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from artifacts.hashing import parse_json
 from artifacts.safetensors import Arrays, read_floats
 from configs.lora import Lora
-from runtimes.adapters.lora_layers import Adapter, alpha, suffix_of
+from runtimes.adapters.lora_layers import Adapter, alpha
+from runtimes.adapters.lora_target_layers import suffix_of
 from runtimes.contract import WrongInput
 
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name

@@ -16,7 +16,7 @@ from artifacts.safetensors import read_named_floats
 from runtimes.contract import WrongInput
 from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
 from runtimes.families.flux import BLOCK, FUSED_DOUBLE, pack, positions, unpack
-from runtimes.objective.noise_schedule import ResolutionShift
+from runtimes.objective.resolution_shift import ResolutionShift
 
 _PATCH = 2  # latent pixels along one side of a patch
 _STATISTICS = ("bn.running_mean", "bn.running_var")

@@ -25,7 +25,7 @@ from runtimes.jax.adamw_and_ema import Arrays
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
-from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table

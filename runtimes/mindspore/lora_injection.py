@@ -12,14 +12,12 @@ from configs.lora import Lora
 from runtimes.adapters.lora_layers import (
     ADAPTER,
     Adapter,
-    Layer,
     alpha,
-    check_unambiguous,
-    choose_layers,
     initial_down,
     merged_weights,
     state_name,
 )
+from runtimes.adapters.lora_target_layers import Layer, check_unambiguous, choose_layers
 from runtimes.mindspore.loading import named_weights, set_parameter
 
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"

@@ -19,16 +19,16 @@ from runtimes.objective.draw_noise_timesteps_and_captions import (
     draw_normal,
     perturb,
 )
-from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.loss_weights import FlowWeighting, loss_weight
 from runtimes.objective.noise_schedule import (
     FlowSchedule,
     Levels,
     NoiseSchedule,
-    ResolutionShift,
     Schedule,
 )
 from runtimes.objective.prediction_targets import target_of
+from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.objective.timestep_probabilities import Probabilities, level_bounds
 
 Array = NDArray[np.float32]

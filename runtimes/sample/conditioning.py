@@ -22,7 +22,7 @@ from runtimes.families.inpainting_and_scores import (
     aesthetic_scores,
     fully_masked,
 )
-from runtimes.objective.noise_schedule import ResolutionShift
+from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.guidance import is_guided
 from runtimes.sample.noise_and_components import image_size, noise_batches

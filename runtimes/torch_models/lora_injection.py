@@ -11,14 +11,12 @@ from configs.lora import Lora
 from runtimes.adapters.lora_layers import (
     ADAPTER,
     Adapter,
-    Layer,
     alpha,
-    check_unambiguous,
-    choose_layers,
     initial_down,
     merged_weights,
     stored_name,
 )
+from runtimes.adapters.lora_target_layers import Layer, check_unambiguous, choose_layers
 
 
 def add_adapters(

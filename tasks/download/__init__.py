@@ -1,6 +1,6 @@
 """The download stage: fetch the pictures of a source's rows into image shards."""
 
-from tasks.download.data_checks import check_data
+from tasks.download.check_dataset_limits import check_data
 from tasks.download.download_shard import STAGE, VERSION
 from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.plan_shards import DownloadPlan, ShardSpec

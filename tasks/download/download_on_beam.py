@@ -16,7 +16,7 @@ from artifacts.concurrent_requests import ask_at_once
 from artifacts.list_folder import entries
 from artifacts.store import Store
 from tasks.beam_pipeline import ShardProgress, run_linear
-from tasks.download.data_checks import most_common
+from tasks.download.check_dataset_limits import most_common
 from tasks.download.download_shard import Deferred, DownloadContext, download_shard
 from tasks.download.errors import Outage, SourceError
 from tasks.download.plan_shards import ShardSpec

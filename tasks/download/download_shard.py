@@ -25,6 +25,7 @@ from artifacts.store import SHARDS, Shard, Store
 from configs.download import Download
 from configs.redact_urls import without_secrets
 from tasks.download.dead_web_hosts import is_outage
+from tasks.download.download_statistics import shard_statistics
 from tasks.download.errors import SourceError
 from tasks.download.event_loop import run
 from tasks.download.failure_reasons import is_transient
@@ -32,7 +33,6 @@ from tasks.download.fetch_and_resize_row import RowDownloader
 from tasks.download.plan_parquet import distrust_file
 from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
 from tasks.download.rows import Row, read_additional
-from tasks.download.shard_statistics import shard_statistics
 from tasks.download.source_protocol import PictureLocation, ServedAt
 from tasks.download.sources import SOURCES
 

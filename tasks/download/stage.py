@@ -19,7 +19,7 @@ from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.recipe import Recipe
 from tasks.beam_workers import beam_options
 from tasks.build_or_reuse import TransientError
-from tasks.download.data_checks import check_data
+from tasks.download.check_dataset_limits import check_data
 from tasks.download.download_shard import (
     STAGE,
     VERSION,
@@ -29,11 +29,11 @@ from tasks.download.download_shard import (
     shard_key,
     shard_settings,
 )
+from tasks.download.download_statistics import DownloadStatistics
 from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
 from tasks.download.plan_parquet import plan_key
 from tasks.download.plan_shards import Begin, DownloadPlan, plan_shards
-from tasks.download.shard_statistics import DownloadStatistics
 from tasks.download.source_protocol import Source
 from tasks.download.sources import SOURCES
 from tasks.import_beam_quietly import quiet_import

@@ -25,7 +25,7 @@ from tasks.encode.encoder_client import EncoderFailed, EncoderLost
 from tasks.encode.encoder_pool import EncoderPool
 from tasks.encode.encoder_process import SHARDS_PER_DEVICE, EncodingPlan
 from tasks.encode.encoders_in_store import EncodersInStore
-from tasks.encode.keys import STAGE
+from tasks.encode.latent_keys import STAGE
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
 

@@ -23,7 +23,7 @@ from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encoder_process import EncodingPlan
 from tasks.encode.encoders_in_store import put_encoders
-from tasks.encode.keys import STAGE, VERSION, settings_for_key, shard_key
+from tasks.encode.latent_keys import STAGE, VERSION, settings_for_key, shard_key
 from tasks.import_beam_quietly import quiet_import
 from tasks.panels import Facts, Panel, Table
 from tasks.worker_reports import REPORTS

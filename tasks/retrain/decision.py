@@ -11,7 +11,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.store import Draft, Store
 from configs.recipe import Recipe
 from tasks import download, train
-from tasks.encode import keys as encode
+from tasks.encode import latent_keys as encode
 from tasks.evaluate import stage as evaluate
 from tasks.publish import stage as publish
 from tasks.retrain.champion import Champion

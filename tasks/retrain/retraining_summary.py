@@ -11,7 +11,8 @@ from artifacts.store import Artifact, Store
 from configs.recipe import Recipe
 from tasks.evaluate.stage import show_closest_pairs
 from tasks.panels import Facts, Panel, PicturePanel, Table
-from tasks.publish import gate, verdict
+from tasks.publish import gate
+from tasks.publish import rejection as rejection_artifact
 from tasks.retrain.champion import Champion
 from tasks.retrain.source_changes import Changes
 from tasks.show_in_prefect import stage_links
@@ -100,9 +101,9 @@ def _champions_metrics(
 
 def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:
     """The verdict on a rejected model; None on a published one."""
-    if verdict.STAGE not in report:
+    if rejection_artifact.STAGE not in report:
         return None
-    return store.load(verdict.STAGE, report[verdict.STAGE]["key"])
+    return store.load(rejection_artifact.STAGE, report[rejection_artifact.STAGE]["key"])
 
 
 def _published(uri: str) -> dict[str, Any]:

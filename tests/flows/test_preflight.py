@@ -13,7 +13,7 @@ import torch
 from artifacts.latent_shards import Latents, ShardRef
 from artifacts.resolve_model import ModelNotFound
 from configs.load_recipe import RecipeError, load_recipe
-from flows.preflight import check_gate, prepare
+from flows.preflight import check_gate_rules, prepare
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
 from runtimes.torch.gpu_step_memory_records import KINDS, Moment, StepMemory
@@ -164,10 +164,10 @@ def test_rules_without_held_out_pictures_are_refused_before_training(
         )
 
     recipe = load_recipe("digits", {**small, "publish.gate": ["cmmd < base"]})
-    check_gate(recipe, latents(train=9, holdout=2))
+    check_gate_rules(recipe, latents(train=9, holdout=2))
     with pytest.raises(GateError, match=r"cmmd is not measured \(encode\.holdout .* raise it"):
-        check_gate(recipe, latents(train=9))
-    check_gate(
+        check_gate_rules(recipe, latents(train=9))
+    check_gate_rules(
         load_recipe("digits", {**small, "publish.gate": ["digit/new > 0"]}), latents(train=9)
     )
 

@@ -17,7 +17,7 @@ from configs.recipe import STAGES
 from flows import finetune
 from flows.preflight import Run
 from tasks.build_or_reuse import StageResult, build_or_reuse
-from tasks.publish import verdict
+from tasks.publish import rejection as rejection_artifact
 from tasks.publish.gate import Verdict
 from tasks.publish.lineage import lineage_nodes
 from tasks.publish.stage import Rejected
@@ -102,9 +102,9 @@ def test_another_reason_to_reject_is_another_verdict() -> None:
         Rejected([passed, out_of_memory]),
         Rejected([failed], {"a": 1}),
     ]
-    keys = {verdict.key_parts(publication, one).key for one in rejections}
+    keys = {rejection_artifact.key_parts(publication, one).key for one in rejections}
     assert len(keys) == 3
-    assert verdict.key_parts(publication, Rejected([failed])).key in keys
+    assert rejection_artifact.key_parts(publication, Rejected([failed])).key in keys
 
 
 @pytest.mark.parametrize("until", STAGES)

@@ -11,7 +11,7 @@ from configs.load_recipe import RecipeError
 from configs.recipe import Recipe
 from tasks import download
 from tasks.beam_workers import Workers, beam_options, check_workers, workers_of
-from tasks.encode.keys import settings_for_key as encode_settings_for_key
+from tasks.encode.latent_keys import settings_for_key as encode_settings_for_key
 
 DASK = "apache_beam.runners.dask.dask_runner.DaskRunner"
 

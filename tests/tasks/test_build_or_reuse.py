@@ -294,7 +294,7 @@ def test_an_unreadable_artifact_of_a_bucket_is_not_rebuilt(
     build_or_reuse(bucket, parts(), write, parents={})
     with monkeypatch.context() as patch:
         patch.setattr(gcs, "forbidden", r"^GET .*/manifest\.json$")
-        with pytest.raises(OSError, match="^Forbidden"):  # None would mean that there is none
+        with pytest.raises(OSError, match=r"^Forbidden"):  # None would mean that there is none
             bucket.find(parts().stage, parts().key)
         with pytest.raises(StorageError):
             build_or_reuse(bucket, parts(), lambda draft: pytest.fail("built"), parents={})

@@ -19,7 +19,7 @@ from configs.download import Download
 from tasks.download.body_memory import BodyMemory, Room
 from tasks.download.event_loop import run
 from tasks.download.failure_reasons import FetchFailed
-from tasks.download.fetch_with_retries import Fetched, Fetcher, user_agent
+from tasks.download.polite_fetch import Fetched, Fetcher, user_agent
 from tasks.download.robots_txt import MAX_AGE, RobotsCache, Rules
 from tasks.download.rows import Row
 from tasks.download.source_protocol import ServedAt

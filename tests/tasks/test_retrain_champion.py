@@ -19,7 +19,7 @@ from flows.preflight import Run
 from flows.retrain import one_at_a_time
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
-from tasks.encode.keys import settings_for_key
+from tasks.encode.latent_keys import settings_for_key
 from tasks.publish import stage as publish
 from tasks.retrain import decision
 from tasks.retrain.champion import find_champion

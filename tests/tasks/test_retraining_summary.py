@@ -12,7 +12,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from tasks.panels import PicturePanel, Table, escape_markdown
-from tasks.publish import verdict
+from tasks.publish import rejection as rejection_artifact
 from tasks.publish.gate import Verdict
 from tasks.publish.stage import Rejected
 from tasks.retrain.champion import Champion
@@ -80,8 +80,8 @@ def test_a_champion_has_the_metrics_that_the_gate_compared(
     if status == "rejected":
         failed = Verdict("cmmd < champion", False, 0.05, 0.01)
         rejection = Rejected([failed], {"metrics": {"cmmd": cmmd}}, "v1")
-        draft = store.draft(verdict.key_parts(KeyParts("publish", 1, {}, {}), rejection))
-        summary = verdict.build(rejection, draft)
+        draft = store.draft(rejection_artifact.key_parts(KeyParts("publish", 1, {}, {}), rejection))
+        summary = rejection_artifact.build(rejection, draft)
         stored = draft.commit(summary, {"parents": summary.pop("parents")})
         report |= {"gate": rejection.as_json(), "verdict": {"key": stored.key, "uri": stored.uri}}
     else:

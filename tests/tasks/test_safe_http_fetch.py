@@ -24,7 +24,7 @@ from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import PixelBudget
 from tasks.download.event_loop import run, shared
 from tasks.download.failure_reasons import FetchFailed
-from tasks.download.fetch_with_retries import Fetched, Fetcher
+from tasks.download.polite_fetch import Fetched, Fetcher
 from tasks.download.rotate_and_reduce import rotate_and_reduce
 from tasks.download.rows import Row
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, is_public

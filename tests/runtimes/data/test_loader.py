@@ -19,7 +19,7 @@ from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
-from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import Objective
 

@@ -33,7 +33,7 @@ from flow_families import (
 from jobs import MakeJob
 
 from runtimes.families import FAMILIES
-from runtimes.objective.noise_schedule import ResolutionShift
+from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.process.job import TrainJob
 from runtimes.torch_models.encode_images_and_captions import Encoder
 

@@ -14,7 +14,7 @@ from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.holdout_batches import Holdout, sample_losses
 from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
-from runtimes.objective.latents_from_moments import LatentScale
+from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import Objective
 from runtimes.train.held_out_loss import HeldOutLoss

@@ -12,8 +12,8 @@ from configs.holdout_divergence_profile_wandb import Profile
 from configs.load_recipe import load_recipe
 from configs.recipe import Recipe
 from configs.train import Train
-from tasks.encode.keys import STAGE
-from tasks.retrain import continue_training, select_samples
+from tasks.encode.latent_keys import STAGE
+from tasks.retrain import continue_training, select_new_and_replayed
 
 OLD, NEW = range(20), range(20, 24)
 #: What the encode stage names of a shard in its manifest.
@@ -42,12 +42,12 @@ def latents(store: Store, numbers: Any, name: str) -> Artifact:
 def select(store: Store, share: float, champion: str = "c") -> tuple[Artifact, Recipe]:
     recipe = load_recipe("digits", {"retrain.replay": share})
     old, every = latents(store, OLD, "old"), latents(store, [*OLD, *NEW], "every")
-    assert select_samples.new_samples(every, old) == 36
-    assert select_samples.new_samples(old, old) == 0
-    parts = select_samples.key_parts(recipe, every, old, champion)
+    assert select_new_and_replayed.new_samples(every, old) == 36
+    assert select_new_and_replayed.new_samples(old, old) == 0
+    parts = select_new_and_replayed.key_parts(recipe, every, old, champion)
     with store.lock(STAGE, parts.key) as lock:
         draft = store.draft(parts, lock)
-        summary = select_samples.build(recipe, every, old, champion, draft)
+        summary = select_new_and_replayed.build(recipe, every, old, champion, draft)
         return draft.commit(summary, {}), recipe
 
 

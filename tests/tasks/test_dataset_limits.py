@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from configs.download import Download
-from tasks.download.data_checks import check_data
+from tasks.download.check_dataset_limits import check_data
+from tasks.download.download_statistics import DownloadStatistics, shard_statistics
 from tasks.download.errors import TooManyFailed
 from tasks.download.rows import Row
-from tasks.download.shard_statistics import DownloadStatistics, shard_statistics
 
 
 def facts(pictures: list[int | None], planned: int = 100, host: str = "a") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.keys import shard_key
+from tasks.encode.latent_keys import shard_key
 
 SETTINGS = TransformSettings(64, False, 16, 2.0, "center", False, 0, 0.1, 10**6)
 GIVEN: dict[str, Any] = {

@@ -11,7 +11,7 @@ from artifacts.hashing import digest_json
 from artifacts.latent_shards import INFO
 from artifacts.store import SHARDS, Artifact, Draft, Shard
 from configs.recipe import Recipe
-from tasks.encode.keys import STAGE, VERSION
+from tasks.encode.latent_keys import STAGE, VERSION
 
 
 def key_parts(recipe: Recipe, latents: Artifact, old: Artifact, champion: str) -> KeyParts:
