@@ -1,4 +1,4 @@
-"""The packages of remote stores' clients: a new kind of store adds its own here."""
+"""Clients of remote stores: their options, packages and errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from inspect import signature
 from typing import Any
 
 from fsspec import AbstractFileSystem
+from fsspec.config import conf as fsspec_config
+
+from artifacts.concurrent_requests import AT_ONCE
 
 #: Packages that the clients of remote stores are made of; not all their errors are an OSError.
 _CLIENTS = frozenset(
@@ -23,6 +26,14 @@ _CLIENTS = frozenset(
         "requests",
     }
 )
+
+
+def client_options(url: str) -> dict[str, Any]:
+    """Options of a filesystem's client, beside fsspec's config: S3's opens ten connections."""
+    if not url.startswith("s3://"):
+        return {}
+    configured = fsspec_config.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": AT_ONCE, **configured}}
 
 
 def protocols(fs: AbstractFileSystem) -> set[str]:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsspec import AbstractFileSystem
-from fsspec.config import conf as fsspec_config
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -45,11 +44,12 @@ from artifacts.checksummed_files import (
     write_record,
 )
 from artifacts.compare_and_swap import NoSwap, create, remove_checked
-from artifacts.concurrent_requests import AT_ONCE, ask_at_once
+from artifacts.concurrent_requests import ask_at_once
 from artifacts.file_stamps import present_stamp
 from artifacts.hashing import digest_bytes
 from artifacts.list_folder import subfolders
 from artifacts.lock import Lock, hold, is_alive
+from artifacts.remote_clients import client_options
 from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
@@ -241,14 +241,6 @@ class StoreError(ValueError):
     """The URL is of no filesystem that can be used here; the message says why."""
 
 
-def _client_options(url: str) -> dict[str, Any]:
-    """Options of a filesystem's client, beside fsspec's config: S3's opens ten connections."""
-    if not url.startswith("s3://"):
-        return {}
-    configured = fsspec_config.get("s3", {}).get("config_kwargs", {})
-    return {"config_kwargs": {"max_pool_connections": AT_ONCE, **configured}}
-
-
 class Store:
     """Artifacts below one fsspec URL.
 
@@ -259,7 +251,7 @@ class Store:
         self.fs: AbstractFileSystem
         try:
             # Listings that a client remembers say nothing of what others have done since.
-            more = _client_options(url)
+            more = client_options(url)
             self.fs, root = url_to_fs(check_stored_url(url), use_listings_cache=False, **more)
         except (ImportError, ValueError) as error:
             raise StoreError(f"store {without_secrets(url)}: {error}") from None

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from bench.job_command_line import read_train_job
 from configs.train import Train
 from runtimes.contract import StepBatch
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.prediction_targets import target_of
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.objective.training_objective import Objective
 from runtimes.process.job import TrainJob

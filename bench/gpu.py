@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import benchmark_inputs, report, run_kilnworks
-from bench.compare_steps import METHODS, OURS
 from bench.job_command_line import read_train_job
 from bench.report import Row
+from bench.time_training_steps import METHODS, OURS
 from bench.train_cuda import BF16, SD2_UNET, SDXL_UNET, batch_size
 from runtimes.process.job import TrainJob, write_job
 

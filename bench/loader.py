@@ -29,8 +29,8 @@ from artifacts.store import Store
 from bench.report import Row, log, machine, publish, spread, versions
 from runtimes.data.loader import BatchReader, Loader, latent_moments
 from runtimes.families import FAMILIES
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.training_objective import Objective
 
 NAMES = ("mean", "logvar", "prompt_embeds", "pooled_prompt_embeds")

@@ -50,7 +50,7 @@ def theirs(job: TrainJob, mode: str, *, whole: bool = False) -> RunSteps:
     import mindspore as ms
 
     from runtimes.data.loader import open_job_latents
-    from runtimes.train.trainer import make_loader
+    from runtimes.train.training_loop import make_loader
 
     settings = Train(**job.train)
     step = _script_step(f"{job.model}/unet", settings)

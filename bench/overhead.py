@@ -22,7 +22,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.registry import open_runtime
-from runtimes.train.trainer import make_loader, train
+from runtimes.train.training_loop import make_loader, train
 
 
 class BareSteps:

@@ -82,8 +82,8 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     options = parse(arguments)
     from bench import report
-    from bench.compare_steps import Context
     from bench.run_diffusers_scripts import Peer, PeerFailed
+    from bench.time_training_steps import Context
     from bench.train_mindspore import MINDSPORE_ROWS
     from bench.train_rows import ROWS
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import benchmark_inputs, run_kilnworks
-from bench.compare_steps import Context, Workload, loop_figures, step_row
 from bench.report import Row, Skip, spread
+from bench.time_training_steps import Context, Workload, loop_figures, step_row
 
 MODELS = Path(__file__).with_name("models")
 SD2_UNET, SDXL_UNET = MODELS / "sd2-base.json", MODELS / "sdxl.json"

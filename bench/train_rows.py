@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import benchmark_inputs, run_kilnworks
-from bench.compare_steps import COMMON, OURS, Context, Workload, step_row
 from bench.report import Row, Skip, spread
 from bench.run_diffusers_scripts import SCRIPTS
+from bench.time_training_steps import COMMON, OURS, Context, Workload, step_row
 from bench.train_cuda import CUDA_ROWS
 from runtimes.process.job import write_job
 

@@ -18,6 +18,7 @@ from configs.generate import read_settings
 from configs.load_recipe import dump, json_schema, load_recipe, parse_override, recipe_names
 from configs.recipe import StageName
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
+from flows.exit_codes import FAILED, INTERRUPTED, REJECTED, WRONG_INPUT
 from runtimes.process.memory import collect_garbage_rarely
 
 app = typer.Typer(
@@ -60,11 +61,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a dotted setting."),
 ]
-
-FAILED = 1
-WRONG_INPUT = 2
-REJECTED = 3
-INTERRUPTED = 130
 
 
 def _show_version(asked: bool) -> None:
@@ -276,7 +272,7 @@ def place(
 ) -> None:
     """Let the work pools that a recipe's `place` names run its stages."""
     loaded = load_recipe(recipe, _parsed(override))
-    from flows.deploy_stages import deploy_stages
+    from flows.deploy_on_work_pools import deploy_stages
 
     deploy_stages(loaded, folder, accelerators)
 
@@ -316,7 +312,7 @@ def doctor(
 
     arguments = [recipe or "", *(word for one in override or () for word in ("-o", one))]
     if not examine(checked, arguments, as_json=as_json):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -378,7 +374,7 @@ def verify(
     else:
         whole = verify_store(store, what, registry)
     if not whole:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 @app.command()

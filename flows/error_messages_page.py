@@ -14,12 +14,12 @@ from functools import cache
 from pathlib import Path
 
 from flows.error_remedies import FREQUENT, REMEDIES
+from flows.exit_codes import FAILED, OF_ERRORS, WRONG_INPUT
 from tasks.build_or_reuse import OURS
 
 ROOT = Path(__file__).parents[1]
 #: Outcomes of single pictures, and errors that no user sees.
 INTERNAL = {"Redacted", "FetchFailed", "RefusedAddress", "BadSample", "MalformedList"}
-EXIT_CODES = {"Rejected": 3, "SmokeTestFailed": 3}
 HEAD = """# Troubleshooting
 
 Search this page for words of a message. It has the frequent errors first, then all messages of
@@ -113,8 +113,8 @@ def all_texts() -> Iterator[str]:
 def exit_code(name: str, classes: dict[str, ErrorClass]) -> int:
     """The exit code of `kiln` after an error of a class."""
     ancestors = _ancestors(name, classes)
-    fixed = [EXIT_CODES[one] for one in (name, *ancestors) if one in EXIT_CODES]
-    return fixed[0] if fixed else 2 if "ValueError" in (name, *ancestors) else 1
+    fixed = [OF_ERRORS[one] for one in (name, *ancestors) if one in OF_ERRORS]
+    return fixed[0] if fixed else WRONG_INPUT if "ValueError" in (name, *ancestors) else FAILED
 
 
 def _files() -> Iterator[Path]:

@@ -25,8 +25,8 @@ from runtimes import check_support
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.hosts.detect_nvidia import gpu_memory
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.resolution_shift import ResolutionShift
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import (
     read_schedule,
     read_scheduler_config,

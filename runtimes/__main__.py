@@ -45,7 +45,7 @@ from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_sched
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.sample.generate_job import generate
 from runtimes.train.divergence import Diverged
-from runtimes.train.trainer import read_train_settings, train
+from runtimes.train.training_loop import read_train_settings, train
 
 
 class _ToEvents(logging.Handler):

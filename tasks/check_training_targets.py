@@ -12,8 +12,8 @@ import numpy as np
 from configs.recipe import Recipe
 from configs.sampling import Sampling
 from runtimes.adapters.kohya_format import to_kohya
-from runtimes.adapters.lora_layers import Adapter
 from runtimes.adapters.lora_target_layers import Layer, choose_layers
+from runtimes.adapters.merge_lora import Adapter
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.family import Family

@@ -20,7 +20,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
-from runtimes.sample.noise_and_components import check_size
+from runtimes.sample.initial_noise import check_size
 from tasks.build_or_reuse import runtime_facts
 from tasks.check_training_targets import check_true_cfg
 from tasks.child_process import run_job

@@ -13,7 +13,7 @@ from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.micro_batches import Inputs, sender
 from runtimes.torch_models.network import Network
-from runtimes.train.trainer import make_loader
+from runtimes.train.training_loop import make_loader
 
 MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
-from runtimes.train import trainer
+from runtimes.train import training_loop
 
 
 class RecordedEvents(Events):
@@ -30,7 +30,7 @@ class RecordedEvents(Events):
 def train(job: TrainJob, events: RecordedEvents | None = None) -> int:
     """Train to the end; the first step."""
     events = events or RecordedEvents()
-    assert trainer.train(job, events, Stop())
+    assert training_loop.train(job, events, Stop())
     (start,) = events.all("start")
     return int(start["step"])
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from artifacts.safetensors import Arrays
 from runtimes.adapters.lora_file_format import Adapters
-from runtimes.adapters.lora_layers import Adapter
+from runtimes.adapters.merge_lora import Adapter
 from runtimes.families.family import KohyaLayer, KohyaNames
 
 LayerAdapter = tuple[KohyaLayer, Adapter]

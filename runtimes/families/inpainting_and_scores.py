@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.sample_and_scale_latents import LatentScale
 
 Float32 = NDArray[np.float32]
 UNET = "UNet2DConditionModel"

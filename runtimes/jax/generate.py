@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import StepBatch
-from runtimes.jax.adamw_and_ema import Arrays
+from runtimes.jax.clip_update_and_ema import Arrays
 from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import held_out_errors

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from configs.train import Train
 from runtimes.contract import StepBatch
-from runtimes.jax.adamw_and_ema import Arrays, Groups
+from runtimes.jax.clip_update_and_ema import Arrays, Groups
 from runtimes.jax.mesh import Mesh
 from runtimes.torch_models.network import Network
 

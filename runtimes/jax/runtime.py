@@ -25,7 +25,7 @@ from runtimes.contract import (
     StepOutput,
     lazy_output,
 )
-from runtimes.jax.adamw_and_ema import Arrays
+from runtimes.jax.clip_update_and_ema import Arrays
 from runtimes.jax.device import (
     check,
     describe,

@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
 from runtimes.data.padding import pad_rows, padded_rows
-from runtimes.jax.adamw_and_ema import Arrays
+from runtimes.jax.clip_update_and_ema import Arrays
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.guidance import is_guided
+from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5

@@ -1,7 +1,7 @@
 """One training step as a compiled function from state and batch to the next state.
 
 It computes the forward and backward pass of each micro-batch, and the update
-(adamw_and_ema.py).
+(clip_update_and_ema.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from configs.train import Train
-from runtimes.jax.adamw_and_ema import Arrays, Groups, update
+from runtimes.jax.clip_update_and_ema import Arrays, Groups, update
 from runtimes.jax.mesh import Mesh
 
 

@@ -20,7 +20,7 @@ from runtimes.mindspore.network import Network
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
-from runtimes.sample.noise_and_components import load_trained_components
+from runtimes.sample.trained_components import load_trained_components
 
 
 class ThePipeline(BasePipeline):

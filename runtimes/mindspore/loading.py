@@ -16,7 +16,7 @@ from transformers import CLIPTextConfig
 
 from artifacts.safetensors import Arrays, read_floats
 from configs.redact_errors_and_logs import one_line
-from runtimes.adapters.lora_layers import stored_name
+from runtimes.adapters.weight_names import stored_name
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import added_weights
 from runtimes.pipeline_folder.describe_encoders import read_config, text_class

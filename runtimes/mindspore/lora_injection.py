@@ -9,15 +9,10 @@ from mindone.peft.tuners.lora import LoraLayer
 from mindspore import mint, nn
 
 from configs.lora import Lora
-from runtimes.adapters.lora_layers import (
-    ADAPTER,
-    Adapter,
-    alpha,
-    initial_down,
-    merged_weights,
-    state_name,
-)
+from runtimes.adapters.initialise_lora import alpha, initial_down
 from runtimes.adapters.lora_target_layers import Layer, check_unambiguous, choose_layers
+from runtimes.adapters.merge_lora import Adapter, merged_weights
+from runtimes.adapters.weight_names import ADAPTER, state_name
 from runtimes.mindspore.loading import named_weights, set_parameter
 
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"

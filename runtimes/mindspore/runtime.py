@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from configs.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
-from runtimes.mindspore.adamw_and_ema import Update, float32_copy
+from runtimes.mindspore.clip_update_and_ema import Update, float32_copy
 from runtimes.mindspore.device import check, describe, memory_bytes, start, versions
 from runtimes.mindspore.loading import set_flash_attention
 from runtimes.mindspore.micro_batches import Inputs

@@ -21,7 +21,7 @@ from runtimes.mindspore.micro_batches import tensor
 from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import read_config as read_index
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
-from runtimes.sample.noise_and_components import NoiseBatch
+from runtimes.sample.initial_noise import NoiseBatch
 
 #: MindSpore's errors for an operator, or an operator and dtype, that the device does not support.
 NO_KERNEL = re.compile(

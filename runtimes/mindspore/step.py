@@ -15,7 +15,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from configs.mindspore_and_gaudi import MindSpore
 from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
-from runtimes.mindspore.adamw_and_ema import Update
+from runtimes.mindspore.clip_update_and_ema import Update
 from runtimes.mindspore.micro_batches import Inputs, micro_batches
 from runtimes.mindspore.network import Network
 from runtimes.mindspore.parallel import SingleProcess

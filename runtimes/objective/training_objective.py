@@ -19,7 +19,6 @@ from runtimes.objective.draw_noise_timesteps_and_captions import (
     draw_normal,
     perturb,
 )
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.loss_weights import FlowWeighting, loss_weight
 from runtimes.objective.noise_schedule import (
     FlowSchedule,
@@ -29,6 +28,7 @@ from runtimes.objective.noise_schedule import (
 )
 from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.resolution_shift import ResolutionShift
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.timestep_probabilities import Probabilities, level_bounds
 
 Array = NDArray[np.float32]

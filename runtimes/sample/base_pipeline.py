@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.generate_job import LOSS_BATCH
-from runtimes.sample.noise_and_components import load_trained_scheduler
+from runtimes.sample.trained_components import load_trained_scheduler
 
 
 class BasePipeline(ABC):

@@ -18,7 +18,7 @@ from runtimes.families.inpainting_and_scores import (
 )
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.guidance import true_cfg_arguments
-from runtimes.sample.noise_and_components import NoiseBatch, noise_batches, optional_arguments
+from runtimes.sample.initial_noise import NoiseBatch, noise_batches
 
 
 class PipelineSampler(ABC):
@@ -150,3 +150,21 @@ class PipelineSampler(ABC):
     @abstractmethod
     def _append_channels(self, latents: Any, more: NDArray[np.float32]) -> Any:
         """Concatenate latents [B, C, h, w] and an array [B, M, h, w], in the latents' dtype."""
+
+
+def optional_arguments(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Optional keyword arguments of a diffusers pipeline that the sampler settings contain.
+
+    Args:
+        sampler: as GenerateJob.sampler.
+        count: images in the batch; each one gets the negative prompt.
+
+    Returns:
+        `negative_prompt` (list of `count` strings) and `eta` (DDIM, arXiv 2010.02502), where set.
+    """
+    found: dict[str, Any] = {}
+    if sampler.get("negative_prompt") is not None:
+        found["negative_prompt"] = [sampler["negative_prompt"]] * count
+    if sampler.get("eta"):
+        found["eta"] = sampler["eta"]
+    return found

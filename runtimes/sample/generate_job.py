@@ -19,7 +19,7 @@ from runtimes.contract import Pipeline
 from runtimes.data.holdout_batches import Holdout, draw_losses
 from runtimes.data.loader import BatchReader, open_job_latents
 from runtimes.families import detect_family
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.denoiser_config import folder_extras

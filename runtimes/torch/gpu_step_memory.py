@@ -25,10 +25,10 @@ from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.describe_encoders import read_config, vae_path
 from runtimes.torch.channels_last import keep_channels_last
+from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
-from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step
 from runtimes.torch.tensor_lifetimes import LiveMemory, prime_batch_size

@@ -20,6 +20,7 @@ from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch.channels_last import keep_channels_last, memory_format
+from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
     describe,
@@ -30,7 +31,6 @@ from runtimes.torch.device import (
     versions,
 )
 from runtimes.torch.npu import enable_npu_attention
-from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.profile import tracing
 from runtimes.torch.step import Step

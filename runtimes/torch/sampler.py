@@ -21,7 +21,7 @@ from runtimes.families.inpainting_and_scores import fully_masked
 from runtimes.pipeline_folder.describe_encoders import text_length
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
-from runtimes.sample.noise_and_components import NoiseBatch
+from runtimes.sample.initial_noise import NoiseBatch
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch_models.loading import load_text_encoder
 from runtimes.torch_models.make_scheduler import make_scheduler

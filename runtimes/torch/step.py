@@ -12,8 +12,8 @@ import torch
 from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.torch.attention_kernel import attention_kernel
+from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.torch_models.micro_batches import Inputs, micro_batches, sender

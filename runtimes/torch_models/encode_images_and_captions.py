@@ -15,7 +15,7 @@ from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
 from runtimes.families import Family, family_named
-from runtimes.objective.latent_scale import LatentScale
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.pipeline_folder.describe_encoders import (
     describe_encoders,
     has_frozen_text,

@@ -8,15 +8,10 @@ from typing import Any
 import torch
 
 from configs.lora import Lora
-from runtimes.adapters.lora_layers import (
-    ADAPTER,
-    Adapter,
-    alpha,
-    initial_down,
-    merged_weights,
-    stored_name,
-)
+from runtimes.adapters.initialise_lora import alpha, initial_down
 from runtimes.adapters.lora_target_layers import Layer, check_unambiguous, choose_layers
+from runtimes.adapters.merge_lora import Adapter, merged_weights
+from runtimes.adapters.weight_names import ADAPTER, stored_name
 
 
 def add_adapters(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from configs.train import Train
-from runtimes.adapters.lora_layers import state_name
+from runtimes.adapters.weight_names import state_name
 from runtimes.contract import StoredRows
 from runtimes.families import Family, detect_family
 from runtimes.pipeline_folder.denoiser_config import job_config, trained_config

@@ -24,7 +24,7 @@ from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.make_scheduler import trained_scheduler
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
-from runtimes.xla.adamw_and_ema import Update
+from runtimes.xla.clip_update_and_ema import Update
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.model_patches import recompute, replace_nearest_upsampling

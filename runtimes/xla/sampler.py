@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
 from runtimes.objective.scheduler_config import read_scheduler_config
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.guidance import is_guided
+from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Embeds
 from runtimes.torch_models.make_scheduler import make_scheduler

@@ -15,7 +15,7 @@ from runtimes.contract import StepBatch, StepOutput, lazy_output
 from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.torch_models.micro_batches import Inputs, micro_batches
 from runtimes.torch_models.network import Network
-from runtimes.xla.adamw_and_ema import Update
+from runtimes.xla.clip_update_and_ema import Update
 from runtimes.xla.mesh import Mesh
 
 

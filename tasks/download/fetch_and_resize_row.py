@@ -12,7 +12,7 @@ from tasks.download.body_memory import Room
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.opt_out_headers import is_opted_out
 from tasks.download.polite_fetch import Fetcher
-from tasks.download.resize_by_img2dataset import PictureResizer
+from tasks.download.resize_and_encode_by_img2dataset import PictureResizer
 from tasks.download.rows import Row
 from tasks.download.source_protocol import ServedAt
 

@@ -23,7 +23,7 @@ from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
-from runtimes.sample import noise_and_components
+from runtimes.sample import initial_noise
 from tasks.build_or_reuse import build_or_reuse, runtime_facts
 from tasks.child_process import run_job
 from tasks.encode.decode_and_crop import TransformSettings
@@ -87,7 +87,7 @@ def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None = None) -> Non
     """Raise WrongInput for a picture size that the model does not support."""
     given = recipe.evaluate
     asked = {"evaluate.height": given.height, "evaluate.width": given.width}
-    noise_and_components.check_size(asked, base, vae)
+    initial_noise.check_size(asked, base, vae)
 
 
 def build(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.adapters.lora_file_format import Adapters
-from runtimes.adapters.lora_layers import Adapter, stored_name
+from runtimes.adapters.merge_lora import Adapter
+from runtimes.adapters.weight_names import stored_name
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import SCHEDULER_FILE

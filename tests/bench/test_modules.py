@@ -23,7 +23,7 @@ from bench import (
     same_picture,
     train_mindspore,
 )
-from bench.compare_steps import Context, Workload
+from bench.time_training_steps import Context, Workload
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
 from configs.train import Train

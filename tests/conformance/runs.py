@@ -19,7 +19,7 @@ from PIL import Image
 from tolerances import LOSS, NORM, WEIGHTS
 
 from configs.train import Train
-from runtimes.adapters.lora_layers import initial_down
+from runtimes.adapters.initialise_lora import initial_down
 from runtimes.check_support import check_family
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
@@ -28,7 +28,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch_models.loading import load_denoiser
-from runtimes.train import trainer
+from runtimes.train import training_loop
 
 Once = Callable[[str, Callable[[Path], None]], Path]
 Reference = tuple[list[Figures], Weights]
@@ -160,7 +160,7 @@ class _Start(Events):
 def train_here(job: TrainJob) -> int | None:
     """Do a job of runtime torch in this process; the step that it began at."""
     events = _Start()
-    assert trainer.train(job, events, Stop())
+    assert training_loop.train(job, events, Stop())
     return events.step
 
 

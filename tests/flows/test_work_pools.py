@@ -17,7 +17,7 @@ from artifacts.store import Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.recipe import Recipe
 from flows import send_stage
-from flows.deploy_stages import LOST
+from flows.deploy_on_work_pools import LOST
 from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed, TransientError
 from tasks.check_places import settings_to_send

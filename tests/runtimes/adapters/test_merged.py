@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from configs.lora import Lora
-from runtimes.adapters.lora_layers import Adapter, initial_down
+from runtimes.adapters.initialise_lora import initial_down
+from runtimes.adapters.merge_lora import Adapter
 from runtimes.torch_models.lora_injection import add_adapters
 
 LAYERS = {"linear": ((7, 5), (3, 5)), "conv": ((7, 5, 3, 3), (2, 5, 8, 8))}

@@ -19,8 +19,8 @@ from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.training_objective import Objective
 
 WriteLatents = Callable[..., str]

@@ -16,8 +16,8 @@ from runtimes.contract import StepBatch
 from runtimes.data.bucketed_sample_order import Order, SampleIndex
 from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.families import FAMILIES
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.training_objective import Objective
 
 Groups = dict[str, int]

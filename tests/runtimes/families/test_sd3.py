@@ -26,7 +26,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.process.signals import Stop
 from runtimes.sample.generate_job import generate
-from runtimes.train.trainer import train
+from runtimes.train.training_loop import train
 from tasks.publish.assemble_pipeline import assemble
 
 pytestmark = pytest.mark.slow

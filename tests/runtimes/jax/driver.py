@@ -8,7 +8,7 @@ import training
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.jax.runtime import TheRuntime
 from runtimes.process.job import TrainJob
-from runtimes.train import trainer
+from runtimes.train import training_loop
 
 COMPILED, HIT = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 counts = {COMPILED: 0, HIT: 0}
@@ -56,7 +56,7 @@ def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(count)
     jax.monitoring.register_event_listener(count)
     job = TrainJob(**given)
-    trainer.open_runtime = lambda name: Counting()  # type: ignore[assignment]
+    training_loop.open_runtime = lambda name: Counting()  # type: ignore[assignment]
     began, hits, left = [training.train(job)], [counts[HIT]], [training.results(job)]
     for step in again:
         training.roll_back(job, step)

@@ -27,7 +27,7 @@ from configs.train import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob, write_job
-from runtimes.train.trainer import make_loader
+from runtimes.train.training_loop import make_loader
 from runtimes.train.write_result import write_result
 
 jax = chips.importorskip("jax")

@@ -21,7 +21,7 @@ from runtimes.mindspore.loading import load_vae
 from runtimes.mindspore.runtime import TheRuntime
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
-from runtimes.train.trainer import make_loader
+from runtimes.train.training_loop import make_loader
 
 
 def train(job: dict[str, Any]) -> int:

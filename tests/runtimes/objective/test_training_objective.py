@@ -12,9 +12,9 @@ from tolerances import assert_close
 from configs.timesteps import TimestepSampling
 from configs.train import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 from runtimes.objective.resolution_shift import ResolutionShift
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.training_objective import Objective
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

@@ -24,7 +24,7 @@ from runtimes.process.events import EVENT_FD, Events
 from runtimes.process.job import write_job
 from runtimes.process.signals import Stop
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.train.trainer import train
+from runtimes.train.training_loop import train
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: Each costs a start of some seconds; 30 have been survived, too.

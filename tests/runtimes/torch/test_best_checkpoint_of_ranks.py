@@ -16,7 +16,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.train.trainer import train
+from runtimes.train.training_loop import train
 
 StartJob = Any  # of conftest.py: starts a Child
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"

@@ -9,8 +9,8 @@ import torch
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
+from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.make_optimizer import _KINDS, Optimizer
-from runtimes.torch.optimizer_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
 
 MakeJob = Callable[..., TrainJob]

@@ -28,7 +28,7 @@ from runtimes.optimizer_step.training_state_copies import published
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.sampler import Sampler
-from runtimes.train.trainer import make_loader
+from runtimes.train.training_loop import make_loader
 
 pytestmark = pytest.mark.slow
 

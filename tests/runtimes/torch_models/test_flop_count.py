@@ -16,7 +16,7 @@ from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
-from runtimes.train.trainer import make_loader
+from runtimes.train.training_loop import make_loader
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from runtimes.train.best_checkpoint import CheckpointRanking
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.held_out_loss import HeldOutLoss
 from runtimes.train.samples import scores_path
-from runtimes.train.trainer import train
+from runtimes.train.training_loop import train
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 #: A rising learning rate: the weights improve, then get worse.

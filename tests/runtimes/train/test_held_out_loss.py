@@ -14,11 +14,11 @@ from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.holdout_batches import Holdout, sample_losses
 from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.noise_schedule import NoiseSchedule
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.training_objective import Objective
 from runtimes.train.held_out_loss import HeldOutLoss
-from runtimes.train.trainer import make_holdout, read_train_settings
+from runtimes.train.training_loop import make_holdout, read_train_settings
 
 WriteLatents = Callable[..., str]  # of conftest.py
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})

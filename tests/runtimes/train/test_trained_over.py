@@ -21,7 +21,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.trainer import make_loader, read_train_settings
+from runtimes.train.training_loop import make_loader, read_train_settings
 from runtimes.train.write_result import write_result
 from tasks.publish.assemble_pipeline import assemble
 

@@ -21,14 +21,14 @@ from runtimes.data.loader import Loader
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
-from runtimes.torch.optimizer_and_ema import Update
+from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train import training_run
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.divergence import Diverged
 from runtimes.train.resume import _with_defaults
-from runtimes.train.trainer import train
+from runtimes.train.training_loop import train
 from tasks.child_process import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
@@ -356,7 +356,7 @@ def test_weights_and_biases_without_a_key_is_wrong_input(
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr(
-        "runtimes.train.trainer.open_runtime", lambda *_: pytest.fail("work has started")
+        "runtimes.train.training_loop.open_runtime", lambda *_: pytest.fail("work has started")
     )
     with pytest.raises(WrongInput, match="WANDB_API_KEY"):
         run(make_job(wandb={"project": "p"}))

@@ -19,7 +19,7 @@ from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.make_scheduler import make_scheduler
-from runtimes.train import trainer
+from runtimes.train import training_loop
 from runtimes.xla.device import start
 from runtimes.xla.mesh import Mesh, in_order, rows_of
 from runtimes.xla.model_patches import replace_nearest_upsampling
@@ -65,7 +65,7 @@ def train(given: dict[str, Any], *again: int) -> dict[str, Any]:
         again: steps.
     """
     job = TrainJob(**given)
-    trainer.open_runtime = lambda name: Counting()  # type: ignore[assignment]
+    training_loop.open_runtime = lambda name: Counting()  # type: ignore[assignment]
     began, counted = [training.train(job)], [compiles()]
     left = [training.results(job)]
     for step in again:

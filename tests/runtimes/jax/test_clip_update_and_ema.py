@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from configs.train import Train
-from runtimes.torch.optimizer_and_ema import Update
+from runtimes.torch.clip_update_and_ema import Update
 
 jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402

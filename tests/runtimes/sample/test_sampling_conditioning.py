@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jobs import SAMPLER
 
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner
+from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner
 from runtimes.torch_models.encode_images_and_captions import Encoder
 
 PROMPTS = ("a red cat", "a blue dog", "a hill")

@@ -1,9 +1,9 @@
-"""Initial noise and trained components of a GenerateJob."""
+"""Initial noise and sizes of the pictures of a GenerateJob."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.contract import WrongInput
-from runtimes.families import Family, detect_family
+from runtimes.families import Family
 from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.process.job import Drawing
-
-#: Loads one component: (name, folder, adapters to merge by layer name) -> model.
-Load = Callable[[str, Path, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -34,63 +28,6 @@ class NoiseBatch:
     noise: NDArray[np.float32]  # [B, C, h, w], standard normal
     #: One generator per image, for schedulers that draw noise at every step.
     rngs: list[np.random.Generator]
-
-
-def load_trained_components(drawing: Drawing, model: Path, load: Load) -> dict[str, Any]:
-    """Load the denoiser of a drawing and the text encoders that were trained with it.
-
-    Args:
-        drawing: folders of trained components, and the LoRA file if there is one.
-        model: folder of the base pipeline, which supplies every untrained component.
-        load: loads one component and merges its adapters.
-
-    Returns:
-        Component name, such as `unet` or `text_encoder`, to model.
-
-    Raises:
-        WrongInput: the adapters were trained for another architecture.
-    """
-    family = detect_family(model)
-    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
-    known = (family.denoiser, *family.clip_encoders)
-    if strange := adapters.keys() - set(known):
-        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
-    return {
-        name: load(name, Path(drawing.parts.get(name, model / name)), adapters.get(name, {}))
-        for name in known
-        if name == family.denoiser or name in adapters.keys() | drawing.parts.keys()
-    }
-
-
-def load_trained_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], Any]) -> Any:
-    """The scheduler that a drawing replaces, or None where it keeps the pipeline's scheduler.
-
-    A drawing has its own scheduler when training changed the noise schedule or prediction type.
-
-    Args:
-        make: constructs a scheduler from its diffusers config.
-    """
-    if "scheduler" not in drawing.parts:
-        return None
-    return make(read_scheduler_config(Path(drawing.parts["scheduler"])))
-
-
-def optional_arguments(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Optional keyword arguments of a diffusers pipeline that the sampler settings contain.
-
-    Args:
-        sampler: as GenerateJob.sampler.
-        count: images in the batch; each one gets the negative prompt.
-
-    Returns:
-        `negative_prompt` (list of `count` strings) and `eta` (DDIM, arXiv 2010.02502), where set.
-    """
-    found: dict[str, Any] = {}
-    if sampler.get("negative_prompt") is not None:
-        found["negative_prompt"] = [sampler["negative_prompt"]] * count
-    if sampler.get("eta"):
-        found["eta"] = sampler["eta"]
-    return found
 
 
 def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None = None) -> None:

@@ -23,7 +23,7 @@ from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.divergence import Diverged
 from runtimes.train.resume import check_same_run
-from runtimes.train.trainer import train
+from runtimes.train.training_loop import train
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from runtimes.families.inpainting_and_scores import (
 from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.guidance import is_guided
-from runtimes.sample.noise_and_components import image_size, noise_batches
+from runtimes.sample.initial_noise import image_size, noise_batches
 from runtimes.sample.tabulated_schedulers import SchedulerTable, tabulate
 from runtimes.torch_models.make_scheduler import make_scheduler
 

@@ -12,8 +12,8 @@ from runtimes.data.loader import BatchReader, Loader, open_job_latents
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.objective.latent_scale import LatentScale
 from runtimes.objective.resolution_shift import ResolutionShift
+from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import read_schedule, read_scheduler_config
 from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.denoiser_config import job_config
