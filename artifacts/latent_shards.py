@@ -241,9 +241,14 @@ class Latents:
         return dict(sorted(total.items()))
 
     @property
+    def held_out(self) -> int:
+        """Number of held-out samples."""
+        return sum(n for group, n in self.groups().items() if group.startswith("holdout/"))
+
+    @property
     def has_holdout(self) -> bool:
         """Whether there is a held-out sample."""
-        return any(group.startswith("holdout/") for group in self.groups())
+        return self.held_out > 0
 
 
 def open_latents(url: str) -> Latents:

@@ -42,7 +42,7 @@ FREQUENT = (
     Frequent(
         "is not measured",
         "A rule of `publish.gate` names a metric that the recipe does not compute.",
-        "The message lists the metrics. Distances need held-out pictures (`encode.holdout`).",
+        "The message lists the metrics. Distances need two held-out pictures (`encode.holdout`).",
     ),
     Frequent(
         "unknown setting",

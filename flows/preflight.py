@@ -251,9 +251,10 @@ def must_fit_one_gpu(recipe: Recipe) -> bool:
 
 def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
     """Raise GateError for rules on metrics that these latents do not support."""
+    count = latents.held_out
     share = f"encode.holdout {recipe.encode.holdout:g}"
-    hint = f"{share} selected none of these few pictures: raise it or remove the rule"
-    known = metric_names(recipe, held_out=latents.has_holdout)
+    hint = f"{share} selected {count or 'none'} of these few pictures: raise it or remove the rule"
+    known = metric_names(recipe, held_out=count)
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
 
 

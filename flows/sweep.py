@@ -66,7 +66,7 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     data = [images, latents]
     encoded = latents.result().load(first.store)
     with failing(STAGE):
-        check_metric(first.recipe, held_out=open_latents(encoded.uri).has_holdout)
+        check_metric(first.recipe, held_out=open_latents(encoded.uri).held_out)
     outcomes: list[dict[str, Any]] = []
     measured: dict[int, list[Any]] = {}
     for number, (trial, run) in enumerate(zip(trials, runs, strict=True)):

@@ -29,7 +29,7 @@ BARS = "▁▂▃▄▅▆▇█"
 Outcome = Mapping[str, Any]
 
 
-def check_metric(recipe: Recipe, *, held_out: bool = True) -> None:
+def check_metric(recipe: Recipe, *, held_out: int = 2) -> None:
     """Raise WrongInput if `sweep.metric` is not measured.
 
     Args:

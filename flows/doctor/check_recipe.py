@@ -60,8 +60,7 @@ def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
     if not devices:
         return
     if not probe.available:
-        mend = "run `make setup`" if name in ("torch", "jax") else f"run `make setup-{name}`"
-        yield problem(f"runtime {name}: {probe.reason}", mend)
+        yield problem(f"runtime {name}: {probe.reason}")  # the reason has the remedy
         return
     names = {words.split()[0] for words in probe.devices}
     names |= {device.partition(":")[0] for device in names}

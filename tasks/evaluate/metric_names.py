@@ -18,16 +18,16 @@ LOWER_IS_BETTER = (
 )
 
 
-def metric_names(recipe: Recipe, *, held_out: bool = True) -> list[str]:
+def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
     """Names of the metrics that this recipe's evaluation computes.
 
     Args:
-        held_out: whether a nonzero `encode.holdout` selects at least one picture.
+        held_out: number of pictures that a nonzero `encode.holdout` selects; distances need two.
     """
     sets = list(recipe.evaluate.prompts)
     names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
     if recipe.encode.holdout > 0 and held_out:
-        if compared_sets(recipe):
+        if held_out >= 2 and compared_sets(recipe):
             names += [CMMD, *DISTANCES]
             names += INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
         names += [holdout_loss.NAME, *holdout_loss.BANDS]

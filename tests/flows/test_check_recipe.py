@@ -143,8 +143,8 @@ def test_a_bucket_is_a_store_and_a_model(url_of: Callable[[str], str]) -> None:
 
 def test_a_runtime_that_is_not_here_is_a_problem() -> None:
     recipe = load_recipe("digits", {"runtime": "xla"})
-    (said,) = check(recipe, xla=Probe(False, [], {}, "no environment"))["problem"]
-    assert said == "runtime xla: no environment: run `make setup-xla`"
+    (said,) = check(recipe, xla=Probe(False, [], {}, "no device: use another"))["problem"]
+    assert said == "runtime xla: no device: use another"
     absent = load_recipe("digits", {"train.device": "cuda:1"})
     assert "train.device cuda:1 is not here" in check(absent)["problem"][0]
 

@@ -167,6 +167,12 @@ def test_rules_without_held_out_pictures_are_refused_before_training(
     check_gate_rules(recipe, latents(train=9, holdout=2))
     with pytest.raises(GateError, match=r"cmmd is not measured \(encode\.holdout .* raise it"):
         check_gate_rules(recipe, latents(train=9))
+    with pytest.raises(GateError, match=r"cmmd is not measured \(encode\.holdout .* selected 1 of"):
+        check_gate_rules(recipe, latents(train=9, holdout=1))
+    check_gate_rules(
+        load_recipe("digits", {**small, "publish.gate": ["holdout_loss < base"]}),
+        latents(train=9, holdout=1),
+    )
     check_gate_rules(
         load_recipe("digits", {**small, "publish.gate": ["digit/new > 0"]}), latents(train=9)
     )

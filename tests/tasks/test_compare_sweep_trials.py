@@ -114,7 +114,7 @@ def test_a_metric_that_is_not_measured_is_refused() -> None:
     with pytest.raises(WrongInput, match=r"sweep\.metric: holdout_los .*did you mean holdout_loss"):
         check_metric(load_recipe("digits", {"sweep.metric": "holdout_los"}))
     with pytest.raises(WrongInput, match="holdout_loss is not measured"):
-        check_metric(load_recipe("digits"), held_out=False)
+        check_metric(load_recipe("digits"), held_out=0)
 
 
 @pytest.mark.parametrize(
