@@ -162,7 +162,7 @@ def deployed(folder: Path, api: str) -> Iterator[Server]:
     server = Server(folder, api)
     try:
         for pool in POOLS:
-            server.cli("work-pool", "create", pool, "--type", "process")
+            server.cli("work-pool", "create", pool, "--type", "process", "--overwrite")
         server.cli("deploy", "--all", "--prefect-file", "deploy/prefect.yaml")
         server.start("worker", "worker", "start", "--pool", "cpu")
         yield server

@@ -18,7 +18,8 @@ from configs.load_recipe import load_recipe
 from configs.recipe import STAGES
 from flows.retrain import one_at_a_time
 
-pytestmark = pytest.mark.slow
+#: Two workers of one pool would start each other's runs.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployed")]
 PATIENCE = 600  # seconds, for a machine that does much else
 ENDS = ("Completed", "Rejected", "Failed", "Crashed")
 #: Whose results each stage is given.

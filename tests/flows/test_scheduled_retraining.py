@@ -14,7 +14,7 @@ from artifacts.store import Store
 from demo import dataset
 from tasks.publish.model_registry import Registry
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("deployed")]
 PATIENCE = 3600  # seconds, for a machine that does much else
 ENDS = ("Completed", "Unchanged", "Rejected", "Failed", "Crashed")
 
