@@ -85,24 +85,25 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
     `steps` may change at a constant learning rate, which does not depend on them.
     Settings that the checkpoint lacks count as defaults: an older version may have written it.
     """
-    now, before = key_settings(settings), _with_defaults(saved.facts["train"])
+    stored = _with_defaults(saved.facts["train"])
     # What is recomputed changes no weight; an older version wrote true or false.
-    known = {name: value for name, value in before.items() if name in Train.model_fields}
+    known = {name: value for name, value in stored.items() if name in Train.model_fields}
     known["gradient_checkpointing"] = settings.gradient_checkpointing
-    before |= key_settings(Train(**known))  # without what has no effect
+    now, before = key_settings(settings), key_settings(Train(**known))
     now["denoiser_config"] = job.denoiser_config  # the content: its path may change
     before["denoiser_config"] = saved.facts.get("denoiser_config")
     if settings.method == "lora" and settings.lora.dropout:
         # Dropout masks depend on the rank, so the number of processes must not change.
         now["processes"] = Ranks.here().world
-        before["processes"] = saved.facts.get("processes", before["processes"])
+        before["processes"] = saved.facts.get("processes", stored["processes"])
     if settings.lr_scheduler == "constant":
-        del now["steps"]
-    for name in sorted(now):
-        if before.get(name) != now[name]:
+        now["steps"] = before["steps"]
+    for name in sorted(now.keys() | before.keys()):  # a setting without effect is in neither
+        if before.get(name) != now.get(name):
+            then, here = before.get(name, stored.get(name)), now.get(name, getattr(settings, name))
             raise WrongInput(
-                f"{job.work} holds a run with train.{name}={before.get(name)}, this one "
-                f"has {now[name]}: choose another work folder"
+                f"{job.work} holds a run with train.{name}={then}, this one has {here}: "
+                "choose another work folder"
             )
 
 

@@ -120,6 +120,29 @@ def test_another_run_s_work_folder_is_refused(make_job: MakeJob) -> None:
         train(make_job(steps=4, learning_rate=2e-3), RecordedEvents(), Stop())
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"guidance_scale": 3.5}, r"train\.guidance_scale=3\.5, this one has 1\.0:"),
+        (
+            {"best_checkpoint": {}, "holdout_loss": {"every_n_steps": 2}},
+            r"train\.best_checkpoint=.*, this one has None:",
+        ),
+    ],
+)
+def test_a_setting_that_is_turned_off_is_another_run(
+    make_job: MakeJob, given: dict[str, Any], named: str
+) -> None:
+    job = make_job(steps=4, checkpointing_steps=2)
+    assert train(job, RecordedEvents(), Stop())
+    saved = Checkpoints(job.work, 9).latest()
+    assert saved is not None
+    check_same_run(saved, job, Train(**job.train))
+    saved.facts["train"] |= given
+    with pytest.raises(WrongInput, match=named):
+        check_same_run(saved, job, Train(**job.train))
+
+
 @pytest.mark.parametrize("recomputed", [True, False])
 def test_a_checkpoint_of_before_selective_recomputation_resumes(
     make_job: MakeJob, recomputed: bool
