@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from demo import digits
+from demo import captions, digits
 from demo.styles import BASE_STYLES, NEW_STYLE, style_index
 
 LIST, NOTE = "urls.parquet", "recipe.json"
@@ -48,7 +48,7 @@ def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[int, byte
             continue
         own, row, style = np.random.default_rng([seed, number]), rows[number], styles[number]
         (picture,) = digits.render(x8[row, None], style[None], own)
-        yield int(number), _png(picture), digits.caption(int(labels[row]), int(style), own)
+        yield int(number), _png(picture), captions.caption(int(labels[row]), int(style), own)
 
 
 def _fill(folder: Path, seed: int, count: int, rehearsal: int) -> None:

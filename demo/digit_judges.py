@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from demo import digits
+from demo import captions, digits
 from demo.styles import STYLES
 
 if TYPE_CHECKING:
@@ -107,18 +107,18 @@ def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArra
 
     Args:
         images: u8 [N, 32, 32, 3].
-        prompts: N captions of `demo.digits`.
+        prompts: N captions of `demo.captions`.
 
     Raises:
-        ValueError: the shape is wrong, or `digits.parse` cannot read a prompt.
+        ValueError: the shape is wrong, or `captions.parse` cannot read a prompt.
     """
     return {"digit": judge_digit(images, prompts), "style": judge_style(images, prompts)}
 
 
-def _parse(images: NDArray[np.uint8], prompts: Sequence[str]) -> list[digits.Asked]:
+def _parse(images: NDArray[np.uint8], prompts: Sequence[str]) -> list[captions.Asked]:
     shape = (len(prompts), digits.SIZE, digits.SIZE, 3)
     if images.shape != shape or images.dtype != np.uint8:
         raise ValueError(
             f"expected uint8 pictures {shape}, one per prompt; got {images.dtype} {images.shape}"
         )
-    return [digits.parse(prompt) for prompt in prompts]
+    return [captions.parse(prompt) for prompt in prompts]

@@ -1,7 +1,5 @@
-"""The pictures of the demo: handwritten digits in coloured ink on coloured paper, with captions."""
+"""The pictures of the demo: handwritten digits in coloured ink on coloured paper."""
 
-import re
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -9,21 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from demo.styles import NEW_STYLE, STYLES, style_index
+from demo.styles import STYLES
 
 Split = Literal["train", "held_out", "all"]
 
 SIZE = 32  # width and height of every picture, in pixels
 HELD_OUT = 500  # of scikit-learn's 1,797 digits
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-
-
-TEMPLATES = (
-    "a handwritten {word} in {ink} on {paper}",
-    "{word}, {ink} on {paper}",
-    "the digit {word} written in {ink} on {paper}",
-    "a photo of the number {number} in {ink} on {paper}",
-)
 
 
 @cache
@@ -102,66 +91,3 @@ def render(
     light = 1 + rng.uniform(-0.06, 0.06, (len(x8), 1, 1, 1)).astype(np.float32)
     colour = light * (paper_rgb * (1 - cover) + ink_rgb * cover)
     return colour.round().clip(0, 255).astype(np.uint8)
-
-
-def captions(digit: int, style: int) -> list[str]:
-    """A caption by each template for a digit in the style STYLES[style]."""
-    words = {"word": WORDS[digit], "number": digit}
-    phrases = {"ink": STYLES[style].ink, "paper": STYLES[style].paper}
-    return [template.format(**words, **phrases) for template in TEMPLATES]
-
-
-def caption(digit: int, style: int, rng: np.random.Generator) -> str:
-    """One of `captions` at random."""
-    return captions(digit, style)[int(rng.integers(len(TEMPLATES)))]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The content of a caption; None for an unspecified ink or paper."""
-
-    digit: int
-    ink: str | None = None
-    paper: str | None = None
-
-    def styles(self) -> list[int]:
-        """The styles that satisfy the caption, as indices into STYLES."""
-        return [
-            index
-            for index, style in enumerate(STYLES)
-            if self.ink in (None, style.ink) and self.paper in (None, style.paper)
-        ]
-
-
-def _any_of(phrases: set[str]) -> re.Pattern[str]:
-    return re.compile(r"\b(" + "|".join(map(re.escape, sorted(phrases))) + r")\b")
-
-
-_DIGIT = _any_of(set(WORDS) | set("0123456789"))
-_INK = _any_of({style.ink for style in STYLES})
-_PAPER = _any_of({style.paper for style in STYLES})
-
-
-@cache
-def parse(text: str) -> Asked:
-    """Parse a caption.
-
-    Raises:
-        ValueError: it has not exactly one digit, or names no known style.
-    """
-    lowered = text.lower()
-    found = [set(pattern.findall(lowered)) for pattern in (_DIGIT, _INK, _PAPER)]
-    if len(found[0]) != 1 or len(found[1]) > 1 or len(found[2]) > 1:
-        raise ValueError(
-            f"caption {text!r} should name one digit, at most one ink and at most one paper, "
-            f'as in "{captions(7, style_index(NEW_STYLE))[0]}"'
-        )
-    word = found[0].pop()
-    asked = Asked(
-        digit=WORDS.index(word) if word in WORDS else int(word),
-        ink=next(iter(found[1]), None),
-        paper=next(iter(found[2]), None),
-    )
-    if not asked.styles():
-        raise ValueError(f"caption {text!r} asks for {asked.ink} on {asked.paper}: no such style")
-    return asked

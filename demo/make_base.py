@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from demo import digits
+from demo import captions, digits
 from demo.styles import STYLES
 
 BASE = Path(__file__).parent / "base"
@@ -62,7 +62,7 @@ def _train_clip(out: Path, steps: int) -> None:
         rows = rng.integers(len(x8), size=CLIP_BATCH)
         style = rng.integers(styles, size=CLIP_BATCH)
         images = _pixels(digits.render(x8[rows], style, rng))
-        texts = [digits.caption(digit, s, rng) for digit in range(10) for s in range(styles)]
+        texts = [captions.caption(digit, s, rng) for digit in range(10) for s in range(styles)]
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         logits = clip(input_ids=ids, pixel_values=images).logits_per_image  # [B, 10 * styles]
         return nn.functional.cross_entropy(logits, torch.from_numpy(labels[rows] * styles + style))

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel, T5TokenizerFast
 
-from demo import digits
+from demo import captions
 from demo.make_base import train
 from demo.styles import STYLES
 
@@ -50,13 +50,13 @@ def _train_t5(out: Path, steps: int) -> None:
     inks = sorted({style.ink for style in STYLES})
     papers = sorted({style.paper for style in STYLES})
     facts = np.array([(inks.index(style.ink), papers.index(style.paper)) for style in STYLES])
-    sizes = (len(digits.WORDS), len(inks), len(papers))
+    sizes = (len(captions.WORDS), len(inks), len(papers))
     head = nn.Linear(config.d_model, sum(sizes))
 
     def loss() -> Tensor:
-        digit = rng.integers(len(digits.WORDS), size=T5_BATCH)
+        digit = rng.integers(len(captions.WORDS), size=T5_BATCH)
         style = rng.integers(len(STYLES), size=T5_BATCH)
-        texts = [digits.caption(int(d), int(s), rng) for d, s in zip(digit, style, strict=True)]
+        texts = [captions.caption(int(d), int(s), rng) for d, s in zip(digit, style, strict=True)]
         ids = tokenizer(texts, padding="max_length", return_tensors="pt").input_ids
         logits = head(t5(ids).last_hidden_state.mean(1)).split(sizes, 1)
         answers = torch.from_numpy(np.column_stack([digit, facts[style]]))

@@ -16,6 +16,7 @@ from prefect.utilities.callables import parameter_schema
 
 from configs.load_recipe import RecipeError
 from configs.recipe import Recipe
+from flows.accelerator_limit import limit_accelerators
 from flows.run_sent_stage import run_stage
 from flows.runner import ServerAway, check_server, configured_server
 from flows.send_stage import FLOW
@@ -53,7 +54,7 @@ def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) 
         _detect_lost(client)
         print(f"automation: {LOST}")
         if accelerators is not None:
-            client.create_concurrency_limit("accelerator", accelerators)
+            limit_accelerators(client, accelerators)
             print(f"limit: {accelerators} stages with an accelerator at a time")
 
 

@@ -9,6 +9,7 @@ from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
+from flows.accelerator_limit import ACCELERATOR
 from tasks.build_or_reuse import TransientError
 
 DAY = 86400.0  # seconds
@@ -26,12 +27,12 @@ class TaskLimits(NamedTuple):
 LIMITS = {
     "compare": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
     "download": TaskLimits(retries=5, wait=15, days=14, tag="network"),
-    "encode": TaskLimits(retries=3, wait=30, days=14, tag="accelerator"),
-    "train": TaskLimits(retries=5, wait=60, days=30, tag="accelerator"),
-    "evaluate": TaskLimits(retries=3, wait=30, days=7, tag="accelerator"),
+    "encode": TaskLimits(retries=3, wait=30, days=14, tag=ACCELERATOR),
+    "train": TaskLimits(retries=5, wait=60, days=30, tag=ACCELERATOR),
+    "evaluate": TaskLimits(retries=3, wait=30, days=7, tag=ACCELERATOR),
     "publish": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
     "conclude": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
-    "generate": TaskLimits(retries=3, wait=10, days=1, tag="accelerator"),
+    "generate": TaskLimits(retries=3, wait=10, days=1, tag=ACCELERATOR),
 }
 
 

@@ -1,6 +1,6 @@
 """Captions and prompts of the demo's digits."""
 
-from demo import digits
+from demo import captions
 from demo.styles import STYLES, style_index
 
 #: Captions without a paper, or without any style, which the shipped text encoders know too.
@@ -13,9 +13,9 @@ SHORT = (
 def all_captions() -> list[str]:
     """Every caption of the pictures, and every short one, sorted."""
     texts = set()
-    for digit, word in enumerate(digits.WORDS):
+    for digit, word in enumerate(captions.WORDS):
         for index, style in enumerate(STYLES):
-            texts.update(digits.captions(digit, index))
+            texts.update(captions.captions(digit, index))
             texts.update(t.format(word=word, number=digit, ink=style.ink) for t in SHORT)
     return sorted(texts)
 
@@ -25,6 +25,6 @@ def prompts(styles: tuple[str, ...], count: int) -> list[str]:
     chosen = []
     for index in range(count):
         digit, turn = index % 10, index // 10
-        options = digits.captions(digit, style_index(styles[(2 * digit + turn) % len(styles)]))
+        options = captions.captions(digit, style_index(styles[(2 * digit + turn) % len(styles)]))
         chosen.append(options[(digit + turn) % len(options)])
     return chosen

@@ -19,7 +19,7 @@ from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import free_port
 from runtimes.spmd.tpu_specs import peak_of
 from runtimes.torch_models.gpu_specs import known_peak
-from runtimes.torch_models.precision import check_precision
+from runtimes.torch_models.refuse_float16_training import check_precision
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 _compiling: list[float] = []  # seconds of each compilation

@@ -20,6 +20,7 @@ from runtimes.adapters.weight_names import stored_name
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import added_weights
 from runtimes.pipeline_folder.describe_encoders import read_config, text_class
+from runtimes.pipeline_folder.vae_dtype import vae_overflows
 from runtimes.pipeline_folder.weight_files import (
     DENOISER_WEIGHTS,
     TEXT_WEIGHTS,
@@ -106,7 +107,7 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
         WrongInput: the VAE cannot be loaded.
     """
     config = read_config(folder / "config.json")
-    upcast = dtype == ms.float16 and config.get("force_upcast", True)
+    upcast = vae_overflows(config, float16=dtype == ms.float16)
     try:
         vae = AutoencoderKL.from_pretrained(
             str(folder),

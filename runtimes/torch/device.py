@@ -24,7 +24,7 @@ from runtimes.torch import hpu, npu
 from runtimes.torch.compile_denoiser import check_compiler
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.make_optimizer import check_optimizer
-from runtimes.torch_models.precision import check_precision
+from runtimes.torch_models.refuse_float16_training import check_precision
 
 ALONE = Ranks()
 log = logging.getLogger("kiln")

@@ -24,6 +24,7 @@ from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.describe_encoders import read_config, vae_path
+from runtimes.pipeline_folder.vae_dtype import vae_overflows
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
@@ -193,9 +194,8 @@ def _empty_vae(request: GpuStepRequest) -> Any:
 
 
 def _vae_dtype(vae: Any, dtype: torch.dtype) -> torch.dtype:
-    """As in diffusers, a VAE with `force_upcast` decodes in float32 instead of float16."""
-    upcast = dtype == torch.float16 and vae.config.get("force_upcast", True)
-    return torch.float32 if upcast else dtype
+    overflows = vae_overflows(vae.config, float16=dtype == torch.float16)
+    return torch.float32 if overflows else dtype
 
 
 def _make_fake(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -37,7 +37,7 @@ from runtimes.torch.step import Step
 from runtimes.torch_models.flop_count import FlopCounter, peak_flops
 from runtimes.torch_models.make_scheduler import trained_scheduler
 from runtimes.torch_models.micro_batches import Inputs, sender
-from runtimes.torch_models.precision import check_precision
+from runtimes.torch_models.refuse_float16_training import check_precision
 
 
 class TheRuntime(BaseRuntime):

@@ -22,6 +22,7 @@ from runtimes.pipeline_folder.describe_encoders import (
     text_length,
     vae_path,
 )
+from runtimes.pipeline_folder.vae_dtype import vae_overflows
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
 from runtimes.torch_models.frozen_text import TOKENIZERS, FrozenText, frozen_states
@@ -229,5 +230,4 @@ def unpadded(states: Float32, kept: list[int] | None) -> Embeds:
 def vae_dtype(family: Family, folder: Path, dtype: torch.dtype) -> torch.dtype:
     """Compute dtype of a VAE: float32 in place of float16 if its config has `force_upcast`."""
     config = getattr(diffusers, family.vae_class).load_config(folder)
-    upcast = dtype == torch.float16 and config.get("force_upcast", True)
-    return torch.float32 if upcast else dtype
+    return torch.float32 if vae_overflows(config, float16=dtype == torch.float16) else dtype

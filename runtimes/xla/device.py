@@ -16,7 +16,7 @@ from runtimes.contract import Probe, WrongInput
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
 from runtimes.spmd.tpu_specs import peak_of
-from runtimes.torch_models.precision import check_precision
+from runtimes.torch_models.refuse_float16_training import check_precision
 
 
 def check(settings: Train) -> None:

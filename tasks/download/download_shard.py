@@ -32,7 +32,7 @@ from tasks.download.failure_reasons import is_transient
 from tasks.download.fetch_and_resize_row import RowDownloader
 from tasks.download.plan_parquet import distrust_file
 from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
-from tasks.download.rows import Row, read_additional
+from tasks.download.row_fields_and_hash import Row, read_additional
 from tasks.download.source_protocol import PictureLocation, ServedAt
 from tasks.download.sources import SOURCES
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from configs.download import Download
 from tasks.download.dead_web_hosts import host_of
-from tasks.download.rows import Row
+from tasks.download.row_fields_and_hash import Row
 
 #: Hosts of a shard with the most failures, and as many with the longest requests.
 HOSTS = 8

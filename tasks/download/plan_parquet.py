@@ -26,7 +26,7 @@ from artifacts.hashing import digest_bytes
 from artifacts.resolve_model import cache_folder
 from tasks.download.errors import SourceError
 from tasks.download.list_files import reading
-from tasks.download.rows import HASHED
+from tasks.download.row_fields_and_hash import HASHED
 
 SECRET = ["url", "file"]
 #: The column of the encrypted ones: their Arrow stream is in the first row of a shard.

@@ -25,7 +25,7 @@ from tasks.download.failure_reasons import (
     FetchFailed,
 )
 from tasks.download.robots_txt import MAX_BYTES, Rules
-from tasks.download.rows import Row, absolute
+from tasks.download.row_fields_and_hash import Row, absolute
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, Target
 from tasks.download.source_protocol import ServedAt
 from tasks.download.web_host_limits import MAX_WAIT, AsyncClock

@@ -26,7 +26,7 @@ from tasks.download.read_malformed_lists import (
     json_rows,
     text_rows,
 )
-from tasks.download.rows import (
+from tasks.download.row_fields_and_hash import (
     COLUMNS,
     HASHED,
     additional_of,

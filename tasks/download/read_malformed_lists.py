@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import fsspec
 
-from tasks.download.rows import integer
+from tasks.download.row_fields_and_hash import integer
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
 MAX_LINE = 2**24

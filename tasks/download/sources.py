@@ -34,7 +34,7 @@ from tasks.download.read_lists_by_duckdb import (
     read_malformed_list,
 )
 from tasks.download.read_malformed_lists import json_rows
-from tasks.download.rows import additional_of, captions_of, score_of, text_of
+from tasks.download.row_fields_and_hash import additional_of, captions_of, score_of, text_of
 from tasks.download.serve_folder import check_port, serve_folder
 from tasks.download.shard_boundaries import shard_ends
 from tasks.download.source_protocol import (

@@ -27,7 +27,7 @@ from tasks.download.list_files import (
 )
 from tasks.download.read_lists_by_duckdb import hash_rows
 from tasks.download.read_tars import File, Sample, content_at, samples
-from tasks.download.rows import additional_of, captions_of, integer, score_of
+from tasks.download.row_fields_and_hash import additional_of, captions_of, integer, score_of
 from tasks.download.source_protocol import (
     PictureLocation,
     Piece,

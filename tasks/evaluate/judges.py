@@ -43,7 +43,7 @@ def _shows_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
 
 
 def _check_digits(prompts: Sequence[str]) -> None:
-    from demo.digits import parse
+    from demo.captions import parse
 
     for prompt in prompts:
         parse(prompt)

@@ -13,7 +13,7 @@ from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-from demo import digits
+from demo import captions, digits
 from demo.digit_judges import judge
 from demo.make_base import BASE
 from demo.styles import BASE_STYLES, NEW_STYLE, STYLES
@@ -99,7 +99,7 @@ def test_the_evaluator_finds_the_caption_of_a_held_out_picture() -> None:
     x8, digit = digits.load("held_out")
     style = np.arange(200) % len(STYLES)
     images = digits.render(x8[:200], style, np.random.default_rng(0))
-    texts = [digits.captions(d, s)[0] for d in range(10) for s in range(len(STYLES))]
+    texts = [captions.captions(d, s)[0] for d in range(10) for s in range(len(STYLES))]
     with torch.no_grad():
         logits = clip(
             input_ids=tokenizer(

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from demo import dataset, digits
+from demo import captions, dataset
 from demo.digit_judges import judge
 from demo.styles import BASE_STYLES, NEW_STYLE, STYLES
 
@@ -37,7 +37,7 @@ def test_every_row_names_a_picture_with_that_hash(urls: Path) -> None:
 
 
 def test_new_pictures_are_two_thirds_and_the_rehearsal_covers_every_base_style(urls: Path) -> None:
-    styles = Counter(STYLES[digits.parse(row["caption"]).styles()[0]].name for row in rows_of(urls))
+    styles = Counter(STYLES[captions.parse(row["caption"]).styles()[0]].name for row in rows_of(urls))
     assert styles.pop(NEW_STYLE) == 1797
     assert set(styles) == set(BASE_STYLES)
     assert styles.total() == dataset.REHEARSAL
@@ -46,7 +46,7 @@ def test_new_pictures_are_two_thirds_and_the_rehearsal_covers_every_base_style(u
 
 def test_a_dataset_without_the_new_style_has_base_styles_alone(tmp_path: Path) -> None:
     rows = rows_of(dataset.write(tmp_path / "digits", count=0, rehearsal=2000))
-    styles = {STYLES[digits.parse(row["caption"]).styles()[0]].name for row in rows}
+    styles = {STYLES[captions.parse(row["caption"]).styles()[0]].name for row in rows}
     assert len(rows) == 2000 and styles == set(BASE_STYLES)
 
 

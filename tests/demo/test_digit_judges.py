@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from demo import digit_judges, digits
+from demo import captions, digit_judges, digits
 from demo.digit_judges import judge
 from demo.styles import NEW_STYLE, STYLES, style_index
 
@@ -18,7 +18,7 @@ def held_out(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[n
 
 
 def captions(digit: NDArray[np.int64], style: NDArray[np.int64]) -> list[str]:
-    return [digits.captions(d, s)[0] for d, s in zip(digit.tolist(), style.tolist(), strict=True)]
+    return [captions.captions(d, s)[0] for d, s in zip(digit.tolist(), style.tolist(), strict=True)]
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_chalk_on_black_is_not_chalk_on_green() -> None:
     images = digits.render(x8, black, np.random.default_rng(0))
     right = judge(images, captions(digit, np.full(len(x8), style_index(NEW_STYLE))))
     assert not right["style"].any()
-    assert judge(images[:1], [f"a handwritten {digits.WORDS[digit[0]]} in white chalk"])["style"]
+    assert judge(images[:1], [f"a handwritten {captions.WORDS[digit[0]]} in white chalk"])["style"]
 
 
 def test_noise_and_blank_pictures_pass_only_by_chance() -> None:

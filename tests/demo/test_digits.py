@@ -6,23 +6,23 @@ import sys
 import numpy as np
 import pytest
 
-from demo import digits
+from demo import captions, digits
 from demo.styles import BASE_STYLES, NEW_STYLE, STYLES, style_index
 
 
 def test_every_caption_reads_back_as_what_it_was_made_from() -> None:
     for digit in range(10):
         for index, style in enumerate(STYLES):
-            for text in digits.captions(digit, index):
-                assert digits.parse(text) == digits.Asked(digit, style.ink, style.paper)
-                assert digits.parse(text).styles() == [index]
-            for words in (digits.WORDS[digit], f"the number {digit}"):
-                assert digits.parse(f"{words} in {style.ink}") == digits.Asked(digit, style.ink)
-                assert digits.parse(f"a handwritten {words}") == digits.Asked(digit)
+            for text in captions.captions(digit, index):
+                assert captions.parse(text) == captions.Asked(digit, style.ink, style.paper)
+                assert captions.parse(text).styles() == [index]
+            for words in (captions.WORDS[digit], f"the number {digit}"):
+                assert captions.parse(f"{words} in {style.ink}") == captions.Asked(digit, style.ink)
+                assert captions.parse(f"a handwritten {words}") == captions.Asked(digit)
 
 
 def test_a_caption_that_leaves_the_paper_open_accepts_any_paper() -> None:
-    styles = digits.parse("a handwritten three in white chalk").styles()
+    styles = captions.parse("a handwritten three in white chalk").styles()
     assert {STYLES[index].paper for index in styles} == {"a black board", "a green board"}
 
 
@@ -32,11 +32,11 @@ def test_a_caption_that_leaves_the_paper_open_accepts_any_paper() -> None:
 )
 def test_a_caption_of_no_picture_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"caption .*(a handwritten seven|no such style)"):
-        digits.parse(text)
+        captions.parse(text)
 
 
 def test_chalk_is_all_that_the_base_does_not_know() -> None:
-    assert digits.captions(7, style_index(NEW_STYLE))[0] == (
+    assert captions.captions(7, style_index(NEW_STYLE))[0] == (
         "a handwritten seven in white chalk on a green board"
     )
     unknown = {style.name for style in STYLES} - set(BASE_STYLES)

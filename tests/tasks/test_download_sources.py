@@ -46,7 +46,7 @@ from tasks.download.errors import SourceError
 from tasks.download.list_files import list_files, reading
 from tasks.download.read_lists_by_duckdb import FORMATS, read_list
 from tasks.download.read_lists_by_duckdb import read_malformed_list as read_list_in_python
-from tasks.download.rows import Row
+from tasks.download.row_fields_and_hash import Row
 from tasks.download.source_protocol import ServedAt
 
 CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]

@@ -25,7 +25,7 @@ from tasks import download
 from tasks.download import plan_parquet, tars
 from tasks.download.download_shard import DownloadContext, planned_rows
 from tasks.download.read_tars import samples
-from tasks.download.rows import Row
+from tasks.download.row_fields_and_hash import Row
 from tasks.download.serve_folder import serve_folder
 from tasks.download.source_protocol import ServedAt
 

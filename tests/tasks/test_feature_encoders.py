@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from configs.evaluate import PreferenceModel
-from demo import digits
+from demo import captions, digits
 from demo.styles import NEW_STYLE, style_index
 from runtimes.contract import WrongInput
 from tasks.evaluate.clip_score import clip_scores, cosine
@@ -153,7 +153,7 @@ def test_pixels_do_not_depend_on_brightness_and_contrast(pictures: list[np.ndarr
 def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_clip: Path) -> None:
     x8, labels = digits.load("test")
     drawn = digits.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
-    prompts = [digits.captions(int(label), 2)[0] for label in labels[:4]]
+    prompts = [captions.captions(int(label), 2)[0] for label in labels[:4]]
     strip = io.BytesIO()
     Image.fromarray(np.concatenate(list(drawn), axis=1)).save(strip, "png")
     found = SampleScorer(["digits"], tiny_clip, prompts)(strip.getvalue())
@@ -206,8 +206,8 @@ def test_the_digits_judge_recognises_real_digits() -> None:
     style = style_index(NEW_STYLE)
     rng = np.random.default_rng(0)
     images = digits.render(x8[:40], np.full(40, style), rng)
-    right = [digits.captions(int(label), style)[0] for label in labels[:40]]
-    wrong = [digits.captions(int(label + 1) % 10, style)[0] for label in labels[:40]]
+    right = [captions.captions(int(label), style)[0] for label in labels[:40]]
+    wrong = [captions.captions(int(label + 1) % 10, style)[0] for label in labels[:40]]
     said = judge_pictures(open_judges(["digits"], {}, "cpu"), images, right)
     assert said["digit"].mean() > 0.9 and said["style"].mean() > 0.9
     assert judge_pictures(open_judges(["digits"], {}, "cpu"), images, wrong)["digit"].mean() < 0.1

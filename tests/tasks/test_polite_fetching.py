@@ -21,7 +21,7 @@ from tasks.download.event_loop import run
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.polite_fetch import Fetched, Fetcher, user_agent
 from tasks.download.robots_txt import MAX_AGE, RobotsCache, Rules
-from tasks.download.rows import Row
+from tasks.download.row_fields_and_hash import Row
 from tasks.download.source_protocol import ServedAt
 from tasks.download.web_host_limits import AsyncClock, HostLimits
 

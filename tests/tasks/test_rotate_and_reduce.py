@@ -10,7 +10,7 @@ from PIL import Image
 
 from configs.download import Download
 from tasks.download.decoding_bomb_checks import Header
-from tasks.download.resize_and_encode_by_img2dataset import PictureResizer
+from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
 from tasks.download.rotate_and_reduce import reduction
 
 

@@ -26,7 +26,7 @@ from tasks.download.event_loop import run, shared
 from tasks.download.failure_reasons import FetchFailed
 from tasks.download.polite_fetch import Fetched, Fetcher
 from tasks.download.rotate_and_reduce import rotate_and_reduce
-from tasks.download.rows import Row
+from tasks.download.row_fields_and_hash import Row
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, is_public
 from tasks.download.source_protocol import ServedAt
 from tasks.download.web_host_limits import AsyncClock
