@@ -81,7 +81,7 @@ class Planner:
         settings = train.model_dump(mode="json", include=STEP_SETTINGS) | {"optimizer": optimizer}
         if train.gradient_checkpointing == "selective" and train.compile != "none":
             settings["gradient_checkpointing"] = "none"  # as compile_denoiser does
-        return self._request(settings)
+        return replace(self._request(settings), text_dtype=self._recipe.encode.text_dtype)
 
     def _sampling(self, dtype: str) -> GpuStepRequest:
         names = {"inpainting", "aesthetic_score", "init", "denoiser_config"}
