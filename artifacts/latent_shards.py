@@ -3,8 +3,8 @@
 Tensors of a shard (latent_shard_writer.py writes them). The split is `train`, `holdout` or
 `flipped`: sample i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
 
-    text/prompt_embeds         [K, T, D] bf16   row 0: the empty caption; then the distinct captions;
-                                                absent if only token ids are stored
+    text/prompt_embeds         [K, T, D] bf16   row 0: the empty caption; then the distinct captions
+                                                (absent if only token ids are stored)
     text/prompt_offsets        [K + 1]   i32    only where lengths vary: prompt_embeds is [M, D],
                                                 and caption k has rows offsets[k]:offsets[k + 1]
     text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2, and beside no prompt_embeds

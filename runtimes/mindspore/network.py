@@ -176,9 +176,7 @@ class Network(nn.Cell):
             return_dict=False,
         )[0]
 
-    def encode(
-        self, ids: Tensor, dropped: Tensor, dtype: ms.Type
-    ) -> tuple[Tensor, Tensor | None]:
+    def encode(self, ids: Tensor, dropped: Tensor, dtype: ms.Type) -> tuple[Tensor, Tensor | None]:
         """Prompt embeddings [B, T, D] and pooled embeddings [B, P] or None of token ids.
 
         Args:

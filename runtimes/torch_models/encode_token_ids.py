@@ -10,7 +10,6 @@ import torch
 
 from runtimes.families import Family
 
-
 Encoded = tuple[torch.Tensor | None, torch.Tensor | None]
 
 

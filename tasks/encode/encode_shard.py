@@ -225,9 +225,7 @@ def _tokenize_captions(
     return Texts(None, None, np.concatenate(ids)), rows
 
 
-def _encode_captions(
-    distinct: list[str], encoder: PipelineEncoder
-) -> tuple[Texts, dict[str, int]]:
+def _encode_captions(distinct: list[str], encoder: PipelineEncoder) -> tuple[Texts, dict[str, int]]:
     """The encoded captions, and caption -> row if it is finite."""
     embeds: list[NDArray[np.uint16]] = []
     pooled: list[NDArray[np.uint16]] = []

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from artifacts.hashing import digest_json
+from configs.load_recipe import load_recipe
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.latent_keys import shard_key
+from tasks.encode.latent_keys import settings_for_key, shard_key
 
 SETTINGS = TransformSettings(64, False, 16, 2.0, "center", False, 0, 0.1, 10**6)
 GIVEN: dict[str, Any] = {
@@ -20,7 +22,10 @@ GIVEN: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "change",
-    [{"tar_sha256": "u"}, {"encoders": "f"}, {"dtype": "float16"}, {"batch_size": 4}],
+    [
+        *({"tar_sha256": "u"}, {"encoders": "f"}, {"dtype": "float16"}, {"batch_size": 4}),
+        {"text": "token_ids"},
+    ],
 )
 def test_the_key_has_every_input_of_a_latent_shard(change: dict[str, Any]) -> None:
     assert shard_key(**{**GIVEN, **change}) != shard_key(**GIVEN)
@@ -32,3 +37,11 @@ def test_the_key_has_every_setting_of_the_transform(name: str) -> None:
     other = "random" if name == "crop" else not value if isinstance(value, bool) else value + 1
     changed = replace(SETTINGS, **{name: other})
     assert shard_key(**{**GIVEN, "settings": changed}) != shard_key(**GIVEN)
+
+
+def test_the_form_of_captions_leaves_keys_at_its_default_as_they_were() -> None:
+    """Digests of the release before `encode.text`: shards of a user's store are found again."""
+    plain, tokens = load_recipe("digits"), load_recipe("digits", {"encode.text": "token_ids"})
+    assert digest_json(settings_for_key(plain)) == RECIPE_BEFORE
+    assert shard_key(**GIVEN) == SHARD_BEFORE
+    assert settings_for_key(tokens) == {**settings_for_key(plain), "text": "token_ids"}

@@ -9,11 +9,19 @@ from typing import Any
 
 import chips
 import pytest
+import torch
 from driver_process import DriverProcess
+from tolerances import LOSS
+from training import losses
 
+from configs.train import Train
 from runtimes.process.job import TrainJob
 
-chips.importorskip("jax")
+jax = chips.importorskip("jax")
+from runtimes.jax.mesh import Mesh  # noqa: E402
+from runtimes.jax.parameters_and_optimizer_state import frozen_arrays  # noqa: E402
+from runtimes.jax.runtime import load_network  # noqa: E402
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 MakeJob = Callable[..., TrainJob]
 COMMON: dict[str, Any] = {
@@ -64,3 +72,27 @@ def test_micro_batches_that_devices_cannot_share_are_filled_up(
     found = driver.call("train", asdict(job))
     assert found["by_step"] == [[1, 0, 0]]
     assert max(found["bytes"].values()) <= 1.05 * found["whole"] / 2
+
+
+def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
+    driver: DriverProcess, make_job: MakeJob, both_forms: Callable[..., Any]
+) -> None:
+    settings = {"steps": 3, "caption_dropout_rate": 0.3}
+    embeds, ids = both_forms(Path(make_job().model))
+    stored = make_job(name="embeddings", latents=embeds, **settings)
+    encoded = make_job(name="token_ids", latents=ids, text_dtype="float32", **settings)
+    shapes = [driver.call("train", asdict(job))["bytes"] for job in (stored, encoded)]
+    assert shapes[0] == shapes[1]  # of the training state
+    assert losses(encoded) == pytest.approx(losses(stored), rel=LOSS)
+
+
+def test_frozen_text_encoders_keep_their_dtype_beside_weights_in_half_precision(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(method="lora", mixed_precision="bf16", text_dtype="float32")
+    network = load_network(job, Train(**job.train))
+    arrays = frozen_arrays(network, Mesh(1, jax.devices()[:1]), torch.bfloat16)
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, array in arrays.items():
+        kinds[name.startswith("frozen_texts.")].add(str(array.dtype))
+    assert kinds == {True: {"float32", "int32"}, False: {"bfloat16"}}
