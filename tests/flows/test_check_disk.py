@@ -14,6 +14,7 @@ from configs.recipe import STAGES, Recipe
 from flows import check_disk as module
 from flows.check_disk import DiskTooSmall, check_disk
 from runtimes.hosts.detect_nvidia import NvidiaGpu
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.estimate_disk import estimate_disk
 
@@ -153,6 +154,17 @@ def test_fewer_stages_need_less(tmp_path: Path) -> None:
     recipe = load_recipe("digits", {"store": str(tmp_path)})
     sizes = [estimate_disk(recipe, base(recipe), None, 100, STAGES[:n]).total for n in range(1, 6)]
     assert sizes == sorted(sizes) and len(set(sizes)) == len(STAGES)
+
+
+def test_token_ids_need_less_than_embeddings() -> None:
+    """A caption of the demo's base: 77 ids of four bytes, or as many states of two bytes each."""
+    recipe = load_recipe("digits")
+    info = describe_encoders(base(recipe))
+    tokens = load_recipe("digits", {"encode.text": "token_ids"})
+    plain, less = (estimate_disk(one, base(one), None, 100).stages for one in (recipe, tokens))
+    assert info["pooled_dim"] is None
+    assert plain["encode"] - less["encode"] == 100 * info["tokens"] * (2 * info["prompt_dim"] - 4)
+    assert plain == {**less, "encode": plain["encode"]}
 
 
 def test_adapters_are_counted_as_they_are_trained() -> None:

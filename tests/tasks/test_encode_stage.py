@@ -22,6 +22,7 @@ from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encode_images_and_captions import Encoder
+from tasks.base_training_plan import caption_bytes
 from tasks.encode import encoder_process
 from tasks.encode import stage as encode
 from tasks.encode.decode_and_crop import TransformSettings
@@ -177,6 +178,7 @@ def test_token_ids_are_stored_without_a_text_encoder(
     for shard in (LatentShard(ref.url) for ref in latents.shards):
         names |= {name for name in shard._tensors if name.startswith("text/")}
         np.testing.assert_array_equal(shard.input_ids(0), encoder.input_ids([""])[0])
+        assert shard.input_ids(0).nbytes == caption_bytes(recipe, encoder.info)
         for group, count in shard.groups.items():
             for sample in (shard.sample(group, i) for i in range(count)):
                 ids = np.stack([shard.input_ids(row) for row in sample.caption_rows])

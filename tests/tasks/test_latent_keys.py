@@ -11,6 +11,9 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.latent_keys import settings_for_key, shard_key
 
 SETTINGS = TransformSettings(64, False, 16, 2.0, "center", False, 0, 0.1, 10**6)
+#: Digests of the release before `encode.text`: of settings_for_key for recipe digits, of GIVEN.
+RECIPE_BEFORE = "fc4ad0f6f015fa4ccc6fbc9a14fa6ed2cdbe2ec28f2563e04bbed218cd8cbd42"
+SHARD_BEFORE = "8a42b91d0dba5bacbd11a917dee4dd870d8be7b91a965bc70bf0a525f5f811e6"
 GIVEN: dict[str, Any] = {
     "tar_sha256": "t",
     "encoders": "e",
@@ -40,7 +43,7 @@ def test_the_key_has_every_setting_of_the_transform(name: str) -> None:
 
 
 def test_the_form_of_captions_leaves_keys_at_its_default_as_they_were() -> None:
-    """Digests of the release before `encode.text`: shards of a user's store are found again."""
+    """The shards of a user's store are found again."""
     plain, tokens = load_recipe("digits"), load_recipe("digits", {"encode.text": "token_ids"})
     assert digest_json(settings_for_key(plain)) == RECIPE_BEFORE
     assert shard_key(**GIVEN) == SHARD_BEFORE

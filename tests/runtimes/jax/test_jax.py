@@ -18,9 +18,11 @@ from configs.train import Train
 from runtimes.process.job import TrainJob
 
 jax = chips.importorskip("jax")
+from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.parameters_and_optimizer_state import frozen_arrays  # noqa: E402
 from runtimes.jax.runtime import load_network  # noqa: E402
+from runtimes.jax.tpu_step_memory_records import TpuStepRequest  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 MakeJob = Callable[..., TrainJob]
@@ -89,10 +91,17 @@ def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
 def test_frozen_text_encoders_keep_their_dtype_beside_weights_in_half_precision(
     make_job: MakeJob,
 ) -> None:
+    """So they do in a plan."""
     job = make_job(method="lora", mixed_precision="bf16", text_dtype="float32")
-    network = load_network(job, Train(**job.train))
-    arrays = frozen_arrays(network, Mesh(1, jax.devices()[:1]), torch.bfloat16)
+    settings, devices = Train(**job.train), jax.devices()[:1]
+    network = load_network(job, settings)
+    arrays = frozen_arrays(network, Mesh(1, devices), torch.bfloat16)
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for name, array in arrays.items():
         kinds[name.startswith("frozen_texts.")].add(str(array.dtype))
     assert kinds == {True: {"float32", "int32"}, False: {"bfloat16"}}
+    asked = TpuStepRequest(job.model, job.train, 32, "v5p-8", text_dtype=job.text_dtype)
+    planned = AbstractStep(asked, settings, devices, hosts=1)._frozen()
+    assert {n: (a.shape, a.dtype) for n, a in planned.items()} == {
+        n: (a.shape, a.dtype) for n, a in arrays.items()
+    }
