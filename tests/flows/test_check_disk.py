@@ -13,6 +13,7 @@ from configs.load_recipe import load_recipe
 from configs.recipe import STAGES, Recipe
 from flows import check_disk as module
 from flows.check_disk import DiskTooSmall, check_disk
+from runtimes.families import detect_family
 from runtimes.hosts.detect_nvidia import NvidiaGpu
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.torch_models.gpu_specs import GIB
@@ -157,13 +158,15 @@ def test_fewer_stages_need_less(tmp_path: Path) -> None:
 
 
 def test_token_ids_need_less_than_embeddings() -> None:
-    """A caption of the demo's base: 77 ids of four bytes, or as many states of two bytes each."""
+    """Each of the tokens has an id of four bytes by encoder, or states of two bytes by number."""
     recipe = load_recipe("digits")
     info = describe_encoders(base(recipe))
     tokens = load_recipe("digits", {"encode.text": "token_ids"})
     plain, less = (estimate_disk(one, base(one), None, 100).stages for one in (recipe, tokens))
-    assert info["pooled_dim"] is None
-    assert plain["encode"] - less["encode"] == 100 * info["tokens"] * (2 * info["prompt_dim"] - 4)
+    encoders = len(detect_family(base(recipe)).clip_encoders)
+    ids = 4 * encoders * info["tokens"]
+    embeddings = 2 * (info["tokens"] * info["prompt_dim"] + info["pooled_dim"])
+    assert plain["encode"] - less["encode"] == 100 * (embeddings - ids) > 0
     assert plain == {**less, "encode": plain["encode"]}
 
 
