@@ -81,7 +81,7 @@ class Planner:
         settings = train.model_dump(mode="json", include=STEP_SETTINGS) | {"optimizer": optimizer}
         if train.gradient_checkpointing == "selective" and train.compile != "none":
             settings["gradient_checkpointing"] = "none"  # as compile_denoiser does
-        return replace(self._request(settings), text_dtype=self._recipe.encode.text_dtype)
+        return self._request(settings)
 
     def _sampling(self, dtype: str) -> GpuStepRequest:
         names = {"inpainting", "aesthetic_score", "init", "denoiser_config"}
@@ -96,6 +96,7 @@ class Planner:
             resolution=self._recipe.encode.resolution,
             vae=None if self._vae is None else str(self._vae),
             denoiser_config=None if config is None else dict(read_config(Path(config))),
+            text_dtype=self._recipe.encode.text_dtype,
         )
 
     def step(self, train: Train) -> StepMemory:

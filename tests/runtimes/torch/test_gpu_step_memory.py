@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,12 @@ def test_frozen_text_encoders_of_the_step_are_planned_in_their_dtype(tiny_sdxl: 
     assert full.weights - without.weights == pytest.approx(2 * added, rel=0.1) and added > 0
     assert full.parameters == without.parameters and full.optimizer == without.optimizer
     assert full.flops_per_image > without.flops_per_image
+    asked = GpuStepRequest(str(tiny_sdxl), Train().model_dump(mode="json"), 64)
+    drawing, measuring = (
+        step_memory(replace(asked, sampling_dtype="bfloat16", text_dtype=dtype)).weights
+        for dtype in (None, "float32")
+    )
+    assert measuring - drawing == full.weights - without.weights
 
 
 def ask(model: Path, text_dtype: str | None = None, **train: Any) -> StepMemory:
