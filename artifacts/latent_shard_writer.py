@@ -75,6 +75,8 @@ def _whole(dtype: str, array: NDArray[Any]) -> _Tensor:
 def _text_tensors(texts: Texts) -> dict[str, _Tensor]:
     rows = texts.prompt_embeds
     tensors = {"text/input_ids": _whole("I32", texts.input_ids)}
+    if rows is None:
+        return tensors
     if texts.varying_lengths:
         offsets = np.cumsum([0, *(len(row) for row in rows)])
         shape = (int(offsets[-1]), rows[0].shape[1])

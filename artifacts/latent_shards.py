@@ -1,12 +1,13 @@
-"""Latent shards: VAE moments and text embeddings in one safetensors file, read by mmap.
+"""Latent shards: VAE moments and encoded captions in one safetensors file, read by mmap.
 
 Tensors of a shard (latent_shard_writer.py writes them). The split is `train`, `holdout` or
 `flipped`: sample i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
 
     text/prompt_embeds         [K, T, D] bf16   row 0: the empty caption; then the distinct captions
+                                                (absent if only token ids are stored)
     text/prompt_offsets        [K + 1]   i32    only where lengths vary: prompt_embeds is [M, D],
                                                 and caption k has rows offsets[k]:offsets[k + 1]
-    text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2
+    text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2, and beside no prompt_embeds
     text/input_ids             [K, n, T] i32    tokens, padded, of each of n CLIP tokenizers
     <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
     .../id                     [N, 32]   u8     sha256 of the downloaded picture
@@ -82,7 +83,7 @@ class LatentSample:
 class Texts:
     """The encoded captions of a shard, by row; embeddings are f32, or bf16 bits (u16)."""
 
-    prompt_embeds: Sequence[NDArray[Any]]  # K of [T, D]
+    prompt_embeds: Sequence[NDArray[Any]] | None  # K of [T, D]; None: token ids alone
     pooled_prompt_embeds: Sequence[NDArray[Any]] | None  # K of [P]
     input_ids: NDArray[Any]  # [K, n, T], of each of n CLIP tokenizers
     varying_lengths: bool = False  # whether T differs between captions
@@ -231,6 +232,11 @@ class Latents:
 
     info: dict[str, Any]
     shards: list[ShardRef]
+
+    @property
+    def text_dtype(self) -> str | None:
+        """Dtype of the text encoders that a step runs; None: the shards have embeddings."""
+        return self.info.get("text_dtype")
 
     def groups(self) -> dict[str, int]:
         """`<split>/<h>x<w>` -> number of samples in all shards."""

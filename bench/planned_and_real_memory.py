@@ -44,18 +44,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def compare(
-    model: Path, resolution: int, batch: int, *, micro_batches: int = 1, **train: Any
+    model: Path,
+    resolution: int,
+    batch: int,
+    *,
+    micro_batches: int = 1,
+    text_dtype: str | None = None,
+    **train: Any,
 ) -> dict[str, float]:
     """Planned and real peak of a step, in bytes, and the duration of the plan in seconds."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"global_batch_size": batch, "micro_batch_size": batch // micro_batches}
     settings = Train(**{**sizes, "device": device, **train})
     dumped = settings.model_dump(mode="json")
-    plan = step_memory(GpuStepRequest(str(model), dumped, resolution, device=device))
+    request = GpuStepRequest(str(model), dumped, resolution, device=device, text_dtype=text_dtype)
+    plan = step_memory(request)
     parts = plan.peak(batch // micro_batches, accumulating=micro_batches > 1)
     average = 0 if settings.ema_decay is None else plan.ema
     planned = plan.weights + plan.optimizer + average + sum(parts.values())
-    job = TrainJob("torch", str(model), "", dumped, "", "")
+    job = TrainJob("torch", str(model), "", dumped, "", "", text_dtype=text_dtype)
     return {"planned": planned, "real": real_peak(job, resolution), "seconds": plan.seconds}
 
 
@@ -91,7 +98,7 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
     network, count = runtime._network, job.train["global_batch_size"]
     extras = ExtraInputs.from_config(network.denoiser.config)
-    text = job.train["train_text_encoder"]
+    text = network.encodes_text
     one = sample_batch(job.model_folder, None, resolution, network.family, extras, text=text)
     many = {name: np.repeat(array, count, axis=0) for name, array in one.conditioning.items()}
     arrays = ("noisy_latents", "timesteps", "target", "weight")

@@ -56,7 +56,17 @@ class Encode(Section):
         description="Encoder processes per machine; null: one per accelerator, one on a CPU.",
     )
     dtype: Dtype = Field("float32", description="Compute precision of the encoders.")
+    text: Literal["embeddings", "token_ids"] = Field(
+        "embeddings",
+        description="What the store holds of a caption. With token_ids, each training step runs "
+        "the text encoders; families sd and sdxl.",
+    )
     beam: dict[str, Any] = Field(
         default_factory=dict,
         description="Beam pipeline options of this stage, over those of section `beam`.",
     )
+
+    @property
+    def text_dtype(self) -> str | None:
+        """Dtype of the text encoders that each step runs; None: the store holds embeddings."""
+        return self.dtype if self.text == "token_ids" else None

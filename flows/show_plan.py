@@ -105,7 +105,7 @@ def shared_facts(plan: TrainingPlan) -> dict[str, Any]:
         "images_per_second": None if seconds is None else images / seconds,
         "assumption": plan.assumption,
         "bytes_per_picture": plan.bytes_per_picture,
-        "embedding_bytes_per_caption": plan.embedding_bytes,
+        "embedding_bytes_per_caption": plan.caption_bytes,
         "storage_bytes": plan.storage_bytes,
         "hours": plan.hours,
         "cost": plan.cost,
@@ -182,16 +182,17 @@ def _time(plan: TrainingPlan) -> str:
 
 
 def _storage(plan: TrainingPlan) -> str:
-    latents, embeddings = plan.latent_bytes, plan.embedding_bytes
+    latents, captions = plan.latent_bytes, plan.caption_bytes
+    stored = plan.recipe.encode.text.replace("_", " ")
     text = (
         f"{plan.bytes_per_picture / 1e3:,.0f} kB per picture: {latents / 1e3:,.0f} kB of latents, "
-        f"{embeddings / 1e3:,.0f} kB of embeddings per distinct caption of a shard"
+        f"{captions / 1e3:,.0f} kB of {stored} per distinct caption of a shard"
     )
     total = plan.storage_bytes
     if total is None:
         return text
-    share = embeddings / plan.bytes_per_picture
-    return f"{text}; {total / 1e9:,.1f} GB in total, at most {share:.0%} of them embeddings"
+    share = captions / plan.bytes_per_picture
+    return f"{text}; {total / 1e9:,.1f} GB in total, at most {share:.0%} of them {stored}"
 
 
 def _refusal(plan: SlicePlan) -> str:

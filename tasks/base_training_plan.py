@@ -17,6 +17,7 @@ from artifacts.hashing import digest_json
 from artifacts.store import Store
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput
+from runtimes.families import family_named
 
 
 class PlanFailed(RuntimeError):
@@ -69,7 +70,7 @@ class TrainingPlan(ABC):
     @property
     def bytes_per_picture(self) -> int:
         """Stored bytes per picture with one caption."""
-        return self.latent_bytes + self.embedding_bytes
+        return self.latent_bytes + self.caption_bytes
 
     @property
     def latent_bytes(self) -> int:
@@ -77,9 +78,9 @@ class TrainingPlan(ABC):
         return latent_bytes(self.recipe, self.info)
 
     @property
-    def embedding_bytes(self) -> int:
-        """Stored bytes of a caption's 16-bit embeddings; a shard stores equal captions once."""
-        return embedding_bytes(self.info)
+    def caption_bytes(self) -> int:
+        """Stored bytes of a caption; a shard stores equal captions once."""
+        return caption_bytes(self.recipe, self.info)
 
     @property
     def storage_bytes(self) -> int | None:
@@ -101,8 +102,14 @@ def latent_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
     return int(moments + masked) * (2 if encode.flip else 1)
 
 
-def embedding_bytes(info: Mapping[str, Any]) -> int:
-    """Stored bytes of a caption's 16-bit embeddings."""
+def caption_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
+    """Stored bytes of a caption: its 16-bit embeddings, or its 32-bit token ids alone.
+
+    Args:
+        info: of the encoders, from describe_encoders.
+    """
+    if recipe.encode.text == "token_ids":
+        return int(4 * len(family_named(info["family"]).clip) * info["tokens"])
     return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
 
 

@@ -50,6 +50,11 @@ def check(recipe: Recipe, model: Path) -> None:
             f"train.train_text_encoder: a model of family {family.name} has no CLIP encoder, and "
             "others are not trained: set false"
         )
+    if recipe.encode.text == "token_ids" and (encoder := family.frozen_text) is not None:
+        raise WrongInput(
+            f"encode.text: token_ids lets each step run the text encoders, and {family.name}'s "
+            f"{encoder.component} is a language model, too large for that: set embeddings"
+        )
     _check_sampling(recipe, family, config)
     path = settings.denoiser_config
     replacement = None if path is None else read_config(Path(path))

@@ -21,7 +21,7 @@ from configs.train import Train
 from runtimes.adapters.lora_target_layers import Layer, choose_layers
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from tasks.base_training_plan import embedding_bytes, latent_bytes
+from tasks.base_training_plan import caption_bytes, latent_bytes
 from tasks.evaluate.prompts import sample_prompts
 
 #: Bytes per pixel of photographs in a stored format: jpg and webp at quality 95, png.
@@ -81,7 +81,7 @@ def estimate_disk(
     """
     info = describe_encoders(model, vae)
     trained = _trained_parameters(recipe.train, model)
-    encoded = rows * (latent_bytes(recipe, info) + embedding_bytes(info))
+    encoded = rows * (latent_bytes(recipe, info) + caption_bytes(recipe, info))
     sizes: dict[StageName, int] = {
         "download": rows * _picture_bytes(recipe),
         "encode": encoded,

@@ -91,6 +91,9 @@ def key_parts(
         inputs["clip"] = digest_model(clip)
     elif rule is not None and holdout is not None:
         inputs["holdout"] = holdout.digest
+    if recipe.encode.text_dtype is not None and not recipe.train.train_text_encoder:
+        clip_encoders = detect_family(model_folder).clip_encoders
+        inputs["text_encoders"] = digest_model(model_folder, clip_encoders)
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
 
@@ -144,6 +147,7 @@ def build(
         compiled=draft.store.compiled_url,
         adapters=adapters,
         holdout=None if holdout is None else holdout.uri,
+        text_dtype=recipe.encode.text_dtype,
         claim=None if draft.lock is None else draft.lock.claim,
     )
     watch = _Watch(progress, draft.store.fs, score)

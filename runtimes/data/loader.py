@@ -31,7 +31,8 @@ class BatchReader:
     """Reads samples of a latents artifact and assembles batches.
 
     Args:
-        text_encoders: whether the step runs the text encoders; batches then contain token ids.
+        text_encoders: whether the step runs text encoders, trained or frozen; batches then contain
+            token ids.
         extras: the denoiser's inputs in addition to the family's conditioning.
         cache_bytes: size limit of the local cache of remote shards.
         guidance_scale: input of a guidance-distilled denoiser.
@@ -40,7 +41,7 @@ class BatchReader:
         groups: for each shard, number of samples per group.
 
     Raises:
-        WrongInput: the latents do not fit the model or its extra inputs.
+        WrongInput: the latents do not fit the model, its extra inputs or `text_encoders`.
     """
 
     def __init__(
@@ -58,6 +59,11 @@ class BatchReader:
             raise WrongInput(
                 f"the latents were encoded for a model of family {latents.info['family']}, "
                 f"this one is {family.name}: encode with this model"
+            )
+        if latents.text_dtype is not None and not text_encoders:
+            raise WrongInput(
+                "the latents have token ids of captions, this run reads embeddings: encode again "
+                "with encode.text: embeddings"
             )
         if extras.inpainting and not latents.info.get("masks"):
             raise WrongInput("the latents have no masks: set encode.masks, and encode again")

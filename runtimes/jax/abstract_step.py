@@ -43,7 +43,8 @@ class AbstractStep:
         exact = "highest" if settings.compute_dtype == "float32" else "default"
         jax.config.update("jax_default_matmul_precision", exact)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
-        network = Network.without_weights(Path(request.model), plain, request.denoiser_config)
+        given = (Path(request.model), plain, request.denoiser_config, request.text_dtype)
+        network = Network.without_weights(*given)
         self._settings = settings
         self._network = network
         self._hosts = hosts
@@ -54,10 +55,10 @@ class AbstractStep:
         vae = None if request.vae is None else Path(request.vae)
         self._batch = sample_batch(
             *(Path(request.model), vae, request.resolution, network.family, extras),
-            text=settings.train_text_encoder,
+            text=network.encodes_text,
         )
         if settings.gradient_checkpointing != "none":
-            for part in network.children():
+            for part in network.parts.values():
                 recompute(part, settings.gradient_checkpointing)
         self._names = trained_names(network)
         share = settings.global_batch_size // hosts
@@ -114,11 +115,18 @@ class AbstractStep:
 
     def _frozen(self) -> dict[str, ShapeDtypeStruct]:
         trained, half = set(self._names.values()), jnp.dtype(self._settings.compute_dtype)
+
+        def dtype(name: str, tensor: torch.Tensor) -> Any:
+            if not tensor.is_floating_point():
+                return jnp.int32
+            own = name.startswith("frozen_texts.")  # as `frozen_arrays` has it
+            return jnp.dtype(str(tensor.dtype).removeprefix("torch.")) if own else half
+
         tensors = (*self._network.named_parameters(), *self._network.named_buffers())
         return {
             name: ShapeDtypeStruct(
                 tuple(tensor.shape),
-                half if tensor.is_floating_point() else jnp.int32,
+                dtype(name, tensor),
                 sharding=self._mesh.replicated,
             )
             for name, tensor in tensors

@@ -35,13 +35,16 @@ class Encoder(encode_images_and_captions.Encoder):
 
     def __init__(self, job: EncodeJob) -> None:
         self._compile_cache, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
-        super().__init__(job.model_folder, job.vae_folder, device="cpu", dtype=job.dtype)
+        folders, embeds = (job.model_folder, job.vae_folder), job.text == "embeddings"
+        super().__init__(*folders, device="cpu", dtype=job.dtype, embeds=embeds)
         self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
         frozen = None if self._frozen is None else self._frozen.model
         moments = partial(_moments, self.family, self.vae.dtype)
         self._moments = _compiled(Wrapped(self.vae, moments), mesh)
-        self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
+        self._embeds: Any = None
+        if embeds:
+            self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         mean, logvar = self._moments(self._batch_size, pixels)

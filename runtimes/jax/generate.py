@@ -38,7 +38,9 @@ class ThePipeline(BasePipeline):
 
     def _load_network(self, drawing: Drawing) -> Network:
         half = getattr(torch, self._job.dtype)
-        network = load_network(drawing, self._job.model_folder, half, torch.device("cpu"))
+        job = self._job
+        given = (half, torch.device("cpu"), job.text_dtype)
+        network = load_network(drawing, job.model_folder, *given)
         self._arrays = frozen_arrays(network, self._mesh, half)
         if self._network is not None and same_architecture(network, self._network):
             return self._network  # its programs are reused

@@ -35,8 +35,14 @@ def initial_state(network: Network, settings: Train, mesh: Mesh) -> Groups:
 
 
 def frozen_arrays(network: Network, mesh: Mesh, dtype: torch.dtype) -> Arrays:
-    """Untrained weights and buffers, replicated on every device in `dtype`."""
-    return move(network, mesh, dtype, but=frozenset(trained_names(network).values()))
+    """Untrained weights and buffers, replicated on every device.
+
+    They have `dtype`, except for frozen text encoders, which keep their own.
+    """
+    texts = move(network.frozen_texts, mesh)
+    own = {f"frozen_texts.{name}": array for name, array in texts.items()}
+    but = frozenset(trained_names(network).values()) | own.keys()
+    return own | move(network, mesh, dtype, but=but)
 
 
 def move(

@@ -205,6 +205,6 @@ def load_network(job: TrainJob, settings: Train) -> Network:
     """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises WrongInput."""
     network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": "none"}))
     if settings.gradient_checkpointing != "none":
-        for part in network.children():
+        for part in network.parts.values():
             recompute(part, settings.gradient_checkpointing)
     return network

@@ -266,8 +266,7 @@ def same_architecture(one: Network, other: Network) -> bool:
     They are then the same function of their arrays, so they can share compiled programs.
     """
     first, second = (
-        {name: str(part.config) for name, part in network.named_children()}
-        for network in (one, other)
+        {name: str(part.config) for name, part in network.parts.items()} for network in (one, other)
     )
     return first == second
 

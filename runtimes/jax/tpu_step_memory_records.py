@@ -16,6 +16,7 @@ class TpuStepRequest:
     topology: str  # such as v5p-8
     vae: str | None = None
     denoiser_config: dict[str, Any] | None = None
+    text_dtype: str | None = None  # as TrainJob.text_dtype
 
 
 @dataclass(frozen=True)

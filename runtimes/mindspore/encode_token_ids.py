@@ -1,10 +1,11 @@
-"""Differentiable text encoding, as in torch_models/encode_token_ids.py."""
+"""Text encoding in a step, as in torch_models/encode_token_ids.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import mindspore as ms
 from mindspore import Tensor, ops
 
 
@@ -28,3 +29,8 @@ def encode_ids(
         states.append(output[-1][-2])
         pooled = output[0]
     return ops.concat(states, -1), pooled
+
+
+def as_stored(embeds: Tensor, dtype: ms.Type) -> Tensor:
+    """Embeddings of frozen encoders, without gradient, with the bits that a shard would store."""
+    return ops.stop_gradient(embeds).astype(ms.bfloat16).astype(dtype)

@@ -17,7 +17,7 @@ from runtimes.data.padding import pad_rows
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.mindspore.encode_token_ids import encode_ids
-from runtimes.mindspore.loading import load_text_encoder, load_vae
+from runtimes.mindspore.loading import load_text_encoder, load_vae, text_config
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH, describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
@@ -36,6 +36,7 @@ class Encoder:
         flash: whether the VAE uses fused attention, see loading.load_vae.
         images, captions: rows to which every batch is padded: MindSpore compiles a program for
             each shape.
+        embeds: whether `texts` is called; else no text encoder is loaded, tokenizers alone.
 
     Raises:
         WrongInput: weights are missing, damaged or do not match their config.
@@ -50,6 +51,7 @@ class Encoder:
         flash: bool = True,
         images: int = 1,
         captions: int = 1,
+        embeds: bool = True,
     ) -> None:
         self._image_rows, self._caption_rows = images, captions
         self.info = describe_encoders(model_folder, vae_folder)
@@ -60,9 +62,9 @@ class Encoder:
         self._family = family_named(self.info["family"])
         for text_encoder in self._family.clip:
             part, name = text_encoder.component, text_encoder.tokenizer
-            encoder = load_text_encoder(model_folder, part, dtype)
-            self.tokenizers[name] = _tokenizer(model_folder / name, encoder.config.vocab_size)
-            self.text_encoders[part] = encoder
+            self.tokenizers[name] = _tokenizer(model_folder, name, part)
+            if embeds:
+                self.text_encoders[part] = load_text_encoder(model_folder, part, dtype)
         self._tokens = LockedTokenizers()
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
@@ -104,17 +106,19 @@ def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises WrongInput."""
     dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
     start(job.device)
-    return Encoder(
-        job.model_folder, job.vae_folder, dtype, images=job.batch_size, captions=TEXT_BATCH
-    )
+    given = (job.model_folder, job.vae_folder, dtype)
+    embeds = job.text == "embeddings"
+    return Encoder(*given, images=job.batch_size, captions=TEXT_BATCH, embeds=embeds)
 
 
-def _tokenizer(folder: Path, vocabulary: int) -> Any:
+def _tokenizer(model_folder: Path, name: str, part: str) -> Any:
+    """A tokenizer; its vocabulary must fit its text encoder `part`."""
     from transformers import CLIPTokenizerFast
 
+    folder = model_folder / name
     try:
         tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
-    check_vocabulary(str(folder), tokenizer, vocabulary)
+    check_vocabulary(str(folder), tokenizer, text_config(model_folder, part).vocab_size)
     return tokenizer

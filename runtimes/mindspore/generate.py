@@ -16,7 +16,7 @@ from runtimes.mindspore.device import choose, precision, start
 from runtimes.mindspore.loading import load_denoiser, load_text_encoder, set_flash_attention
 from runtimes.mindspore.lora_injection import merge_adapters
 from runtimes.mindspore.micro_batches import Inputs
-from runtimes.mindspore.network import Network
+from runtimes.mindspore.network import Network, load_frozen_texts
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
@@ -33,7 +33,8 @@ class ThePipeline(BasePipeline):
 
     def _load_network(self, drawing: Drawing) -> Network:
         job = self._job
-        return load_network(drawing, job.model_folder, self._dtype, flash=job.flash_attention)
+        given = (drawing, job.model_folder, self._dtype, job.text_dtype)
+        return load_network(*given, flash=job.flash_attention)
 
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
@@ -49,10 +50,18 @@ class ThePipeline(BasePipeline):
         return inputs.errors(self._network).asnumpy()
 
 
-def load_network(drawing: Drawing, model: Path, dtype: ms.Type, *, flash: bool = True) -> Network:
-    """Load the denoiser of a drawing and its trained text encoders, for inference in `dtype`.
+def load_network(
+    drawing: Drawing,
+    model: Path,
+    dtype: ms.Type,
+    text_dtype: str | None = None,
+    *,
+    flash: bool = True,
+) -> Network:
+    """Load the denoiser of a drawing and the text encoders that it runs, for inference in `dtype`.
 
-    Adapters are merged in float32 before the weights are cast.
+    Adapters are merged in float32 before the weights are cast. `text_dtype` is as in
+    sample/load_network.py.
 
     Raises:
         WrongInput: weights or adapters are missing, damaged or of another architecture.
@@ -67,8 +76,10 @@ def load_network(drawing: Drawing, model: Path, dtype: ms.Type, *, flash: bool =
         merge_adapters(name, part, adapters)
         return part
 
-    parts = load_trained_components(drawing, model, load)
-    network = Network(family, parts)
+    parts, frozen = load_trained_components(drawing, model, load), None
+    if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
+        frozen = load_frozen_texts(model, family, text_dtype)
+    network = Network(family, parts, frozen)
     network.cast(dtype)
     for part in parts.values():
         set_flash_attention(part, flash=flash)

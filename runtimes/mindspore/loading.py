@@ -87,12 +87,17 @@ def load_text_encoder(
     Raises:
         WrongInput: weights are missing or damaged, or do not match their config.
     """
+    config = text_config(model_folder, part, folder)
     folder = folder or model_folder / part
-    config = CLIPTextConfig(**read_config(folder / "config.json"))
     with no_init_parameters():
         model = _TEXTS[text_class(model_folder, part)](config)
     _fill(model, part, folder, TEXT_WEIGHTS, dtype)
     return model.set_train(False)
+
+
+def text_config(model_folder: Path, part: str, folder: Path | None = None) -> Any:
+    """The config of a CLIP text encoder; arguments and errors are those of `load_text_encoder`."""
+    return CLIPTextConfig(**read_config((folder or model_folder / part) / "config.json"))
 
 
 def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -> Any:

@@ -1,7 +1,8 @@
-"""The trained network: a UNet and, where they are trained, its CLIP text encoders."""
+"""The trained network: a UNet and, where the step encodes captions, its CLIP text encoders."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from runtimes.adapters.weight_names import state_name
 from runtimes.check_support import check_family
 from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.mindspore.encode_token_ids import encode_ids
+from runtimes.mindspore.encode_token_ids import as_stored, encode_ids
 from runtimes.mindspore.loading import (
     load_denoiser,
     load_text_encoder,
@@ -26,16 +27,22 @@ from runtimes.process.job import TrainJob
 
 
 class Network(nn.Cell):
-    """A UNet with its trained text encoders.
+    """A UNet with its text encoders.
 
     Parameter names begin with the component name, as the keys of State do.
 
     Args:
         family: of the pipeline.
         parts: component name, such as `unet`, to cell.
+        frozen_texts: CLIP encoders by component name, if the step runs them untrained.
     """
 
-    def __init__(self, family: Family, parts: dict[str, nn.Cell]) -> None:
+    def __init__(
+        self,
+        family: Family,
+        parts: dict[str, nn.Cell],
+        frozen_texts: Mapping[str, nn.Cell] | None = None,
+    ) -> None:
         super().__init__(auto_prefix=False)
         check_family("mindspore", family.name)
         self.family = family
@@ -47,11 +54,15 @@ class Network(nn.Cell):
         self.inpaints = extras.inpainting
         self.has_aesthetic_score = extras.aesthetic_score
         names = [name for name in family.clip_encoders if name in parts]
-        self.encodes_text = bool(names)
-        self.text_encoders = nn.CellList([parts[name] for name in names], auto_prefix=False)
-        for part, cell in parts.items():
+        self.frozen_texts = frozen_texts or {}
+        encoders = list(self.frozen_texts.values()) or [parts[name] for name in names]
+        self.encodes_text = bool(encoders)
+        self.trains_text = bool(names)
+        self.text_encoders = nn.CellList(encoders, auto_prefix=False)
+        for part, cell in {**parts, **self.frozen_texts}.items():
             for name, parameter in named_weights(cell).items():
                 parameter.name = f"{part}.{name}"
+                parameter.requires_grad &= part in parts
 
     @classmethod
     def load(cls, job: TrainJob, settings: Train) -> Network:
@@ -73,15 +84,24 @@ class Network(nn.Cell):
         else:
             unet = load_denoiser(denoiser, dtype, config, settings.seed)
         parts = {family.denoiser: unet}
+        frozen = None
         if settings.train_text_encoder:
             names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
+        elif job.text_dtype is not None:
+            frozen = load_frozen_texts(folder, family, job.text_dtype)
         for name, part in parts.items():
             if not full:
                 add_adapters(name, part, settings.lora, settings.seed, family.attention_layers)
             if settings.gradient_checkpointing == "blocks":
                 _recompute(part)
-        return cls(family, parts)
+        return cls(family, parts, frozen)
+
+    def set_train(self, mode: bool = True) -> Network:
+        super().set_train(mode)
+        for cell in self.frozen_texts.values():
+            cell.set_train(False)
+        return self
 
     def train(self, mode: bool = True) -> None:
         """Set training mode, as PyTorch's `train`."""
@@ -138,11 +158,11 @@ class Network(nn.Cell):
             score, conditioning = conditioning[-1], conditioning[:-1]
         if self.inpaints:
             noisy_latents = ops.cat((noisy_latents, conditioning[-1]), axis=1)
-        # `conditioning` is (input_ids, dropped, ...) with trained text encoders; without them it is
+        # `conditioning` is (input_ids, dropped, ...) with text encoders; without them it is
         # (prompt_embeds, ...) or (prompt_embeds, pooled_prompt_embeds, add_time_ids, ...).
         states, added = conditioning[0], None
         if self.encodes_text:
-            states, pooled = self.encode(conditioning[0], conditioning[1])
+            states, pooled = self.encode(conditioning[0], conditioning[1], noisy_latents.dtype)
         elif self.pooled:
             pooled = conditioning[1]
         if self.pooled:
@@ -156,19 +176,29 @@ class Network(nn.Cell):
             return_dict=False,
         )[0]
 
-    def encode(self, ids: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor | None]:
+    def encode(self, ids: Tensor, dropped: Tensor, dtype: ms.Type) -> tuple[Tensor, Tensor | None]:
         """Prompt embeddings [B, T, D] and pooled embeddings [B, P] or None of token ids.
 
         Args:
             ids: [B, n, T], one row of tokens per text encoder.
             dropped: [B]; 1 replaces the embeddings by zeros.
+            dtype: of the embeddings of frozen encoders.
         """
         states, pooled = encode_ids(self.penultimate, self.text_encoders, ids)
+        if not self.trains_text:
+            states = as_stored(states, dtype)
+            pooled = None if pooled is None else as_stored(pooled, dtype)
         kept = (1 - dropped).astype(states.dtype)
         states = states * kept.reshape((-1, 1, 1))
         if pooled is None:
             return states, None
         return states, pooled * kept.reshape((-1, 1))
+
+
+def load_frozen_texts(folder: Path, family: Family, dtype: str) -> dict[str, nn.Cell]:
+    """The CLIP encoders of a pipeline folder, in the family's order. Raises WrongInput."""
+    names = family.clip_encoders
+    return {name: load_text_encoder(folder, name, getattr(ms, dtype)) for name in names}
 
 
 def _recompute(part: nn.Cell) -> None:

@@ -48,6 +48,8 @@ class TrainJob(_HasModel):
     compiled: str | None = None  # URL of the compile cache; None disables it
     adapters: str | None = None  # URL of the LoRA file with the weights of step 0; None: new ones
     holdout: str | None = None  # URL of the latents with the held-out samples; None: `latents`
+    # Dtype of frozen text encoders in the step, as Encode.text_dtype; ignored if they are trained.
+    text_dtype: str | None = None
     claim: Claim | None = None  # of the lock under which `work` and `out` are written
     kind: str = "train"
 
@@ -82,6 +84,7 @@ class GenerateJob(_HasModel):
     device: str = "auto"
     dtype: str = "float32"
     latents: str | None = None  # URL of the latents artifact with the held-out split
+    text_dtype: str | None = None  # as TrainJob.text_dtype, for these latents
     holdout: dict[str, Any] = field(
         default_factory=dict
     )  # samples, levels (of noise), seed, noise_offset
@@ -104,6 +107,7 @@ class EncodeJob(_HasModel):
     batch_size: int = 1  # maximum images per batch
     device: str = "auto"
     dtype: str = "float32"
+    text: str = "embeddings"  # as `encode.text`; token_ids: no text encoder is loaded
     compiled: str | None = None  # as TrainJob.compiled
 
 

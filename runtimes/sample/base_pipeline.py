@@ -42,7 +42,7 @@ class BasePipeline(ABC):
         self._release()
         self._network = self._load_network(drawing)
         self._scheduler = load_trained_scheduler(drawing, self._make_scheduler)
-        self.encodes_text = len(self._network.text_encoders) > 0
+        self.encodes_text = self._network.encodes_text
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
         if self._sampler is None:

@@ -1,4 +1,4 @@
-"""Load the network of a drawing: its denoiser, and its text encoders where they were trained."""
+"""Load the network of a drawing: its denoiser, and the text encoders that it runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,23 @@ from runtimes.process.job import Drawing
 from runtimes.sample.trained_components import load_trained_components
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
 from runtimes.torch_models.lora_injection import merge_adapters
-from runtimes.torch_models.network import Network
+from runtimes.torch_models.network import Network, load_frozen_texts
 
 
 def load_network(
-    drawing: Drawing, model: Path, dtype: torch.dtype, device: torch.device
+    drawing: Drawing,
+    model: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    text_dtype: str | None = None,
 ) -> Network:
     """The frozen network of a drawing, in evaluation mode, on `device` in `dtype`.
 
     Adapters are merged in float32 before the weights are cast to `dtype`.
+
+    Args:
+        text_dtype: as GenerateJob.text_dtype; the base's text encoders then encode captions, unless
+            the drawing has trained ones.
 
     Raises:
         WrongInput: weights or adapters are missing, damaged or of another architecture.
@@ -38,5 +46,8 @@ def load_network(
         # ModelMixin.to of diffusers logs a warning for every cast to half precision.
         return torch.nn.Module.to(part, dtype)
 
-    network = Network(family, load_trained_components(drawing, model, load))
+    parts, frozen = load_trained_components(drawing, model, load), list[torch.nn.Module]()
+    if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
+        frozen = load_frozen_texts(model, family, text_dtype)
+    network = Network(family, parts, frozen)
     return network.to(device).requires_grad_(False).eval()

@@ -12,14 +12,15 @@ def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises WrongInput."""
     make_deterministic()  # a rebuilt shard must have identical bytes
     hooks = open_device(job.device, compiled=job.compiled)
+    folders, embeds = (job.model_folder, job.vae_folder), job.text == "embeddings"
     if not hooks.pads_batches:
-        return Encoder(job.model_folder, job.vae_folder, device=hooks.device, dtype=job.dtype)
+        return Encoder(*folders, device=hooks.device, dtype=job.dtype, embeds=embeds)
     return PaddedEncoder(
-        job.model_folder,
-        job.vae_folder,
+        *folders,
         images=job.batch_size,
         captions=TEXT_BATCH,
         save_compiled=hooks.save_compiled,
         device=hooks.device,
         dtype=job.dtype,
+        embeds=embeds,
     )

@@ -32,7 +32,9 @@ class ThePipeline(BasePipeline):
         super().__init__(job, make_scheduler, self._device_hooks.save_compiled)
 
     def _load_network(self, drawing: Drawing) -> Network:
-        network = load_network(drawing, self._job.model_folder, self._dtype, self._device)
+        job = self._job
+        given = (self._dtype, self._device, job.text_dtype)
+        network = load_network(drawing, job.model_folder, *given)
         enable_npu_attention(network.denoiser, self._device)
         self._device_hooks.prepare_sampling(network.denoiser)
         return network
@@ -44,7 +46,7 @@ class ThePipeline(BasePipeline):
         return Sampler(job.model_folder, denoiser, self._device_hooks, self._dtype, job.vae_folder)
 
     def _use_network(self) -> None:
-        self._sampler.use(dict(self._network.named_children()), self._scheduler)
+        self._sampler.use(self._network.parts, self._scheduler)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with torch.inference_mode():

@@ -66,11 +66,11 @@ class _Device(DeviceHooks):
 def _training(request: GpuStepRequest) -> StepMemory:
     settings = Train(**request.train)
     network = _network(request, settings)
-    encoders = _encoders(request, settings.compute_dtype, dict(network.named_children()))
+    encoders = _encoders(request, settings.compute_dtype, network.parts)
     trained = network.trained()
     sizes = [parameter.numel() for parameter in trained.values()]
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
-    batch = _batch(request, network, text=settings.train_text_encoder)
+    batch = _batch(request, network, text=network.encodes_text)
     live = LiveMemory(samples)
     with FakeTensorMode():
         _make_fake(network)
@@ -124,7 +124,9 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
     encoders = _encoders(request, request.sampling_dtype)
     fake_tensors = FakeTensorMode()
     with fake_tensors:
-        _make_fake(network, dtype)  # a cast of real tensors would fill the host's memory
+        for part in network.parts.values():
+            _make_fake(part, dtype)  # a cast of real tensors would fill the host's memory
+        _make_fake(network.frozen_texts)
         _make_fake(vae)
     samples = prime_batch_size(tensor.nbytes for tensor in (*_tensors(network), *_tensors(vae)))
     batch = _batch(request, network, text=False)
@@ -152,7 +154,8 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
 
 
 def _network(request: GpuStepRequest, settings: Train) -> Network:
-    return Network.without_weights(Path(request.model), settings, request.denoiser_config)
+    given = (Path(request.model), settings, request.denoiser_config, request.text_dtype)
+    return Network.without_weights(*given)
 
 
 def _batch(request: GpuStepRequest, network: Network, *, text: bool) -> StepBatch:

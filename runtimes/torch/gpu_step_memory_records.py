@@ -20,6 +20,7 @@ class GpuStepRequest:
     resolution: int  # of the pictures, pixels
     vae: str | None = None
     denoiser_config: dict[str, Any] | None = None
+    text_dtype: str | None = None  # as TrainJob.text_dtype; held-out losses need the encoders too
     sampling_dtype: str | None = None  # None: a training step; else sampling in this dtype
     device: str = "cuda"  # cuda or cpu, whose operators save different tensors
 

@@ -117,7 +117,7 @@ class TheRuntime(BaseRuntime):
     def _open_sampler(self) -> Any:
         from runtimes.torch.sampler import Sampler  # pipelines are slow to import
 
-        job, parts = self._job, dict(self._network.named_children())
+        job, parts = self._job, self._network.parts
         dtype = getattr(torch, self._settings.compute_dtype)
         sampler = Sampler(job.model_folder, parts, self._device_hooks, dtype, job.vae_folder)
         sampler.use({}, trained_scheduler(job.model_folder, self._settings))

@@ -26,7 +26,7 @@ from runtimes.pipeline_folder.vae_dtype import vae_overflows
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
 from runtimes.torch_models.frozen_text import TOKENIZERS, FrozenText, frozen_states
-from runtimes.torch_models.loading import SAFE, load_text_encoder
+from runtimes.torch_models.loading import SAFE, empty_text_encoder, load_text_encoder
 from runtimes.torch_models.micro_batches import Send, sender
 from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
 
@@ -46,6 +46,7 @@ class Encoder:
         fetch: copies a device tensor [B, ...] to the host.
         dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
             config computes in float32 where `dtype` is float16.
+        embeds: whether `texts` is called; else no text encoder is loaded, tokenizers alone.
 
     Raises:
         WrongInput: weights are missing, damaged or do not match their config.
@@ -60,6 +61,7 @@ class Encoder:
         dtype: str = "float32",
         send: Send | None = None,
         fetch: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+        embeds: bool = True,
     ) -> None:
         self.info = describe_encoders(model_folder, vae_folder)
         self.family = family_named(self.info["family"])
@@ -69,7 +71,7 @@ class Encoder:
         self._fetch = fetch
         try:
             self._load_vae(vae_path(model_folder, vae_folder))
-            self._load_texts(model_folder)
+            self._load_texts(model_folder, embeds)
         except (OSError, RuntimeError, ValueError) as error:
             raise WrongInput(
                 f"model {model_folder}: its encoders do not load: {one_line(error)}"
@@ -82,18 +84,23 @@ class Encoder:
         )
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
-    def _load_texts(self, folder: Path) -> None:
+    def _load_texts(self, folder: Path, embeds: bool) -> None:
         self._tokens = LockedTokenizers()
-        self._clip = [self._load_text("clip", folder, part) for part in self.family.clip_encoders]
+        names = self.family.clip_encoders
+        self._clip = [self._load_text("clip", folder, part, embeds) for part in names]
         self._frozen: FrozenText | None = None
         frozen = self.family.frozen_text
-        if frozen is not None and has_frozen_text(folder):
-            tokenizer, model = self._load_text(frozen.kind, folder, frozen.component)
+        if embeds and frozen is not None and has_frozen_text(folder):
+            tokenizer, model = self._load_text(frozen.kind, folder, frozen.component, embeds)
             length = text_length(folder)
             self._frozen = FrozenText(self.family, tokenizer, model, length, self._tokens)
 
-    def _load_text(self, kind: str, folder: Path, part: str) -> tuple[Any, Any]:
-        model = load_text_encoder(folder, part, self.dtype).to(self.device).requires_grad_(False)
+    def _load_text(self, kind: str, folder: Path, part: str, embeds: bool) -> tuple[Any, Any]:
+        if embeds:
+            model = load_text_encoder(folder, part, self.dtype)
+            model = model.to(self.device).requires_grad_(False)
+        else:
+            model = empty_text_encoder(folder, part)  # on `meta`, for its vocabulary's size
         name = part.replace("text_encoder", "tokenizer")
         tokenizer = TOKENIZERS[kind].from_pretrained(folder / name, local_files_only=True)
         check_vocabulary(name, tokenizer, model.config.get_text_config().vocab_size)

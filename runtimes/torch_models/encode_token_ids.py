@@ -1,18 +1,19 @@
-"""Differentiable text encoding: token ids to the embeddings of each family's pipeline."""
+"""Text encoding in a step: token ids to the embeddings of each family's pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from runtimes.families import Family
 
+Encoded = tuple[torch.Tensor | None, torch.Tensor | None]
 
-def encode_ids(
-    family: Family, models: Sequence[Any], ids: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+
+def encode_ids(family: Family, models: Sequence[Any], ids: torch.Tensor) -> Encoded:
     """Encode token ids with CLIP text encoders.
 
     Args:
@@ -47,14 +48,33 @@ def join_t5(states: torch.Tensor | None, t5_states: torch.Tensor) -> torch.Tenso
     return torch.cat([padded, t5_states], dim=1)
 
 
+class FrozenTextEncoders(torch.nn.ModuleList):
+    """A base's CLIP encoders, for latents that store token ids; they stay in evaluation mode."""
+
+    def train(self, mode: bool = True) -> FrozenTextEncoders:
+        return super().train(False)
+
+    @torch.no_grad()
+    def encode(self, family: Family, dtype: torch.dtype, ids: torch.Tensor) -> Encoded:
+        """As `encode_ids`, with the bits that a latent shard would store: rounded to bfloat16.
+
+        Args:
+            family: of the pipeline.
+            dtype: of the embeddings.
+            ids: [B, n, T].
+        """
+        with _without_autocast(ids.device.type):  # the encode stage has none
+            states, pooled = encode_ids(family, self, ids)
+        return _as_stored(states, dtype), _as_stored(pooled, dtype)
+
+
 def encode_in_step(
-    family: Family, models: Sequence[Any], conditioning: Mapping[str, torch.Tensor]
+    encode: Callable[[torch.Tensor], Encoded], conditioning: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Replace the `input_ids` of a batch's conditioning by embeddings of the trained encoders.
+    """Replace the `input_ids` of a batch's conditioning by embeddings.
 
     Args:
-        family: of the pipeline.
-        models: n trained CLIP encoders.
+        encode: token ids [B, n, T] to hidden states [B, T, D] and pooled embeddings [B, P].
         conditioning: `input_ids` [B, n, T], `dropped` [B] (1 replaces the embeddings by zeros) and,
             with a frozen T5, `t5_prompt_embeds` [B, T5, D]; other keys are passed through.
 
@@ -64,7 +84,7 @@ def encode_in_step(
     given = dict(conditioning)
     ids, dropped = given.pop("input_ids"), given.pop("dropped")
     t5_states = given.pop("t5_prompt_embeds", None)
-    states, pooled = encode_ids(family, models, ids)
+    states, pooled = encode(ids)
     if t5_states is not None:
         states = join_t5(states, t5_states if states is None else t5_states.to(states.dtype))
     assert states is not None, "each family has CLIP's states or a T5"
@@ -73,6 +93,16 @@ def encode_in_step(
     if pooled is not None:
         given["pooled_prompt_embeds"] = pooled * kept[:, None]
     return given
+
+
+def _as_stored(embeds: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if embeds is None else embeds.to(torch.bfloat16).to(dtype)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A context without autocast; `meta` and torchax's devices have none."""
+    known = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if known else nullcontext()
 
 
 def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor | None:

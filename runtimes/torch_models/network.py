@@ -1,8 +1,9 @@
-"""The trained network: a denoiser and, where they are trained, its CLIP text encoders."""
+"""The trained network: a denoiser and, where the step encodes captions, its text encoders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from runtimes.families import Family, detect_family
 from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.process.job import TrainJob
-from runtimes.torch_models.encode_token_ids import encode_in_step
+from runtimes.torch_models.encode_token_ids import (
+    Encoded,
+    FrozenTextEncoders,
+    encode_ids,
+    encode_in_step,
+)
 from runtimes.torch_models.gradient_checkpointing import recompute
 from runtimes.torch_models.loading import (
     empty_denoiser,
@@ -35,20 +41,27 @@ NOTHING: Mapping[int, StoredRows] = {}
 
 
 class Network(torch.nn.Module):
-    """A denoiser with its trained text encoders; each child module is a pipeline component.
+    """A denoiser with its text encoders; each trained child module is a pipeline component.
 
     Parameter names therefore begin with the component name, as the keys of State do.
 
     Args:
         family: of the pipeline.
         parts: component name, such as `unet`, to module.
+        frozen_texts: CLIP encoders in the family's order, if the step runs them untrained.
     """
 
-    def __init__(self, family: Family, parts: dict[str, torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        family: Family,
+        parts: dict[str, torch.nn.Module],
+        frozen_texts: Sequence[torch.nn.Module] = (),
+    ) -> None:
         super().__init__()
         self.family = family
         for name, part in parts.items():
             self.add_module(name, part)
+        self.frozen_texts = FrozenTextEncoders(frozen_texts).requires_grad_(False).eval()
         keep_diffusers_formulas(self)
 
     @classmethod
@@ -98,16 +111,21 @@ class Network(torch.nn.Module):
         settings: Train,
         unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
-        parts = {family.denoiser: denoiser}
+        parts, frozen = {family.denoiser: denoiser}, list[torch.nn.Module]()
+        folder, dtype, names = job.model_folder, _dtype(settings), family.clip_encoders
         if settings.train_text_encoder:
-            folder, dtype = job.model_folder, _dtype(settings)
-            names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
-        return cls._prepared(family, parts, settings, unread)
+        elif job.text_dtype is not None:
+            frozen = load_frozen_texts(folder, family, job.text_dtype)
+        return cls._prepared(family, parts, settings, frozen, unread)
 
     @classmethod
     def without_weights(
-        cls, folder: Path, settings: Train, denoiser_config: dict[str, Any] | None = None
+        cls,
+        folder: Path,
+        settings: Train,
+        denoiser_config: dict[str, Any] | None = None,
+        text_dtype: str | None = None,
     ) -> Network:
         """Construct the network from config files alone, with uninitialized weights.
 
@@ -117,6 +135,7 @@ class Network(torch.nn.Module):
             folder: pipeline folder; its weight files may be absent.
             settings: of the training run.
             denoiser_config: replaces the folder's config, for training from scratch.
+            text_dtype: as TrainJob.text_dtype.
 
         Raises:
             WrongInput: a config is missing or does not describe a supported model.
@@ -124,11 +143,15 @@ class Network(torch.nn.Module):
         family, dtype = detect_family(folder), _dtype(settings)
         base = folder / family.denoiser
         config = trained_config(read_config(base / "config.json"), settings, denoiser_config)
-        parts = {family.denoiser: empty_denoiser(base, config)}
+        parts, frozen = {family.denoiser: empty_denoiser(base, config)}, list[torch.nn.Module]()
+        texts = ((name, empty_text_encoder(folder, name)) for name in family.clip_encoders)
         if settings.train_text_encoder:
-            parts |= {name: empty_text_encoder(folder, name) for name in family.clip_encoders}
+            parts |= texts
+        elif text_dtype is not None:
+            kind = getattr(torch, text_dtype)
+            frozen = [text.to(kind).to_empty(device="cpu") for _, text in texts]
         parts = {name: part.to(dtype).to_empty(device="cpu") for name, part in parts.items()}
-        return cls._prepared(family, parts, settings)
+        return cls._prepared(family, parts, settings, frozen)
 
     @classmethod
     def _prepared(
@@ -136,6 +159,7 @@ class Network(torch.nn.Module):
         family: Family,
         parts: dict[str, torch.nn.Module],
         settings: Train,
+        frozen_texts: Sequence[torch.nn.Module],
         unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
         def read(weight: torch.Tensor) -> torch.Tensor:
@@ -149,7 +173,7 @@ class Network(torch.nn.Module):
                 add_adapters(name, part, settings.lora, settings.seed, targets, read)
             if settings.gradient_checkpointing != "none":
                 recompute(part, settings.gradient_checkpointing)
-        return cls(family, parts)
+        return cls(family, parts, frozen_texts)
 
     def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
         """Move the network to a device, with convolution weights in a memory format."""
@@ -164,16 +188,27 @@ class Network(torch.nn.Module):
         return self.get_submodule(self.family.denoiser)
 
     @property
+    def parts(self) -> dict[str, torch.nn.Module]:
+        """The trained components, by name."""
+        children = self.named_children()
+        return {name: child for name, child in children if child is not self.frozen_texts}
+
+    @property
     def text_encoders(self) -> list[torch.nn.Module]:
         """The trained CLIP encoders in the family's order; empty if they are not trained."""
-        children = dict(self.named_children())
-        return [children[name] for name in self.family.clip_encoders if name in children]
+        parts = self.parts
+        return [parts[name] for name in self.family.clip_encoders if name in parts]
+
+    @property
+    def encodes_text(self) -> bool:
+        """Whether the forward pass encodes captions, by trained or frozen encoders."""
+        return bool(self.text_encoders) or len(self.frozen_texts) > 0
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters by their keys in State."""
         return {
             state_name(part, name): parameter
-            for part, module in self.named_children()
+            for part, module in self.parts.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
@@ -182,7 +217,8 @@ class Network(torch.nn.Module):
         """Persistent buffers, such as position embeddings, as float32 arrays by State's keys."""
         return {
             f"{prefix}.{name}": buffer.float().cpu().numpy()
-            for prefix, module in self.named_modules()
+            for part, root in self.parts.items()
+            for prefix, module in root.named_modules(prefix=part)
             for name, buffer in module.named_buffers(recurse=False)
             if name not in module._non_persistent_buffers_set
         }
@@ -198,15 +234,26 @@ class Network(torch.nn.Module):
         Args:
             noisy_latents: [B, C, h, w].
             timesteps: [B], in the family's units.
-            conditioning: keyword to [B, ...], as Family.condition returns it. The trained text
-                encoders encode `input_ids`; `inpainting` has the mask and the masked image's
-                latents.
+            conditioning: keyword to [B, ...], as Family.condition returns it. The text encoders
+                encode `input_ids`; `inpainting` has the mask and the masked image's latents.
         """
         if "input_ids" in conditioning:
-            conditioning = encode_in_step(self.family, self.text_encoders, conditioning)
+            conditioning = encode_in_step(self._encoding(noisy_latents.dtype), conditioning)
         if "inpainting" in conditioning:  # see families/inpainting_and_scores.py
             noisy_latents = torch.cat([noisy_latents, conditioning["inpainting"]], dim=1)
         return self.family.predict(self.denoiser, noisy_latents, timesteps, conditioning)
+
+    def _encoding(self, dtype: torch.dtype) -> Callable[[torch.Tensor], Encoded]:
+        """The function that encodes token ids; frozen encoders return embeddings of `dtype`."""
+        if trained := self.text_encoders:
+            return partial(encode_ids, self.family, trained)
+        return partial(self.frozen_texts.encode, self.family, dtype)
+
+
+def load_frozen_texts(folder: Path, family: Family, dtype: str) -> list[torch.nn.Module]:
+    """The CLIP encoders of a pipeline folder, in the family's order. Raises WrongInput."""
+    names = family.clip_encoders
+    return [load_text_encoder(folder, name, getattr(torch, dtype)) for name in names]
 
 
 def _dtype(settings: Train) -> torch.dtype:

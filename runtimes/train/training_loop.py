@@ -156,7 +156,7 @@ def _reader(
         latents,
         family,
         objective.held_out(SEED) if held_out else objective,
-        text_encoders=settings.train_text_encoder,
+        text_encoders=settings.train_text_encoder or job.text_dtype is not None,
         extras=ExtraInputs.from_config(config),
         cache_bytes=settings.cache_bytes,
         guidance_scale=settings.guidance_scale,

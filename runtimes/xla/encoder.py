@@ -25,6 +25,7 @@ class Encoder(PaddedEncoder):
         dtype: of the weights.
         vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
         save_compiled: saves newly compiled programs to the cache.
+        embeds: as encode_images_and_captions.Encoder.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class Encoder(PaddedEncoder):
         dtype: str,
         vae: Path | None,
         save_compiled: Callable[[], None] = lambda: None,
+        *,
+        embeds: bool = True,
     ) -> None:
         super().__init__(
             folder,
@@ -46,6 +49,7 @@ class Encoder(PaddedEncoder):
             dtype=dtype,
             send=mesh.shard_rows,
             fetch=mesh.fetch_rows,
+            embeds=embeds,
         )
         replace_nearest_upsampling(self.vae)
 
@@ -53,4 +57,5 @@ class Encoder(PaddedEncoder):
 def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises WrongInput."""
     upload, mesh = start(job.device, job.compiled).upload, Mesh(fsdp=1, hosts=1)
-    return Encoder(job.model_folder, mesh, job.batch_size, job.dtype, job.vae_folder, upload)
+    given = (job.model_folder, mesh, job.batch_size, job.dtype, job.vae_folder, upload)
+    return Encoder(*given, embeds=job.text == "embeddings")

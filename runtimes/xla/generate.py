@@ -35,7 +35,9 @@ class ThePipeline(BasePipeline):
             self._sampler.release_network()
 
     def _load_network(self, drawing: Drawing) -> Network:
-        network = load_network(drawing, self._job.model_folder, self._dtype, torch.device("cpu"))
+        job = self._job
+        given = (self._dtype, torch.device("cpu"), job.text_dtype)
+        network = load_network(drawing, job.model_folder, *given)
         replace_nearest_upsampling(network)
         self._mesh.shard_module(network)
         return network

@@ -53,7 +53,7 @@ class TheRuntime(BaseRuntime):
         self._counter = FlopCounter(network)
         replace_nearest_upsampling(network)
         if settings.gradient_checkpointing == "blocks":
-            for part in network.children():
+            for part in network.parts.values():
                 recompute(part, torch_xla.device())
         self._mesh.shard_module(network)
         network.train()

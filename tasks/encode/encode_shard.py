@@ -52,6 +52,7 @@ class ShardEncoder:
         settings: of the transform.
         batch_size: pictures per forward pass.
         decoders: threads that decode pictures.
+        embeds: whether shards have embeddings of captions, besides their token ids.
     """
 
     def __init__(
@@ -60,8 +61,11 @@ class ShardEncoder:
         settings: TransformSettings,
         batch_size: int,
         decoders: int = 1,
+        *,
+        embeds: bool = True,
     ) -> None:
         self.encoder, self._settings, self._batch_size = encoder, settings, batch_size
+        self._encode_captions = _encode_captions if embeds else _tokenize_captions
         self._buckets = bucket_sizes(settings, encoder.info["size_step"])
         self._ahead = 2 * max(batch_size, decoders)
         self._decoders = ThreadPoolExecutor(decoders, thread_name_prefix="decode")
@@ -96,7 +100,7 @@ class ShardEncoder:
             for batch in ready:
                 encoded.update(_encode_batch(batch, self.encoder, self._settings, bad))
             in_order = [encoded[position] for position in sorted(encoded)]
-            texts, rows = _encode_captions(in_order, self.encoder)
+            texts, rows = self._encode_captions(_distinct(in_order), self.encoder)
         return _write(path, in_order, texts, rows, self.encoder, bad)
 
 
@@ -131,7 +135,7 @@ def _write(
         "bad_reasons": dict(sorted(bad.items())),
         "captions": len(set(kept) - {""}),
         "uncaptioned": uncaptioned,
-        **({"longest": max(map(len, texts.prompt_embeds))} if texts.varying_lengths else {}),
+        **({"longest": max(map(len, texts.prompt_embeds or ()))} if texts.varying_lengths else {}),
         **_caption_lengths(kept, encoder),
     }
 
@@ -206,11 +210,23 @@ def _encode_variant(
         )
 
 
-def _encode_captions(
-    samples: list[_Encoded], encoder: PipelineEncoder
+def _distinct(samples: list[_Encoded]) -> list[str]:
+    """The distinct captions, the empty one first."""
+    return list(dict.fromkeys(["", *(c for sample in samples for c in sample.captions)]))
+
+
+def _tokenize_captions(
+    distinct: list[str], encoder: PipelineEncoder
 ) -> tuple[Texts, dict[str, int]]:
-    """The encoded distinct captions, the empty one first, and caption -> row if it is finite."""
-    distinct = list(dict.fromkeys(["", *(c for sample in samples for c in sample.captions)]))
+    """As `_encode_captions`, without embeddings."""
+    starts = range(0, len(distinct), TEXT_BATCH)
+    ids = [encoder.input_ids(distinct[start : start + TEXT_BATCH]) for start in starts]
+    rows = {caption: row for row, caption in enumerate(distinct)}
+    return Texts(None, None, np.concatenate(ids)), rows
+
+
+def _encode_captions(distinct: list[str], encoder: PipelineEncoder) -> tuple[Texts, dict[str, int]]:
+    """The encoded captions, and caption -> row if it is finite."""
     embeds: list[NDArray[np.uint16]] = []
     pooled: list[NDArray[np.uint16]] = []
     ids: list[NDArray[np.int64]] = []

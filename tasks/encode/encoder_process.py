@@ -46,8 +46,10 @@ class EncodingPlan:
 
     def open(self) -> ShardEncoder:
         """Load the encoders in this process. Raises WrongInput."""
-        encoder = open_encoder(self.job)
-        return ShardEncoder(encoder, self.settings, self.job.batch_size, self.decoders)
+        job, encoder = self.job, open_encoder(self.job)
+        embeds = job.text == "embeddings"
+        given = (encoder, self.settings, job.batch_size, self.decoders)
+        return ShardEncoder(*given, embeds=embeds)
 
 
 def usable_cores() -> int:

@@ -20,19 +20,27 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     The batch size is included because it affects rounding.
     """
     excluded = {"device", "processes", "max_bad", "beam"}
+    if recipe.encode.text == "embeddings":  # keys are those of releases without the setting
+        excluded.add("text")
     settings = recipe.encode.model_dump(mode="json", exclude=excluded)
     scored = TransformSettings.of(recipe).scored
     return {**settings, "max_pixels": recipe.download.max_pixels, "scored": scored}
 
 
 def shard_key(
-    tar_sha256: str, encoders: str, dtype: str, batch_size: int, settings: TransformSettings
+    tar_sha256: str,
+    encoders: str,
+    dtype: str,
+    batch_size: int,
+    settings: TransformSettings,
+    text: str = "embeddings",
 ) -> str:
     """Key (sha256 hex) of an image shard's latent shard.
 
     Args:
         tar_sha256: digest of the image shard.
         encoders: digest of the VAE and the text encoders.
+        text: `encode.text`; its default is absent, so that keys are those of releases without it.
     """
     return digest_json(
         {
@@ -43,5 +51,6 @@ def shard_key(
             "dtype": dtype,
             "batch_size": batch_size,
             "transform": asdict(settings),
+            **({} if text == "embeddings" else {"text": text}),
         }
     )

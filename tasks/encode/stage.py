@@ -74,6 +74,8 @@ def build(
     settings = TransformSettings.of(recipe)
     info |= batch_tokens(shards)
     info |= {"masks": settings.masks, "scored": settings.scored}
+    if recipe.encode.text_dtype is not None:
+        info["text_dtype"] = recipe.encode.text_dtype
     draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
     return summary | {"run": runtime_facts(recipe.runtime)}
 
@@ -106,11 +108,11 @@ def encode_missing(
     settings = TransformSettings.of(recipe)
     bucket_sizes(settings, info["size_step"])
     digest = digest_encoders(model_folder, vae_folder)
-    dtype = recipe.encode.dtype
+    dtype, text = recipe.encode.dtype, recipe.encode.text
     tasks = {}
     for entry in images.files:
         if entry.path.endswith(".tar"):
-            key = shard_key(entry.sha256, digest, dtype, recipe.encode.batch_size, settings)
+            key = shard_key(entry.sha256, digest, dtype, recipe.encode.batch_size, settings, text)
             tar, samples = images.url(entry.path), entry.meta["samples"]
             tasks[key] = EncodeTask(key, tar, entry.sha256, samples)
     if not tasks:
@@ -122,6 +124,7 @@ def encode_missing(
         batch_size=recipe.encode.batch_size,
         device=recipe.encode.device,
         dtype=dtype,
+        text=text,
         compiled=store.compiled_url,
     )
     options = beam_options(recipe, "encode")

@@ -43,6 +43,7 @@ def sampling_spec(given: EvalInputs) -> SamplingSpec:
             "seed": settings.seed,
             **recipe.train.held_out_loss,
         },
+        text_dtype=recipe.encode.text_dtype if has_holdout else None,
         flash_attention=recipe.train.mindspore.flash_attention,
     )
 

@@ -96,6 +96,7 @@ class SamplingSpec:
     latents: str | None  # URL of the latents for the held-out loss; None skips the loss
     latents_digest: str
     holdout: dict[str, Any]  # samples, levels, seed, noise_offset
+    text_dtype: str | None = None  # as GenerateJob.text_dtype
     flash_attention: bool = True  # as train.mindspore.flash_attention
 
     def facts(self) -> dict[str, Any]:
@@ -222,6 +223,7 @@ def _job(
         device=spec.device,
         dtype=spec.sampler["dtype"],
         latents=spec.latents,
+        text_dtype=spec.text_dtype,
         holdout=spec.holdout if spec.latents else {},
         vae=None if first.vae is None else str(first.vae),
         compiled=compiled,

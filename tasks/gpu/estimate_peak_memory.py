@@ -96,6 +96,7 @@ class Planner:
             resolution=self._recipe.encode.resolution,
             vae=None if self._vae is None else str(self._vae),
             denoiser_config=None if config is None else dict(read_config(Path(config))),
+            text_dtype=self._recipe.encode.text_dtype,
         )
 
     def step(self, train: Train) -> StepMemory:

@@ -99,6 +99,7 @@ def digest_settings(recipe: Recipe) -> str:
             "resolution": recipe.encode.resolution,
             "evaluate": [evaluate.dtype, evaluate.batch_size, len(sample_prompts(recipe))],
             "models": [None if path is None else _without_checkout(path) for path in models],
+            **({} if recipe.encode.text_dtype is None else {"text": recipe.encode.text_dtype}),
         }
     )
 

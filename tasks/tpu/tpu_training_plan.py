@@ -161,6 +161,7 @@ def _load_or_compile(
         topology=batch.where.name,
         vae=None if vae is None else str(vae),
         denoiser_config=None if config is None else read_config(Path(config)),
+        text_dtype=recipe.encode.text_dtype,
     )
 
     def compile_step() -> dict[str, Any]:

@@ -13,7 +13,9 @@ from configs.load_recipe import load_recipe
 from configs.recipe import STAGES, Recipe
 from flows import check_disk as module
 from flows.check_disk import DiskTooSmall, check_disk
+from runtimes.families import detect_family
 from runtimes.hosts.detect_nvidia import NvidiaGpu
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.estimate_disk import estimate_disk
 
@@ -153,6 +155,19 @@ def test_fewer_stages_need_less(tmp_path: Path) -> None:
     recipe = load_recipe("digits", {"store": str(tmp_path)})
     sizes = [estimate_disk(recipe, base(recipe), None, 100, STAGES[:n]).total for n in range(1, 6)]
     assert sizes == sorted(sizes) and len(set(sizes)) == len(STAGES)
+
+
+def test_token_ids_need_less_than_embeddings() -> None:
+    """Each of the tokens has an id of four bytes by encoder, or states of two bytes by number."""
+    recipe = load_recipe("digits")
+    info = describe_encoders(base(recipe))
+    tokens = load_recipe("digits", {"encode.text": "token_ids"})
+    plain, less = (estimate_disk(one, base(one), None, 100).stages for one in (recipe, tokens))
+    encoders = len(detect_family(base(recipe)).clip_encoders)
+    ids = 4 * encoders * info["tokens"]
+    embeddings = 2 * (info["tokens"] * info["prompt_dim"] + info["pooled_dim"])
+    assert plain["encode"] - less["encode"] == 100 * (embeddings - ids) > 0
+    assert plain == {**less, "encode": plain["encode"]}
 
 
 def test_adapters_are_counted_as_they_are_trained() -> None:

@@ -24,6 +24,7 @@ from configs.train import Train
 from runtimes.families import family_named
 from runtimes.process.events import EVENT_FD
 from runtimes.process.job import TrainJob, write_job
+from runtimes.torch_models.encode_images_and_captions import Encoder
 
 TOKENS, PROMPT_DIM, POOLED_DIM = 6, 64, 24
 INFO = {
@@ -74,8 +75,14 @@ def _of_varying_lengths(embeds: Any) -> list[Any]:
     return [rows[:length] for rows, length in zip(embeds, lengths, strict=True)]
 
 
-def _write_latents(url: str, shards: Sequence[Groups], scratch: Path, **info: Any) -> str:
-    """An encode artifact below the store at `url`, with `shards` as groups -> count."""
+def _write_latents(
+    url: str, shards: Sequence[Groups], scratch: Path, texts: Texts | None = None, **info: Any
+) -> str:
+    """An encode artifact below the store at `url`, with `shards` as groups -> count.
+
+    Args:
+        texts: of every shard; None: of random numbers.
+    """
     store = Store(url)
     info = {**INFO, **info}
     draft = store.draft(KeyParts("encode", 1, {"info": info, "shards": list(shards)}, {}))
@@ -90,23 +97,24 @@ def _write_latents(url: str, shards: Sequence[Groups], scratch: Path, **info: An
             ]
             for group, count in groups.items()
         }
-        family = family_named(info["family"])
-        embeds = rng.normal(size=(6, info["tokens"], info["prompt_dim"])).astype(np.float32)
-        texts = Texts(
-            _of_varying_lengths(embeds) if family.varying_lengths else embeds,
-            rng.normal(size=(6, info["pooled_dim"])).astype(np.float32)
-            if info["pooled_dim"]
-            else None,
-            rng.integers(512, size=(6, len(family.clip), TOKENS)),
-            family.varying_lengths,
-        )
         path = scratch / "shard.safetensors"
-        write_latent_shard(path, samples, texts)
+        write_latent_shard(path, samples, _random_texts(rng, info) if texts is None else texts)
         key = f"{number:064x}"
         meta = {"groups": dict(groups), "bad": 0}
         draft.add_shard(store.commit_shard("encode", key, {".safetensors": str(path)}, meta))
     draft.write("latents.json", json.dumps(info).encode())
     return draft.commit({}, {}).uri
+
+
+def _random_texts(rng: np.random.Generator, info: dict[str, Any]) -> Texts:
+    family = family_named(info["family"])
+    embeds = rng.normal(size=(6, info["tokens"], info["prompt_dim"])).astype(np.float32)
+    return Texts(
+        _of_varying_lengths(embeds) if family.varying_lengths else embeds,
+        rng.normal(size=(6, info["pooled_dim"])).astype(np.float32) if info["pooled_dim"] else None,
+        rng.integers(512, size=(6, len(family.clip), TOKENS)),
+        family.varying_lengths,
+    )
 
 
 WriteLatents = Callable[..., str]
@@ -116,6 +124,30 @@ WriteLatents = Callable[..., str]
 def write_latents(tmp_path: Path) -> WriteLatents:
     """`write_latents(url, shards, **info)` writes an encode artifact and returns its URL."""
     return lambda url, shards, **info: _write_latents(str(url), shards, tmp_path, **info)
+
+
+#: Captions of different lengths, one longer than an encoder reads; the first is the empty one.
+CAPTIONS = ("", "a cat", "Déjà vu, 123 & more", "a dog on a mat", "long " * 60, "red")
+#: `(model, dtype)` to a latents artifact with embeddings, and one with token ids alone.
+BothForms = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def both_forms(tmp_path: Path, write_latents: WriteLatents) -> BothForms:
+    """Writes latents with CAPTIONS in both forms of `encode.text`."""
+
+    def write(model: Path, dtype: str = "float32") -> tuple[str, str]:
+        encoder = Encoder(model, device="cpu", dtype=dtype)
+        (embeds, pooled), ids = encoder.texts(CAPTIONS), encoder.input_ids(CAPTIONS)
+        forms = (Texts(embeds, pooled, ids), {}), (Texts(None, None, ids), {"text_dtype": dtype})
+        groups = [{"train/8x8": 9, "holdout/8x8": 3}]
+        embedded, tokens = (
+            write_latents(tmp_path / f"form{n}", groups, texts=texts, **encoder.info, **more)
+            for n, (texts, more) in enumerate(forms)
+        )
+        return embedded, tokens
+
+    return write
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +170,7 @@ def make_job(tiny_sdxl: Path, latents_url: str, tmp_path: Path) -> MakeJob:
     """Builds a train job; keywords are train settings, or fields of the job."""
 
     def make(name: str = "run", **settings: Any) -> TrainJob:
-        names = ("model", "latents", "runtime")
+        names = ("model", "latents", "runtime", "text_dtype")
         fields = {key: settings.pop(key) for key in names if key in settings}
         small = {"steps": 6, "global_batch_size": 4, "learning_rate": 1e-3, "device": "cpu"}
         job = TrainJob(

@@ -22,6 +22,7 @@ from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encode_images_and_captions import Encoder
+from tasks.base_training_plan import caption_bytes
 from tasks.encode import encoder_process
 from tasks.encode import stage as encode
 from tasks.encode.decode_and_crop import TransformSettings
@@ -156,6 +157,36 @@ def test_every_sample_has_its_moments_captions_and_split(
                 found[sample.id.hex()] = True
     assert found.keys() == expected.keys()
     assert latents.info == encoder.info | {"masks": 0, "scored": False}
+
+
+def test_token_ids_are_stored_without_a_text_encoder(
+    make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    """The base of the second artifact has no weights of text encoders."""
+    shards = _pictures(2)
+    shards[0]["00000"] = (shards[0]["00000"][0], ("one", "two"))
+    embedded = open_latents(make(shards).uri)
+    model = shutil.copytree(tiny_sdxl, tmp_path / "base")
+    for path in model.glob("text_encoder*/*.safetensors"):
+        path.unlink()
+    recipe = _recipe(tmp_path / "ids", model, text="token_ids", dtype="bfloat16")
+    artifact = _encode(recipe, _images(Store(recipe.store), shards, tmp_path))
+    latents = open_latents(artifact.uri)
+    assert latents.text_dtype == "bfloat16" and embedded.text_dtype is None
+    encoder, names = Encoder(tiny_sdxl, device="cpu"), set[str]()
+    expected = {digest_bytes(data): texts for shard in shards for data, texts in shard.values()}
+    for shard in (LatentShard(ref.url) for ref in latents.shards):
+        names |= {name for name in shard._tensors if name.startswith("text/")}
+        np.testing.assert_array_equal(shard.input_ids(0), encoder.input_ids([""])[0])
+        assert shard.input_ids(0).nbytes == caption_bytes(recipe, encoder.info)
+        for group, count in shard.groups.items():
+            for sample in (shard.sample(group, i) for i in range(count)):
+                ids = np.stack([shard.input_ids(row) for row in sample.caption_rows])
+                texts = list(expected.pop(sample.id.hex()))
+                np.testing.assert_array_equal(ids, encoder.input_ids(texts))
+                assert ids.dtype == np.int32
+    assert names == {"text/input_ids"} and not expected
+    assert artifact.summary["captions"] == make(shards).summary["captions"]
 
 
 def test_the_downloaded_bytes_alone_select_the_split(tiny_sdxl: Path, tmp_path: Path) -> None:

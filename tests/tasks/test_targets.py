@@ -48,6 +48,25 @@ def test_a_guidance_scale_without_effect_is_refused(
         check(load_recipe("digits", {"evaluate.true_cfg_scale": 3.5}), tiny_sdxl)
 
 
+@pytest.mark.parametrize("name", ["sd3", "flux", "flux2", "z_image", "qwen_image"])
+def test_token_ids_of_a_language_model_are_refused(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    base = request.getfixturevalue(f"tiny_{name}")
+    check(load_recipe("digits"), base)
+    with pytest.raises(
+        WrongInput,
+        match=rf"^encode\.text: token_ids .* {name}'s text_encoder\w* is a language model, .*: set "
+        "embeddings$",
+    ):
+        check(load_recipe("digits", {"encode.text": "token_ids"}), base)
+
+
+def test_token_ids_are_for_families_with_clip_alone(tiny_sd: Path, tiny_sdxl: Path) -> None:
+    for base in (tiny_sd, tiny_sdxl):
+        check(load_recipe("digits", {"encode.text": "token_ids"}), base)
+
+
 def test_the_content_of_a_denoiser_config_is_in_the_key(tiny_sdxl: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     recipe = load_recipe("digits", {"train.init": "random", "train.denoiser_config": str(path)})

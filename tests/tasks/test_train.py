@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,27 @@ def test_the_held_out_set_counts_if_its_loss_chooses_the_checkpoint(tmp_path: Pa
         base = Path(recipe.model.path)
         parts = key_parts(recipe, latents, base, base, holdout=holdout)
         assert parts.inputs.get("holdout") == (holdout.digest if counts else None)
+
+
+def test_frozen_text_encoders_of_the_step_are_in_the_key(tmp_path: Path) -> None:
+    """The latents of token ids have the same bytes whatever the weights of the encoders are."""
+    latents = Artifact(Store(str(tmp_path)), "encode", "0" * 64, {"digest": "0"})
+    base = shutil.copytree(load_recipe("digits").model.path, tmp_path / "base")
+
+    def inputs(**overrides: Any) -> Mapping[str, str]:
+        recipe = load_recipe("digits", {n.replace("__", "."): v for n, v in overrides.items()})
+        return key_parts(recipe, latents, base, base).inputs
+
+    assert inputs().keys() == {"latents", "base"}
+    assert inputs(encode__text="token_ids", train__train_text_encoder=True).keys() == {
+        "latents",
+        "base",
+    }
+    before = inputs(encode__text="token_ids")
+    assert before == inputs() | {"text_encoders": before["text_encoders"]}
+    config = base / "text_encoder/config.json"
+    config.write_text(config.read_text() + " ")
+    assert inputs(encode__text="token_ids")["text_encoders"] != before["text_encoders"]
 
 
 def test_the_job_checks_the_lock_of_its_builder(

@@ -1,6 +1,7 @@
 """Each family's conditioning is what its diffusers pipeline gives its denoiser."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from runtimes.families import FAMILIES, Captioned, detect_family
 from runtimes.pipeline_folder.describe_encoders import text_length
 from runtimes.pipeline_folder.weight_files import weight_files
 from runtimes.torch_models.encode_images_and_captions import Encoder
-from runtimes.torch_models.encode_token_ids import encode_in_step
+from runtimes.torch_models.encode_token_ids import encode_ids, encode_in_step
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
 from runtimes.torch_models.network import Network
 
@@ -80,7 +81,8 @@ def test_encoded_in_the_step_captions_are_what_was_encoded_before(
     folder = family_folder(name, request)
     before = condition(folder, in_step=False)
     with torch.no_grad():
-        now = encode_in_step(FAMILIES[name], clip_encoders(folder), condition(folder, in_step=True))
+        encode = partial(encode_ids, FAMILIES[name], clip_encoders(folder))
+        now = encode_in_step(encode, condition(folder, in_step=True))
     assert now.keys() == before.keys()
     for keyword, tensor in before.items():
         torch.testing.assert_close(now[keyword], tensor, atol=1e-6, rtol=0)
@@ -92,7 +94,8 @@ def test_a_dropped_caption_is_zeros_and_trains_nothing(
 ) -> None:
     folder = family_folder(name, request)
     encoders = clip_encoders(folder)
-    found = encode_in_step(FAMILIES[name], encoders, condition(folder, in_step=True, dropped=True))
+    encode = partial(encode_ids, FAMILIES[name], encoders)
+    found = encode_in_step(encode, condition(folder, in_step=True, dropped=True))
     for keyword in {"prompt_embeds", "pooled_prompt_embeds"} & found.keys():
         assert not found[keyword].any()
     found["prompt_embeds"].sum().backward()

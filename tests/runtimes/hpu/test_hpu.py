@@ -14,6 +14,7 @@ from typing import Any
 import chips
 import pytest
 from driver_process import DriverProcess
+from tolerances import GOLDEN
 from training import losses
 
 from configs.train import Train
@@ -137,6 +138,20 @@ def test_bfloat16_is_what_products_are_computed_in(
     assert kinds == {"float32": {"Float"}, "bfloat16": {"BFloat16"}}
     near = zip(found["bfloat16"], found["float32"], strict=True)
     assert 1e-4 < max(abs(half / whole - 1) for half, whole in near) < 2e-2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
+    mode: str, host: DriverProcess, make_job: MakeJob, both_forms: Callable[..., tuple[str, str]]
+) -> None:
+    """In float32 beside a step in bfloat16, and no step waits or has a new graph."""
+    settings = {"device": "hpu", "hpu": {"mode": mode}, "steps": 3, "mixed_precision": "bf16"}
+    embeds, ids = both_forms(Path(make_job().model))
+    stored = make_job("embeddings", latents=embeds, **settings)
+    encoded = make_job("token_ids", latents=ids, text_dtype="float32", **settings)
+    kinds = [set(host.call("train", asdict(job), 2)["products"]) for job in (stored, encoded)]
+    assert kinds[1] - kinds[0] == {"Float"}
+    assert losses(encoded) == pytest.approx(losses(stored), rel=GOLDEN["bfloat16"])
 
 
 def test_hpu_graphs_are_recorded_once_a_shape(lazy: DriverProcess, make_job: MakeJob) -> None:

@@ -9,11 +9,21 @@ from typing import Any
 
 import chips
 import pytest
+import torch
 from driver_process import DriverProcess
+from tolerances import LOSS
+from training import losses
 
+from configs.train import Train
 from runtimes.process.job import TrainJob
 
-chips.importorskip("jax")
+jax = chips.importorskip("jax")
+from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
+from runtimes.jax.mesh import Mesh  # noqa: E402
+from runtimes.jax.parameters_and_optimizer_state import frozen_arrays  # noqa: E402
+from runtimes.jax.runtime import load_network  # noqa: E402
+from runtimes.jax.tpu_step_memory_records import TpuStepRequest  # noqa: E402
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 MakeJob = Callable[..., TrainJob]
 COMMON: dict[str, Any] = {
@@ -64,3 +74,34 @@ def test_micro_batches_that_devices_cannot_share_are_filled_up(
     found = driver.call("train", asdict(job))
     assert found["by_step"] == [[1, 0, 0]]
     assert max(found["bytes"].values()) <= 1.05 * found["whole"] / 2
+
+
+def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
+    driver: DriverProcess, make_job: MakeJob, both_forms: Callable[..., Any]
+) -> None:
+    settings = {"steps": 3, "caption_dropout_rate": 0.3}
+    embeds, ids = both_forms(Path(make_job().model))
+    stored = make_job(name="embeddings", latents=embeds, **settings)
+    encoded = make_job(name="token_ids", latents=ids, text_dtype="float32", **settings)
+    shapes = [driver.call("train", asdict(job))["bytes"] for job in (stored, encoded)]
+    assert shapes[0] == shapes[1]  # of the training state
+    assert losses(encoded) == pytest.approx(losses(stored), rel=LOSS)
+
+
+def test_frozen_text_encoders_keep_their_dtype_beside_weights_in_half_precision(
+    make_job: MakeJob,
+) -> None:
+    """So they do in a plan."""
+    job = make_job(method="lora", mixed_precision="bf16", text_dtype="float32")
+    settings, devices = Train(**job.train), jax.devices()[:1]
+    network = load_network(job, settings)
+    arrays = frozen_arrays(network, Mesh(1, devices), torch.bfloat16)
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, array in arrays.items():
+        kinds[name.startswith("frozen_texts.")].add(str(array.dtype))
+    assert kinds == {True: {"float32", "int32"}, False: {"bfloat16"}}
+    asked = TpuStepRequest(job.model, job.train, 32, "v5p-8", text_dtype=job.text_dtype)
+    planned = AbstractStep(asked, settings, devices, hosts=1)._frozen()
+    assert {n: (a.shape, a.dtype) for n, a in planned.items()} == {
+        n: (a.shape, a.dtype) for n, a in arrays.items()
+    }

@@ -143,6 +143,17 @@ def test_text_encoders_follow_torch(
     assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
 
 
+def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
+    driver: DriverProcess, make_job: MakeJob, both_forms: Callable[..., tuple[str, str]]
+) -> None:
+    embeds, ids = both_forms(Path(make_job().model))
+    stored = make_job("embeddings", latents=embeds, steps=3, caption_dropout_rate=0.3)
+    encoded = replace(make_job("token_ids", steps=3, caption_dropout_rate=0.3), latents=ids)
+    for job in (stored, replace(encoded, text_dtype="float32")):
+        driver.call("train", asdict(job))
+    assert losses(encoded) == pytest.approx(losses(stored), rel=LOSS)
+
+
 @pytest.mark.soak
 def test_msrun_starts_two_processes_that_write_one_checkpoint(
     python: Path, make_job: MakeJob, tmp_path: Path

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,28 @@ def test_so_it_is_for_each_family_with_trained_text_encoders(
     assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
 
 
-def ask(model: Path, **train: Any) -> StepMemory:
+@pytest.mark.slow
+def test_frozen_text_encoders_of_the_step_are_planned_in_their_dtype(tiny_sdxl: Path) -> None:
+    found = compare(tiny_sdxl, 64, 16, method="lora", text_dtype="float32")
+    assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
+    without, half, full = (
+        ask(tiny_sdxl, text_dtype=dtype) for dtype in (None, "bfloat16", "float32")
+    )
+    added = half.weights - without.weights
+    assert full.weights - without.weights == pytest.approx(2 * added, rel=0.1) and added > 0
+    assert full.parameters == without.parameters and full.optimizer == without.optimizer
+    assert full.flops_per_image > without.flops_per_image
+    asked = GpuStepRequest(str(tiny_sdxl), Train().model_dump(mode="json"), 64)
+    drawing, measuring = (
+        step_memory(replace(asked, sampling_dtype="bfloat16", text_dtype=dtype)).weights
+        for dtype in (None, "float32")
+    )
+    assert measuring - drawing == full.weights - without.weights
+
+
+def ask(model: Path, text_dtype: str | None = None, **train: Any) -> StepMemory:
     settings = Train(mixed_precision="bf16", **train).model_dump(mode="json")
-    return step_memory(GpuStepRequest(str(model), settings, 64))
+    return step_memory(GpuStepRequest(str(model), settings, 64, text_dtype=text_dtype))
 
 
 def test_attention_saves_no_logits(tiny_sdxl: Path) -> None:

@@ -83,6 +83,23 @@ def test_two_processes_take_the_steps_of_one(
     assert curve(two, "loss") == list(range(1, 7))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [pytest.param(1, marks=pytest.mark.soak), "all"])
+def test_two_processes_run_frozen_text_encoders_as_one_does(
+    fsdp: Any,
+    tiny_sdxl: Path,
+    make_job: MakeJob,
+    start_job: StartJob,
+    both_forms: Callable[..., tuple[str, str]],
+) -> None:
+    given = {**SETTINGS, "latents": both_forms(tiny_sdxl)[1], "text_dtype": "float32", "steps": 3}
+    one = make_job("one", **given)
+    assert train(one, Events(), Stop())
+    two = make_job("two", **given, processes=2, fsdp=fsdp)
+    assert start_job(two).end() == 0
+    assert_same_run(one, two)
+
+
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [{}, LORA], ids=["full", "lora"])

@@ -16,6 +16,7 @@ import chips
 import pytest
 from driver_process import DriverProcess
 from jobs import SAMPLER
+from tolerances import LOSS
 from training import losses, train
 
 from runtimes.process.job import TrainJob
@@ -169,3 +170,16 @@ def test_half_precision_stays_near(driver: DriverProcess, make_job: MakeJob) -> 
     assert len(list(Path(job.work, "samples").iterdir())) == 2
     apart = [abs(ours / theirs - 1) for ours, theirs in zip(losses(job), losses(near), strict=True)]
     assert 1e-4 < max(apart) < 2e-2
+
+
+def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
+    driver: DriverProcess, make_job: MakeJob, both_forms: Callable[..., tuple[str, str]]
+) -> None:
+    embeds, ids = both_forms(Path(make_job().model))
+    settings = {"steps": 3, "caption_dropout_rate": 0.3, "global_batch_size": 8}
+    stored = make_job("embeddings", latents=embeds, **settings)
+    encoded = replace(make_job("token_ids", **settings), latents=ids, text_dtype="float32")
+    for job in (stored, encoded):
+        found = driver.call("train", asdict(job))
+        assert not found["fallbacks"]
+    assert losses(encoded) == pytest.approx(losses(stored), rel=LOSS)
