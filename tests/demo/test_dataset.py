@@ -37,7 +37,9 @@ def test_every_row_names_a_picture_with_that_hash(urls: Path) -> None:
 
 
 def test_new_pictures_are_two_thirds_and_the_rehearsal_covers_every_base_style(urls: Path) -> None:
-    styles = Counter(STYLES[captions.parse(row["caption"]).styles()[0]].name for row in rows_of(urls))
+    styles = Counter(
+        STYLES[captions.parse(row["caption"]).styles()[0]].name for row in rows_of(urls)
+    )
     assert styles.pop(NEW_STYLE) == 1797
     assert set(styles) == set(BASE_STYLES)
     assert styles.total() == dataset.REHEARSAL

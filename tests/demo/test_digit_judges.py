@@ -17,7 +17,7 @@ def held_out(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[n
     return digits.render(x8, style, rng), digit, style
 
 
-def captions(digit: NDArray[np.int64], style: NDArray[np.int64]) -> list[str]:
+def captions_of(digit: NDArray[np.int64], style: NDArray[np.int64]) -> list[str]:
     return [captions.captions(d, s)[0] for d, s in zip(digit.tolist(), style.tolist(), strict=True)]
 
 
@@ -26,16 +26,16 @@ def test_held_out_digits_are_judged_right_99_times_in_100() -> None:
     results = []
     for seed in range(6):
         images, digit, style = held_out(seed)
-        results.append(judge(images, captions(digit, style)))
+        results.append(judge(images, captions_of(digit, style)))
     assert np.mean([right["digit"] for right in results]) >= 0.99
     assert np.mean([right["style"] for right in results]) >= 0.99
 
 
 def test_the_judge_separates_wrong_digits_from_wrong_styles() -> None:
     images, digit, style = held_out(0)
-    wrong_digit = judge(images, captions((digit + 1) % 10, style))
+    wrong_digit = judge(images, captions_of((digit + 1) % 10, style))
     assert wrong_digit["digit"].mean() < 0.01 and wrong_digit["style"].all()
-    wrong_style = judge(images, captions(digit, (style + 1) % len(STYLES)))
+    wrong_style = judge(images, captions_of(digit, (style + 1) % len(STYLES)))
     assert wrong_style["digit"].mean() > 0.97 and not wrong_style["style"].any()
 
 
@@ -43,14 +43,14 @@ def test_chalk_on_black_is_not_chalk_on_green() -> None:
     x8, digit = digits.load("held_out")
     black = np.full(len(x8), style_index("white chalk on a black board"))
     images = digits.render(x8, black, np.random.default_rng(0))
-    right = judge(images, captions(digit, np.full(len(x8), style_index(NEW_STYLE))))
+    right = judge(images, captions_of(digit, np.full(len(x8), style_index(NEW_STYLE))))
     assert not right["style"].any()
     assert judge(images[:1], [f"a handwritten {captions.WORDS[digit[0]]} in white chalk"])["style"]
 
 
 def test_noise_and_blank_pictures_pass_only_by_chance() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
-    asked = captions(np.arange(200) % 10, np.arange(200) % len(STYLES))
+    asked = captions_of(np.arange(200) % 10, np.arange(200) % len(STYLES))
     for images in (noise, np.full_like(noise, 128)):
         right = judge(images, asked)
         assert (right["digit"] & right["style"]).mean() < 0.05
@@ -59,9 +59,9 @@ def test_noise_and_blank_pictures_pass_only_by_chance() -> None:
 def test_pictures_and_prompts_must_match_in_number_and_shape() -> None:
     images, digit, style = held_out(0)
     with pytest.raises(ValueError, match="one per prompt"):
-        judge(images, captions(digit, style)[:-1])
+        judge(images, captions_of(digit, style)[:-1])
     with pytest.raises(ValueError, match="uint8"):
-        judge(images / np.float32(255), captions(digit, style))
+        judge(images / np.float32(255), captions_of(digit, style))
 
 
 def test_the_classifier_has_learnt_from_training_digits_alone() -> None:
