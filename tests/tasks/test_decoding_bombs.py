@@ -110,7 +110,7 @@ def test_a_picture_that_decodes_to_another_size_is_no_image(
 ) -> None:
     lie = Header(SHOWN, SHOWN, is_reducible=False)
     monkeypatch.setattr(
-        "tasks.download.resize_by_img2dataset.check_picture", lambda body, most: lie
+        "tasks.download.filter_resize_encode_by_img2dataset.check_picture", lambda body, most: lie
     )
     resizer = PictureResizer(Download())
     assert resizer.write_resized(saved("PNG", 2 * SHOWN), tmp_path / "a") == "not an image"

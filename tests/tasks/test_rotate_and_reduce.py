@@ -46,7 +46,7 @@ def resized(tmp_path: Path, body: bytes, **settings: Any) -> tuple[dict[str, Any
 def whole(tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     """The same, from the whole picture as img2dataset does."""
     with monkeypatch.context() as patch:
-        target = "tasks.download.resize_by_img2dataset.reduction"
+        target = "tasks.download.filter_resize_encode_by_img2dataset.reduction"
         patch.setattr(target, lambda *_: 1)
         return resized(tmp_path, body, **settings)
 
