@@ -251,11 +251,6 @@ class Latents:
         """Number of held-out samples."""
         return sum(n for group, n in self.groups().items() if group.startswith("holdout/"))
 
-    @property
-    def has_holdout(self) -> bool:
-        """Whether there is a held-out sample."""
-        return self.held_out > 0
-
 
 def open_latents(url: str) -> Latents:
     """The shards of a latents artifact, from its manifest; no shard is opened.

@@ -66,8 +66,8 @@ class Train(Section):
     )
     micro_batch_size: PositiveInt | None = Field(
         None,
-        description="Samples per forward pass and device; null: the whole share of the device. "
-        "Smaller values accumulate gradients.",
+        description="Samples per forward pass of a process, which has one GPU or NPU, or all "
+        "chips of a TPU host; null: its whole share. Smaller values accumulate gradients.",
     )
 
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(

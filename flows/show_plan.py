@@ -105,7 +105,7 @@ def shared_facts(plan: TrainingPlan) -> dict[str, Any]:
         "images_per_second": None if seconds is None else images / seconds,
         "assumption": plan.assumption,
         "bytes_per_picture": plan.bytes_per_picture,
-        "embedding_bytes_per_caption": plan.caption_bytes,
+        "bytes_per_caption": plan.caption_bytes,
         "storage_bytes": plan.storage_bytes,
         "hours": plan.hours,
         "cost": plan.cost,

@@ -53,7 +53,7 @@ def check(recipe: Recipe, model: Path) -> None:
     if recipe.encode.text == "token_ids" and (encoder := family.frozen_text) is not None:
         raise WrongInput(
             f"encode.text: token_ids lets each step run the text encoders, and {family.name}'s "
-            f"{encoder.component} is a language model, too large for that: set embeddings"
+            f"{encoder.component} is a language model, which no step runs: set embeddings"
         )
     _check_sampling(recipe, family, config)
     path = settings.denoiser_config

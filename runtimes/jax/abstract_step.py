@@ -119,7 +119,7 @@ class AbstractStep:
         def dtype(name: str, tensor: torch.Tensor) -> Any:
             if not tensor.is_floating_point():
                 return jnp.int32
-            own = name.startswith("frozen_texts.")  # as `frozen_arrays` has it
+            own = name.startswith("frozen_clip.")  # as `frozen_arrays` has it
             return jnp.dtype(str(tensor.dtype).removeprefix("torch.")) if own else half
 
         tensors = (*self._network.named_parameters(), *self._network.named_buffers())

@@ -35,15 +35,15 @@ class Encoder(encode_images_and_captions.Encoder):
 
     def __init__(self, job: EncodeJob) -> None:
         self._compile_cache, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
-        folders, embeds = (job.model_folder, job.vae_folder), job.text == "embeddings"
-        super().__init__(*folders, device="cpu", dtype=job.dtype, embeds=embeds)
+        folders = (job.model_folder, job.vae_folder)
+        super().__init__(*folders, device="cpu", dtype=job.dtype, embeds=job.embeds)
         self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
         frozen = None if self._frozen is None else self._frozen.model
         moments = partial(_moments, self.family, self.vae.dtype)
         self._moments = _compiled(Wrapped(self.vae, moments), mesh)
         self._embeds: Any = None
-        if embeds:
+        if job.embeds:
             self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:

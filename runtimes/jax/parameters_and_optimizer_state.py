@@ -39,8 +39,8 @@ def frozen_arrays(network: Network, mesh: Mesh, dtype: torch.dtype) -> Arrays:
 
     They have `dtype`, except for frozen text encoders, which keep their own.
     """
-    texts = move(network.frozen_texts, mesh)
-    own = {f"frozen_texts.{name}": array for name, array in texts.items()}
+    texts = move(network.frozen_clip, mesh)
+    own = {f"frozen_clip.{name}": array for name, array in texts.items()}
     but = frozenset(trained_names(network).values()) | own.keys()
     return own | move(network, mesh, dtype, but=but)
 

@@ -107,8 +107,7 @@ def open_encoder(job: EncodeJob) -> Encoder:
     dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
     start(job.device)
     given = (job.model_folder, job.vae_folder, dtype)
-    embeds = job.text == "embeddings"
-    return Encoder(*given, images=job.batch_size, captions=TEXT_BATCH, embeds=embeds)
+    return Encoder(*given, images=job.batch_size, captions=TEXT_BATCH, embeds=job.embeds)
 
 
 def _tokenizer(model_folder: Path, name: str, part: str) -> Any:

@@ -16,7 +16,7 @@ from runtimes.mindspore.device import choose, precision, start
 from runtimes.mindspore.loading import load_denoiser, load_text_encoder, set_flash_attention
 from runtimes.mindspore.lora_injection import merge_adapters
 from runtimes.mindspore.micro_batches import Inputs
-from runtimes.mindspore.network import Network, load_frozen_texts
+from runtimes.mindspore.network import Network, load_frozen_clip
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
@@ -78,7 +78,7 @@ def load_network(
 
     parts, frozen = load_trained_components(drawing, model, load), None
     if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
-        frozen = load_frozen_texts(model, family, text_dtype)
+        frozen = load_frozen_clip(model, family, text_dtype)
     network = Network(family, parts, frozen)
     network.cast(dtype)
     for part in parts.values():

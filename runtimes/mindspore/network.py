@@ -34,14 +34,14 @@ class Network(nn.Cell):
     Args:
         family: of the pipeline.
         parts: component name, such as `unet`, to cell.
-        frozen_texts: CLIP encoders by component name, if the step runs them untrained.
+        frozen_clip: CLIP encoders by component name, if the step runs them untrained.
     """
 
     def __init__(
         self,
         family: Family,
         parts: dict[str, nn.Cell],
-        frozen_texts: Mapping[str, nn.Cell] | None = None,
+        frozen_clip: Mapping[str, nn.Cell] | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         check_family("mindspore", family.name)
@@ -54,12 +54,12 @@ class Network(nn.Cell):
         self.inpaints = extras.inpainting
         self.has_aesthetic_score = extras.aesthetic_score
         names = [name for name in family.clip_encoders if name in parts]
-        self.frozen_texts = frozen_texts or {}
-        encoders = list(self.frozen_texts.values()) or [parts[name] for name in names]
+        self.frozen_clip = frozen_clip or {}
+        encoders = list(self.frozen_clip.values()) or [parts[name] for name in names]
         self.encodes_text = bool(encoders)
         self.trains_text = bool(names)
         self.text_encoders = nn.CellList(encoders, auto_prefix=False)
-        for part, cell in {**parts, **self.frozen_texts}.items():
+        for part, cell in {**parts, **self.frozen_clip}.items():
             for name, parameter in named_weights(cell).items():
                 parameter.name = f"{part}.{name}"
                 parameter.requires_grad &= part in parts
@@ -89,7 +89,7 @@ class Network(nn.Cell):
             names = family.clip_encoders
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
         elif job.text_dtype is not None:
-            frozen = load_frozen_texts(folder, family, job.text_dtype)
+            frozen = load_frozen_clip(folder, family, job.text_dtype)
         for name, part in parts.items():
             if not full:
                 add_adapters(name, part, settings.lora, settings.seed, family.attention_layers)
@@ -99,7 +99,7 @@ class Network(nn.Cell):
 
     def set_train(self, mode: bool = True) -> Network:
         super().set_train(mode)
-        for cell in self.frozen_texts.values():
+        for cell in self.frozen_clip.values():
             cell.set_train(False)
         return self
 
@@ -195,7 +195,7 @@ class Network(nn.Cell):
         return states, pooled * kept.reshape((-1, 1))
 
 
-def load_frozen_texts(folder: Path, family: Family, dtype: str) -> dict[str, nn.Cell]:
+def load_frozen_clip(folder: Path, family: Family, dtype: str) -> dict[str, nn.Cell]:
     """The CLIP encoders of a pipeline folder, in the family's order. Raises WrongInput."""
     names = family.clip_encoders
     return {name: load_text_encoder(folder, name, getattr(ms, dtype)) for name in names}

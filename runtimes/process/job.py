@@ -107,8 +107,13 @@ class EncodeJob(_HasModel):
     batch_size: int = 1  # maximum images per batch
     device: str = "auto"
     dtype: str = "float32"
-    text: str = "embeddings"  # as `encode.text`; token_ids: no text encoder is loaded
+    text: str = "embeddings"  # as `encode.text`
     compiled: str | None = None  # as TrainJob.compiled
+
+    @property
+    def embeds(self) -> bool:
+        """Whether captions are embedded; else tokenizers are loaded, but no text encoder."""
+        return self.text == "embeddings"
 
 
 Job = TrainJob | GenerateJob

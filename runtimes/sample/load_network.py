@@ -13,7 +13,7 @@ from runtimes.process.job import Drawing
 from runtimes.sample.trained_components import load_trained_components
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
 from runtimes.torch_models.lora_injection import merge_adapters
-from runtimes.torch_models.network import Network, load_frozen_texts
+from runtimes.torch_models.network import Network, load_frozen_clip
 
 
 def load_network(
@@ -48,6 +48,6 @@ def load_network(
 
     parts, frozen = load_trained_components(drawing, model, load), list[torch.nn.Module]()
     if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
-        frozen = load_frozen_texts(model, family, text_dtype)
+        frozen = load_frozen_clip(model, family, text_dtype)
     network = Network(family, parts, frozen)
     return network.to(device).requires_grad_(False).eval()

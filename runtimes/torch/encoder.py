@@ -12,9 +12,9 @@ def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises WrongInput."""
     make_deterministic()  # a rebuilt shard must have identical bytes
     hooks = open_device(job.device, compiled=job.compiled)
-    folders, embeds = (job.model_folder, job.vae_folder), job.text == "embeddings"
+    folders = (job.model_folder, job.vae_folder)
     if not hooks.pads_batches:
-        return Encoder(*folders, device=hooks.device, dtype=job.dtype, embeds=embeds)
+        return Encoder(*folders, device=hooks.device, dtype=job.dtype, embeds=job.embeds)
     return PaddedEncoder(
         *folders,
         images=job.batch_size,
@@ -22,5 +22,5 @@ def open_encoder(job: EncodeJob) -> Encoder:
         save_compiled=hooks.save_compiled,
         device=hooks.device,
         dtype=job.dtype,
-        embeds=embeds,
+        embeds=job.embeds,
     )

@@ -126,7 +126,7 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
     with fake_tensors:
         for part in network.parts.values():
             _make_fake(part, dtype)  # a cast of real tensors would fill the host's memory
-        _make_fake(network.frozen_texts)
+        _make_fake(network.frozen_clip)
         _make_fake(vae)
     samples = prime_batch_size(tensor.nbytes for tensor in (*_tensors(network), *_tensors(vae)))
     batch = _batch(request, network, text=False)

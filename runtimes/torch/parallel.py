@@ -187,7 +187,7 @@ class FullySharded(DataParallel):
         after every forward pass, because they may change before the next one.
         """
         blocks = repeated_blocks()
-        for part in (*network.parts.values(), *network.frozen_texts):
+        for part in (*network.parts.values(), *network.frozen_clip):
             for module in (*(m for m in part.modules() if type(m).__name__ in blocks), part):
                 fully_shard(
                     module, mesh=self._mesh, mp_policy=self._policy, reshard_after_forward=True

@@ -48,20 +48,20 @@ class Network(torch.nn.Module):
     Args:
         family: of the pipeline.
         parts: component name, such as `unet`, to module.
-        frozen_texts: CLIP encoders in the family's order, if the step runs them untrained.
+        frozen_clip: CLIP encoders in the family's order, if the step runs them untrained.
     """
 
     def __init__(
         self,
         family: Family,
         parts: dict[str, torch.nn.Module],
-        frozen_texts: Sequence[torch.nn.Module] = (),
+        frozen_clip: Sequence[torch.nn.Module] = (),
     ) -> None:
         super().__init__()
         self.family = family
         for name, part in parts.items():
             self.add_module(name, part)
-        self.frozen_texts = FrozenTextEncoders(frozen_texts).requires_grad_(False).eval()
+        self.frozen_clip = FrozenTextEncoders(frozen_clip).requires_grad_(False).eval()
         keep_diffusers_formulas(self)
 
     @classmethod
@@ -116,7 +116,7 @@ class Network(torch.nn.Module):
         if settings.train_text_encoder:
             parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
         elif job.text_dtype is not None:
-            frozen = load_frozen_texts(folder, family, job.text_dtype)
+            frozen = load_frozen_clip(folder, family, job.text_dtype)
         return cls._prepared(family, parts, settings, frozen, unread)
 
     @classmethod
@@ -159,7 +159,7 @@ class Network(torch.nn.Module):
         family: Family,
         parts: dict[str, torch.nn.Module],
         settings: Train,
-        frozen_texts: Sequence[torch.nn.Module],
+        frozen_clip: Sequence[torch.nn.Module],
         unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
         def read(weight: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ class Network(torch.nn.Module):
                 add_adapters(name, part, settings.lora, settings.seed, targets, read)
             if settings.gradient_checkpointing != "none":
                 recompute(part, settings.gradient_checkpointing)
-        return cls(family, parts, frozen_texts)
+        return cls(family, parts, frozen_clip)
 
     def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
         """Move the network to a device, with convolution weights in a memory format."""
@@ -191,7 +191,7 @@ class Network(torch.nn.Module):
     def parts(self) -> dict[str, torch.nn.Module]:
         """The trained components, by name."""
         children = self.named_children()
-        return {name: child for name, child in children if child is not self.frozen_texts}
+        return {name: child for name, child in children if child is not self.frozen_clip}
 
     @property
     def text_encoders(self) -> list[torch.nn.Module]:
@@ -202,7 +202,7 @@ class Network(torch.nn.Module):
     @property
     def encodes_text(self) -> bool:
         """Whether the forward pass encodes captions, by trained or frozen encoders."""
-        return bool(self.text_encoders) or len(self.frozen_texts) > 0
+        return bool(self.text_encoders) or len(self.frozen_clip) > 0
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters by their keys in State."""
@@ -247,10 +247,10 @@ class Network(torch.nn.Module):
         """The function that encodes token ids; frozen encoders return embeddings of `dtype`."""
         if trained := self.text_encoders:
             return partial(encode_ids, self.family, trained)
-        return partial(self.frozen_texts.encode, self.family, dtype)
+        return partial(self.frozen_clip.encode, self.family, dtype)
 
 
-def load_frozen_texts(folder: Path, family: Family, dtype: str) -> list[torch.nn.Module]:
+def load_frozen_clip(folder: Path, family: Family, dtype: str) -> list[torch.nn.Module]:
     """The CLIP encoders of a pipeline folder, in the family's order. Raises WrongInput."""
     names = family.clip_encoders
     return [load_text_encoder(folder, name, getattr(torch, dtype)) for name in names]

@@ -58,4 +58,4 @@ def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises WrongInput."""
     upload, mesh = start(job.device, job.compiled).upload, Mesh(fsdp=1, hosts=1)
     given = (job.model_folder, mesh, job.batch_size, job.dtype, job.vae_folder, upload)
-    return Encoder(*given, embeds=job.text == "embeddings")
+    return Encoder(*given, embeds=job.embeds)

@@ -47,9 +47,8 @@ class EncodingPlan:
     def open(self) -> ShardEncoder:
         """Load the encoders in this process. Raises WrongInput."""
         job, encoder = self.job, open_encoder(self.job)
-        embeds = job.text == "embeddings"
         given = (encoder, self.settings, job.batch_size, self.decoders)
-        return ShardEncoder(*given, embeds=embeds)
+        return ShardEncoder(*given, embeds=job.embeds)
 
 
 def usable_cores() -> int:

@@ -26,7 +26,7 @@ log = logging.getLogger("kiln")
 def sampling_spec(given: EvalInputs) -> SamplingSpec:
     """The sampling settings of an evaluation, equal for all models."""
     recipe, latents, settings = given.recipe, given.latents, given.recipe.evaluate
-    has_holdout = open_latents(latents.uri).has_holdout
+    has_holdout = open_latents(latents.uri).held_out > 0
     if not has_holdout:
         log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
     return SamplingSpec(

@@ -277,6 +277,16 @@ def test_latents_of_another_family_are_refused(latents_url: str) -> None:
         BatchReader(open_latents(latents_url), FAMILIES["sd"], objective())
 
 
+def test_token_ids_are_refused_where_embeddings_are_read(latents_url: str) -> None:
+    latents = open_latents(latents_url)
+    tokens = Latents({**latents.info, "text_dtype": "float32"}, latents.shards)
+    BatchReader(tokens, FAMILIES["sdxl"], objective(), text_encoders=True)
+    with pytest.raises(
+        WrongInput, match=r"token ids .*: encode again with encode\.text: embeddings$"
+    ):
+        BatchReader(tokens, FAMILIES["sdxl"], objective())
+
+
 def test_a_remote_store_is_read_through_a_bounded_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
 ) -> None:

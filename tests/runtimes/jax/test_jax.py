@@ -98,7 +98,7 @@ def test_frozen_text_encoders_keep_their_dtype_beside_weights_in_half_precision(
     arrays = frozen_arrays(network, Mesh(1, devices), torch.bfloat16)
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for name, array in arrays.items():
-        kinds[name.startswith("frozen_texts.")].add(str(array.dtype))
+        kinds[name.startswith("frozen_clip.")].add(str(array.dtype))
     assert kinds == {True: {"float32", "int32"}, False: {"bfloat16"}}
     asked = TpuStepRequest(job.model, job.train, 32, "v5p-8", text_dtype=job.text_dtype)
     planned = AbstractStep(asked, settings, devices, hosts=1)._frozen()

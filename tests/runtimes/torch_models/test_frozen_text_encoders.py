@@ -87,7 +87,7 @@ def test_frozen_encoders_are_not_in_the_training_state(
     (stored, _), (encoded, batch) = map(start, pair)
     assert encoded.state_shapes() == stored.state_shapes()
     encoded.step(batch(0), 1e-3)
-    assert all(p.grad is None for p in encoded._network.frozen_texts.parameters())
+    assert all(p.grad is None for p in encoded._network.frozen_clip.parameters())
 
 
 def test_trained_encoders_read_the_same_token_ids(
@@ -98,7 +98,7 @@ def test_trained_encoders_read_the_same_token_ids(
     for job in pair:
         train(job)
     assert results(pair[0]) == results(pair[1])
-    assert len(start(pair[1])[0]._network.frozen_texts) == 0
+    assert len(start(pair[1])[0]._network.frozen_clip) == 0
 
 
 def test_held_out_losses_of_pictures_drawn_are_those_with_embeddings(
