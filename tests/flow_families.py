@@ -187,10 +187,9 @@ def assert_drawn_measured_and_published(
         paths = [Path(drawing.out, "losses.json") for drawing in drawings]
         for path in paths:
             path.unlink(missing_ok=True)
-        drawn = GenerateJob(
-            *("torch", job.model, drawings, family.prompts, SAMPLER),
-            *("cpu", "float32", job.latents, {**HOLDOUT, "levels": 4, **more}),
-        )
+        given = ("torch", job.model, drawings, family.prompts, SAMPLER, "cpu")
+        levels = {**HOLDOUT, "levels": 4, **more}
+        drawn = GenerateJob(*given, latents=job.latents, holdout=levels)
         generate(drawn, Events())
         return np.array([json.loads(path.read_text())["losses"] for path in paths])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ class GenerateJob(_HasModel):
     sampler: dict[str, Any]
     device: str = "auto"
     dtype: str = "float32"
+    _: KW_ONLY
     latents: str | None = None  # URL of the latents artifact with the held-out split
     text_dtype: str | None = None  # as TrainJob.text_dtype, for these latents
     holdout: dict[str, Any] = field(

@@ -136,9 +136,8 @@ def test_a_trained_transformer_is_drawn_with_measured_and_published(
         Drawing(str(tmp_path / "base")),
         Drawing(str(tmp_path / "tuned"), {"transformer": str(trained)}),
     )
-    drawn = GenerateJob(
-        "torch", str(tiny_sd3), drawings, PROMPTS, SAMPLER, "cpu", "float32", job.latents, HOLDOUT
-    )
+    given = ("torch", str(tiny_sd3), drawings, PROMPTS, SAMPLER, "cpu")
+    drawn = GenerateJob(*given, latents=job.latents, holdout=HOLDOUT)
     generate(drawn, Silent())
     losses = [json.loads(Path(d.out, "losses.json").read_text())["losses"] for d in drawings]
     assert len(losses[0]) == 3 and np.mean(losses[1]) < np.mean(losses[0])
