@@ -107,6 +107,11 @@ class Family:
     refused_devices: ClassVar[Mapping[str, str]] = {}
 
     @property
+    def chained_blocks(self) -> tuple[str, ...]:
+        """Classes of blocks in lists where each block's output is the next block's input."""
+        return self.blocks
+
+    @property
     def clip(self) -> tuple[TextEncoder, ...]:
         """The CLIP encoders, in the order of their rows in input_ids."""
         return tuple(encoder for encoder in self.text_encoders if encoder.kind == "clip")

@@ -30,6 +30,10 @@ class SD(Family):
         {"text_encoder": "lora_te"}, lambda layer, config: KohyaLayer(layer)
     )
 
+    @property
+    def chained_blocks(self) -> tuple[str, ...]:
+        return self.blocks[:1]  # a UNet calls residual and attention blocks alternately
+
     def latent_channels(self, config: Mapping[str, Any]) -> int:
         return latent_channels(config)
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from configs.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
+from runtimes.jax import scan_blocks, splash_attention
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack_micro_batches
 from runtimes.jax.parameters_and_optimizer_state import names_without_gradient, trained_names
@@ -51,6 +52,7 @@ class AbstractStep:
         self._mesh = Mesh(settings.fsdp, devices)
         self._splash = SplashAttention.on(self._mesh)
         self._counter = FlopCounter(network)
+        self._loops = list[scan_blocks.Loop]()
         extras = ExtraInputs.from_config(network.denoiser.config)
         vae = None if request.vae is None else Path(request.vae)
         self._batch = sample_batch(
@@ -59,7 +61,8 @@ class AbstractStep:
         )
         if settings.gradient_checkpointing != "none":
             for part in network.parts.values():
-                recompute(part, settings.gradient_checkpointing)
+                what, blocks = settings.gradient_checkpointing, network.family.chained_blocks
+                recompute(part, what, self._mesh, blocks)
         self._names = trained_names(network)
         share = settings.global_batch_size // hosts
         self._size = min(settings.micro_batch_size or share, share)
@@ -73,11 +76,50 @@ class AbstractStep:
         if self._settings.train_text_encoder:
             untouched = names_without_gradient(self._counter.network, self._network, self._batch)
         predict = as_function(self._network, training=True, splash=self._splash)
-        step = Step(predict, self._settings, self._mesh, self._names, untouched)
+        scanned = scan_blocks.scanned_names(self._network)
+        step = Step(predict, self._settings, self._mesh, self._names, untouched, scanned)
         batch = self._stacked()
         seeds, numbers = np.zeros(batch["weight"].shape[0], np.uint32), np.zeros(4, np.float32)
         given = state, self._frozen(), batch, seeds, numbers, np.float32(1)
-        return step.compiled(state).trace(*given).lower(lowering_platforms=(self._mesh.platform,))
+        with scan_blocks.recording() as self._loops:
+            traced = step.compiled(state).trace(*given)
+        return traced.lower(lowering_platforms=(self._mesh.platform,))
+
+    def lower_loop_bodies(self) -> list[tuple[int, Any]]:
+        """Iterations that XLA's cost analysis of the lowered step omits, and what each computes.
+
+        Equal loops share an item. On a CPU there are no loops.
+        """
+        if self._mesh.platform == "cpu":
+            return []
+        shapes = [str((loop.weights, loop.carry, loop.others)) for loop in self._loops]
+        omitted = dict.fromkeys(shapes, 0)
+        for loop, shape in zip(self._loops, shapes, strict=True):
+            omitted[shape] += loop.count - 1
+        first = dict(zip(reversed(shapes), reversed(self._loops), strict=True))
+        with splash_attention.counted(0):
+            return [(count, self._lower_body(first[shape])) for shape, count in omitted.items()]
+
+    def _lower_body(self, loop: scan_blocks.Loop) -> Any:
+        """An iteration's forward and backward pass, with recomputation."""
+        floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in loop.others]
+
+        def run(weights: Any, carry: Any, others: list[Any], gradient: Any) -> Any:
+            def forward(weights: Any, carry: Any, inexact: list[Any]) -> Any:
+                given = iter(inexact)
+                merged = [
+                    next(given) if is_float else array
+                    for array, is_float in zip(others, floating, strict=True)
+                ]
+                return loop.block(weights, jax.random.key(0), carry, merged)
+
+            inexact = [array for array, is_float in zip(others, floating, strict=True) if is_float]
+            found, backward = jax.vjp(forward, weights, carry, inexact)
+            return found, backward(gradient)
+
+        given = loop.weights, loop.carry, loop.others, loop.carry
+        traced = jax.jit(run).trace(*given)
+        return traced.lower(lowering_platforms=(self._mesh.platform,))
 
     def flops_per_image(self) -> float | None:
         """FLOPs of a forward and backward pass per image, without recomputation."""

@@ -44,6 +44,7 @@ from runtimes.jax.parameters_and_optimizer_state import (
     names_without_gradient,
     trained_names,
 )
+from runtimes.jax.scan_blocks import scanned_names
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step, errors, gather_weights
 from runtimes.jax.torchax_bridge import as_function, recompute
@@ -76,7 +77,7 @@ class TheRuntime(BaseRuntime):
         self._compile_cache = start(settings.device, job.compiled, settings.compute_dtype)
         self.device = describe()
         self._mesh = Mesh(settings.fsdp)
-        network = self._network = load_network(job, settings)
+        network = self._network = load_network(job, settings, self._mesh)
         self._counter = FlopCounter(network)
         self._persistent = super()._constants()  # a copy: `frozen_arrays` frees the buffers
         self._has_dropout = has_dropout(network)
@@ -121,7 +122,8 @@ class TheRuntime(BaseRuntime):
             untouched = names_without_gradient(self._counter.network, self._network, batch)
         splash = SplashAttention.on(self._mesh)
         predict = as_function(self._network, training=True, splash=splash)
-        step = Step(predict, self._settings, self._mesh, self._names, untouched)
+        scanned = scanned_names(self._network)
+        step = Step(predict, self._settings, self._mesh, self._names, untouched, scanned)
         return step.compiled(self._state)
 
     def _seeds(self, step: int, count: int) -> NDArray[np.uint32]:
@@ -201,10 +203,10 @@ class TheRuntime(BaseRuntime):
         return sampler
 
 
-def load_network(job: TrainJob, settings: Train) -> Network:
+def load_network(job: TrainJob, settings: Train, mesh: Mesh) -> Network:
     """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises WrongInput."""
     network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": "none"}))
     if settings.gradient_checkpointing != "none":
         for part in network.parts.values():
-            recompute(part, settings.gradient_checkpointing)
+            recompute(part, settings.gradient_checkpointing, mesh, network.family.chained_blocks)
     return network

@@ -76,7 +76,8 @@ class SplashAttention:
             value: [B, H, S, D].
             scale: factor of the logits.
         """
-        self.forward_flops.append(4.0 * math.prod(query.shape) * key.shape[2])
+        if times := _TIMES.get():
+            self.forward_flops.extend([4.0 * math.prod(query.shape) * key.shape[2]] * times)
         length, keys = query.shape[2], key.shape[2]
         padded = [_padded(array) for array in (query * scale, key, value)]
         spread = PartitionSpec(AXES)
@@ -121,6 +122,7 @@ class SplashAttention:
 
 
 _CURRENT: ContextVar[SplashAttention | None] = ContextVar("splash_attention", default=None)
+_TIMES: ContextVar[int] = ContextVar("times", default=1)
 
 
 @contextmanager
@@ -136,6 +138,16 @@ def using(kernel: SplashAttention | None) -> Iterator[None]:
 def current() -> SplashAttention | None:
     """The kernel of the enclosing `using`."""
     return _CURRENT.get()
+
+
+@contextmanager
+def counted(times: int) -> Iterator[None]:
+    """Within the context, a traced call counts as so many calls: those of a loop."""
+    token = _TIMES.set(_TIMES.get() * times)
+    try:
+        yield
+    finally:
+        _TIMES.reset(token)
 
 
 def _padded(array: Array) -> Array:

@@ -31,6 +31,7 @@ class Step:
         names: State's key of each trained parameter to its name in `predict`'s arrays.
         untouched: keys of parameters without gradient; like torch.optim, the step leaves them
             unchanged, without weight decay.
+        scanned: names in `predict`'s arrays of weights that the step gathers block by block.
     """
 
     predict: Callable[..., Array]
@@ -38,6 +39,7 @@ class Step:
     mesh: Mesh
     names: Mapping[str, str]
     untouched: frozenset[str] = frozenset()
+    scanned: frozenset[str] = frozenset()
 
     def compiled(self, state: Mapping[str, Mapping[str, Any]]) -> Any:
         """The jitted step `(state, frozen, batch, seeds, numbers, samples) -> (state, figures)`.
@@ -75,7 +77,7 @@ class Step:
         Returns:
             The next state, and [loss, gradient norm] f32.
         """
-        weights = gather_weights(state["weights"], self.mesh, self.settings.compute_dtype)
+        weights = self._working(state["weights"])
         trained = self._sharded(state["weights"])
 
         def gradient(micro: Any) -> tuple[Array, Arrays]:
@@ -96,6 +98,14 @@ class Step:
         state, norm = update(state, gradients, numbers, self.settings, self.untouched)
         return state, jnp.stack([loss / samples, norm])
 
+    def _working(self, masters: Arrays) -> Arrays:
+        """The masters in the compute dtype; those of scanned blocks stay sharded."""
+        by_block = {name for name in masters if self.names[name] in self.scanned}
+        whole = {name: array for name, array in masters.items() if name not in by_block}
+        found = gather_weights(whole, self.mesh, self.settings.compute_dtype)
+        half = jnp.dtype(self.settings.compute_dtype)
+        return found | {name: masters[name].astype(half) for name in by_block}
+
     def _loss(self, weights: Arrays, frozen: Arrays, micro: dict[str, Any], seed: Array) -> Array:
         """Sum of the weighted errors of a micro-batch's samples."""
         arrays = frozen | {self.names[name]: array for name, array in weights.items()}
@@ -112,7 +122,7 @@ class Step:
 
 
 def gather_weights(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:
-    """Gather the masters to every device in the compute dtype, once per step.
+    """Gather masters to every device in the compute dtype.
 
     The sharding constraint is explicit because GSPMD may otherwise partition the convolutions.
     """

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -19,8 +19,10 @@ import torch
 from jax import Array
 from torch.nn import functional
 
-from runtimes.jax import splash_attention
+from runtimes.jax import scan_blocks, splash_attention
 from runtimes.jax.attention import attend
+from runtimes.jax.mesh import Mesh
+from runtimes.jax.scan_blocks import EqualBlocks
 from runtimes.jax.splash_attention import SplashAttention
 
 Arrays = Mapping[str, Any]
@@ -52,6 +54,7 @@ def as_function(
             environment,
             environment.override_property(prng=key),
             splash_attention.using(splash),
+            scan_blocks.scanning() if training else nullcontext(),
             torch.set_grad_enabled(training),  # diffusers checkpoints only with gradients enabled
         ):
             found = torch.func.functional_call(module, weights, given)
@@ -72,15 +75,18 @@ class Wrapped(torch.nn.Module):
         return self._call(self.module, *arguments)
 
 
-def recompute(part: Any, what: str) -> None:
+def recompute(part: Any, what: str, mesh: Mesh | None = None, scanned: Sequence[str] = ()) -> None:
     """Enable gradient checkpointing of each block of a component by jax.checkpoint.
 
     Args:
         what: `train.gradient_checkpointing`, blocks or selective.
+        mesh: of the devices; required by `scanned`.
+        scanned: classes of blocks of which equal ones run as a loop.
     """
     policy = _is_kept if what == "selective" else None
-    function = partial(_recomputed, policy)
+    function = partial(_recomputed, policy, mesh)
     part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    scan_blocks.use_block_lists(part, scanned)
 
 
 def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -95,18 +101,72 @@ def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def _recomputed(
-    policy: Callable[..., bool] | None, block: Callable[..., Any], *arguments: Any
+    policy: Callable[..., bool] | None,
+    mesh: Mesh | None,
+    block: Callable[..., Any] | EqualBlocks,
+    *arguments: Any,
 ) -> Any:
-    environment = _environment()
+    if isinstance(block, EqualBlocks):
+        assert mesh is not None, "`recompute` was called without a mesh"
+        return _scanned(policy, mesh, block, *arguments)
+    environment, function = _environment(), block
 
     @partial(jax.checkpoint, policy=policy)
     def call(key: Array, given: tuple[Any, ...]) -> Any:
         # A separate key: a key that is split inside the checkpoint would leak a tracer.
         with environment.override_property(prng=key):
-            return environment.t2j_iso(block(*environment.j2t_iso(given)))
+            return environment.t2j_iso(function(*environment.j2t_iso(given)))
 
     key = environment.get_and_rotate_prng_key()
     return environment.j2t_iso(call(key, environment.t2j_iso(arguments)))
+
+
+def _scanned(
+    policy: Callable[..., bool] | None, mesh: Mesh, equal: EqualBlocks, *arguments: Any
+) -> Any:
+    """Call equal blocks one after another by scan_blocks.py.
+
+    In diffusers, a block's first argument is hidden_states. A block with two outputs has
+    encoder_hidden_states as its second argument and first output.
+    """
+    environment, (first, *_) = _environment(), equal.blocks
+    count, splash = len(equal.blocks), splash_attention.current()
+    leaves, tree = jax.tree.flatten(environment.t2j_iso(arguments), is_leaf=lambda x: x is None)
+    traced = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Array)]
+
+    def call(weights: Arrays, key: Array, carry: Sequence[Array], others: Sequence[Array]) -> Any:
+        inner = leaves.copy()
+        for n, array in zip(traced, (*carry, *others), strict=True):
+            inner[n] = array
+        own, given = environment.j2t_iso((dict(weights), jax.tree.unflatten(tree, inner)))
+        with (
+            environment,
+            environment.override_property(prng=key),
+            splash_attention.using(splash),
+            torch.set_grad_enabled(True),
+        ):
+            found = torch.func.functional_call(first, own, given)
+        found = environment.t2j_iso(found)
+        return (found[1], found[0]) if isinstance(found, tuple) else (found,)
+
+    weights = [environment.t2j_iso(_tensors(block)) for block in equal.blocks]
+    keys = jax.random.split(environment.get_and_rotate_prng_key(), count)
+    arrays = [leaves[n] for n in traced]
+    with splash_attention.counted(0):
+        outputs = len(jax.eval_shape(call, weights[0], keys[0], arrays[:1], arrays[1:]))
+    sharded = equal.trained if mesh.fsdp > 1 else frozenset[str]()
+    carry, others = tuple(arrays[:outputs]), arrays[outputs:]
+    with splash_attention.counted(count):
+        last = scan_blocks.scan_blocks(
+            call, weights, keys, carry, others, mesh=mesh, sharded=sharded, policy=policy
+        )
+    found = environment.j2t_iso(last)
+    return (found[1], found[0]) if outputs == 2 else found[0]
+
+
+def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a block by their names in it."""
+    return dict((*block.named_parameters(), *block.named_buffers()))
 
 
 @cache

@@ -30,6 +30,8 @@ REFUSALS = (
     re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm"),
     re.compile(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM"),
 )
+#: Of XLA's cost analysis.
+COSTS = ("flops", "bytes accessed", "optimal_seconds")
 #: Most virtual CPU devices for which a step compiles in reasonable time.
 MOST_VIRTUAL = 16
 
@@ -56,7 +58,7 @@ def step_cost(request: TpuStepRequest) -> StepCost:
     if compiled is None:
         memory = _refused(refused, step.argument_bytes())
     else:
-        memory, costs = _memory(compiled.memory_analysis()), dict(compiled.cost_analysis() or {})
+        memory, costs = _memory(compiled.memory_analysis()), _costs(compiled, step)
     optimal, kernel_flops = costs.get("optimal_seconds", -1.0), step.kernel_flops()
     # XLA's cost analysis counts a loop body once. On a CPU, step.py unrolls the loop.
     times = 1 if devices[0].platform == "cpu" else step.micro_batches
@@ -72,6 +74,16 @@ def step_cost(request: TpuStepRequest) -> StepCost:
         seconds=time.monotonic() - since,
         fits=not refused,
     )
+
+
+def _costs(compiled: Any, step: Any) -> dict[str, float]:
+    """XLA's cost analysis of the step, with all iterations of loops over blocks."""
+    total = dict(compiled.cost_analysis() or {})
+    for count, body in step.lower_loop_bodies():
+        one = body.compile().cost_analysis()
+        for name in COSTS:
+            total[name] += count * one[name]
+    return total
 
 
 def _devices(where: TpuSlice) -> tuple[str, list[Any]]:

@@ -94,7 +94,7 @@ def test_frozen_text_encoders_keep_their_dtype_beside_weights_in_half_precision(
     """So they do in a plan."""
     job = make_job(method="lora", mixed_precision="bf16", text_dtype="float32")
     settings, devices = Train(**job.train), jax.devices()[:1]
-    network = load_network(job, settings)
+    network = load_network(job, settings, Mesh(1, devices))
     arrays = frozen_arrays(network, Mesh(1, devices), torch.bfloat16)
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for name, array in arrays.items():
