@@ -85,12 +85,17 @@ class AbstractStep:
             traced = step.compiled(state).trace(*given)
         return traced.lower(lowering_platforms=(self._mesh.platform,))
 
+    @property
+    def has_loops(self) -> bool:
+        """Whether the program loops over micro-batches and over equal blocks."""
+        return self._mesh.has_loops
+
     def lower_loop_bodies(self) -> list[tuple[int, Any]]:
         """Iterations that XLA's cost analysis of the lowered step omits, and what each computes.
 
-        Equal loops share an item. On a CPU there are no loops.
+        Equal loops share an item.
         """
-        if self._mesh.platform == "cpu":
+        if not self.has_loops:
             return []
         shapes = [str((loop.weights, loop.carry, loop.others)) for loop in self._loops]
         omitted = dict.fromkeys(shapes, 0)
@@ -101,20 +106,17 @@ class AbstractStep:
             return [(count, self._lower_body(first[shape])) for shape, count in omitted.items()]
 
     def _lower_body(self, loop: scan_blocks.Loop) -> Any:
-        """An iteration's forward and backward pass, with recomputation."""
-        floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in loop.others]
+        """An iteration's forward and backward pass, with recomputation.
+
+        Gradients of other arguments are left out: captions have none, and the time embedding's are
+        small.
+        """
 
         def run(weights: Any, carry: Any, others: list[Any], gradient: Any) -> Any:
-            def forward(weights: Any, carry: Any, inexact: list[Any]) -> Any:
-                given = iter(inexact)
-                merged = [
-                    next(given) if is_float else array
-                    for array, is_float in zip(others, floating, strict=True)
-                ]
-                return loop.block(weights, jax.random.key(0), carry, merged)
+            def forward(weights: Any, carry: Any) -> Any:
+                return loop.block(weights, jax.random.key(0), carry, others)
 
-            inexact = [array for array, is_float in zip(others, floating, strict=True) if is_float]
-            found, backward = jax.vjp(forward, weights, carry, inexact)
+            found, backward = jax.vjp(forward, weights, carry)
             return found, backward(gradient)
 
         given = loop.weights, loop.carry, loop.others, loop.carry

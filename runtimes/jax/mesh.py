@@ -38,6 +38,9 @@ class Mesh:
         shape = mesh_shape(self.count, fsdp)
         self.fsdp = shape[1]
         self.platform = devices[0].platform
+        #: Whether programs have loops. On a CPU, XLA runs convolutions in a loop 10 to 100 times
+        #: slower, and other operations by one thread.
+        self.has_loops = self.platform != "cpu"
         self.local = sum(device.process_index == jax.process_index() for device in devices)
         # jax.make_mesh cannot split a physical axis of most TPUs, such as fsdp 4 on 4x4 chips.
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

@@ -172,13 +172,11 @@ def scan_blocks(
         return call(weights | whole, key, carry, others)
 
     _record(len(weights), block, weights[0], carry, others, mesh, sharded)
-    # On a CPU, an operation within a loop uses one thread.
-    unroll = len(weights) if mesh.platform == "cpu" else 1
     last, _ = jax.lax.scan(
         lambda carry, own: (block(*own, carry, others), None),
         carry,
         (stacked, keys),
-        unroll=unroll,
+        unroll=not mesh.has_loops,
     )
     return last
 

@@ -91,8 +91,7 @@ class Step:
             loss, sums = gradient(jax.tree.map(lambda array: array[0], (batch, seeds)))
         else:
             zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["weights"]))
-            # On a CPU, XLA runs convolutions in a loop 10 to 100 times slower.
-            unroll = len(seeds) if self.mesh.platform == "cpu" else 1
+            unroll = not self.mesh.has_loops
             (loss, sums), _ = jax.lax.scan(accumulate, zeros, (batch, seeds), unroll=unroll)
         gradients = jax.tree.map(lambda array: array / samples, sums)
         state, norm = update(state, gradients, numbers, self.settings, self.untouched)

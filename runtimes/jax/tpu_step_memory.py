@@ -60,8 +60,8 @@ def step_cost(request: TpuStepRequest) -> StepCost:
     else:
         memory, costs = _memory(compiled.memory_analysis()), _costs(compiled, step)
     optimal, kernel_flops = costs.get("optimal_seconds", -1.0), step.kernel_flops()
-    # XLA's cost analysis counts a loop body once. On a CPU, step.py unrolls the loop.
-    times = 1 if devices[0].platform == "cpu" else step.micro_batches
+    # XLA's cost analysis counts one iteration of the loop over micro-batches.
+    times = step.micro_batches if step.has_loops else 1
     return StepCost(
         compiler=compiler,
         **memory,

@@ -60,3 +60,29 @@ def test_a_true_model_is_planned_from_its_configs(
     assert step.flops_per_image() == pytest.approx(teraflops * 1e12, rel=0.02)
     state = 4 * 4 * step.parameters  # weights, two moments and average, in float32
     assert state < step.argument_bytes() < state + GIB / 4
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_step_has_every_iteration_of_its_loops(
+    tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    """XLA's cost analysis counts one iteration."""
+    folder = tmp_path / "sdxl"
+    shutil.copytree(tiny_sdxl, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = folder / "unet/config.json"
+    config = json.loads(path.read_text())
+    layers = [3] * len(config["block_out_channels"])
+    path.write_text(json.dumps(config | {"transformer_layers_per_block": layers}))
+    settings = Train(global_batch_size=2, mixed_precision="bf16", gradient_checkpointing="blocks")
+    asked = TpuStepRequest(str(folder), settings.model_dump(mode="json"), 32, "v5p-8")
+    flops: dict[bool, float] = {}
+    for has_loops in (False, True):
+        step = AbstractStep(asked, settings, jax.devices()[:1], hosts=1)
+        step._mesh.has_loops = has_loops
+        flops[has_loops] = step.lower().cost_analysis()["flops"]
+        bodies = step.lower_loop_bodies()
+        assert bool(bodies) == has_loops
+        omitted = sum(count * body.cost_analysis()["flops"] for count, body in bodies)
+        assert omitted > 0.01 * flops[has_loops] or not has_loops
+        flops[has_loops] += omitted
+    assert flops[True] == pytest.approx(flops[False], rel=0.01)
