@@ -69,18 +69,26 @@ class Variant:
     more_families: tuple[str, ...] = ()  # model families of `make soak` only
 
 
+#: Families whose text encoder is an LLM. Tests of each family are in `make test`.
+LLM_FAMILIES = ("flux2", "z_image", "qwen_image")
 #: Variants of the conformance tests.
 VARIANTS = {
-    "torch": Variant("torch", families=("sdxl", "sd", "sd3", "flux")),
-    "jax": Variant("jax", more_families=("sd", "sd3")),
+    "torch": Variant("torch", families=("sdxl", "sd", "sd3", "flux"), more_families=LLM_FAMILIES),
+    "jax": Variant("jax", more_families=("sd", "sd3", "flux", *LLM_FAMILIES)),
     # Four devices: two groups of two; FSDP shards arrays in a group, groups split the batch.
-    "xla": Variant("xla", settings={"fsdp": 2}, more_families=("sd", "sd3")),
+    "xla": Variant("xla", settings={"fsdp": 2}, more_families=("sd", "sd3", "flux", *LLM_FAMILIES)),
     "mindspore": Variant("mindspore", more_families=("sd",)),
     "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
     "hpu-lazy": Variant("torch", "hpu", {"hpu": {"mode": "lazy"}}),
-    "npu": Variant("torch", "npu"),
+    # The emulated device has no complex views, which z_image and qwen_image need, and takes no
+    # tensors in channels_last, as flux2's initial noise is.
+    "npu": Variant("torch", "npu", more_families=("flux",)),
     "cuda": Variant(
-        "torch", "cuda", {"deterministic": True}, families=("sdxl", "sd", "sd3", "flux")
+        "torch",
+        "cuda",
+        {"deterministic": True},
+        families=("sdxl", "sd", "sd3", "flux"),
+        more_families=LLM_FAMILIES,
     ),
 }
 #: Devices without an emulation: their tests require a real one.

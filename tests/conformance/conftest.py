@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,17 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train
+from runtimes.families import FAMILIES
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
+from runtimes.torch_models.encode_images_and_captions import Embeds
 from tasks import child_process
 from tasks.encode import stage as encode
 from tasks.progress import Progress
 
 PICTURES = 60
+#: Most tokens of a drawn caption. The pictures' own captions are all equally long.
+LONGEST = 48
 MakeJob = Callable[..., TrainJob]
 MakeOnce = Callable[[str, Callable[[Path], None]], Path]
 
@@ -124,18 +127,27 @@ class Drawn:
         moments = np.stack([_draws(picture.tobytes(), shape) for picture in pixels])
         return moments[:, 0], moments[:, 1] - 6
 
-    def texts(self, captions: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    def texts(self, captions: Sequence[str]) -> tuple[Embeds, NDArray[Any] | None]:
         states, pooled = self._real.texts(captions[:1])
         seeds = [caption.encode() for caption in captions]
+        if self._real.family.varying_lengths:
+            width = states[0].shape[1]
+            lengths = [1 + _number(seed + b" length") % LONGEST for seed in seeds]
+            rows = [_draws(seed, (n, width)) for seed, n in zip(seeds, lengths, strict=True)]
+            return rows, None
         drawn = np.stack([_draws(seed, states.shape[1:]) for seed in seeds])
         if pooled is None:
             return drawn, None
         return drawn, np.stack([_draws(seed + b" pooled", pooled.shape[1:]) for seed in seeds])
 
 
+def _number(seed: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(seed).digest())
+
+
 def _draws(seed: bytes, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    number = int.from_bytes(hashlib.sha256(seed).digest())
-    return np.random.Generator(np.random.Philox(number)).standard_normal(shape, np.float32)
+    rng = np.random.Generator(np.random.Philox(_number(seed)))
+    return rng.standard_normal(shape, np.float32)
 
 
 def _encode(folder: Path, model: Path) -> str:
@@ -166,23 +178,22 @@ def _encode(folder: Path, model: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def models(tiny_sd: Path, tiny_sdxl: Path, tiny_sd3: Path, tiny_flux: Path) -> dict[str, Path]:
+def models(tiny_model: Callable[[str], Path]) -> dict[str, Path]:
     """A tiny pipeline of each family."""
-    return {"sd": tiny_sd, "sdxl": tiny_sdxl, "sd3": tiny_sd3, "flux": tiny_flux}
+    return {family: tiny_model(f"tiny-{family.replace('_', '-')}") for family in FAMILIES}
 
 
 @pytest.fixture(scope="session")
-def latents(models: dict[str, Path], once: MakeOnce) -> dict[str, str]:
-    """URL of the encoded pictures by family."""
+def latents(models: dict[str, Path], once: MakeOnce) -> Callable[[str], str]:
+    """`latents(family)`: URL of the encoded pictures."""
 
-    def encoded(folder: Path) -> None:
-        urls = {}
-        for family, model in models.items():
-            (folder / family).mkdir()
-            urls[family] = _encode(folder / family, model)
-        (folder / "urls.json").write_text(json.dumps(urls))
+    def url(family: str) -> str:
+        def encoded(folder: Path) -> None:
+            (folder / "url").write_text(_encode(folder, models[family]))
 
-    return dict(json.loads((once("conformance-latents", encoded) / "urls.json").read_text()))
+        return (once(f"conformance-latents-{family}", encoded) / "url").read_text()
+
+    return url
 
 
 @pytest.fixture(scope="session")
@@ -210,7 +221,7 @@ def runtime(request: pytest.FixtureRequest, open_subject: Callable[[str], Subjec
 
 
 @pytest.fixture
-def make_job(models: dict[str, Path], latents: dict[str, str], tmp_path: Path) -> MakeJob:
+def make_job(models: dict[str, Path], latents: Callable[[str], str], tmp_path: Path) -> MakeJob:
     """`make_job(variant, family, name, **settings)`: a train job with much of what can be set."""
 
     def make(variant: str, family: str = "sdxl", name: str = "run", **settings: Any) -> TrainJob:
@@ -234,7 +245,7 @@ def make_job(models: dict[str, Path], latents: dict[str, str], tmp_path: Path) -
         return TrainJob(
             runtime=on.runtime,
             model=str(models[family]),
-            latents=latents[family],
+            latents=latents(family),
             train=Train(**{**common, **settings}).model_dump(mode="json"),
             work=str(tmp_path / name),
             out=str(tmp_path / name),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FluxPipeline
+from conformance.predict_families import PREDICT
 from numpy.typing import NDArray
 
 from configs.train import Train
@@ -89,32 +89,9 @@ def predict(denoiser: torch.nn.Module, batch: StepBatch) -> torch.Tensor:
     noisy, timesteps = torch.from_numpy(batch.noisy_latents), torch.from_numpy(batch.timesteps)
     if "inpainting" in given:  # as StableDiffusionInpaintPipeline
         noisy = torch.cat([noisy, given["inpainting"]], dim=1)
-    if "guidance" in given:
-        return _predict_flux(denoiser, noisy, timesteps, given)
+    if (called := PREDICT.get(type(denoiser))) is not None:
+        return called(denoiser, noisy, timesteps, given)
     return denoiser(noisy, timestep=timesteps, **_keywords(given)).sample
-
-
-def _predict_flux(
-    denoiser: torch.nn.Module,
-    noisy: torch.Tensor,
-    timesteps: torch.Tensor,
-    given: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
-    """As FluxPipeline, with its own functions for patches and positions."""
-    count, _, height, width = noisy.shape
-    ids = FluxPipeline._prepare_latent_image_ids(
-        count, height // 2, width // 2, "cpu", torch.float32
-    )
-    predicted = denoiser(
-        FluxPipeline._pack_latents(noisy, *noisy.shape),
-        encoder_hidden_states=given["prompt_embeds"],
-        pooled_projections=given["pooled_prompt_embeds"],
-        timestep=timesteps / 1000,
-        guidance=given["guidance"],
-        img_ids=ids,
-        txt_ids=torch.zeros(given["prompt_embeds"].shape[1], 3),
-    ).sample
-    return FluxPipeline._unpack_latents(predicted, height * 8, width * 8, 8)
 
 
 def _keywords(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:

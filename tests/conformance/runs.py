@@ -135,8 +135,14 @@ def plain_adapters(job: TrainJob) -> Plain:
     """PEFT's adapters on the attention layers, started as every runtime starts them."""
     lora, part = Train(**job.train).lora, detect_family(Path(job.model)).denoiser
     denoiser = load_denoiser(Path(job.model) / part).requires_grad_(False)
-    targets = ["to_q", "to_k", "to_v", "to_out.0"]
-    targets += ["add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]  # SD3's stream of text
+    attention = [".to_q", ".to_k", ".to_v", ".to_out.0"]
+    attention += [".add_q_proj", ".add_k_proj", ".add_v_proj", ".to_add_out"]  # stream of text
+    attention += [".to_qkv_mlp_proj", ".attn.to_out"]  # FLUX.2's single blocks
+    targets = [
+        name
+        for name, layer in denoiser.named_modules()
+        if isinstance(layer, torch.nn.Linear) and name.endswith(tuple(attention))
+    ]
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
     denoiser.add_adapter(config)
     for name, parameter in denoiser.named_parameters():

@@ -15,7 +15,7 @@ from conformance.runs import (
     subjects,
     subjects_and_families,
 )
-from diffusers import DiffusionPipeline, FluxPipeline
+from diffusers import DiffusionPipeline, Flux2KleinPipeline, FluxPipeline, QwenImagePipeline
 from numpy.typing import NDArray
 from tolerances import PICTURE
 
@@ -34,7 +34,7 @@ PROMPTS = ("a red cat", "a blue dog")
 SAMPLER = {
     "seed": 5,
     "num_inference_steps": 4,
-    "guidance_scale": 3.0,
+    "guidance_scale": 5.0,
     "height": 32,
     "width": 32,
     "batch_size": 2,
@@ -52,10 +52,11 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
     """The pipeline called as its users call it, on the start noise that every runtime draws."""
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
-    # As many T5 tokens as were trained on, which is all that so small a T5 takes.
-    t5 = detect_family(model).frozen_text
-    longest = None if t5 is None else pipe.components[t5.tokenizer].model_max_length
-    channels = pipe.vae.config.latent_channels
+    # As many tokens as were trained on, which is all that so small a T5 or LLM takes.
+    frozen = detect_family(model).frozen_text
+    longest = None if frozen is None else pipe.components[frozen.tokenizer].model_max_length
+    config = pipe.vae.config
+    channels = config.get("latent_channels", config.get("z_dim"))
     noise = [
         generator(SAMPLER["seed"], Stream.PICTURE, number).standard_normal(
             (channels, 8, 8), dtype=np.float32
@@ -63,15 +64,21 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
         for number in range(len(prompts))
     ]
     latents = torch.from_numpy(np.stack(noise))
-    if isinstance(pipe, FluxPipeline):
+    guidance = {"guidance_scale": SAMPLER["guidance_scale"]}
+    if isinstance(pipe, FluxPipeline | QwenImagePipeline):
         latents = pipe._pack_latents(latents, *latents.shape)
+    if isinstance(pipe, Flux2KleinPipeline):
+        latents = pipe._patchify_latents(latents)
+    if isinstance(pipe, QwenImagePipeline):
+        guidance = {"true_cfg_scale": SAMPLER["guidance_scale"]}
+        guidance |= {"negative_prompt": [""] * len(prompts)}
     drawn = pipe(
-        list(prompts),
+        prompt=list(prompts),
         height=32,
         width=32,
         num_inference_steps=SAMPLER["num_inference_steps"],
-        guidance_scale=SAMPLER["guidance_scale"],
         latents=latents,
+        **guidance,
         **({} if longest is None else {"max_sequence_length": longest}),
     ).images
     return np.stack([np.asarray(picture).astype(int) for picture in drawn])

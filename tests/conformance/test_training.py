@@ -37,6 +37,9 @@ from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow
+#: Adam's first step is the gradient's sign, with the default epsilon even where the gradient is a
+#: rounding error. One of the 300,000 weights of Z-Image's time embedder then differs by processor.
+LARGE_EPSILON = {"adam_epsilon": 1e-6}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sd": {
         "micro_batch_size": 4,
@@ -46,6 +49,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": "blocks"},
     "sd3": {"timesteps": {"distribution": "logit_normal"}},
     "flux": {"guidance_scale": 3.5, "timesteps": {"resolution_shift": True}},
+    "flux2": {"timesteps": {"resolution_shift": True}, **LARGE_EPSILON},
+    "z_image": {"gradient_checkpointing": "blocks", **LARGE_EPSILON},
+    "qwen_image": {"timesteps": {"distribution": "logit_normal"}, **LARGE_EPSILON},
 }
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 1e-2}
 TEXT_LORA = {**LORA, "train_text_encoder": True, "text_encoder_lr": 5e-3}
@@ -120,7 +126,7 @@ def test_adapters_follow_the_reference_and_resume(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
+@pytest.mark.parametrize("family", ["sd", "sd3", "flux", *chips.LLM_FAMILIES])
 @subjects(only="torch")
 def test_adapters_of_other_families_follow_the_reference(
     runtime: Subject, family: str, make_job: MakeJob, once: Once
