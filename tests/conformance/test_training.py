@@ -48,7 +48,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
     "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": "blocks"},
     "sd3": {"timesteps": {"distribution": "logit_normal"}},
-    "flux": {"guidance_scale": 3.5, "timesteps": {"resolution_shift": True}},
+    "flux": {
+        **{"guidance_scale": 3.5, "timesteps": {"resolution_shift": True}},
+        "gradient_checkpointing": "blocks",
+    },
     "flux2": {"timesteps": {"resolution_shift": True}, **LARGE_EPSILON},
     "z_image": {"gradient_checkpointing": "blocks", **LARGE_EPSILON},
     "qwen_image": {"timesteps": {"distribution": "logit_normal"}, **LARGE_EPSILON},

@@ -86,7 +86,8 @@ def scan(fsdp: int, what: str) -> dict[str, Any]:
     """Loss and gradients of chained blocks in loops, and of the same as single blocks.
 
     Returns:
-        Also the program's number of loops, its gathers, and whether each gradient is sharded.
+        Also the program's number of loops, its gathers, whether it has a stack of whole weights or
+        gradients, and whether each gradient is sharded.
     """
     mesh = Mesh(fsdp)
     mesh.has_loops = True
@@ -124,6 +125,7 @@ def scan(fsdp: int, what: str) -> dict[str, Any]:
         "loss": float(found),
         "gradients": _lists(of_looped),
         "loops": sum(" while(" in line for line in lines),
+        "stacked": "f32[3,8,4]" in text,
         "all_gathers": [line for line in lines if " all-gather(" in line],
         "sharded": {
             name: of_looped[name].sharding.is_equivalent_to(
