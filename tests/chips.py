@@ -80,9 +80,8 @@ VARIANTS = {
     "mindspore": Variant("mindspore", more_families=("sd",)),
     "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
     "hpu-lazy": Variant("torch", "hpu", {"hpu": {"mode": "lazy"}}),
-    # The emulated device has no complex views, which z_image and qwen_image need, and takes no
-    # tensors in channels_last, as flux2's initial noise is.
-    "npu": Variant("torch", "npu", more_families=("flux",)),
+    # The emulated device has no complex views, which z_image and qwen_image need.
+    "npu": Variant("torch", "npu", more_families=("flux", "flux2")),
     "cuda": Variant(
         "torch",
         "cuda",

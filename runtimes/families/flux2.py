@@ -159,7 +159,8 @@ class Flux2(Family):
     def pipeline_latents(self, noise: Any) -> Any:
         """Patches as channels [B, 4 C, h / 2, w / 2]."""
         rows, columns = (size // _PATCH for size in noise.shape[-2:])
-        return pack(noise).permute(0, 2, 1).reshape(len(noise), -1, rows, columns)
+        patches = pack(noise).permute(0, 2, 1).reshape(len(noise), -1, rows, columns)
+        return patches.contiguous()  # the reshaped view is in channels_last
 
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from runtimes.contract import StepBatch
 from runtimes.jax.clip_update_and_ema import Arrays, Groups
 from runtimes.jax.mesh import Mesh
 from runtimes.torch_models.network import Network
+
+
+log = logging.getLogger("kiln")
 
 
 def trained_names(network: Network) -> dict[str, str]:
@@ -91,8 +95,9 @@ def names_without_gradient(
 ) -> frozenset[str]:
     """State's keys of trained parameters on which the loss does not depend.
 
-    An example is the last layer of a text encoder with penultimate hidden states. PyTorch's
-    optimizers skip parameters without gradient, and the compiled step must do the same.
+    Examples are the last layer of a text encoder with penultimate hidden states, and the text
+    stream of Qwen-Image's last block. PyTorch's optimizers skip parameters without gradient, and
+    the compiled step must do the same.
 
     Args:
         counted: a copy of the network on `meta`.
@@ -104,7 +109,12 @@ def names_without_gradient(
         return torch.empty_like(torch.from_numpy(array[:1]), device="meta")
 
     conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
-    counted(empty(batch.noisy_latents), empty(batch.timesteps), conditioning).mean().backward()
+    given = empty(batch.noisy_latents), empty(batch.timesteps), conditioning
+    try:
+        counted(*given).mean().backward()
+    except (RuntimeError, NotImplementedError) as error:
+        log.warning("weights without gradient are unknown, so weight decay changes them: %s", error)
+        return frozenset()
     reached = {name for name, p in counted.named_parameters() if p.grad is not None}
     counted.zero_grad(set_to_none=True)
     names = trained_names(network)

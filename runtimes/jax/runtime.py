@@ -117,9 +117,7 @@ class TheRuntime(BaseRuntime):
         return lazy_output(lambda: list(np.asarray(figures).tolist()))
 
     def _compile(self, batch: StepBatch) -> Any:
-        untouched = frozenset[str]()
-        if self._settings.train_text_encoder:
-            untouched = names_without_gradient(self._counter.network, self._network, batch)
+        untouched = names_without_gradient(self._counter.network, self._network, batch)
         splash = SplashAttention.on(self._mesh)
         predict = as_function(self._network, training=True, splash=splash)
         scanned = scanned_names(self._network)

@@ -12,6 +12,7 @@ from configs.train import Train
 
 jax = chips.importorskip("jax")
 from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
+from runtimes.jax.parameters_and_optimizer_state import names_without_gradient  # noqa: E402
 from runtimes.jax.tpu_step_memory_records import TpuStepRequest  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "bench/models"
@@ -86,3 +87,15 @@ def test_the_cost_of_a_step_has_every_iteration_of_its_loops(
         assert omitted > 0.01 * flops[has_loops] or not has_loops
         flops[has_loops] += omitted
     assert flops[True] == pytest.approx(flops[False], rel=0.01)
+
+
+@pytest.mark.slow
+def test_weights_on_which_the_loss_does_not_depend_are_known(tiny_qwen_image: Path) -> None:
+    """PyTorch's optimizers skip them; weight decay of the compiled step must, too."""
+    settings = Train(global_batch_size=2)
+    asked = TpuStepRequest(str(tiny_qwen_image), settings.model_dump(mode="json"), 32, "v5p-8")
+    step = AbstractStep(asked, settings, jax.devices()[:1], hosts=1)
+    found = names_without_gradient(step._counter.network, step._network, step._batch)
+    last = "transformer.transformer_blocks.1."
+    assert {name.removeprefix(last).partition(".")[0] for name in found} == {"attn", "txt_mlp"}
+    assert any("to_add_out" in name for name in found)
