@@ -17,7 +17,6 @@ from runtimes.jax.clip_update_and_ema import Arrays, Groups
 from runtimes.jax.mesh import Mesh
 from runtimes.torch_models.network import Network
 
-
 log = logging.getLogger("kiln")
 
 
