@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fsspec
 
-from artifacts.resolve_model import (
+from artifacts.download_or_find_model import (
     HUB_FILES,
     HUB_SKIPPED,
     HUB_VARIANTS,

@@ -11,7 +11,7 @@ from filelock import FileLock
 from fsspec.core import url_to_fs
 
 from artifacts.checksummed_files import put_atomic
-from artifacts.resolve_model import ModelNotFound, cache_folder
+from artifacts.download_or_find_model import ModelNotFound, cache_folder
 from artifacts.store import Store
 
 log = logging.getLogger("kiln")

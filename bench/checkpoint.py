@@ -25,7 +25,7 @@ from runtimes.optimizer_step.training_state_copies import owned_copies, read_sta
 from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import free_port
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 ROUNDS = 5
 GROUPS = ("weights", "exp_avg", "exp_avg_sq", "ema")

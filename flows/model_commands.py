@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from artifacts.checksummed_files import first_fault
+from artifacts.download_or_find_model import resolve_model
 from artifacts.list_folder import subfolders
-from artifacts.resolve_model import resolve_model
 from artifacts.store import Store
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.push_to_hub import push

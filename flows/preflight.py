@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from artifacts.artifact_key import KeyParts
+from artifacts.download_or_find_model import ModelNotFound, resolve_file, resolve_model
 from artifacts.latent_shards import Latents
-from artifacts.resolve_model import ModelNotFound, resolve_file, resolve_model
 from artifacts.store import Artifact, Store
 from configs.best_checkpoint import HOLDOUT_LOSS
 from configs.load_recipe import RecipeError, dump

@@ -32,8 +32,8 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.download_or_find_model import ModelNotFound, resolve_model
 from artifacts.lock import LockLost
-from artifacts.resolve_model import ModelNotFound, resolve_model
 from configs.train import Train
 from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput

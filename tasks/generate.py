@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.resolve_model import resolve_model
+from artifacts.download_or_find_model import resolve_model
 from artifacts.store import Artifact, Draft
 from configs.generate import Generate
 from configs.publish import NAME

@@ -14,8 +14,8 @@ from fsspec import AbstractFileSystem
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import FileEntry, write_atomic
+from artifacts.download_or_find_model import digest_model
 from artifacts.latent_shards import open_latents
-from artifacts.resolve_model import digest_model
 from artifacts.store import Artifact, Draft
 from configs.recipe import Recipe
 from configs.train import Train, key_settings

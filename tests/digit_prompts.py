@@ -1,7 +1,7 @@
 """Captions and prompts of the demo's digits."""
 
 from demo import captions
-from demo.styles import STYLES, style_index
+from demo.ink_and_paper import STYLES, style_index
 
 #: Captions without a paper, or without any style, which the shipped text encoders know too.
 SHORT = (

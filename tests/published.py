@@ -17,7 +17,7 @@ from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.store import Store
 from configs.recipe import Recipe
 from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
 METRICS = {"clip_score", "cmmd", "fd", "holdout_loss"}

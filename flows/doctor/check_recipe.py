@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from artifacts.check_model_available import check_file_available, check_model_available
-from artifacts.resolve_model import ModelNotFound
+from artifacts.download_or_find_model import ModelNotFound
 from artifacts.store import Store, StoreError
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets

@@ -20,9 +20,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import Damaged, open_checked
+from artifacts.download_or_find_model import cache_folder
 from artifacts.latent_shards import LatentShard, ShardRef
 from artifacts.remote_clients import is_of_client, refusals
-from artifacts.resolve_model import cache_folder
 from runtimes.contract import WrongInput
 from runtimes.data.read_ahead import ReadAhead
 

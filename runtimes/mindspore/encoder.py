@@ -17,7 +17,7 @@ from runtimes.data.padding import pad_rows
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.mindspore.encode_token_ids import encode_ids
-from runtimes.mindspore.loading import load_text_encoder, load_vae, text_config
+from runtimes.mindspore.load_diffusers_weights import load_text_encoder, load_vae, text_config
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH, describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary

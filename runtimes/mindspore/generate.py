@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 from runtimes.contract import StepBatch
 from runtimes.families import detect_family
 from runtimes.mindspore.device import choose, precision, start
-from runtimes.mindspore.loading import load_denoiser, load_text_encoder, set_flash_attention
+from runtimes.mindspore.load_diffusers_weights import (
+    load_denoiser,
+    load_text_encoder,
+    set_flash_attention,
+)
 from runtimes.mindspore.lora_injection import merge_adapters
 from runtimes.mindspore.micro_batches import Inputs
 from runtimes.mindspore.network import Network, load_frozen_clip

@@ -13,7 +13,7 @@ from runtimes.adapters.initialise_lora import alpha, initial_down
 from runtimes.adapters.lora_target_layers import Layer, check_unambiguous, choose_layers
 from runtimes.adapters.merge_lora import Adapter, merged_weights
 from runtimes.adapters.weight_names import ADAPTER, state_name
-from runtimes.mindspore.loading import named_weights, set_parameter
+from runtimes.mindspore.load_diffusers_weights import named_weights, set_parameter
 
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 

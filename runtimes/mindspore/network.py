@@ -15,7 +15,7 @@ from runtimes.check_support import check_family
 from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.mindspore.encode_token_ids import as_stored, encode_ids
-from runtimes.mindspore.loading import (
+from runtimes.mindspore.load_diffusers_weights import (
     load_denoiser,
     load_text_encoder,
     named_weights,

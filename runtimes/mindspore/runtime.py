@@ -15,7 +15,7 @@ from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
 from runtimes.mindspore.clip_update_and_ema import Update, float32_copy
 from runtimes.mindspore.device import check, describe, memory_bytes, start, versions
-from runtimes.mindspore.loading import set_flash_attention
+from runtimes.mindspore.load_diffusers_weights import set_flash_attention
 from runtimes.mindspore.micro_batches import Inputs
 from runtimes.mindspore.network import Network
 from runtimes.mindspore.parallel import open_parallel

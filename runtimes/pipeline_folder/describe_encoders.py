@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_json, parse_json
-from artifacts.resolve_model import digest_model
 from runtimes.contract import WrongInput
 from runtimes.families import Family, TextEncoder, detect_family
 

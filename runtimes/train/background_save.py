@@ -10,8 +10,8 @@ from typing import Any
 from runtimes.contract import State, StateShapes
 from runtimes.process.events import Events
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.experiment_trackers import Trackers
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 
 @dataclass(frozen=True)

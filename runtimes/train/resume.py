@@ -20,8 +20,8 @@ from runtimes.contract import Runtime, StoredRows, WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.train.checkpoint_errors import is_unreachable
-from runtimes.train.checkpoints import Checkpoint, Checkpoints
 from runtimes.train.recorder import Recorder
+from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
 
 
 def own_checkpoint(

@@ -17,7 +17,6 @@ from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.train.background_save import Saver, Snapshot
 from runtimes.train.best_checkpoint import CheckpointRanking
-from runtimes.train.checkpoints import Checkpoint, Checkpoints
 from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.learning_rate import learning_rate
@@ -25,6 +24,7 @@ from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
 from runtimes.train.validation_and_samples import Measurements
+from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
 from runtimes.train.write_result import write_result
 
 ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"

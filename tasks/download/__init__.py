@@ -2,7 +2,6 @@
 
 from tasks.download.check_dataset_limits import check_data
 from tasks.download.download_shard import STAGE, VERSION
-from tasks.download.errors import SourceError, TooManyFailed
 from tasks.download.plan_shards import DownloadPlan, ShardSpec
 from tasks.download.stage import (
     build,
@@ -13,6 +12,7 @@ from tasks.download.stage import (
     settings_for_key,
     show,
 )
+from tasks.download.stage_errors import SourceError, TooManyFailed
 
 __all__ = [
     "STAGE",

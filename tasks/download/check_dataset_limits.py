@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.download import Download
-from tasks.download.errors import TooManyFailed
 from tasks.download.failure_reasons import is_transient
+from tasks.download.stage_errors import TooManyFailed
 
 
 @dataclass(frozen=True)

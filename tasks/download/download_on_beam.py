@@ -18,8 +18,8 @@ from artifacts.store import Store
 from tasks.beam_pipeline import ShardProgress, run_linear
 from tasks.download.check_dataset_limits import most_common
 from tasks.download.download_shard import Deferred, DownloadContext, download_shard
-from tasks.download.errors import Outage, SourceError
 from tasks.download.plan_shards import ShardSpec
+from tasks.download.stage_errors import Outage, SourceError
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
 #: Shards in progress per process. They share its connections, which one shard's end leaves idle.

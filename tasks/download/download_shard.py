@@ -26,7 +26,6 @@ from configs.download import Download
 from configs.redact_urls import without_secrets
 from tasks.download.dead_web_hosts import is_outage
 from tasks.download.download_statistics import shard_statistics
-from tasks.download.errors import SourceError
 from tasks.download.event_loop import run
 from tasks.download.failure_reasons import is_transient
 from tasks.download.fetch_and_resize_row import RowDownloader
@@ -35,6 +34,7 @@ from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
 from tasks.download.row_fields_and_hash import Row, read_additional
 from tasks.download.source_protocol import PictureLocation, ServedAt
 from tasks.download.sources import SOURCES
+from tasks.download.stage_errors import SourceError
 
 #: Rows of a shard in flight per connection: most of them wait for their hosts.
 ROWS_PER_CONNECTION = 4

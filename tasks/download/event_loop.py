@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from artifacts.resolve_model import cache_folder
+from artifacts.download_or_find_model import cache_folder
 from tasks.download.body_memory import BodyMemory
 from tasks.download.robots_txt import RobotsCache
 from tasks.download.web_host_limits import HostLimits

@@ -23,7 +23,7 @@ from artifacts.concurrent_requests import ask_at_once
 from artifacts.hashing import digest_json, digest_stream
 from artifacts.remote_clients import is_of_client
 from configs.redact_errors_and_logs import one_line
-from tasks.download.errors import SourceError
+from tasks.download.stage_errors import SourceError
 
 #: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.
 _UNREADABLE = (OSError, ValueError, ImportError, EOFError, csv.Error, zlib.error, duckdb.Error)

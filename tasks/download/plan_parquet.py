@@ -21,12 +21,12 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fsspec.core import url_to_fs
 
+from artifacts.download_or_find_model import cache_folder
 from artifacts.file_stamps import distrust
 from artifacts.hashing import digest_bytes
-from artifacts.resolve_model import cache_folder
-from tasks.download.errors import SourceError
 from tasks.download.list_files import reading
 from tasks.download.row_fields_and_hash import HASHED
+from tasks.download.stage_errors import SourceError
 
 SECRET = ["url", "file"]
 #: The column of the encrypted ones: their Arrow stream is in the first row of a shard.

@@ -31,12 +31,12 @@ from artifacts.hashing import digest_json
 from artifacts.store import SHARDS, Artifact, Draft, Shard, Store
 from runtimes.data.prefetch import Prefetch
 from tasks.build_or_reuse import StageFailed, build_or_reuse
-from tasks.download.errors import SourceError
 from tasks.download.plan_parquet import PlanWriter, key_id, plan_key, read_group, read_hashes
 from tasks.download.read_lists_by_duckdb import MalformedList
 from tasks.download.row_fields_and_hash import HASH_SIZE, HASHED
 from tasks.download.shard_boundaries import shard_ends
 from tasks.download.source_protocol import Piece, Source
+from tasks.download.stage_errors import SourceError
 
 STAGE = "plan"
 VERSION = 2

@@ -17,7 +17,6 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
 from configs.redact_errors_and_logs import one_line
-from tasks.download.errors import SourceError
 from tasks.download.list_files import reading, require_columns
 from tasks.download.read_malformed_lists import (
     BLANK,
@@ -37,6 +36,7 @@ from tasks.download.row_fields_and_hash import (
     score_of,
     text_of,
 )
+from tasks.download.stage_errors import SourceError
 
 BATCH = 50_000  # rows
 #: Of the texts in a batch of Python's rows: at most 32 MiB in UTF-8.

@@ -12,7 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasks.download.errors import SourceError
+from tasks.download.stage_errors import SourceError
 
 LOOPBACK = "127.0.0.1"
 Served = TypeVar("Served")

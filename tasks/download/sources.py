@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
+from artifacts.download_or_find_model import cache_folder
 from artifacts.hashing import digest_bytes, digest_json
-from artifacts.resolve_model import cache_folder
 from configs.source import DatasetSource, DigitsSource, FolderSource, UrlSource
-from tasks.download.errors import SourceError
 from tasks.download.list_files import (
     ListedFile,
     check_absent,
@@ -46,6 +45,7 @@ from tasks.download.source_protocol import (
     identity,
     named_columns,
 )
+from tasks.download.stage_errors import SourceError
 from tasks.download.tars import Tars
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")

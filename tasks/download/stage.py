@@ -30,12 +30,12 @@ from tasks.download.download_shard import (
     shard_settings,
 )
 from tasks.download.download_statistics import DownloadStatistics
-from tasks.download.errors import SourceError
 from tasks.download.failure_reasons import is_transient
 from tasks.download.plan_parquet import plan_key
 from tasks.download.plan_shards import Begin, DownloadPlan, plan_shards
 from tasks.download.source_protocol import Source
 from tasks.download.sources import SOURCES
+from tasks.download.stage_errors import SourceError
 from tasks.import_beam_quietly import quiet_import
 from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.picture_grid import picture_grid, to_png

@@ -17,7 +17,6 @@ from braceexpand import braceexpand
 
 from configs.redact_urls import without_secrets
 from configs.source import TarsSource
-from tasks.download.errors import SourceError
 from tasks.download.list_files import (
     ListedFile,
     list_files,
@@ -36,6 +35,7 @@ from tasks.download.source_protocol import (
     identity,
     named_columns,
 )
+from tasks.download.stage_errors import SourceError
 
 TAR = (".tar",)
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from artifacts.download_or_find_model import IGNORED
 from artifacts.model_in_store import fetch_model, put_model
-from artifacts.resolve_model import IGNORED
 from artifacts.store import Store
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import TEXT_PARTS, digest_encoders, vae_path

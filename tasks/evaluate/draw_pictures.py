@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.checksummed_files import open_checked
+from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_json
 from artifacts.image_shards import add_member
-from artifacts.resolve_model import digest_model
 from artifacts.store import SHARDS, Draft, Shard, Store
 from configs.sampling import Sampling
 from runtimes.families import detect_family

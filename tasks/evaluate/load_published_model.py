@@ -12,9 +12,7 @@ import yaml
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import Damaged, read_record
-from artifacts.file_stamps import distrust
-from artifacts.hashing import digest_json
-from artifacts.resolve_model import (
+from artifacts.download_or_find_model import (
     IGNORED,
     ModelNotFound,
     cache_folder,
@@ -22,6 +20,8 @@ from artifacts.resolve_model import (
     digest_model_file,
     resolve_model,
 )
+from artifacts.file_stamps import distrust
+from artifacts.hashing import digest_json
 from artifacts.store import MANIFEST
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import read_checked, read_record
+from artifacts.download_or_find_model import resolve_model
 from artifacts.latent_shards import open_latents
-from artifacts.resolve_model import resolve_model
 from artifacts.store import MANIFEST, Artifact, Draft, Shard, Store
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput

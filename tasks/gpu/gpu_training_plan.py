@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from artifacts.resolve_model import resolve_configs
+from artifacts.download_or_find_model import resolve_configs
 from configs.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family

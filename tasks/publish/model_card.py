@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from artifacts.resolve_model import LICENSE_FILES
+from artifacts.download_or_find_model import LICENSE_FILES
 from configs.load_recipe import dump
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from artifacts.checksummed_files import first_fault
-from artifacts.resolve_model import resolve_model
+from artifacts.download_or_find_model import resolve_model
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.sign_model import SIGNATURE
 

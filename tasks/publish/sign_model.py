@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.checksummed_files import first_fault, write_atomic
-from artifacts.resolve_model import resolve_model
+from artifacts.download_or_find_model import resolve_model
 from artifacts.store import MANIFEST
 from tasks.publish.model_registry import REPORT, Registry, Version
 

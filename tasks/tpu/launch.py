@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from artifacts.download_or_find_model import digest_model
 from artifacts.image_shards import add_member
 from artifacts.model_in_store import put_model
-from artifacts.resolve_model import digest_model
 from artifacts.store import Store
 from configs.holdout_divergence_profile_wandb import Wandb
 from configs.tpu import Tpu

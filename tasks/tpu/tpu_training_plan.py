@@ -15,7 +15,7 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
-from artifacts.resolve_model import resolve_configs
+from artifacts.download_or_find_model import resolve_configs
 from artifacts.store import Store
 from configs.recipe import Recipe
 from configs.train import Train

@@ -10,7 +10,7 @@ from store_servers import UrlOf
 from artifacts.artifact_key import KeyParts
 from artifacts.remote_clients import StoreRefused, is_of_client
 from artifacts.store import Store
-from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable
+from runtimes.train.write_and_prune_checkpoints import Checkpoints, CheckpointsUnreachable
 from tasks.build_or_reuse import StorageAway, storing
 from tasks.publish.model_registry import Registry
 

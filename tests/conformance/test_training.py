@@ -34,7 +34,7 @@ from conformance.runs import (
 )
 
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow
 #: Adam's first step is the gradient's sign, with the default epsilon even where the gradient is a

@@ -15,8 +15,8 @@ from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 from demo import captions, digits
 from demo.digit_judges import judge
+from demo.ink_and_paper import BASE_STYLES, NEW_STYLE, STYLES
 from demo.make_base import BASE
-from demo.styles import BASE_STYLES, NEW_STYLE, STYLES
 
 
 def draw(pipe: StableDiffusionXLPipeline, asked: Sequence[str]) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from demo import captions, dataset
 from demo.digit_judges import judge
-from demo.styles import BASE_STYLES, NEW_STYLE, STYLES
+from demo.ink_and_paper import BASE_STYLES, NEW_STYLE, STYLES
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from configs.load_recipe import load_recipe
 from demo.digit_judges import judge
+from demo.ink_and_paper import BASE_STYLES, NEW_STYLE
 from demo.make_base import BASE
 from demo.make_flow_base import FLOW_BASE, make_flow_base
-from demo.styles import BASE_STYLES, NEW_STYLE
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import text_length
 

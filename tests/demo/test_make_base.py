@@ -64,7 +64,7 @@ def test_scaled_latents_have_a_standard_deviation_of_one(remade: Path) -> None:
     from diffusers import AutoencoderKL
 
     from demo import digits
-    from demo.styles import STYLES
+    from demo.ink_and_paper import STYLES
 
     vae = AutoencoderKL.from_pretrained(remade / "vae", torch_dtype=torch.float32)
     x8, _ = digits.load("held_out")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from artifacts.download_or_find_model import ModelNotFound
 from artifacts.latent_shards import Latents, ShardRef
-from artifacts.resolve_model import ModelNotFound
 from configs.load_recipe import RecipeError, load_recipe
 from flows.preflight import check_gate_rules, prepare
 from runtimes.check_support import check_scheduler

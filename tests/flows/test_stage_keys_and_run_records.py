@@ -9,9 +9,9 @@ import pytest
 
 from artifacts.artifact_key import KeyParts
 from artifacts.compare_and_swap import swap
+from artifacts.download_or_find_model import digest_model
 from artifacts.gc_find_needed import needed_by
 from artifacts.latent_shards import INFO
-from artifacts.resolve_model import digest_model
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
 from configs.generate import read_settings

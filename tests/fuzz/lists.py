@@ -20,10 +20,10 @@ from fuzz.reader import Reader
 
 from artifacts.hashing import digest_bytes
 from configs.source import DatasetSource, FolderSource, TarsSource, UrlSource
-from tasks.download.errors import SourceError
 from tasks.download.read_lists_by_duckdb import MalformedList
 from tasks.download.source_protocol import PictureLocation, Source
 from tasks.download.sources import Dataset, Folder, UrlList
+from tasks.download.stage_errors import SourceError
 from tasks.download.tars import Tars
 
 ROWS: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ from fuzz.reader import Reader
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import NewerFormat, encode_record
 from artifacts.store import Store
-from runtimes.train.checkpoints import Checkpoint, Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
 
 KEY = "ab" * 32
 

@@ -8,8 +8,8 @@ import pytest
 from configs.download import Download
 from tasks.download.check_dataset_limits import check_data
 from tasks.download.download_statistics import DownloadStatistics, shard_statistics
-from tasks.download.errors import TooManyFailed
 from tasks.download.row_fields_and_hash import Row
+from tasks.download.stage_errors import TooManyFailed
 
 
 def facts(pictures: list[int | None], planned: int = 100, host: str = "a") -> dict[str, Any]:

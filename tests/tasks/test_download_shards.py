@@ -35,8 +35,8 @@ from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
 from tasks.download.download_on_beam import MOST_DEFERRED, THREADS
 from tasks.download.download_statistics import DownloadStatistics
-from tasks.download.errors import Outage
 from tasks.download.filter_resize_encode_by_img2dataset import img2dataset_resizer
+from tasks.download.stage_errors import Outage
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings, transform
 from tasks.panels import PicturePanel

@@ -42,12 +42,12 @@ from tasks.download import (
     sources,
 )
 from tasks.download.download_shard import DownloadContext, download_shard, planned_rows
-from tasks.download.errors import SourceError
 from tasks.download.list_files import list_files, reading
 from tasks.download.read_lists_by_duckdb import FORMATS, read_list
 from tasks.download.read_lists_by_duckdb import read_malformed_list as read_list_in_python
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.source_protocol import ServedAt
+from tasks.download.stage_errors import SourceError
 
 CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
 ROWS = [{"url": f"http://example.org/{n}.jpg", "caption": c} for n, c in enumerate(CAPTIONS)]

@@ -22,7 +22,7 @@ from transformers import (
 
 from configs.evaluate import PreferenceModel
 from demo import captions, digits
-from demo.styles import NEW_STYLE, style_index
+from demo.ink_and_paper import NEW_STYLE, style_index
 from runtimes.contract import WrongInput
 from tasks.evaluate.clip_score import clip_scores, cosine
 from tasks.evaluate.feature_encoders import (

@@ -8,7 +8,7 @@ from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged
-from artifacts.resolve_model import resolve_model
+from artifacts.download_or_find_model import resolve_model
 from artifacts.store import Artifact, Store
 from configs.generate import Generate
 from tasks import generate

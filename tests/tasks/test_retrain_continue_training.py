@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from artifacts.artifact_key import KeyParts
-from artifacts.resolve_model import digest_model
+from artifacts.download_or_find_model import digest_model
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from configs.recipe import Recipe

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_adapters import RANK, make_lora
 
 from artifacts.artifact_key import KeyParts
-from artifacts.resolve_model import ModelNotFound
+from artifacts.download_or_find_model import ModelNotFound
 from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from configs.recipe import Recipe

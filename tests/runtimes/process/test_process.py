@@ -23,8 +23,8 @@ from runtimes.__main__ import main, only_writer
 from runtimes.process.events import EVENT_FD, Events
 from runtimes.process.job import write_job
 from runtimes.process.signals import Stop
-from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.training_loop import train
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: Each costs a start of some seconds; 30 have been survived, too.
@@ -97,7 +97,7 @@ def test_killed_again_and_again_it_redoes_only_what_no_checkpoint_has(
 SLOW_SAVE = """
 import sys, time
 from runtimes.__main__ import main
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 save = Checkpoints.save
 def slow(*arguments, **more):
     print("saving", flush=True)

@@ -14,7 +14,7 @@ from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_o
 from runtimes.process import socket_writers
 from runtimes.process.ranks import Ranks
 from runtimes.process.socket_writers import LOOPBACK, SocketWriters
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 
 class Broadcasts:

@@ -25,8 +25,8 @@ from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.torch.device import choose_device
 from runtimes.torch.parallel import chunk_rows
-from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.training_loop import train
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: One process takes 3 + 3 + 2 samples at a time, two take 3 + 1, four take 2.

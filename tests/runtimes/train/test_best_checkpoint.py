@@ -18,10 +18,10 @@ from runtimes.process.signals import Stop
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train import samples, validation_and_samples
 from runtimes.train.best_checkpoint import CheckpointRanking
-from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.held_out_loss import HeldOutLoss
 from runtimes.train.samples import scores_path
 from runtimes.train.training_loop import train
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 #: A rising learning rate: the weights improve, then get worse.

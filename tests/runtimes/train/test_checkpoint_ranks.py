@@ -25,7 +25,7 @@ from runtimes.spmd.join_hosts import free_port
 from runtimes.train import checkpoint_array_files
 from runtimes.train.checkpoint_array_files import array_files, files_by_rank
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 FACTS = {"seed": 1, "train": {}}
 #: Bytes of a file: the state below has 11 files.
@@ -191,7 +191,7 @@ from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.ranks import Ranks
 from runtimes.train import checkpoint_array_files as module
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_of
 
 join(Ranks.here())

@@ -25,10 +25,10 @@ from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train import training_run
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.divergence import Diverged
 from runtimes.train.resume import _with_defaults
 from runtimes.train.training_loop import train
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 from tasks.child_process import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_store_s_error_costs_checkpoints_but_neither_the_run_nor_its_weights(
     def away(*_: object) -> None:
         raise HttpError({"code": 503, "message": "Service Unavailable"})
 
-    monkeypatch.setattr("runtimes.train.checkpoints.write_record", away)
+    monkeypatch.setattr("runtimes.train.write_and_prune_checkpoints.write_record", away)
     away_job, whole = make_job("away", **SHORT), make_job("whole", **SHORT)
     heard = run(away_job)
     assert not heard.of("checkpoint")

@@ -32,7 +32,7 @@ from runtimes.train.checkpoint_errors import (
     CheckpointNotWritten,
     CheckpointsUnreachable,
 )
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 FACTS = {"seed": 1, "train": {}}
 
@@ -165,7 +165,7 @@ def test_a_store_that_is_away_costs_the_checkpoint(
 SAVE = """
 import sys
 import numpy as np
-from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 arrays = {"a": np.arange(6, dtype=np.float32)}
 for url in sys.argv[1:]:

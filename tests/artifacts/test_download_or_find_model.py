@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from store_servers import REMOTE, S3Server, UrlOf
 
 from artifacts.check_model_available import check_file_available
-from artifacts.resolve_model import (
+from artifacts.download_or_find_model import (
     HUB_FILES,
     HUB_SKIPPED,
     HUB_VARIANTS,
