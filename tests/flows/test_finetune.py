@@ -241,6 +241,7 @@ def test_a_run_until_a_stage_builds_up_to_it(
     assert "clip_score" in measured["metrics"] and not (store / "registry").exists()
 
 
+@pytest.mark.soak
 def test_a_run_on_mindspore_is_published(
     small: Overrides, run_here: RunHere, tiny_model: Callable[[str], Path], tiny_clip: Path
 ) -> None:

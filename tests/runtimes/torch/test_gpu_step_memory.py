@@ -40,7 +40,10 @@ def test_the_planned_peak_is_within_a_tenth_of_the_real_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["tiny_sd", "tiny_sd3", "tiny_flux"])
+@pytest.mark.parametrize(
+    "family",
+    ["tiny_sd", *(pytest.param(f, marks=pytest.mark.soak) for f in ("tiny_sd3", "tiny_flux"))],
+)
 def test_so_it_is_for_each_family_with_trained_text_encoders(
     family: str, request: pytest.FixtureRequest
 ) -> None:
