@@ -22,7 +22,12 @@ from artifacts.atomic_disk_writes import replacing
 from artifacts.concurrent_requests import AT_ONCE, ask_at_once
 from artifacts.file_stamps import TICK, distrust, present_stamp, time_stamp
 from artifacts.hashing import canonical_json, digest_bytes, digest_stream, parse_json
-from artifacts.remote_clients import is_of_client, make_folder_of, read_small_file, refusals
+from artifacts.remote_client_options_and_errors import (
+    is_of_client,
+    make_folder_of,
+    read_small_file,
+    refusals,
+)
 
 #: Of records; one of a higher number was written by a newer version.
 FORMAT = 2

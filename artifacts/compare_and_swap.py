@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from artifacts import atomic_disk_writes
-from artifacts.remote_clients import protocols
+from artifacts.remote_client_options_and_errors import protocols
 
 #: What S3 answers to a conditional write that lost.
 _LOST = {"PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey", "412", "409"}

@@ -12,7 +12,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.list_folder import checksum
-from artifacts.remote_clients import file_info
+from artifacts.remote_client_options_and_errors import file_info
 
 #: Seconds of a tick of the clock that the kernel stamps files by, at the least.
 TICK = 0.01

@@ -22,7 +22,7 @@ from fsspec import AbstractFileSystem
 
 from artifacts.clock import REAL, Clock
 from artifacts.compare_and_swap import VersionedContent, read, swap
-from artifacts.remote_clients import make_folder_of
+from artifacts.remote_client_options_and_errors import make_folder_of
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0

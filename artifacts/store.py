@@ -49,7 +49,7 @@ from artifacts.file_stamps import present_stamp
 from artifacts.hashing import digest_bytes
 from artifacts.list_folder import subfolders
 from artifacts.lock import Lock, hold, is_alive
-from artifacts.remote_clients import client_options
+from artifacts.remote_client_options_and_errors import client_options
 from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"

@@ -481,7 +481,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; run the same command to resume", INTERRUPTED)
     except Exception as error:
-        from artifacts.remote_clients import is_of_client
+        from artifacts.remote_client_options_and_errors import is_of_client
         from tasks.build_or_reuse import is_ours
 
         if is_of_client(error):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
-from artifacts.remote_clients import is_of_client
+from artifacts.remote_client_options_and_errors import is_of_client
 from artifacts.store import Artifact, Draft, Store
 from configs.redact_errors_and_logs import one_line
 from runtimes.registry import interpreter

@@ -20,7 +20,7 @@ from artifacts.clock import REAL, Clock
 from artifacts.concurrent_requests import ask_at_once
 from artifacts.hashing import parse_json
 from artifacts.list_folder import Entry, entries, name_of
-from artifacts.remote_clients import read_small_file
+from artifacts.remote_client_options_and_errors import read_small_file
 from artifacts.store import Store
 from configs.redact_errors_and_logs import one_line
 

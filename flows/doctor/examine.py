@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from configs.recipe import Recipe, RuntimeName
 from configs.redact_urls import without_secrets
-from flows.doctor import check_machine
-from flows.doctor.check_machine import PINNED, TRAPS
+from flows.doctor import check_python_driver_and_disk
+from flows.doctor.check_python_driver_and_disk import PINNED, TRAPS
 from flows.doctor.check_recipe import recipe_checks
 from flows.doctor.findings import Finding, collect, problem
 from flows.preflight import devices_here, stages_without_pool
@@ -92,21 +92,25 @@ def _machine_checks(
     cuda = [device for device in probes["torch"].devices if device.startswith("cuda")]
 
     def packages() -> Iterator[Finding]:
-        return check_machine.packages(package_versions(sys.executable, (*PINNED, *TRAPS)))
+        return check_python_driver_and_disk.packages(
+            package_versions(sys.executable, (*PINNED, *TRAPS))
+        )
 
     def runtimes() -> Iterator[Finding]:
         if not any(probe.available for probe in probes.values()):
             yield problem("no runtime can train here", "run `make setup`")
 
     def nvidia() -> Iterator[Finding]:
-        return check_machine.nvidia(cuda, torch, wanted=recipe is not None and _asks_cuda(recipe))
+        return check_python_driver_and_disk.nvidia(
+            cuda, torch, wanted=recipe is not None and _asks_cuda(recipe)
+        )
 
     def disk() -> Iterator[Finding]:
-        return check_machine.disk("." if recipe is None else recipe.store)
+        return check_python_driver_and_disk.disk("." if recipe is None else recipe.store)
 
-    yield from (check_machine.python_version, packages, runtimes, nvidia)
-    yield from (check_machine.compiler, disk)
-    yield from (check_machine.caches, check_machine.hub_token)
+    yield from (check_python_driver_and_disk.python_version, packages, runtimes, nvidia)
+    yield from (check_python_driver_and_disk.compiler, disk)
+    yield from (check_python_driver_and_disk.caches, check_python_driver_and_disk.hub_token)
 
 
 def _asks_cuda(recipe: Recipe) -> bool:

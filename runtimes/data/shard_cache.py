@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.checksummed_files import Damaged, open_checked
 from artifacts.download_or_find_model import cache_folder
 from artifacts.latent_shards import LatentShard, ShardRef
-from artifacts.remote_clients import is_of_client, refusals
+from artifacts.remote_client_options_and_errors import is_of_client, refusals
 from runtimes.contract import WrongInput
 from runtimes.data.read_ahead import ReadAhead
 

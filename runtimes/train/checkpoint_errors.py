@@ -10,7 +10,7 @@ from typing import TypeVar
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.remote_clients import is_of_client
+from artifacts.remote_client_options_and_errors import is_of_client
 
 #: Seconds before each further attempt, besides the attempts of a store's own client.
 RETRY_SECONDS = (10, 60, 300)

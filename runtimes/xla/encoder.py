@@ -11,8 +11,8 @@ from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encode_images_and_captions import PaddedEncoder
 from runtimes.xla.device import start
+from runtimes.xla.gradient_checkpointing_and_patches import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
-from runtimes.xla.model_patches import replace_nearest_upsampling
 
 
 class Encoder(PaddedEncoder):

@@ -16,8 +16,8 @@ from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
 from runtimes.xla.device import compile_seconds, start
+from runtimes.xla.gradient_checkpointing_and_patches import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
-from runtimes.xla.model_patches import replace_nearest_upsampling
 from runtimes.xla.sampler import Sampler
 
 

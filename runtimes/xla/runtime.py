@@ -26,8 +26,8 @@ from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
 from runtimes.xla.clip_update_and_ema import Update
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
+from runtimes.xla.gradient_checkpointing_and_patches import recompute, replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
-from runtimes.xla.model_patches import recompute, replace_nearest_upsampling
 from runtimes.xla.step import Step
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.download import Download
-from tasks.download.failure_reasons import is_transient
+from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.stage_errors import TooManyFailed
 
 

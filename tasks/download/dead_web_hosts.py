@@ -7,7 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tasks.download.failure_reasons import CRAWL_DELAY, NO_ANSWER, FetchFailed, is_transient
+from tasks.download.retryable_and_final_failures import (
+    CRAWL_DELAY,
+    NO_ANSWER,
+    FetchFailed,
+    is_transient,
+)
 
 #: Failures without any answer of the host.
 SILENT = {"timeout", "name not resolved", "connection refused", "connection broken"}

@@ -9,7 +9,7 @@ from io import BytesIO
 from itertools import pairwise
 from typing import NamedTuple
 
-from tasks.download.failure_reasons import FetchFailed
+from tasks.download.retryable_and_final_failures import FetchFailed
 
 #: Accepted formats. The list keeps hostile bytes away from Pillow's rarer decoders. An AVIF's
 #: decoder takes the memory of the coded frames, whatever size the file's boxes declare.

@@ -27,10 +27,10 @@ from configs.redact_urls import without_secrets
 from tasks.download.dead_web_hosts import is_outage
 from tasks.download.download_statistics import shard_statistics
 from tasks.download.event_loop import run
-from tasks.download.failure_reasons import is_transient
 from tasks.download.fetch_and_resize_row import RowDownloader
 from tasks.download.plan_parquet import distrust_file
 from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
+from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.row_fields_and_hash import Row, read_additional
 from tasks.download.source_protocol import PictureLocation, ServedAt
 from tasks.download.sources import SOURCES

@@ -21,7 +21,7 @@ from fsspec.utils import glob_translate
 from artifacts import list_folder
 from artifacts.concurrent_requests import ask_at_once
 from artifacts.hashing import digest_json, digest_stream
-from artifacts.remote_clients import is_of_client
+from artifacts.remote_client_options_and_errors import is_of_client
 from configs.redact_errors_and_logs import one_line
 from tasks.download.stage_errors import SourceError
 

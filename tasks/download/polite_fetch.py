@@ -17,7 +17,7 @@ from configs.download import Download
 from tasks.download.body_memory import Room
 from tasks.download.dead_web_hosts import SILENT, DeadHosts
 from tasks.download.event_loop import Shared, shared
-from tasks.download.failure_reasons import (
+from tasks.download.retryable_and_final_failures import (
     DISALLOWED,
     NO_ANSWER,
     NO_ROBOTS,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from configs.download import Download
 from tasks.download.decoding_bomb_checks import Header, known_formats
-from tasks.download.failure_reasons import FetchFailed
+from tasks.download.retryable_and_final_failures import FetchFailed
 
 ORIENTATION = 0x0112  # EXIF tag; 1 is upright
 TRANSPOSED = range(5, 9)

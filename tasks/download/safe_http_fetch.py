@@ -23,7 +23,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from tasks.download.body_memory import Room
-from tasks.download.failure_reasons import (
+from tasks.download.retryable_and_final_failures import (
     FetchFailed,
     RefusedAddress,
     as_fetch_failed,

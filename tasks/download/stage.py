@@ -30,9 +30,9 @@ from tasks.download.download_shard import (
     shard_settings,
 )
 from tasks.download.download_statistics import DownloadStatistics
-from tasks.download.failure_reasons import is_transient
 from tasks.download.plan_parquet import plan_key
 from tasks.download.plan_shards import Begin, DownloadPlan, plan_shards
+from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.source_protocol import Source
 from tasks.download.sources import SOURCES
 from tasks.download.stage_errors import SourceError

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.download.failure_reasons import BUSY, CRAWL_DELAY, NO_ANSWER, FetchFailed
+from tasks.download.retryable_and_final_failures import BUSY, CRAWL_DELAY, NO_ANSWER, FetchFailed
 
 #: Maximum wait that a server's Retry-After can cause, in seconds.
 MAX_WAIT = 30.0

@@ -33,7 +33,7 @@ from artifacts.checksummed_files import Damaged
 from artifacts.clock import Clock
 from artifacts.list_folder import present_time
 from artifacts.lock import LockLost
-from artifacts.remote_clients import is_of_client
+from artifacts.remote_client_options_and_errors import is_of_client
 from artifacts.run_records import RUNS, GarbageUnsure
 from artifacts.store import Store
 from flows.store_commands import collect_garbage, verify_store

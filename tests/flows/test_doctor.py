@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.doctor import check_machine
+from flows.doctor import check_python_driver_and_disk
 from flows.doctor import examine as doctor
 from flows.doctor.examine import examine
 from runtimes.contract import Probe
@@ -149,7 +149,7 @@ def test_the_exit_code_reports_a_missing_part(
 ) -> None:
     assert here("doctor").splitlines()[-1] == "ready"
     trap = {"pytest": ("", "is a trap here")}
-    for module in (doctor, check_machine):
+    for module in (doctor, check_python_driver_and_disk):
         monkeypatch.setattr(module, "TRAPS", trap)
     said = here("doctor", code=1).splitlines()
     assert said[-2].startswith(f"problem: pytest {version('pytest')} is a trap here: ")

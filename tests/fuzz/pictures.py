@@ -16,8 +16,8 @@ from PIL import Image
 
 from configs.download import Download
 from tasks.download.decoding_bomb_checks import FORMATS, check_picture
-from tasks.download.failure_reasons import FetchFailed
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+from tasks.download.retryable_and_final_failures import FetchFailed
 
 SIZE = (48, 40)
 MOST = 2**20  # pixels

@@ -15,8 +15,8 @@ from PIL import Image
 
 from configs.download import Download
 from tasks.download.decoding_bomb_checks import Header, check_picture
-from tasks.download.failure_reasons import FetchFailed
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+from tasks.download.retryable_and_final_failures import FetchFailed
 
 REAL, SHOWN = 8000, 64  # pixels a side: decoded, and as Pillow reads the header
 #: More than the other memory of a refusal; the decoded picture has REAL**2 bytes or more.

@@ -18,8 +18,8 @@ import pytest
 from configs.download import Download
 from tasks.download.body_memory import BodyMemory, Room
 from tasks.download.event_loop import run
-from tasks.download.failure_reasons import FetchFailed
 from tasks.download.polite_fetch import Fetched, Fetcher, user_agent
+from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.robots_txt import MAX_AGE, RobotsCache, Rules
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.source_protocol import ServedAt

@@ -23,8 +23,8 @@ from tasks.download.dead_web_hosts import DeadHosts, is_outage
 from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import PixelBudget
 from tasks.download.event_loop import run, shared
-from tasks.download.failure_reasons import FetchFailed
 from tasks.download.polite_fetch import Fetched, Fetcher
+from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.rotate_and_reduce import rotate_and_reduce
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, is_public

@@ -21,8 +21,8 @@ from runtimes.sample.load_network import load_network
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.train import training_loop
 from runtimes.xla.device import start
+from runtimes.xla.gradient_checkpointing_and_patches import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh, in_order, rows_of
-from runtimes.xla.model_patches import replace_nearest_upsampling
 from runtimes.xla.runtime import TheRuntime
 from runtimes.xla.sampler import Sampler
 

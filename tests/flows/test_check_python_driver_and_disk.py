@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.doctor import check_machine
+from flows.doctor import check_python_driver_and_disk
 from flows.doctor.findings import Finding, collect, limited
 from runtimes.hosts import detect_nvidia
 from runtimes.hosts.c_compiler import find_c_compiler
@@ -46,16 +46,18 @@ def add_driver(programs: Path) -> None:
 @pytest.fixture
 def torch_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     """Set the CUDA version of the installed PyTorch."""
-    return lambda cuda: monkeypatch.setattr(check_machine, "torch_cuda_version", lambda: cuda)
+    return lambda cuda: monkeypatch.setattr(
+        check_python_driver_and_disk, "torch_cuda_version", lambda: cuda
+    )
 
 
 def nvidia(*devices: str, wanted: bool = False) -> list[Finding]:
-    return list(check_machine.nvidia(devices, "2.13.0", wanted=wanted))
+    return list(check_python_driver_and_disk.nvidia(devices, "2.13.0", wanted=wanted))
 
 
 def test_a_machine_without_nvidia_has_nothing_to_mend(bare: Path) -> None:
     assert nvidia() == []
-    (found,) = check_machine.compiler()
+    (found,) = check_python_driver_and_disk.compiler()
     assert found.level == "note" and "xcode-select" in found.words
 
 
@@ -115,9 +117,9 @@ def test_a_gpu_lists_the_recipes_that_fit_it(
 
 
 def test_python_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(check_machine.python_version()) == []
+    assert list(check_python_driver_and_disk.python_version()) == []
     monkeypatch.setattr(platform, "python_version", lambda: "3.13.1")
-    (found,) = check_machine.python_version()
+    (found,) = check_python_driver_and_disk.python_version()
     assert found.level == "problem" and "PYTHON=python3.12" in found.words
 
 
@@ -134,8 +136,8 @@ def test_python_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_versions_that_break_prefect_are_problems(name: str, version: str, is_trap: bool) -> None:
-    installed = dict.fromkeys(check_machine.PINNED, "1") | {name: version}
-    found = list(check_machine.packages(installed))
+    installed = dict.fromkeys(check_python_driver_and_disk.PINNED, "1") | {name: version}
+    found = list(check_python_driver_and_disk.packages(installed))
     assert [finding.level for finding in found] == ["problem"] * is_trap
     assert all(sys.executable in finding.words for finding in found)
 
@@ -150,31 +152,31 @@ def test_a_compiler_is_found_by_variable_or_path(
     add_program(bare, "gcc")
     monkeypatch.delenv("CC")
     assert find_c_compiler() == str(bare / "gcc")
-    assert list(check_machine.compiler()) == []
+    assert list(check_python_driver_and_disk.compiler()) == []
 
 
 def test_a_disk_for_small_recipes_only_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_machine, "LEAST_FREE", 10**18)
-    (found,) = check_machine.disk()
+    monkeypatch.setattr(check_python_driver_and_disk, "LEAST_FREE", 10**18)
+    (found,) = check_python_driver_and_disk.disk()
     assert found.level == "note" and "kiln gc" in found.words
-    assert list(check_machine.disk("memory://a/bucket")) == []
+    assert list(check_python_driver_and_disk.disk("memory://a/bucket")) == []
 
 
 def test_a_token_is_neither_shown_nor_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert list(check_machine.hub_token()) == []
+    assert list(check_python_driver_and_disk.hub_token()) == []
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere")
-    assert [finding.level for finding in check_machine.hub_token()] == ["note"]
+    assert [finding.level for finding in check_python_driver_and_disk.hub_token()] == ["note"]
 
 
 def test_a_cache_that_is_a_file_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
-    assert list(check_machine.caches()) == []
+    assert list(check_python_driver_and_disk.caches()) == []
     (tmp_path / "cache").write_text("in the way")
-    assert [finding.level for finding in check_machine.caches()] == ["problem"]
+    assert [finding.level for finding in check_python_driver_and_disk.caches()] == ["problem"]
 
 
 def test_a_check_that_does_not_answer_ends() -> None:
@@ -187,7 +189,7 @@ def test_a_check_that_does_not_answer_ends() -> None:
     (found,) = collect([limited(mute_bucket, seconds=0.05)])
     never.set()
     assert found == Finding("problem", "mute bucket did not answer within 0.05 s")
-    assert list(collect([limited(check_machine.python_version)])) == []
+    assert list(collect([limited(check_python_driver_and_disk.python_version)])) == []
 
 
 def test_a_check_that_fails_hides_no_other() -> None:
@@ -195,7 +197,13 @@ def test_a_check_that_fails_hides_no_other() -> None:
         raise OSError("no such planet at https://me:word@mars/")
 
     found = list(
-        collect([disk_of_mars, check_machine.python_version, lambda: [Finding("ok", "x")]])
+        collect(
+            [
+                disk_of_mars,
+                check_python_driver_and_disk.python_version,
+                lambda: [Finding("ok", "x")],
+            ]
+        )
     )
     assert found[0].words == "disk of mars failed: OSError: no such planet at https://mars/"
     assert found[1:] == [Finding("ok", "x")]

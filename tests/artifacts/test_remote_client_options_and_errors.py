@@ -8,7 +8,7 @@ from gcs_server import GcsServer
 from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
-from artifacts.remote_clients import StoreRefused, is_of_client
+from artifacts.remote_client_options_and_errors import StoreRefused, is_of_client
 from artifacts.store import Store
 from runtimes.train.write_and_prune_checkpoints import Checkpoints, CheckpointsUnreachable
 from tasks.build_or_reuse import StorageAway, storing
