@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from configs.load_recipe import RecipeError, load_recipe
+from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.recipe import Recipe
 from configs.strict_yaml import parse_yaml
 from configs.train import key_settings

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, ValidationError
 
 from configs.base_section import StoredUrl
 from configs.explain_recipe_errors import explain
-from configs.load_recipe import RecipeError
+from configs.load_and_extend_recipe import RecipeError
 from configs.recipe import RuntimeName
 from configs.sampling import Prompts, Sampling
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from configs.load_recipe import json_schema
+from configs.recipe_json_schema import json_schema
 
 Node = dict[str, Any]
 HEAD = """# Settings

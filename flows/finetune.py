@@ -13,7 +13,7 @@ from prefect import Task, flow, runtime, task
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.recipe import STAGES, StageName
 from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo
 
 from configs.hide_secrets import hide_secrets
-from configs.load_recipe import RecipeError, find_recipe, load_recipe, recipe_names
+from configs.load_and_extend_recipe import RecipeError, find_recipe, load_recipe, recipe_names
 
 NO_OVERRIDES: dict[str, Any] = {}
 

@@ -15,7 +15,7 @@ from artifacts.download_or_find_model import ModelNotFound, resolve_file, resolv
 from artifacts.latent_shards import Latents
 from artifacts.store import Artifact, Store
 from configs.best_checkpoint import HOLDOUT_LOSS
-from configs.load_recipe import RecipeError, dump
+from configs.load_and_extend_recipe import RecipeError, dump
 from configs.place import PLACED_STAGES, PlacedStage
 from configs.recipe import STAGES, Recipe, StageName
 from flows.check_disk import check_disk

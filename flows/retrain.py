@@ -15,7 +15,7 @@ from prefect.states import Completed
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold
 from artifacts.store import Artifact
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.recipe import Recipe
 from configs.redact_errors_and_logs import redacted_errors
 from flows.finetune import download, encode, evaluate, publish, report_of, train

@@ -25,7 +25,7 @@ from prefect.utilities.urls import url_for
 
 from artifacts.clock import REAL, Clock
 from artifacts.store import Store
-from configs.load_recipe import RecipeError
+from configs.load_and_extend_recipe import RecipeError
 from configs.place import PlacedStage
 from configs.recipe import Recipe, StageName
 from configs.redact_errors_and_logs import one_line

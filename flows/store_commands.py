@@ -14,7 +14,7 @@ from artifacts.gc_find_needed import Marks, mark
 from artifacts.list_folder import entries, subfolders
 from artifacts.run_records import GarbageUnsure, registries
 from artifacts.store import Artifact, Store
-from configs.load_recipe import RecipeError
+from configs.load_and_extend_recipe import RecipeError
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.publish.champion_history import RegistryError

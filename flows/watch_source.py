@@ -10,7 +10,7 @@ from prefect.events import emit_event
 from prefect.states import Completed
 
 from artifacts.store import Store
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from configs.load_recipe import RecipeError
+from configs.load_and_extend_recipe import RecipeError
 from configs.recipe import Recipe, StageName
 from configs.redact_urls import without_secrets
 

@@ -11,7 +11,7 @@ from pydantic import SecretStr, ValidationError
 
 from configs.explain_recipe_errors import explain
 from configs.hide_secrets import hide_secrets
-from configs.load_recipe import RECIPES, RecipeError, anchored
+from configs.load_and_extend_recipe import RECIPES, RecipeError, anchored
 from configs.recipe import Recipe, StageName
 from configs.redact_urls import without_secrets
 from tasks.beam_workers import Workers, is_hub_id, out_of_reach

@@ -18,7 +18,7 @@ from warm_processes import WarmInterpreter, forked
 pytest_plugins = ["made_up_family", "store_servers"]
 #: Prefixes of the xdist groups that start first, because they take longest.
 LONGEST_FIRST = (
-    *("deployed", "tests/flows/test_killed"),
+    *("deployed", "tests/flows/test_killed_and_resumed"),
     *("tests/flows/test_remote_store", "tests/flows/test_finetune"),
     *("tests/flows/test_journeys", "conformance-", "tests/flows/test_another_chip"),
     *("tests/flows/test_retrain", "engines"),

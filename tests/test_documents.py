@@ -18,7 +18,7 @@ from kiln_command import ROOT
 from typer.exceptions import TyperException
 
 from configs.generate import read_settings
-from configs.load_recipe import load_recipe, parse_override
+from configs.load_and_extend_recipe import load_recipe, parse_override
 from flows.cli import app
 
 DOCUMENTS = sorted(

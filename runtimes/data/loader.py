@@ -17,8 +17,8 @@ from artifacts.latent_shards import (
     stack_rows,
 )
 from runtimes.contract import StepBatch, WrongInput
+from runtimes.data.apply_caption_dropout import caption_row, zeroed
 from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window
-from runtimes.data.caption_dropout import caption_row, zeroed
 from runtimes.data.prefetch import Prefetch
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family

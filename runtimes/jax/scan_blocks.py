@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -165,15 +164,16 @@ def scan_blocks(
         spread = NamedSharding(mesh.mesh, PartitionSpec(None, *spec))
         stacked[name] = jax.lax.with_sharding_constraint(stacked[name], spread)
 
-    # In a loop, XLA cannot merge the recomputation with the forward pass.
-    @partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def block(weights: Weights, key: Array, carry: Carry, others: list[Array]) -> Carry:
         whole = {name: _gather(mesh, weights[name]) for name in sharded}
         return call(weights | whole, key, carry, others)
 
-    _record(len(weights), block, weights[0], carry, others, mesh, sharded)
+    alone = jax.checkpoint(block, policy=policy)
+    _record(len(weights), alone, weights[0], carry, others, mesh, sharded)
+    # Outside a loop, XLA would merge the recomputation with the forward pass.
+    looped = jax.checkpoint(block, policy=policy, prevent_cse=not mesh.has_loops)
     last, _ = jax.lax.scan(
-        lambda carry, own: (block(*own, carry, others), None),
+        lambda carry, own: (looped(*own, carry, others), None),
         carry,
         (stacked, keys),
         unroll=not mesh.has_loops,

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from artifacts.download_or_find_model import LICENSE_FILES
-from configs.load_recipe import dump
+from configs.load_and_extend_recipe import dump
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.evaluate.metric_table import metric_rows

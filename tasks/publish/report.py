@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from artifacts.store import Artifact, Store
-from configs.load_recipe import dump
+from configs.load_and_extend_recipe import dump
 from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
 from tasks.build_or_reuse import StageResult

@@ -16,7 +16,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import write_atomic
 from artifacts.hashing import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft, Store
-from configs.load_recipe import dump
+from configs.load_and_extend_recipe import dump
 from configs.publish import Hub
 from configs.recipe import STAGES, Recipe
 from runtimes.adapters.lora_file_format import read_adapters

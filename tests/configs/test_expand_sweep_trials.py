@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.expand_sweep_trials import load_trials, parse_grid, parse_values
-from configs.load_recipe import RecipeError
+from configs.load_and_extend_recipe import RecipeError
 
 
 def sweep(**values: Any) -> dict[str, Any]:

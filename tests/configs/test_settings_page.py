@@ -5,7 +5,7 @@ from typing import Any
 from kiln_command import ROOT
 
 from configs import settings_page
-from configs.load_recipe import dump, load_recipe, recipe_names
+from configs.load_and_extend_recipe import dump, load_recipe, recipe_names
 from configs.strict_yaml import parse_yaml
 
 PAGE = ROOT / "docs/settings.md"

@@ -12,7 +12,7 @@ from digit_prompts import all_captions, prompts
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from demo.digit_judges import judge
 from demo.ink_and_paper import BASE_STYLES, NEW_STYLE
 from demo.make_base import BASE

@@ -16,7 +16,7 @@ import yaml
 from kiln_command import ROOT
 from prefect.events.schemas.automations import AutomationCore
 
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from flows.model_events import PUBLISHED, REJECTED
 from tasks.evaluate.inception import ENVIRONMENT
 from tasks.retrain.watch_source import EVENT, source_resource

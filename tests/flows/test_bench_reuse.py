@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import reuse
-from configs.load_recipe import dump, load_recipe
+from configs.load_and_extend_recipe import dump, load_recipe
 
 
 @pytest.mark.soak

@@ -9,7 +9,7 @@ import picture_sources
 import pytest
 from hub_server import HubServer, Repository
 
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.recipe import Recipe
 from flows.doctor import check_recipe
 from flows.doctor.findings import Finding, collect

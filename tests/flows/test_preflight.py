@@ -12,7 +12,7 @@ import torch
 
 from artifacts.download_or_find_model import ModelNotFound
 from artifacts.latent_shards import Latents, ShardRef
-from configs.load_recipe import RecipeError, load_recipe
+from configs.load_and_extend_recipe import RecipeError, load_recipe
 from flows.preflight import check_gate_rules, prepare
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput

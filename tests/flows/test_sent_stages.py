@@ -14,7 +14,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
 from artifacts.store import Store
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.place import PLACED_STAGES
 from flows import cli, finetune, send_stage
 from flows.preflight import Run, _stages_here

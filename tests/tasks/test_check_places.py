@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs.hide_secrets import hide_secrets
-from configs.load_recipe import RECIPES, RecipeError, load_recipe
+from configs.load_and_extend_recipe import RECIPES, RecipeError, load_recipe
 from configs.place import PLACED_STAGES
 from configs.recipe import STAGES
 from tasks.check_places import _secret, check_places, received_recipe, settings_to_send

@@ -9,7 +9,7 @@ import pytest
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Store
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.sweep import Sweep
 from runtimes.contract import WrongInput
 from tasks import compare_sweep_trials

@@ -11,7 +11,7 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.train import Train, key_settings
 from runtimes.process.job import TrainJob
 from runtimes.train.write_and_prune_checkpoints import Checkpoints

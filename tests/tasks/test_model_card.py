@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from tasks.evaluate.metric_table import metric_rows
 from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.recipe_memory import DOCUMENT, GPUS, TABLE, plan_recipes
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.gpu.recipe_memory import (
     digest_settings,

@@ -16,7 +16,7 @@ from PIL import Image
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from flows.store_commands import _lineage
 from tasks.build_or_reuse import StageResult
 from tasks.panels import LARGE, LARGE_SUM, Chart, Comparison, Panel, PicturePanel, Strip, Table

@@ -13,7 +13,7 @@ from prefect.states import Failed
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from flows import retrain as flow
 from flows.preflight import Run
 from flows.retrain import one_at_a_time

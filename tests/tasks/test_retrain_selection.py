@@ -9,7 +9,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO, open_latents
 from artifacts.store import Artifact, Store
 from configs.holdout_divergence_profile_wandb import Profile
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.recipe import Recipe
 from configs.train import Train
 from tasks.encode.latent_keys import STAGE

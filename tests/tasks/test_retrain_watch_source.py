@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import one_at_a_time
@@ -117,7 +117,7 @@ def test_a_retraining_that_was_killed_delays_no_event(
     assert not is_retraining(recipe), "there is no registry yet"
     script = f"""
 import os
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from flows.retrain import one_at_a_time
 with one_at_a_time(load_recipe("digits", {{"store": {recipe.store!r}}})):
     os._exit(0)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from runtimes.contract import WrongInput
 from tasks import train
 from tasks.check_training_targets import check

@@ -18,7 +18,7 @@ from tiny_adapters import RANK, make_lora
 from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import ModelNotFound
 from artifacts.store import Artifact, Store
-from configs.load_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe
 from configs.recipe import Recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.contract import WrongInput

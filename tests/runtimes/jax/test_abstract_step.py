@@ -87,6 +87,8 @@ def test_the_cost_of_a_step_has_every_iteration_of_its_loops(
         assert omitted > 0.01 * flops[has_loops] or not has_loops
         flops[has_loops] += omitted
     assert flops[True] == pytest.approx(flops[False], rel=0.01)
+    merged = "XLA would merge the recomputation with the forward pass"
+    assert all("optimization_barrier" in body.as_text() for _, body in bodies), merged
 
 
 @pytest.mark.slow

@@ -73,14 +73,6 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise RecipeError(f"override {text!r}: the value is not valid YAML") from None
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe file, for editors."""
-    schema = Recipe.model_json_schema()
-    schema["properties"]["extends"] = {"type": "string", "description": "Recipe to start from."}
-    schema.pop("required", None)
-    return schema
-
-
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML, complete except for secrets."""
     settings = _redacted(json.loads(recipe.model_dump_json()))

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from configs.load_recipe import (
+from configs.load_and_extend_recipe import (
     RecipeError,
     dump,
-    json_schema,
     load_recipe,
     parse_override,
     recipe_names,
 )
+from configs.recipe_json_schema import json_schema
 
 
 @pytest.mark.parametrize("name", recipe_names())
