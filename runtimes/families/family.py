@@ -90,6 +90,10 @@ class Family:
     vae_class: ClassVar[str] = "AutoencoderKL"  # diffusers' class of the VAE
     default_scaling_factor: ClassVar[float] = 0.18215  # of a VAE whose config lacks it
     blocks: ClassVar[tuple[str, ...]]  # classes of the denoiser's repeated blocks
+    #: Those of which runtime jax may run consecutive equal ones as a loop. A block's first argument
+    #: is hidden_states, its output the next block's input; further arguments are the same for all.
+    #: With two outputs, encoder_hidden_states is the second argument and the first output.
+    chained_blocks: ClassVar[tuple[str, ...]] = ()
     text_encoders: ClassVar[tuple[TextEncoder, ...]]
     #: CLIP hidden states: `last` is after the final norm, `penultimate` before the last layer.
     clip_states: ClassVar[ClipStates] = "penultimate"
@@ -105,11 +109,6 @@ class Family:
     kohya: ClassVar[KohyaNames | None] = None
     #: Kind of device -> why the denoiser does not run on it.
     refused_devices: ClassVar[Mapping[str, str]] = {}
-
-    @property
-    def chained_blocks(self) -> tuple[str, ...]:
-        """Classes of blocks in lists where each block's output is the next block's input."""
-        return self.blocks
 
     @property
     def clip(self) -> tuple[TextEncoder, ...]:

@@ -98,6 +98,7 @@ class Flux(Family):
     pipelines = ("FluxPipeline",)
     denoiser, denoiser_class = "transformer", "FluxTransformer2DModel"
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
         TextEncoder("text_encoder", ("CLIPTextModel",), states=False, pooled="pooler_output"),
         TextEncoder("text_encoder_2", ("T5EncoderModel",), "t5", tokens=512),

@@ -75,6 +75,7 @@ class Flux2(Family):
     denoiser, denoiser_class = "transformer", "Flux2Transformer2DModel"
     vae_class, default_scaling_factor = "AutoencoderKLFlux2", 1.0
     blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
         TextEncoder("text_encoder", ("Qwen3ForCausalLM",), "llm", tokens=512, layers=(9, 18, 27)),
     )

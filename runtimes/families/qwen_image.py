@@ -24,6 +24,7 @@ class QwenImage(Family):
     denoiser, denoiser_class = "transformer", "QwenImageTransformer2DModel"
     vae_class, default_scaling_factor = "AutoencoderKLQwenImage", 1.0
     blocks = ("QwenImageTransformerBlock",)
+    chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
         TextEncoder(
             *("text_encoder", ("Qwen2_5_VLForConditionalGeneration",), "llm"),

@@ -16,6 +16,7 @@ class SD(Family):
     pipelines = ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline")
     denoiser, denoiser_class = "unet", "UNet2DConditionModel"
     blocks = ("BasicTransformerBlock", "ResnetBlock2D")
+    chained_blocks = ("BasicTransformerBlock",)  # a UNet calls residual blocks alternately
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
         TextEncoder("text_encoder", ("CLIPTextModel",)),
     )
@@ -29,10 +30,6 @@ class SD(Family):
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
         {"text_encoder": "lora_te"}, lambda layer, config: KohyaLayer(layer)
     )
-
-    @property
-    def chained_blocks(self) -> tuple[str, ...]:
-        return self.blocks[:1]  # a UNet calls residual and attention blocks alternately
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:
         return latent_channels(config)

@@ -21,6 +21,7 @@ class SD3(Family):
     pipelines = ("StableDiffusion3Pipeline",)
     denoiser, denoiser_class = "transformer", "SD3Transformer2DModel"
     blocks = ("JointTransformerBlock",)
+    chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
         TextEncoder("text_encoder", _CLIP, pooled="text_embeds"),
         TextEncoder("text_encoder_2", _CLIP, pooled="text_embeds"),

@@ -29,6 +29,7 @@ class ZImage(Family):
     pipelines = ("ZImagePipeline",)
     denoiser, denoiser_class = "transformer", "ZImageTransformer2DModel"
     blocks = ("ZImageTransformerBlock",)
+    chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
         TextEncoder(
             *("text_encoder", ("Qwen3Model", "Qwen3ForCausalLM"), "llm"),

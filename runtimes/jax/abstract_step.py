@@ -21,7 +21,7 @@ from runtimes.jax.micro_batches import stack_micro_batches
 from runtimes.jax.parameters_and_optimizer_state import names_without_gradient, trained_names
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
-from runtimes.jax.torchax_bridge import as_function, recompute
+from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.jax.tpu_step_memory_records import TpuStepRequest
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
@@ -59,10 +59,7 @@ class AbstractStep:
             *(Path(request.model), vae, request.resolution, network.family, extras),
             text=network.encodes_text,
         )
-        if settings.gradient_checkpointing != "none":
-            for part in network.parts.values():
-                what, blocks = settings.gradient_checkpointing, network.family.chained_blocks
-                recompute(part, what, self._mesh, blocks)
+        recompute_blocks(network, settings, self._mesh)
         self._names = trained_names(network)
         share = settings.global_batch_size // hosts
         self._size = min(settings.micro_batch_size or share, share)
@@ -95,30 +92,32 @@ class AbstractStep:
         """
         if not self.has_loops:
             return []
-        shapes = [str((loop.weights, loop.carry, loop.others)) for loop in self._loops]
-        omitted = dict.fromkeys(shapes, 0)
-        for loop, shape in zip(self._loops, shapes, strict=True):
-            omitted[shape] += loop.count - 1
-        first = dict(zip(reversed(shapes), reversed(self._loops), strict=True))
+        equal: dict[str, list[scan_blocks.Loop]] = {}
+        for loop in self._loops:
+            shapes = str((loop.weights, loop.carry, loop.others))
+            equal.setdefault(shapes, []).append(loop)
         with splash_attention.counted(0):
-            return [(count, self._lower_body(first[shape])) for shape, count in omitted.items()]
+            return [
+                (sum(loop.count - 1 for loop in loops), self._lower_body(loops[0]))
+                for loops in equal.values()
+            ]
 
     def _lower_body(self, loop: scan_blocks.Loop) -> Any:
         """An iteration's forward and backward pass, with recomputation.
 
-        Gradients of other arguments are left out: captions have none, and the time embedding's are
-        small.
+        Gradients of further arguments, such as the time embedding, are small and left out.
         """
 
-        def run(weights: Any, carry: Any, others: list[Any], gradient: Any) -> Any:
-            def forward(weights: Any, carry: Any) -> Any:
-                return loop.block(weights, jax.random.key(0), carry, others)
+        def run(trained: Any, frozen: Any, carry: Any, others: Any, gradient: Any) -> Any:
+            def forward(trained: Any, carry: Any) -> Any:
+                return loop.block(frozen | trained, jax.random.key(0), carry, others)
 
-            found, backward = jax.vjp(forward, weights, carry)
+            found, backward = jax.vjp(forward, trained, carry)
             return found, backward(gradient)
 
-        given = loop.weights, loop.carry, loop.others, loop.carry
-        traced = jax.jit(run).trace(*given)
+        trained = {name: loop.weights[name] for name in loop.trained}
+        frozen = {name: loop.weights[name] for name in loop.weights.keys() - loop.trained}
+        traced = jax.jit(run).trace(trained, frozen, loop.carry, loop.others, loop.carry)
         return traced.lower(lowering_platforms=(self._mesh.platform,))
 
     def flops_per_image(self) -> float | None:

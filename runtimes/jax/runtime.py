@@ -47,7 +47,7 @@ from runtimes.jax.parameters_and_optimizer_state import (
 from runtimes.jax.scan_blocks import scanned_names
 from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step, errors, gather_weights
-from runtimes.jax.torchax_bridge import as_function, recompute
+from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.optimizer_step.step_scalars import step_scalars
 from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
@@ -204,7 +204,5 @@ class TheRuntime(BaseRuntime):
 def load_network(job: TrainJob, settings: Train, mesh: Mesh) -> Network:
     """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises WrongInput."""
     network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": "none"}))
-    if settings.gradient_checkpointing != "none":
-        for part in network.parts.values():
-            recompute(part, settings.gradient_checkpointing, mesh, network.family.chained_blocks)
+    recompute_blocks(network, settings, mesh)
     return network

@@ -39,6 +39,7 @@ class Loop:
         count: number of iterations.
         block: one iteration, with its gathers and recomputation.
         weights: shapes of one block's weights, sharded.
+        trained: names of the weights that have gradients.
         carry: shapes of the block's input.
         others: shapes of its other arguments.
     """
@@ -46,6 +47,7 @@ class Loop:
     count: int
     block: CallBlock
     weights: dict[str, ShapeDtypeStruct]
+    trained: frozenset[str]
     carry: tuple[ShapeDtypeStruct, ...]
     others: list[ShapeDtypeStruct]
 
@@ -69,7 +71,7 @@ class BlockList(torch.nn.ModuleList):
 
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
         super().__init__(blocks)
-        groups = [[blocks[0]]]
+        groups = [[block] for block in blocks[:1]]
         for before, block in pairwise(blocks):
             if _form(before) == _form(block):
                 groups[-1].append(block)
@@ -118,7 +120,7 @@ def use_block_lists(part: torch.nn.Module, classes: Sequence[str]) -> None:
     """
     for module in list(part.modules()):
         for name, child in list(module.named_children()):
-            blocks = list(child.children()) if type(child) is torch.nn.ModuleList else []
+            blocks = list(child) if type(child) is torch.nn.ModuleList else []
             if blocks and all(type(block).__name__ in classes for block in blocks):
                 setattr(module, name, BlockList(blocks))
 
@@ -140,7 +142,7 @@ def scan_blocks(
     others: list[Array],
     *,
     mesh: Mesh,
-    sharded: frozenset[str],
+    trained: frozenset[str],
     policy: Callable[..., bool] | None,
 ) -> Carry:
     """Call n equal blocks one after another.
@@ -152,12 +154,13 @@ def scan_blocks(
         carry: input of the first block; each block's output has its shapes and dtypes.
         others: further arguments of every block.
         mesh: of the devices.
-        sharded: names of weights that are sharded along `fsdp`, which an iteration gathers.
+        trained: names of the weights that are sharded along `fsdp`, which an iteration gathers.
         policy: of jax.checkpoint; None: recompute all of a block.
 
     Returns:
         The last block's output.
     """
+    sharded = trained if mesh.fsdp > 1 else frozenset[str]()
     stacked = {name: jnp.stack([each[name] for each in weights]) for name in weights[0]}
     for name in sharded:
         spec = mesh.array_sharding(weights[0][name].shape).spec
@@ -169,7 +172,9 @@ def scan_blocks(
         return call(weights | whole, key, carry, others)
 
     alone = jax.checkpoint(block, policy=policy)
-    _record(len(weights), alone, weights[0], carry, others, mesh, sharded)
+    if (loops := _LOOPS.get()) is not None:
+        shapes = _shapes(weights[0], carry, others, mesh, sharded)
+        loops.append(Loop(len(weights), alone, shapes[0], trained, *shapes[1:]))
     # Outside a loop, XLA would merge the recomputation with the forward pass.
     looped = jax.checkpoint(block, policy=policy, prevent_cse=not mesh.has_loops)
     last, _ = jax.lax.scan(
@@ -181,17 +186,10 @@ def scan_blocks(
     return last
 
 
-def _record(
-    count: int,
-    block: CallBlock,
-    weights: Weights,
-    carry: Carry,
-    others: list[Array],
-    mesh: Mesh,
-    sharded: frozenset[str],
-) -> None:
-    if (loops := _LOOPS.get()) is None:
-        return
+def _shapes(
+    weights: Weights, carry: Carry, others: list[Array], mesh: Mesh, sharded: frozenset[str]
+) -> tuple[dict[str, ShapeDtypeStruct], tuple[ShapeDtypeStruct, ...], list[ShapeDtypeStruct]]:
+    """Shapes of a block's arguments, with the shardings that they have in the step."""
     rows = carry[0].shape[0]
 
     def weight(name: str, array: Array) -> ShapeDtypeStruct:
@@ -203,9 +201,8 @@ def _record(
         spread = mesh.row_sharding(0) if batched else mesh.replicated
         return ShapeDtypeStruct(array.shape, array.dtype, sharding=spread)
 
-    shapes = {name: weight(name, array) for name, array in weights.items()}
-    given = tuple(map(argument, carry)), list(map(argument, others))
-    loops.append(Loop(count, block, shapes, *given))
+    named = {name: weight(name, array) for name, array in weights.items()}
+    return named, tuple(map(argument, carry)), list(map(argument, others))
 
 
 def _gather(mesh: Mesh, weight: Array) -> Array:

@@ -19,11 +19,13 @@ import torch
 from jax import Array
 from torch.nn import functional
 
+from configs.train import Train
 from runtimes.jax import scan_blocks, splash_attention
 from runtimes.jax.attention import attend
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.scan_blocks import EqualBlocks
 from runtimes.jax.splash_attention import SplashAttention
+from runtimes.torch_models.network import Network
 
 Arrays = Mapping[str, Any]
 #: Parts of overload names that torchax 0.0.13 references and PyTorch 2.13 has removed.
@@ -73,6 +75,16 @@ class Wrapped(torch.nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return self._call(self.module, *arguments)
+
+
+def recompute_blocks(network: Network, settings: Train, mesh: Mesh) -> None:
+    """Enable gradient checkpointing of a network as `train.gradient_checkpointing` says."""
+    if settings.gradient_checkpointing == "none":
+        return
+    # With adapters, stacks of the base's weights would be in memory beside the base's weights.
+    scanned = network.family.chained_blocks if settings.method == "full" else ()
+    for part in network.parts.values():
+        recompute(part, settings.gradient_checkpointing, mesh, scanned)
 
 
 def recompute(part: Any, what: str, mesh: Mesh | None = None, scanned: Sequence[str] = ()) -> None:
@@ -153,12 +165,15 @@ def _scanned(
     keys = jax.random.split(environment.get_and_rotate_prng_key(), count)
     arrays = [leaves[n] for n in traced]
     with splash_attention.counted(0):
-        outputs = len(jax.eval_shape(call, weights[0], keys[0], arrays[:1], arrays[1:]))
-    sharded = equal.trained if mesh.fsdp > 1 else frozenset[str]()
+        shapes = jax.eval_shape(call, weights[0], keys[0], arrays[:1], arrays[1:])
+    outputs = len(shapes)
     carry, others = tuple(arrays[:outputs]), arrays[outputs:]
+    if [(a.shape, a.dtype) for a in shapes] != [(a.shape, a.dtype) for a in carry]:
+        name = type(first).__name__
+        raise TypeError(f"{name}: no output fits the next block's input: see Family.chained_blocks")
     with splash_attention.counted(count):
         last = scan_blocks.scan_blocks(
-            call, weights, keys, carry, others, mesh=mesh, sharded=sharded, policy=policy
+            call, weights, keys, carry, others, mesh=mesh, trained=equal.trained, policy=policy
         )
     found = environment.j2t_iso(last)
     return (found[1], found[0]) if outputs == 2 else found[0]

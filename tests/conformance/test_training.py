@@ -52,9 +52,15 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         **{"guidance_scale": 3.5, "timesteps": {"resolution_shift": True}},
         "gradient_checkpointing": "blocks",
     },
-    "flux2": {"timesteps": {"resolution_shift": True}, **LARGE_EPSILON},
+    "flux2": {
+        **{"timesteps": {"resolution_shift": True}, "gradient_checkpointing": "blocks"},
+        **LARGE_EPSILON,
+    },
     "z_image": {"gradient_checkpointing": "blocks", **LARGE_EPSILON},
-    "qwen_image": {"timesteps": {"distribution": "logit_normal"}, **LARGE_EPSILON},
+    "qwen_image": {
+        **{"timesteps": {"distribution": "logit_normal"}, "gradient_checkpointing": "blocks"},
+        **LARGE_EPSILON,
+    },
 }
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 1e-2}
 TEXT_LORA = {**LORA, "train_text_encoder": True, "text_encoder_lr": 5e-3}

@@ -20,7 +20,7 @@ from diffusers import (
 
 from artifacts.latent_shards import LatentSample
 from runtimes.contract import WrongInput
-from runtimes.families import FAMILIES, Captioned, detect_family
+from runtimes.families import FAMILIES, Captioned, Family, detect_family
 from runtimes.pipeline_folder.describe_encoders import text_length
 from runtimes.pipeline_folder.weight_files import weight_files
 from runtimes.torch_models.encode_images_and_captions import Encoder
@@ -250,3 +250,11 @@ def test_a_denoiser_of_another_class_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "UVit2DModel"}))
     with pytest.raises(WrongInput, match="class UVit2DModel is not known here"):
         load_denoiser(tmp_path)
+
+
+def test_blocks_are_chained_only_if_a_family_says_so() -> None:
+    """Chroma's blocks, for example, have inputs of their own: a loop would give all the first's."""
+    assert Family.chained_blocks == ()
+    for family in FAMILIES.values():
+        assert set(family.chained_blocks) <= set(family.blocks), family.name
+        assert "ResnetBlock2D" not in family.chained_blocks
