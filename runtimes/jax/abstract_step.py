@@ -76,8 +76,9 @@ class AbstractStep:
         batch = self._stacked()
         seeds, numbers = np.zeros(batch["weight"].shape[0], np.uint32), np.zeros(4, np.float32)
         given = state, self._frozen(), batch, seeds, numbers, np.float32(1)
-        with scan_blocks.recording() as self._loops:
+        with scan_blocks.recording() as loops:
             traced = step.compiled(state).trace(*given)
+        self._loops = loops
         return traced.lower(lowering_platforms=(self._mesh.platform,))
 
     @property
@@ -88,7 +89,7 @@ class AbstractStep:
     def lower_loop_bodies(self) -> list[tuple[int, Any]]:
         """Iterations that XLA's cost analysis of the lowered step omits, and what each computes.
 
-        Equal loops share an item.
+        Equal loops share an item. Call `lower` first.
         """
         if not self.has_loops:
             return []

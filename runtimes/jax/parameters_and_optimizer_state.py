@@ -111,7 +111,7 @@ def names_without_gradient(
     given = empty(batch.noisy_latents), empty(batch.timesteps), conditioning
     try:
         counted(*given).mean().backward()
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         log.warning("weights without gradient are unknown, so weight decay changes them: %s", error)
         return frozenset()
     reached = {name for name, p in counted.named_parameters() if p.grad is not None}

@@ -206,20 +206,6 @@ def _shapes(
 
 
 def _gather(mesh: Mesh, weight: Array) -> Array:
-    """The whole weight on every device; its gradient is summed into shards."""
-    constrain = jax.lax.with_sharding_constraint
-    own = mesh.array_sharding(weight.shape)
-
-    @jax.custom_vjp
-    def gather(weight: Array) -> Array:
-        return constrain(weight, mesh.replicated)
-
-    def forward(weight: Array) -> tuple[Array, None]:
-        return gather(weight), None
-
-    def backward(_: None, gradient: Array) -> tuple[Array]:
-        # The transpose of a constraint would replicate the gradient.
-        return (constrain(gradient, own),)
-
-    gather.defvjp(forward, backward)
-    return gather(constrain(weight, own))
+    """The whole weight on every device, from shards; its gradient is summed into shards."""
+    shards = jax.lax.with_sharding_constraint(weight, mesh.array_sharding(weight.shape))
+    return jax.lax.with_sharding_constraint(shards, mesh.replicated)

@@ -122,7 +122,8 @@ class SplashAttention:
 
 
 _CURRENT: ContextVar[SplashAttention | None] = ContextVar("splash_attention", default=None)
-_TIMES: ContextVar[int] = ContextVar("times", default=1)
+#: How many calls a traced call stands for.
+_TIMES: ContextVar[int] = ContextVar("calls_of_a_traced_call", default=1)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def _costs(compiled: Any, step: Any) -> dict[str, float]:
     for count, body in step.lower_loop_bodies():
         one = body.compile().cost_analysis()
         for name in COSTS:
-            total[name] = total.get(name, 0.0) + count * one.get(name, 0.0)
+            total[name] += count * one[name]
     return total
 
 

@@ -38,7 +38,7 @@ from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow
 #: Adam's first step is the gradient's sign, with the default epsilon even where the gradient is a
-#: rounding error. One of the 300,000 weights of Z-Image's time embedder then differs by processor.
+#: rounding error. Such weights of Z-Image and Qwen-Image would differ between runtimes.
 LARGE_EPSILON = {"adam_epsilon": 1e-6}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sd": {

@@ -6,7 +6,7 @@ import chips
 import numpy as np
 import pytest
 import torch
-from chained_blocks import CLASSES, Chains
+from chained_blocks import CLASSES, Chains, JointBlock
 from driver_process import DriverProcess
 
 jax = chips.importorskip("jax")
@@ -16,7 +16,6 @@ from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.scan_blocks import (  # noqa: E402
     BlockList,
     EqualBlocks,
-    Loop,
     recording,
     scanned_names,
     use_block_lists,
@@ -118,4 +117,17 @@ def test_recorded_loops_are_those_of_the_trace() -> None:
     carries = [[array.shape for array in loop.carry] for loop in loops]
     assert carries == [[(4, 3, 4)], [(4, 3, 4), (4, 5, 4)]]
     assert [len(loop.others) for loop in loops] == [1, 1]
-    assert isinstance(loops[0], Loop)
+
+
+def test_blocks_with_another_order_of_outputs_are_refused() -> None:
+    """CogView4's, for example, return hidden_states first."""
+
+    class Reversed(JointBlock):
+        def forward(self, *given: Any) -> Any:
+            return super().forward(*given)[::-1]
+
+    module = Chains()
+    module.joint = torch.nn.ModuleList([Reversed(), Reversed()])
+    recompute(module, "blocks", _mesh(), ("Reversed",))
+    with pytest.raises(TypeError, match=r"Reversed: .* see Family.chained_blocks"):
+        as_function(module, training=True)(_arrays(module), 0, *_inputs())
